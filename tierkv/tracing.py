@@ -80,7 +80,8 @@ def join() -> None:
     if _tracer is None and "opentelemetry.sdk.trace" in sys.modules:
         from opentelemetry import trace  # noqa: PLC0415 - it is loaded
 
-        _tracer = trace.get_tracer("tierkv")
+        if not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+            _tracer = trace.get_tracer("tierkv")
 
 
 def span(name: str, **about: Value) -> AbstractContextManager[Any]:

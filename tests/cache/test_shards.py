@@ -40,6 +40,9 @@ SCHEMES = {
         {"key": 2, "value": 2},
     ),
     "mla": ShardScheme(Layout(BLOCK_SIZE, (Plane(0, "latent", "bf16", 36 * BLOCK_SIZE, 36),)), {}),
+    "heads in the block": ShardScheme(
+        Layout(BLOCK_SIZE, tuple(Plane(layer, "kv", "bf16", 44) for layer in range(2))), {"kv": 4}
+    ),
     "mla, opaque": ShardScheme(Layout(BLOCK_SIZE, (Plane(0, "latent", "bf16", 101),)), {}),
 }
 SIZES = (1, 2, 4)
@@ -55,7 +58,10 @@ def reference(scheme: ShardScheme, whole: Bytes1D, shard: Shard, tokens: int) ->
             parts.append(content[: (plane.token_bytes or 0) * tokens] if cut else content)
             continue
         heads = scheme.heads[plane.role]
-        by_head = content.reshape(BLOCK_SIZE, heads, -1)[:tokens]
+        if plane.token_bytes is None:
+            by_head = content.reshape(1, heads, -1)  # a tail is whole, too
+        else:
+            by_head = content.reshape(BLOCK_SIZE, heads, -1)[:tokens]
         per_rank = max(1, heads // shard.size)
         first = shard.rank * heads // shard.size
         parts.append(by_head[:, first : first + per_rank].reshape(-1))

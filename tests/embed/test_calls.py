@@ -17,6 +17,7 @@ from tests.latch import PATIENCE_S, finish
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
 from tierkv.embed import AbortedError, Answer, Call, EmbedSettings, QueueFullError, Until
+from tierkv.embed.exchange import Exchange
 from tierkv.errors import (
     BadRequestError,
     DuplicateRequestError,
@@ -95,6 +96,29 @@ def test_more_calls_than_may_be_open_are_refused_until_some_are_taken() -> None:
         assert isinstance(refused.error, QueueFullError)
         assert len(here.cache.poll()) == 3
         assert here.cache.lookup(PROMPT).wait(PATIENCE_S).num_tokens == len(PROMPT)
+
+
+def test_calls_that_are_held_wake_nobody_until_they_are_flushed_or_waited_for() -> None:
+    woken: list[str] = []
+    exchange = Exchange(9, lambda: woken.append("woken"))
+    exchange.holds = True
+    first = exchange.submit("first", "", lambda: None)
+    exchange.cancel(first)
+    assert woken == []
+    exchange.flush()
+    assert woken == ["woken"]
+    while exchange.take_work() or exchange.take_cancel() is not None:
+        pass
+    exchange.flush()
+    assert woken == ["woken"], "there is nothing to do"
+    with pytest.raises(GateTimeoutError):
+        exchange.submit("second", "", lambda: None).wait(0.0)
+    assert woken == ["woken"] * 2
+    with engine() as here:
+        here.cache.calls.holds = True
+        held = here.cache.stats()
+        assert here.cache.verify().wait(PATIENCE_S) == []
+        until(lambda: held.is_done)
 
 
 def test_calls_about_a_request_run_in_the_order_they_were_made(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ class Driver:
             "num_gpu_blocks_override": 256,
             "enable_prefix_caching": True,
             "enforce_eager": True,
+            "disable_log_stats": True,
         }
         events = None
         if more.pop("events", False):
@@ -69,7 +70,6 @@ class Driver:
         arguments = EngineArgs(
             model=model,
             skip_tokenizer_init=True,
-            disable_log_stats=True,
             kv_events_config=events,
             kv_transfer_config=KVTransferConfig(**transfer) if transfer else None,
             **(settings | more),
@@ -157,14 +157,16 @@ class Driver:
     def generate(
         self, requests: list[dict[str, Any]], aborts: dict[str, int] | None = None
     ) -> dict[str, Any]:
-        """Greedy tokens, tokens from a cache, and kv_transfer_params of each request. aborts: after
-        so many steps this request is aborted."""
+        """Tokens, greedy ones unless a request says otherwise, tokens from a cache, and
+        kv_transfer_params of each request. aborts: after so many steps this request is aborted."""
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         for request in requests:
             params = request.get("params")
             sampling = SamplingParams(
-                temperature=0.0,
+                temperature=request.get("temperature", 0.0),
+                seed=request.get("seed"),
                 max_tokens=request.get("max_tokens", 12),
                 ignore_eos=True,
                 detokenize=False,
@@ -173,7 +175,8 @@ class Driver:
             prompt: dict[str, Any] = {"prompt_token_ids": request["tokens"]}
             if request.get("salt"):
                 prompt["cache_salt"] = request["salt"]
-            self.engine.add_request(request["id"], prompt, sampling)
+            adapter = LoRARequest(*request["lora"]) if request.get("lora") else None
+            self.engine.add_request(request["id"], prompt, sampling, lora_request=adapter)
         answers: dict[str, Any] = {}
         left = dict(aborts or {})
         steps = 0
@@ -273,6 +276,11 @@ class Driver:
     def counts(self) -> dict[str, int]:
         """What the connector has told vLLM's statistics."""
         return dict(self.told)
+
+    def metrics(self) -> dict[str, float]:
+        """vLLM's counters, as Prometheus has them."""
+        found = self.engine.get_metrics()
+        return {one.name: one.value for one in found if hasattr(one, "value")}
 
     def preemptions(self) -> int:
         return self.num_preemptions

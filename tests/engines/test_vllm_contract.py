@@ -1,4 +1,4 @@
-"""TierKVConnector against the source of vLLM's interfaces, read and not run: no GPU, no import.
+"""The adapter against the source of vLLM's interfaces, read and not run: no GPU, no import.
 
 Looks at vLLM where it is installed, and at unpacked wheels that VLLM_SOURCES names (directories
 that hold `vllm/`, separated by colons), such as the newest official one:
@@ -42,6 +42,9 @@ USED = {
         "layer_names", "kv_cache_spec", "enable_kv_transfer",
     ],
     ("v1/kv_cache_interface.py", "SlidingWindowSpec"): ["sliding_window"],
+    ("v1/kv_cache_interface.py", "FullAttentionSpec"): [
+        "num_kv_heads", "kv_quant_mode", "block_size",
+    ],
     (_BASE, "KVConnectorTransferResults"): [
         "finished_sending", "finished_recving", "failed_recving",
     ],
@@ -126,26 +129,37 @@ def members(path: Path, node: ast.ClassDef) -> set[str]:
     return names
 
 
-def ours() -> dict[str, ast.FunctionDef]:
-    path = _ROOT / "tierkv" / "adapters" / "vllm_connector.py"
-    return methods(class_of(path, "TierKVConnector"))
+OURS = {
+    "TierKVConnector": ("vllm_connector.py", _BASE, ["KVConnectorBase_V1", "SupportsHMA"]),
+    "TierKVTier": ("vllm.py", "v1/kv_offload/tiering/base.py", ["SecondaryTierManager"]),
+}
 
 
-def test_every_method_takes_what_vllm_gives(source: Path) -> None:
-    base = source / _BASE
-    theirs = methods(class_of(base, "KVConnectorBase_V1")) | methods(class_of(base, "SupportsHMA"))
+def ours_and_theirs(name: str, source: Path) -> list[dict[str, ast.FunctionDef]]:
+    file, base, classes = OURS[name]
+    ours = methods(class_of(_ROOT / "tierkv" / "adapters" / file, name))
+    theirs: dict[str, ast.FunctionDef] = {}
+    for one in classes:
+        theirs |= methods(class_of(source / base, one))
     own = {"scheduler", "worker"}
-    strange = [name for name in ours() if name not in theirs and name not in own]
+    public = {method: one for method, one in ours.items() if method not in own}
+    return [{m: one for m, one in public.items() if m == "__init__" or m[0] != "_"}, theirs]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_method_takes_what_vllm_gives(source: Path, name: str) -> None:
+    ours, theirs = ours_and_theirs(name, source)
+    strange = [method for method in ours if method not in theirs]
     assert strange == [], "vLLM calls no such method"
-    for name, function in ours().items():
-        if name not in own:
-            assert parameters(function) == parameters(theirs[name]), name
+    for method, function in ours.items():
+        assert parameters(function) == parameters(theirs[method]), method
 
 
-def test_no_abstract_method_is_left_out(source: Path) -> None:
-    base = source / _BASE
-    theirs = methods(class_of(base, "KVConnectorBase_V1")) | methods(class_of(base, "SupportsHMA"))
-    assert [name for name, one in theirs.items() if is_abstract(one) and name not in ours()] == []
+@pytest.mark.parametrize("name", OURS)
+def test_no_abstract_method_is_left_out(source: Path, name: str) -> None:
+    ours, theirs = ours_and_theirs(name, source)
+    left_out = [method for method, one in theirs.items() if is_abstract(one) and method not in ours]
+    assert left_out == []
 
 
 def test_what_the_adapter_reads_is_there(source: Path) -> None:

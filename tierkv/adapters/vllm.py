@@ -72,7 +72,7 @@ class TierKVTier(SecondaryTierManager):
         backpressure_detector: BackpressureDetector | None = None,
         *,
         store: str,
-        ttl_s: float | None = None,
+        ttl_s: float | None = 86_400.0,
         deadline_s: float = 2.0,
         revision: str = "",
         locality: str | None = None,

@@ -28,6 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,8 +59,10 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.groups import NO_BLOCK, CacheGroup, GroupKind, main_group
 from tierkv.cache.keys import Fingerprint, MediaItem, Prompt, prompt_extra
 from tierkv.cache.layout import Layout, Plane
+from tierkv.cache.shards import ShardScheme
 from tierkv.clock import SystemClock
 from tierkv.embed.engine_cache import EngineCache, Polled
+from tierkv.embed.external import NodeHost
 from tierkv.embed.host_side import EngineCacheSettings
 from tierkv.errors import ConfigError, DeviceFailedError, TierKVError, TransferError
 from tierkv.gpu.cpu import CpuDevice
@@ -73,6 +76,7 @@ from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.factory import StoreSettings, open_guarded_store
 from tierkv.storage.protocol import Store
+from tierkv.transfer.tier import StorageOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -82,7 +86,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -94,6 +98,7 @@ _BACKLOG_STEPS = 8  # in so many steps those that wait are begun
 # A request saves when it has so many tokens that are not saved, and at its end: a save costs the
 # same for one block as for many.
 _SAVED_AT_ONCE = 256
+_PAUSE_STEPS = 4  # until a request that had no part in a step is looked at again
 _MOST_WAIT_S = 60.0  # for a copy whose blocks are about to be written
 _MOST_LOST = 2  # promises to one request that expire before it loads them
 _COUNTS = {
@@ -105,6 +110,7 @@ _COUNTS = {
     "failed_publishes": "Prompts that could not be handed over",
     "lost_tickets": "Requests that came with a ticket of which nothing could be had",
 }
+_ROLE = "kv"  # of a layer's plane
 TICKET = "tierkv_ticket"  # among a request's kv_transfer_params
 
 
@@ -113,6 +119,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     store: the store's URL (docs/storage.md), "" for host memory alone.
     host_bytes: host memory for blocks, of this engine's ranks together.
+    node: the socket of a node on this machine (`tierkv serve --engine external`), whose host memory
+        and store are used instead; node_key: a token, if it has an auth file.
+    other_ranks: numbers of ranks of other instances whose blocks are looked for, too.
     ttl_s: how long a block lives in the store, None for as long as the store keeps it.
     revision: of the model's weights, if instances with other weights share the store under the same
         model name.
@@ -128,6 +137,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     store: str = ""
     host_bytes: int = 4 << 30
+    node: str = ""
+    node_key: str = ""
+    other_ranks: tuple[int, ...] = ()
     ttl_s: float | None = 86_400.0
     revision: str = ""
     saves_generated: bool = True
@@ -149,9 +161,15 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 meant = f"did you mean {near[0]!r}" if near else f"there are {', '.join(known)}"
                 raise ConfigError(f"kv_connector_extra_config has no setting {name!r}: {meant}")
         try:
-            return msgspec.convert(given, cls, str_keys=True)
+            settings = msgspec.convert(given, cls, str_keys=True)
         except msgspec.ValidationError as error:
             raise ConfigError(f"kv_connector_extra_config: {error}") from error
+        if settings.node and (settings.store or settings.other_ranks or "host_bytes" in given):
+            raise ConfigError(
+                "kv_connector_extra_config: store, host_bytes and other_ranks are the node's "
+                "affair: leave them out, or node"
+            )
+        return settings
 
     def handoff(self) -> HandoffSettings:
         longest = None if self.ttl_s is None else max(self.ttl_s, self.ticket_ttl_s)
@@ -185,6 +203,14 @@ class StepPlans(KVConnectorMetadata):
     lost: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     over: list[str] = field(default_factory=list)
 
+    @property
+    def is_nothing(self) -> bool:
+        """As of most steps: the ranks have nothing to do beside computing."""
+        return not (self.loads or self.saves or self.lost or self.over or self.must_wait)
+
+
+_NOTHING = StepPlans()  # nobody changes it
+
 
 @dataclass
 class StepReports(KVConnectorWorkerMetadata):
@@ -199,10 +225,12 @@ class StepReports(KVConnectorWorkerMetadata):
 @dataclass
 class RankHandshake(KVConnectorHandshakeMetadata):
     """What a worker knows of its blocks. groups: of its shard of them. backends: of attention, and
-    what they do on this processor, since the inside of a block is theirs."""
+    what they do on this processor, since the inside of a block is theirs. heads: so many of KV have
+    a place of their own in each layer's block, one after the other; 0 if it is not so."""
 
     groups: tuple[CacheGroup, ...]
     backends: str
+    heads: int = 0
 
 
 class TierKVStats(KVConnectorStats):
@@ -401,6 +429,7 @@ class _Tracked:
     saved: of each group, so many first blocks are on the host or on their way. has_saves: some are
     under way. passed: of a prompt of so many tokens too few are there to load. num_lost: promises
     that had expired when they were to be loaded. is_of_old: the cache has been reset since.
+    due: while it generates, the step in which it may have enough to save; None otherwise.
     """
 
     request: Request
@@ -415,6 +444,7 @@ class _Tracked:
     num_lost: int = 0
     passed: int | None = None
     is_of_old: bool = False
+    due: int | None = None
 
 
 class _SchedulerSide:
@@ -446,7 +476,12 @@ class _SchedulerSide:
         self._epoch = b""
         self._tracked: dict[str, _Tracked] = {}
         self._filling: OrderedDict[str, _Tracked] = OrderedDict()  # whose prompt is being computed
-        self._decoding: OrderedDict[str, _Tracked] = OrderedDict()
+        # Whose prompt is saved, by the step in which each may have more, and an order among equals.
+        self._decoding: list[tuple[int, int, _Tracked]] = []
+        self._order = itertools.count()
+        self._step = 0
+        drafts = config.speculative_config
+        self._most_per_step = 1 + (drafts.num_speculative_tokens or 0 if drafts else 0)
         # Requests that have ended, with their blocks, and of which not all is saved.
         self._ending: deque[tuple[_Tracked, tuple[list[int], ...]]] = deque()
         self._plans = StepPlans()
@@ -463,10 +498,19 @@ class _SchedulerSide:
         shards = [[group.layout for group in rank.groups] for rank in ranks]
         # Of latent attention, and of fewer heads than ranks, each rank has all of it.
         is_same = len(ranks) > 1 and self._kv.kv_tp_replicas == len(ranks)
-        self._groups = tuple(
-            replace(group, layout=group.layout if is_same else side_by_side(of_ranks))
-            for group, of_ranks in zip(ranks[0].groups, zip(*shards, strict=True), strict=True)
-        )
+        scheme = None if is_same or settings.node else self._scheme(ranks)
+        if scheme is not None:
+            self._groups = (replace(ranks[0].groups[0], layout=scheme.whole),)
+        else:
+            self._groups = tuple(
+                replace(group, layout=group.layout if is_same else side_by_side(of_ranks))
+                for group, of_ranks in zip(ranks[0].groups, zip(*shards, strict=True), strict=True)
+            )
+        if settings.other_ranks and scheme is None:
+            log.warning(
+                "instances of other numbers of ranks share nothing with this one: it is not known "
+                "which bytes of a block are which head's (docs/engines.md)"
+            )
         self._main = main_group(self._groups)
         self._has_windows = any(group.kind is not GroupKind.FULL for group in self._groups)
         layout = self._groups[self._main].layout
@@ -476,19 +520,39 @@ class _SchedulerSide:
             fetch_deadline_s=settings.fetch_deadline_s,
             fetch_policy=FetchPolicy.WAIT_COMPLETE,
         )
+        name = f"vllm-{config.kv_transfer_config.engine_id}"
+        node = NodeHost(settings.node, name=name, key=settings.node_key) if settings.node else None
+        if node is not None and self._tells:
+            log.warning("a node tells events itself (GET /v1/events), not through vLLM")
+            self._tells = False
+        num_ranks = "any number of" if scheme is not None else f"{len(ranks)}"
         self._cache = EngineCache(
-            _fingerprint(config, settings, layout, ranks[0].backends),
+            _fingerprint(config, settings, layout, ranks[0].backends, num_ranks),
             self._groups,
             host_bytes=settings.host_bytes,
             cache=rules,
+            node=node,
             store=settings.open,
             settings=EngineCacheSettings(expires_s=settings.expires_s),
             handoff=settings.handoff(),
+            storage=StorageOptions(scheme=scheme, peer_sizes=settings.other_ranks),
             ranks=RankSocket(_socket_path(config), shards=shards),
-            name=f"vllm-{config.kv_transfer_config.engine_id}",
+            name=name,
         )
         self._cache.open()
-        log.info("KV blocks are kept in host memory and %s", settings.store or "nowhere else")
+        self._cache.hold_calls()
+        kept = f"the node at {settings.node}" if node else settings.store or "nowhere else"
+        log.info("KV blocks are kept in host memory and %s", kept)
+
+    def _scheme(self, ranks: Sequence[RankHandshake]) -> ShardScheme | None:
+        """How a whole block is made of the ranks' shards, if each has other heads, in places that
+        are known. None: blocks are those of this number of ranks."""
+        first, total = ranks[0], self._config.model_config.get_total_num_kv_heads()
+        if len(first.groups) > 1 or first.heads * len(ranks) != total:
+            return None
+        shard = first.groups[0].layout
+        planes = [replace(one, block_bytes=one.block_bytes * len(ranks)) for one in shard.planes]
+        return ShardScheme(Layout(shard.block_size, tuple(planes)), {_ROLE: total})
 
     # A request comes
 
@@ -536,7 +600,8 @@ class _SchedulerSide:
             params = request.kv_transfer_params or {}
             if params.get("do_remote_prefill") and self._finds:
                 tracked.claims = params.get(TICKET)
-            if params.get("do_remote_decode") and self._saves and self.settings.store:
+            has_store = self.settings.store or self.settings.node
+            if params.get("do_remote_decode") and self._saves and has_store:
                 tracked.publishes = params.get(TICKET) or uuid.uuid4().hex
         return tracked
 
@@ -548,16 +613,16 @@ class _SchedulerSide:
             extra = self._extra(request)
             if extra is None:
                 return None
-            media = [
-                MediaItem(
-                    one.mm_position.offset,
-                    one.mm_position.length,
-                    hashlib.sha256(one.identifier.encode()).digest(),
-                )
-                for one in request.mm_features
-            ]
             tokens = _packed(request.all_token_ids[:num_tokens])
-            if media or extra:
+            if extra or request.mm_features:
+                media = [
+                    MediaItem(
+                        one.mm_position.offset,
+                        one.mm_position.length,
+                        hashlib.sha256(one.identifier.encode()).digest(),
+                    )
+                    for one in request.mm_features
+                ]
                 prompt = Prompt.of(tokens, size, media, extra=extra)
             else:
                 prompt = Prompt(tokens, size)
@@ -571,6 +636,8 @@ class _SchedulerSide:
 
     def _extra(self, request: Request) -> bytes | None:
         """What else the KV depends on; None while an adapter's files are read."""
+        if request.lora_request is None and not request.cache_salt and not self._epoch:
+            return b""
         adapter = b""
         if request.lora_request is not None:
             digest = self._adapters.of(request.lora_request)
@@ -614,11 +681,13 @@ class _SchedulerSide:
     def plan(self, step: SchedulerOutput) -> StepPlans:
         """What this step's workers do beside computing."""
         self._take(self.cache.poll())
+        self._step += 1
         for name in step.preempted_req_ids or ():
             self._filling.pop(name, None)
-            self._decoding.pop(name, None)
             tracked = self._tracked.get(name)
-            self._plans.must_wait |= tracked is not None and tracked.has_saves
+            if tracked is not None:
+                tracked.due = None
+                self._plans.must_wait |= tracked.has_saves
         if self._saves:
             for new in step.scheduled_new_reqs:
                 self._begin(new.req_id)
@@ -630,7 +699,11 @@ class _SchedulerSide:
                     *filter(None, step.scheduled_cached_reqs.new_block_ids),
                 ):
                     self._wait_for(table)
-            self._begin_saves(step)
+            if self._ending or self._filling or self._is_due():
+                self._begin_saves(step)
+        self.cache.flush()
+        if self._plans.is_nothing:
+            return _NOTHING
         plans, self._plans = self._plans, StepPlans()
         return plans
 
@@ -659,11 +732,30 @@ class _SchedulerSide:
             if stop is not None and stop >= tracked.request.num_tokens:
                 del self._filling[name]
                 if self.settings.saves_generated and tracked.publishes is None:
-                    self._decoding[name] = tracked
-        for _ in range(min(left, len(self._decoding))):
-            name, tracked = next(iter(self._decoding.items()))
-            self._decoding.move_to_end(name)
-            self._save_filled(tracked, step)
+                    self._expect(tracked, stop)
+        while left and self._is_due():
+            due, _, tracked = heappop(self._decoding)
+            if tracked.due == due:
+                self._expect(tracked, self._save_filled(tracked, step))
+                left -= 1
+
+    def _is_due(self) -> bool:
+        return bool(self._decoding) and self._decoding[0][0] <= self._step
+
+    def _expect(self, tracked: _Tracked, stop: int | None) -> None:
+        """Look at this request again when it may have enough to save. stop: so many of its tokens
+        are computed, None if it has paused."""
+        pause = _PAUSE_STEPS
+        if stop is not None:
+            missing = _SAVED_AT_ONCE - (stop - self._num_saved(tracked))
+            pause = max(-(-missing // self._most_per_step), 1)
+        tracked.due = self._step + pause
+        heappush(self._decoding, (tracked.due, next(self._order), tracked))
+
+    def _num_saved(self, tracked: _Tracked) -> int:
+        """Tokens of the main group."""
+        size = self._groups[self._main].block_size
+        return tracked.saved[self._main] * size if tracked.saved else 0
 
     def _save_filled(self, tracked: _Tracked, step: SchedulerOutput) -> int | None:
         """How many tokens are computed when this step is over, None if the request has no part in
@@ -674,11 +766,10 @@ class _SchedulerSide:
         if scheduled is None:
             return None
         stop: int = min(request.num_computed_tokens + scheduled, request.num_tokens)
-        saved = tracked.saved[self._main] * main.block_size if tracked.saved else 0
         # A claimer waits for the first, and a window's blocks go while the prompt is computed.
         is_urgent = tracked.publishes is not None or (self._has_windows and name in self._filling)
         least = main.block_size if is_urgent else _SAVED_AT_ONCE
-        if stop - saved >= least:
+        if stop - self._num_saved(tracked) >= least:
             prompt = self._prompt(tracked, max(stop, request.num_prompt_tokens))
             table = step.kv_connector_block_state.get_block_ids(name)
             if prompt is not None and table is not None:
@@ -719,8 +810,9 @@ class _SchedulerSide:
             tracked.has_saves = True
             self._plans.saves.append((name, plan))
         unsaved = self.cache.num_unsaved_blocks - before
-        self._counts["unsaved_blocks"] += unsaved
-        if not unsaved:
+        if unsaved:
+            self._counts["unsaved_blocks"] += unsaved
+        else:
             tracked.saved = [max(pair) for pair in zip(firsts, stops, strict=True)]
         return not unsaved
 
@@ -775,6 +867,8 @@ class _SchedulerSide:
             tracked = self._tracked.get(name)
             if tracked is not None:
                 tracked.is_loading = False
+        if not self._tracked:  # there may be no further step for a while
+            self.cache.flush()
 
     def _take(self, polled: Polled) -> None:
         for name in polled.saved:
@@ -782,7 +876,8 @@ class _SchedulerSide:
             if tracked is not None:
                 tracked.has_saves = False
         for _, failed in polled.loaded:
-            self._counts["failed_loads"] += bool(failed)
+            if failed:
+                self._counts["failed_loads"] += 1
         for _, num_blocks in polled.stored:
             self._counts["saved_blocks"] += num_blocks
         for name, outcome in polled.published:
@@ -793,10 +888,9 @@ class _SchedulerSide:
             self.cache.release(name)
 
     def take_counts(self) -> TierKVStats | None:
-        counts = {name: count for name, count in self._counts.items() if count}
-        if not counts:
+        if not self._counts:
             return None
-        self._counts.clear()
+        counts, self._counts = dict(self._counts), Counter()
         return TierKVStats(data=counts)
 
     # A request goes
@@ -810,7 +904,7 @@ class _SchedulerSide:
         if tracked is None:
             return False, None
         self._filling.pop(name, None)
-        self._decoding.pop(name, None)
+        tracked.due = None
         if tracked.is_loading:  # the blocks are given back when that is over
             self.cache.release(name)
             return False, None
@@ -868,7 +962,8 @@ class _SchedulerSide:
             self.cache.release(name)
             tracked.is_of_old |= tracked.request.num_computed_tokens > 0
             tracked.prompt, tracked.claims, tracked.publishes = None, None, None
-            tracked.saved, tracked.passed = [], None
+            tracked.saved, tracked.passed, tracked.due = [], None, None
+        self.cache.flush()
 
     def close(self) -> None:
         if self._cache is not None:
@@ -933,10 +1028,10 @@ def _digest_of_adapter(path: str) -> bytes:
 
 
 def _fingerprint(
-    config: VllmConfig, settings: ConnectorSettings, layout: Layout, backends: str
+    config: VllmConfig, settings: ConnectorSettings, layout: Layout, backends: str, num_ranks: str
 ) -> Fingerprint:
     """What makes blocks of one instance usable in another: all that shapes their bytes."""
-    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    model, cache = config.model_config, config.cache_config
     text = model.hf_text_config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
     return Fingerprint(
@@ -944,8 +1039,8 @@ def _fingerprint(
         layout,
         revision=f"{model.revision or ''}+{settings.revision}",
         weight_dtype=f"{model.dtype} {model.quantization or ''} {rope or ''}",
-        engine=f"vllm {'.'.join(vllm.__version__.split('.')[:2])}, {parallel.tensor_parallel_size} "
-        f"ranks, drafts {getattr(config.speculative_config, 'method', None)}",
+        engine=f"vllm {'.'.join(vllm.__version__.split('.')[:2])}, {num_ranks} ranks, "
+        f"drafts {getattr(config.speculative_config, 'method', None)}",
         attention_backend=backends,
         cache_dtype=str(cache.cache_dtype),
         kv_layout=str(cache.kv_cache_layout),
@@ -985,7 +1080,14 @@ class _WorkerSide:
         self._planes = WorkerPlanes(device, planes, rank=rank)
         self._planes.connect(_socket_path(self._config))
         groups = tuple(group for group, _ in found)
-        self._handshake = RankHandshake(groups, self._backends())
+        heads = {
+            _heads(group.kv_cache_spec, self._kv.num_blocks, tensors[name])
+            for group in self._kv.kv_cache_groups
+            for name in group.layer_names
+        }
+        self._handshake = RankHandshake(
+            groups, self._backends(), heads.pop() if len(heads) == 1 else 0
+        )
 
     def handshake(self) -> RankHandshake | None:
         return self._handshake
@@ -1019,6 +1121,8 @@ class _WorkerSide:
                     self.planes.wait_layer(number, last, _MOST_WAIT_S, group=group)
 
     def start_loads(self, plans: StepPlans) -> None:
+        if plans.is_nothing:
+            return
         for name, plan in plans.loads:
             self._loads[plan.number] = (name, tuple(plan.slots()[1].tolist()))
             self.planes.start_loads(plan)
@@ -1037,6 +1141,8 @@ class _WorkerSide:
         are over. What did not come is told by its block, or, of several groups, which may use one
         number each, by its request."""
         results = KVConnectorTransferResults()
+        if not (self._loads or self._saves or self._over or self._lost):
+            return results
         for name, blocks in self._lost:
             self._loaded(results, name, blocks, is_good=False)
         self._lost.clear()
@@ -1130,12 +1236,24 @@ def _planes_of(
             continue
         seen.add(tensor.data_ptr())
         rows = _rows(tensor, num_blocks, layer)
-        planes.append(Plane(len(planes), "kv", str(tensor.dtype), rows.shape[1]))
+        planes.append(Plane(len(planes), _ROLE, str(tensor.dtype), rows.shape[1]))
         found.append(rows)
     window = 0
     if kind is GroupKind.WINDOW:
         window = spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
     return CacheGroup(Layout(spec.block_size, tuple(planes)), kind, window), found
+
+
+def _heads(spec: KVCacheSpec, num_blocks: int, tensor: torch.Tensor) -> int:
+    """How many heads have a place of their own in each block of a layer, one after the other; 0 if
+    it is not so. vLLM's view of a layer is [blocks, heads, tokens, content], whatever lies inside a
+    head of a block."""
+    if get_kv_cache_spec_kind(spec).value != "full_attention":
+        return 0
+    heads: int = spec.num_kv_heads
+    is_view = tensor.dim() == 4 and tensor.shape[:2] == (num_blocks, heads)  # noqa: PLR2004 - as above
+    is_split = is_view and tensor[0].is_contiguous() and not spec.kv_quant_mode.is_per_token_head
+    return heads if is_split else 0
 
 
 def _rows(tensor: torch.Tensor, num_blocks: int, name: str) -> torch.Tensor:

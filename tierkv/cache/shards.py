@@ -55,10 +55,10 @@ class Piece:
 @dataclass(frozen=True)
 class ShardScheme:
     """whole: the layout of an unsharded block. heads: for each role that is split, its number of
-    heads, which lie one after the other in each token's bytes. Other roles are on every rank.
+    heads, which lie one after the other in each token's bytes, or, of a plane that does not declare
+    these, in the block's. Other roles are on every rank.
 
-    Raises LayoutError if a split plane does not declare its tokens' bytes, or they are not a whole
-    number of equal heads.
+    Raises LayoutError if these bytes are not a whole number of equal heads.
     """
 
     whole: Layout
@@ -69,9 +69,10 @@ class ShardScheme:
             count = self.heads.get(plane.role)
             if count is None:
                 continue
-            if count < 1 or plane.token_bytes is None or plane.token_bytes % count:
+            if count < 1 or _bytes_of_heads(plane) % count:
+                of = "the block" if plane.token_bytes is None else "a token"
                 raise LayoutError(
-                    f"layer {plane.layer} {plane.role}: {plane.token_bytes} bytes of a token are "
+                    f"layer {plane.layer} {plane.role}: {_bytes_of_heads(plane)} bytes of {of} are "
                     f"not {count} equal heads"
                 )
 
@@ -79,14 +80,16 @@ class ShardScheme:
         """What one rank holds of a block."""
         planes = []
         for plane in self.whole.planes:
-            start, stop = self._token_range(plane, shard)
-            if plane.role in self.heads:
-                width = stop - start
+            start, stop = self._range(plane, shard)
+            width = stop - start
+            if plane.role not in self.heads:
+                planes.append(plane)
+            elif plane.token_bytes is None:
+                planes.append(replace(plane, block_bytes=width))
+            else:
                 planes.append(
                     replace(plane, token_bytes=width, block_bytes=width * self.whole.block_size)
                 )
-            else:
-                planes.append(plane)
         return Layout(self.whole.block_size, tuple(planes))
 
     def sources(self, reader: Shard, writers: int) -> tuple[Shard, ...]:
@@ -143,7 +146,7 @@ class ShardScheme:
                     ours.lengths[index], 1,
                 )  # fmt: skip
                 continue
-            at, stop = start, _ = self._token_range(plane, reader)
+            at, stop = start, _ = self._range(plane, reader)
             while at < stop:
                 shard, first, last = self._holder(plane, at, writers, nearest)
                 width = min(last, stop) - at
@@ -154,17 +157,16 @@ class ShardScheme:
                     ours.offsets[index] + at - start,
                     stop - start,
                     width,
-                    tokens,
+                    1 if plane.token_bytes is None else tokens,
                 )
                 at += width
 
-    def _token_range(self, plane: Plane, shard: Shard) -> tuple[int, int]:
-        """The bytes of each token of the whole plane that the shard has."""
-        token_bytes = plane.token_bytes or 0
+    def _range(self, plane: Plane, shard: Shard) -> tuple[int, int]:
+        """Of the bytes in which the whole plane has its heads, those that the shard has."""
         heads = self.heads.get(plane.role)
         if heads is None:
-            return 0, token_bytes
-        head_bytes = token_bytes // heads
+            return 0, _bytes_of_heads(plane)
+        head_bytes = _bytes_of_heads(plane) // heads
         if shard.size <= heads:
             if heads % shard.size:
                 raise LayoutError(f"{heads} heads cannot be split over {shard.size} ranks")
@@ -184,10 +186,15 @@ class ShardScheme:
     ) -> tuple[Shard, int, int]:
         """A shard that has byte `at` of a token, the nearest if it does, and its range."""
         for shard in (nearest, *(Shard(rank, writers) for rank in range(writers))):
-            start, stop = self._token_range(plane, shard)
+            start, stop = self._range(plane, shard)
             if start <= at < stop:
                 return shard, start, stop
         raise AssertionError("the shards of a plane cover it")
+
+
+def _bytes_of_heads(plane: Plane) -> int:
+    """Of a token, or of a block in which each head has a place of its own."""
+    return plane.block_bytes if plane.token_bytes is None else plane.token_bytes
 
 
 class _Payload:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 from tierkv import tracing
 from tierkv.cache.keys import Prompt, Tokens, pack
-from tierkv.embed.exchange import Call
+from tierkv.embed.exchange import Call, Exchange
 from tierkv.embed.requests import Admitted, Requests, Until
 from tierkv.embed.thread import EmbedSettings, ServiceThread
 from tierkv.errors import BadRequestError, TierKVError
@@ -91,6 +91,11 @@ class Embedded:
     def wait(self, timeout_s: float) -> bool:
         """Block until `poll` has something to return, or for `timeout_s`; whether it has."""
         return self._thread.exchange.wait(timeout_s)
+
+    @property
+    def calls(self) -> Exchange:
+        """All that are open."""
+        return self._thread.exchange
 
     @property
     def num_open_calls(self) -> int:

@@ -20,7 +20,9 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import Counter, deque
+from array import array
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -103,6 +105,7 @@ class LocalHost:
 
     def __init__(self, embedded: Embedded, sizes: HostSizes, settings: EngineCacheSettings) -> None:
         self.life: int | None = None  # ranks hold nothing up: they have their memory from here
+        self.calls = embedded.calls
         self._embedded = embedded
         self._sizes = sizes
         self._settings = settings
@@ -291,7 +294,8 @@ class EngineCache:
         self._numbers = itertools.count(1)
         self._known: dict[str, _Known] = {}
         self._steps: dict[int, _Step] = {}
-        self._touched: list[Counter[int]] = [Counter() for _ in self.groups]
+        # By group: of each device block, how many plans under way read or write it.
+        self._touched: list[dict[int, int]] = [{} for _ in self.groups]
         # By group: host slots for saves, taken.
         self._reserve: list[deque[int]] = [deque() for _ in self.groups]
         self._wanted: Call[list[list[int]]] | None = None
@@ -540,14 +544,14 @@ class EngineCache:
         full = prompt.num_tokens // self.groups[group].block_size
         saved = known.saved.get(group, 0)
         if positions[0] < saved:
-            at = int(np.searchsorted(positions, saved))
+            at = bisect_left(positions, saved)
             positions, blocks = positions[at:], blocks[at:]
         reserve = self._reserve[group]
         count = min(len(blocks), len(reserve))
         self.num_unsaved_blocks += len(blocks) - count
         if not count:
             return None
-        slots = np.array([reserve.popleft() for _ in range(count)], np.int32)
+        slots = _as_ids([reserve.popleft() for _ in range(count)])
         # A tail is not a block of a longer prompt: it is saved again when it has grown.
         known.saved[group] = max(saved, min(int(positions[count - 1]) + 1, full))
         return _Part(group, positions[:count], blocks[:count], slots)
@@ -569,16 +573,16 @@ class EngineCache:
             )
         found = []
         for group, ids in enumerate(block_ids):
-            blocks = np.asarray(ids, np.int32)
             first = first_blocks[group] if first_blocks else 0
             if first < 0:
                 raise BadRequestError(f"block {first} cannot be the first of group {group}")
-            positions = np.arange(first, first + len(blocks), dtype=np.int32)
-            is_there = blocks >= 0
-            if not is_there.all():
-                positions, blocks = positions[is_there], blocks[is_there]
-            if len(blocks):
-                found.append((group, positions, blocks))
+            blocks = ids.tolist() if isinstance(ids, np.ndarray) else ids
+            positions: Sequence[int] = range(first, first + len(blocks))
+            if blocks and min(blocks) < 0:
+                positions = [at for at, block in zip(positions, blocks, strict=True) if block >= 0]
+                blocks = [block for block in blocks if block >= 0]
+            if blocks:
+                found.append((group, _as_ids(positions), _as_ids(blocks)))
         return found
 
     def _reaches_end(
@@ -643,6 +647,14 @@ class EngineCache:
 
     # What is known of all
 
+    def hold_calls(self) -> None:
+        """From now on, what these methods ask of the service's thread waits for `flush`."""
+        self._host.calls.holds = True
+
+    def flush(self) -> None:
+        """Once in a step: have done what was asked since the last time."""
+        self._host.calls.flush()
+
     def wait(self, timeout_s: float) -> bool:
         """Block until `poll` or `lookup` may have news, or for `timeout_s`; which of both. For an
         engine that has nothing else to do: poll first."""
@@ -693,7 +705,9 @@ class EngineCache:
         else:
             plan = Plan.of(number, "offload", blocks, slots, counts)
         for part in parts:
-            self._touched[part.group].update(part.blocks.tolist())
+            touched = self._touched[part.group]
+            for block in part.blocks.tolist():
+                touched[block] = touched.get(block, 0) + 1
         self._steps[number] = _Step(key, known, prompt, plan, parts, set(self._ranks), promise)
         return plan
 
@@ -736,8 +750,11 @@ class EngineCache:
         """No rank touches the blocks and slots of this plan any more."""
         for part in step.parts:
             touched = self._touched[part.group]
-            touched.subtract(part.blocks.tolist())
-            self._touched[part.group] = +touched
+            for block in part.blocks.tolist():
+                if touched[block] == 1:
+                    del touched[block]
+                else:
+                    touched[block] -= 1
 
     def _load_ended(self, step: _Step, promise: HostPromise) -> None:
         failed: tuple[tuple[int, ...], ...] = ()
@@ -814,6 +831,12 @@ class EngineCache:
     def _free(self, promise: HostPromise) -> None:
         if promise.claim():
             self._host.call("free", promise)
+
+
+def _as_ids(values: Iterable[int]) -> Ids:
+    """Not by NumPy's own making of arrays, which gives the GIL up: an engine's thread would get it
+    back only when another thread lets it go, up to 5 ms later."""
+    return np.frombuffer(array("i", values), np.int32)
 
 
 def _slices_of(

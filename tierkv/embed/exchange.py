@@ -76,6 +76,7 @@ class Call(Generic[T]):
         after `timeout_s`; the call itself goes on then."""
         bell = threading.Event()
         self.when_done(bell.set)
+        self._exchange.flush()
         if not bell.wait(timeout_s):
             raise GateTimeoutError(f"{self} was not done within {timeout_s:g} s")
         return self.result()
@@ -95,6 +96,7 @@ class Call(Generic[T]):
                 loop.call_soon_threadsafe(tell)
 
         self.when_done(wake)
+        self._exchange.flush()
         await done
         return self.result()
 
@@ -136,10 +138,13 @@ class Exchange:
     """All open calls: those pending, and those done that nobody has taken.
 
     wake: tells the loop's thread to `take_work`; must not block. max_calls: more are refused.
+    holds: whether what is asked waits for `flush`, so that an engine wakes the other thread once in
+    a step and not for every call, each time some 30 us; who waits for a call flushes.
     """
 
     def __init__(self, max_calls: int, wake: Callable[[], None]) -> None:
         self.failure: TierKVError | None = None
+        self.holds = False
         self._max_calls = max_calls
         self._wake = wake
         self._numbers = itertools.count()
@@ -164,10 +169,16 @@ class Exchange:
             return call
         self._pending[call.number] = call
         self._inbox.append((call, work))
-        self._wake()
+        if not self.holds:
+            self._wake()
         if self.failure is not None:  # it ended meanwhile, and may not have seen this call
             self.finish(call, error=self.failure)
         return call
+
+    def flush(self) -> None:
+        """Wake the loop's thread if there is anything for it."""
+        if self._inbox or self._cancels:
+            self._wake()
 
     def poll(self) -> list[Call[Any]]:
         """The calls that have finished and whose result nobody has taken, each once, in the order
@@ -180,6 +191,7 @@ class Exchange:
     def wait(self, timeout_s: float) -> bool:
         """Block until `poll` would return something, or for `timeout_s`; whether it would."""
         deadline = time.monotonic() + timeout_s
+        self.flush()
         while True:
             self._bell.clear()
             if any(call.is_done for call in list(self._finished.values())):
@@ -193,7 +205,8 @@ class Exchange:
     def cancel(self, call: Call[Any]) -> None:
         if call.number in self._pending:
             self._cancels.append(call.number)
-            self._wake()
+            if not self.holds:
+                self._wake()
 
     @property
     def num_open(self) -> int:

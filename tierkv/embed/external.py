@@ -205,7 +205,7 @@ class NodeHost:
         self._name = name or f"process {os.getpid()}"
         self._key = key
         self._deadline_s = deadline_s
-        self._exchange = Exchange(_MOST_CALLS, self._wake)
+        self.calls = Exchange(_MOST_CALLS, self._wake)
         self._numbers: dict[object, int] = {}
         self._promised: dict[int, tuple[HostPromise, float]] = {}  # and when it expires
         self._asked: dict[int, tuple[Call[Any], float]] = {}  # and when what comes expires
@@ -268,15 +268,15 @@ class NodeHost:
             self._asked[call.number] = (call, expires)
             return msgspec.msgpack.encode([call.number, msgspec.Raw(body)])
 
-        return self._exchange.submit(method, "", frame)
+        return self.calls.submit(method, "", frame)
 
     def poll(self) -> list[Call[Any]]:
         """The calls that have been answered and that nobody has taken."""
-        return self._exchange.poll()
+        return self.calls.poll()
 
     def wait(self, timeout_s: float) -> bool:
         """Block until `poll` has something to return, or for `timeout_s`; whether it has."""
-        return self._exchange.wait(timeout_s)
+        return self.calls.wait(timeout_s)
 
     def take_events(self) -> list[CacheEvent]:
         """Raises BadRequestError: events are the node's, about what all engines share."""
@@ -287,10 +287,10 @@ class NodeHost:
         if self._thread is None:
             return
         deadline = time.monotonic() + _GRACE_S
-        for call in self._exchange.pending():  # what was saved is to be kept
+        for call in self.calls.pending():  # what was saved is to be kept
             with suppress(TierKVError):
                 call.wait(max(deadline - time.monotonic(), 0.0))
-        self._exchange.refuse(ShuttingDownError("this engine's cache is closed"))
+        self.calls.refuse(ShuttingDownError("this engine's cache is closed"))
         self._is_open = False
         self._wake()
         self._thread.join()
@@ -315,7 +315,7 @@ class NodeHost:
             if self._is_open:
                 log.error("the node at %s has gone: %s", self._path, error)
         gone = StoreUnavailableError(f"the node at {self._path} has gone: open the cache anew")
-        self._exchange.fail(gone)
+        self.calls.fail(gone)
         for promise, _ in list(self._promised.values()):
             promise.claim()
 
@@ -341,17 +341,17 @@ class NodeHost:
         return max(min(at for _, at in self._promised.values()) - time.monotonic(), 0.01)
 
     def _send_all(self) -> None:
-        while (found := self._exchange.take_work()) is not None:
+        while (found := self.calls.take_work()) is not None:
             call, frame = found
             self._link.send(frame(call))
-        while (number := self._exchange.take_cancel()) is not None:
+        while (number := self.calls.take_cancel()) is not None:
             self._link.send(msgspec.msgpack.encode([number, ["cancel", []]]))
 
     def _heard(self, record: bytes) -> None:
         number, error, value = msgspec.msgpack.decode(record)
         call, expires = self._asked.pop(number)
         if error is not None:
-            self._exchange.finish(call, error=_unpacked_error(*error))
+            self.calls.finish(call, error=_unpacked_error(*error))
             return
         if call.kind == "promise":
             value = self._promise(value, expires)
@@ -361,7 +361,7 @@ class NodeHost:
             value = msgspec.convert(value, Stats)
         else:
             value = _unpacked(value, {})
-        self._exchange.finish(call, result=value)
+        self.calls.finish(call, result=value)
 
     def _promise(self, value: list[Any], expires: float) -> HostPromise:
         number, num_tokens, parts, ticket, problem = value

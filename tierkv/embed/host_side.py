@@ -352,8 +352,11 @@ class HostSide:
             promise.ticket = ticket
             bound = prompt.num_tokens if limit is None else min(limit, prompt.num_tokens)
             promise.problem = await self._bring(prompt, keys, promise, bound)
-            loop = asyncio.get_running_loop()
-            promise.timer = loop.call_later(expires_s, self._expire, promise)
+            if not promise.num_tokens:  # there is nothing to give back, then
+                self._expire(promise)
+            else:
+                loop = asyncio.get_running_loop()
+                promise.timer = loop.call_later(expires_s, self._expire, promise)
         return promise
 
     def _most_needed(self, prompt: Prompt) -> list[int]:

@@ -77,6 +77,7 @@ class ServiceThread:
         self._running: dict[int, tuple[Call[Any], asyncio.Task[object]]] = {}
         self._reasons: dict[int, TierKVError] = {}  # why calls under way are being cancelled
         self._is_awake = False
+        self._has_calls = asyncio.Event()
         self._opened = threading.Event()
         self._ended = threading.Event()
         self._closing = asyncio.Event()
@@ -235,6 +236,7 @@ class ServiceThread:
             job.close()
             return
         self._running[call.number] = (call, task)
+        self._has_calls.set()
         task.add_done_callback(partial(self._answer, call))
 
     async def _run(self, call: Call[Any], work: Work) -> object:
@@ -262,9 +264,13 @@ class ServiceThread:
             self.exchange.finish(call, result=result)
 
     async def _watch_device(self, service: Service) -> None:
-        """Once the device is lost, no call waits for it any more."""
-        while service.device.failure is None:  # noqa: ASYNC110 - any thread may lose it
+        """Once the device is lost, no call waits for it any more. While there is no call nothing is
+        looked at: each look costs an engine's thread the GIL."""
+        while service.device.failure is None:
+            await self._has_calls.wait()
             await asyncio.sleep(_LOOK_AT_DEVICE_S)
+            if not self._running:
+                self._has_calls.clear()
         self._cancel_all(DeviceFailedError(service.device.failure), but=NEEDS_NO_DEVICE)
 
     def _check_device(self) -> None:
