@@ -304,7 +304,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as path:
         tiny_model(path)
-        starts, rounds, steps = (1, 4, 100) if given.quick else (3, 3, 300)
+        starts, rounds, steps = (1, 4, 100) if given.quick else (3, 6, 300)
         rows = measured(path, starts=starts, rounds=rounds, traffic_steps=steps)
         show(rows, as_json=given.json)
 
