@@ -515,6 +515,7 @@ def test_a_ticket_survives_its_encoding() -> None:
         {"expires_at": math.nan},  # it would never expire
         {"created_at": math.inf},
         {"digests": (b"a" * 32, b"b" * 31, b"c" * 32)},
+        {"digests": (b"a" * 32, b"b" * 32)},  # fewer than its tokens have blocks
         {"num_tokens": 12, "block_size": -4},
     ],
 )

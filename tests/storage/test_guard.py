@@ -63,10 +63,14 @@ async def make() -> AsyncIterator[Make]:
         yield open_pair
 
 
-async def failed(pair: Pair) -> str:
+async def refused(asking: Awaitable[object]) -> str:
     with pytest.raises(StoreUnavailableError) as caught:
-        await pair.store.exists(NAMES)
+        await asking
     return str(caught.value)
+
+
+async def failed(pair: Pair) -> str:
+    return await refused(pair.store.exists(NAMES))
 
 
 async def test_the_breaker_opens_after_the_failures_it_was_set_to(make: Make) -> None:
@@ -303,6 +307,63 @@ async def test_a_read_whose_turn_comes_when_the_breaker_is_open_is_refused(make:
         pair.faulty.release()
     assert "left alone" in waiting.result()
     assert pair.faulty.num_operations == 1
+
+
+class Held(MemoryStore):
+    """Answers when it may, not to who asks about the last name; what is put is there at once."""
+
+    def __init__(self) -> None:
+        super().__init__(MemorySettings(), SystemClock())
+        self.may_answer = asyncio.Event()
+        self.num_asked = self.num_put = 0
+
+    async def exists(self, names: Sequence[str]) -> int:
+        self.num_asked += 1
+        await self.may_answer.wait()
+        if names[0] == NAMES[-1]:
+            raise StoreUnavailableError("it does not answer")
+        return await super().exists(names)
+
+    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        outcomes = await super().put(items)
+        self.num_put += len(items)
+        await self.may_answer.wait()
+        return outcomes
+
+
+async def test_a_read_that_gets_its_turn_as_the_breaker_opens_is_refused() -> None:
+    inner = Held()
+    settings = ResilienceSettings(
+        timeout_s=20.0, max_reads=2, failures_to_open=1, probe_interval_s=100.0
+    )
+    store = GuardedStore(inner, settings, SystemClock())
+    async with store.running(), asyncio.TaskGroup() as group:
+        answered = group.create_task(store.exists(NAMES[:1]))
+        await until(lambda: inner.num_asked == 1)
+        failing = group.create_task(refused(store.exists(NAMES[-1:])))
+        await until(lambda: inner.num_asked == 2)
+        waiting = group.create_task(refused(store.exists(NAMES[1:2])))
+        await asyncio.sleep(0)
+        inner.may_answer.set()
+    assert answered.result() == 0
+    assert "does not answer" in failing.result()
+    assert "left alone" in waiting.result()
+    assert inner.num_asked == 2
+
+
+async def test_what_is_being_written_is_not_believed_to_be_missing() -> None:
+    inner = Held()
+    inner.may_answer.set()
+    settings = ResilienceSettings(timeout_s=20.0, write_timeout_s=20.0, negative_ttl_s=100.0)
+    store = GuardedStore(inner, settings, SystemClock())
+    async with store.running(), asyncio.TaskGroup() as group:
+        assert await store.present([NAME]) == [False]
+        inner.may_answer.clear()
+        writing = group.create_task(put_one(store, NAME, b"x"))
+        await until(lambda: inner.num_put == 1)
+        assert await store.present([NAME]) == [True]
+        inner.may_answer.set()
+    assert writing.result() is PutStatus.STORED
 
 
 async def test_a_read_is_tried_again_within_the_budget_and_a_write_never(make: Make) -> None:

@@ -342,6 +342,16 @@ async def test_what_is_stored_already_is_not_written_again() -> None:  # fault 1
         assert here.io.stats.flushed_bytes == written + tail
 
 
+async def test_a_tail_that_the_store_did_not_take_is_not_listed() -> None:
+    async with ground(num_tokens=11) as here:
+        here.store.fail_next(1)
+        outcomes = await here.io.flush(here.keys, ids(0, 1, 2))
+        assert {outcome.status for outcome in outcomes} == {PutStatus.FAILED}
+        assert await here.sizes() == {}
+        await here.io.flush(here.keys, ids(0, 1, 2))
+        assert [name for name in await here.sizes() if name.endswith(":tails")]
+
+
 async def test_a_store_that_fails_or_is_full_says_so_per_block() -> None:  # faults 11 and 15
     async with ground(capacity_bytes=400) as here:
         outcomes = await here.io.flush(here.keys, ids(0, 1, 2))
