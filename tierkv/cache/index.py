@@ -183,7 +183,7 @@ class Tree:
 
     def unhold(self, node: TreeNode) -> None:
         device = host = 0
-        on_device, has_quotas = self._order[0], bool(self._own_orders)
+        (on_device, on_host), has_quotas = self._order, bool(self._own_orders)
         while True:
             left, parent = node.holders - 1, node.parent
             node.holders = left
@@ -192,14 +192,14 @@ class Tree:
             if parent.last_used < node.last_used:  # noqa: PLR1730 - max() takes 0.1 us
                 parent.last_used = node.last_used
             device += node.device.num_present
-            if node.host is not None:
-                host += node.host.num_present
+            if has_quotas:
                 self.offer(node)
             elif not node.children_on_device:
-                if has_quotas:
-                    self.offer(node)
-                else:
-                    on_device.offer(node)
+                on_device.offer(node)
+            if node.host is not None:
+                host += node.host.num_present
+                if not has_quotas:
+                    on_host.offer(node)
             node = parent
         if device or host:
             self.count_unheld(node.space, device, host)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import IO, Any, ClassVar
 
 import click
@@ -32,8 +34,27 @@ class _InterruptedError(_Failure):
     exit_code = 130  # 128 and the number of SIGINT, as shells count
 
 
+@contextmanager
+def _in_a_sentence() -> Iterator[None]:
+    """Expected errors become one."""
+    try:
+        yield
+    except TierKVError as error:
+        raise _Failure(str(error)) from error
+    except KeyboardInterrupt as error:
+        raise _InterruptedError("stopped by Ctrl-C") from error
+    except OSError as error:  # of what is written, by `--help` too: a full disk, say
+        if error.errno == errno.EPIPE:
+            raise  # click's business
+        where = f": {error.filename}" if error.filename else ""
+        click.echo(f"error: {error.strerror or error}{where}", err=True)
+        with suppress(OSError, ValueError):  # what is left goes nowhere, or Python tries again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
 class _Commands(click.Group):
-    """Expected errors become a sentence; what is heavy to import is imported when it is called."""
+    """What is heavy to import is imported when it is called."""
 
     later: ClassVar = {
         "config": ("tierkv.cli.settings", "Print the settings in force, and where each is from."),
@@ -52,23 +73,13 @@ class _Commands(click.Group):
         "verify": ("tierkv.cli.node", "Let a node recount its blocks and leases."),
     }
 
-    def main(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - click's
-        try:
-            return super().main(*args, **kwargs)
-        except OSError as error:  # of what is written, by `--help` too: a full disk, say
-            where = f": {error.filename}" if error.filename else ""
-            click.echo(f"error: {error.strerror or error}{where}", err=True)
-            with suppress(OSError, ValueError):  # what is left goes nowhere, or Python tries again
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(1)
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:  # noqa: ANN401 - click's
+        with _in_a_sentence():
+            return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> object:
-        try:
+        with _in_a_sentence():
             return super().invoke(ctx)
-        except TierKVError as error:
-            raise _Failure(str(error)) from error
-        except KeyboardInterrupt as error:
-            raise _InterruptedError("stopped by Ctrl-C") from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted([*super().list_commands(ctx), *self.later])

@@ -447,57 +447,57 @@ class Mover:
             return (event,) * self._planes.layout.num_layers
 
         assert self._submitter is not None, "the mover is running"
-        return self._follow(
-            self._submitter.submit(submit), len(source_ids) * self._block_bytes, None
+        loop, submission = asyncio.get_running_loop(), self._submitter.submit(submit)
+        movement = Movement(submission, len(source_ids) * self._block_bytes)
+        self.num_in_flight += 1
+        submission.add_done_callback(
+            lambda _: loop.call_soon_threadsafe(self._follow, movement, None)
         )
+        return movement
 
     def gate(self, movements: Sequence[Submission]) -> LayerGate:
         return LayerGate(self._planes.layout.num_layers, movements, self.poller)
 
     def _move(self, copy: BlockCopy) -> Movement:
+        counts, submission = copy.direction, _Known(())
+        movement = Movement(submission, len(copy) * self._block_bytes)
         try:
-            submission = _Known(self._lanes[copy.direction].submit(copy))
+            submission.events = self._lanes[counts].submit(copy)
         except TierKVError as error:
-            submission = _Known((), error)
-        return self._follow(submission, len(copy) * self._block_bytes, copy.direction)
-
-    def _follow(self, submission: Submission, num_bytes: int, counts: Direction | None) -> Movement:
-        """It ends in a later turn of the loop, and in the poller's task: a bug in what is done then
-        is one of the service's life."""
-        loop = asyncio.get_running_loop()
-        movement, began = Movement(submission, num_bytes), loop.time()
+            submission.error = error
         self.num_in_flight += 1
+        self._follow(movement, counts)
+        return movement
 
-        def is_submitted() -> None:
-            error, is_long = submission.exception(), num_bytes > _SHORT_BYTES
-            if isinstance(error, TierKVError) and not isinstance(error, TransferError):
-                error = TransferError(str(error))
-            events = (FailedEvent(error),) if error else submission.result()
-            try:
-                if counts is Direction.LOAD and not error and began >= self._times_from:
-                    self._time_layers(events, began, is_long=is_long)
-                self.poller.then(events[-1], end, is_long=is_long)
-            except ShuttingDownError as failure:  # the poller has failed, and so does the service
-                loop.call_soon(end, TransferError(str(failure)))
+    def _follow(self, movement: Movement, counts: Direction | None) -> None:
+        """It is submitted. It ends in a later turn of the loop, and in the poller's task: a bug in
+        what is done then is one of the service's life."""
+        submission, is_long = movement.submission, movement.num_bytes > _SHORT_BYTES
+        loop, error = asyncio.get_running_loop(), submission.exception()
+        if isinstance(error, TierKVError) and not isinstance(error, TransferError):
+            error = TransferError(str(error))
+        events = (FailedEvent(error),) if error else submission.result()
 
         def end(error: TransferError | None) -> None:
             self.num_in_flight -= 1
             if error is None and counts is not None:
-                self.bytes_moved[counts] += num_bytes
+                self.bytes_moved[counts] += movement.num_bytes
             movement.end(error)
             if not self.num_in_flight and self._all_ended is not None:
                 self._all_ended.set_result(None)
                 self._all_ended = None
 
-        if isinstance(submission, _Known):
-            is_submitted()
-        else:
-            submission.add_done_callback(lambda _: loop.call_soon_threadsafe(is_submitted))
-        return movement
+        try:
+            if counts is Direction.LOAD and not error and loop.time() >= self._times_from:
+                self._time_layers(events, is_long=is_long)
+            self.poller.then(events[-1], end, is_long=is_long)
+        except ShuttingDownError as failure:  # the poller has failed, and so does the service
+            loop.call_soon(end, TransferError(str(failure)))
 
-    def _time_layers(self, events: Sequence[Event], began: float, *, is_long: bool) -> None:
+    def _time_layers(self, events: Sequence[Event], *, is_long: bool) -> None:
         """Note when each layer of a load is there; one load at a time is looked at."""
         loop, ready_s = asyncio.get_running_loop(), []
+        began = loop.time()
         self._times_from = math.inf
 
         def there(error: TransferError | None) -> None:
