@@ -151,11 +151,6 @@ class ByteBudget:
         self._line: deque[_Turn] = deque()
 
     @property
-    def num_in_line(self) -> int:
-        """Those that wait, and those that have left since they were looked at."""
-        return len(self._line)
-
-    @property
     def num_waiting(self) -> int:
         return sum(not turn.granted.cancelled() for turn in self._line)
 
@@ -262,10 +257,8 @@ class Copies:
         work.on_capacity(self._look_again)
 
     def _look_again(self) -> None:
-        if self.background.num_in_line:
-            self.background.look_again()
-        if self.storing.num_in_line:
-            self.storing.look_again()
+        self.background.look_again()
+        self.storing.look_again()
 
     def resized(self) -> None:
         """The host has another size by now."""

@@ -157,6 +157,8 @@ class CacheEvents:
 
     def tell(self, kind: Happening, tier: str, node: TreeNode, start: int, stop: int) -> None:
         """Path blocks [start, stop) of `node`; one event for each run."""
+        if not self._subscriptions:
+            return
         for run in self.runs(node, start, stop):
             self.tell_run(kind, tier, run)
 

@@ -542,8 +542,7 @@ class Request(msgspec.Struct, eq=False):
             raise RequestAbortedError(f"request {self.request_id!r} was aborted")
 
 
-@dataclass(slots=True)
-class TenantUse:
+class TenantUse(msgspec.Struct):
     """What one tenant's requests have. num_running, num_blocks: of those that run. num_with_blocks,
     num_private: of those that have ended with copies at work, too; num_private blocks are theirs
     alone, and not the index's."""

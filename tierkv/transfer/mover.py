@@ -362,6 +362,7 @@ class Mover:
         self._host = host
         self._block_bytes = planes.layout.block_bytes
         self.poller = EventPoller()
+        self._open_gate = LayerGate(planes.layout.num_layers, (), self.poller)
         self._lanes: dict[Direction, Lane] = {}
         self._submitter: ThreadPoolExecutor | None = None
         self.num_in_flight = 0
@@ -456,7 +457,10 @@ class Mover:
         return movement
 
     def gate(self, movements: Sequence[Submission]) -> LayerGate:
-        return LayerGate(self._planes.layout.num_layers, movements, self.poller)
+        """What stands behind `movements`; with none it is open, and always the same."""
+        if not movements:
+            return self._open_gate
+        return LayerGate(self._open_gate.num_layers, movements, self.poller)
 
     def _move(self, copy: BlockCopy) -> Movement:
         counts, submission = copy.direction, _Known(())
