@@ -595,12 +595,13 @@ class Names:
 
 
 class NameRun(Sequence[str]):
-    """The names of a run of keys; see there what they cost."""
+    """The names of a run of keys; see there what they cost. is_checked: one of them was, and so
+    are all."""
 
-    __slots__ = ("_keys", "_names")
+    __slots__ = ("_keys", "_names", "is_checked")
 
-    def __init__(self, names: Names, keys: KeyRun) -> None:
-        self._names, self._keys = names, keys
+    def __init__(self, names: Names, keys: KeyRun, *, is_checked: bool = False) -> None:
+        self._names, self._keys, self.is_checked = names, keys, is_checked
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -613,7 +614,7 @@ class NameRun(Sequence[str]):
 
     def __getitem__(self, at: int | slice) -> str | NameRun:
         if isinstance(at, slice):
-            return NameRun(self._names, self._keys[at])
+            return NameRun(self._names, self._keys[at], is_checked=self.is_checked)
         return self._names.name(self._keys[at])
 
     def __iter__(self) -> Iterator[str]:

@@ -613,8 +613,9 @@ class _Fetch:
         # Where nothing is present the time for the answer is that for a shared tail, too.
         if question is None or (present and not self._goes_on(keys[:present], question)):
             return
-        groups = self.shared.groups
-        await groups.fetch(self.prompt, self.landed, keys[:present], self._arrived)
+        if present:
+            groups = self.shared.groups
+            await groups.fetch(self.prompt, self.landed, keys[:present], self._arrived)
         if self.landed.problem is None:
             self.is_whole = True
         elif _is_gap(self.landed.problem):

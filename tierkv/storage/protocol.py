@@ -199,8 +199,9 @@ def check_names(names: Sequence[str]) -> CheckedNames | NameRun:
     if isinstance(names, CheckedNames):
         return names
     if isinstance(names, NameRun):
-        if names:
+        if names and not names.is_checked:
             check_name(names[0])
+            names.is_checked = True
         return names
     # A thousand names in 0.25 ms; one after the other takes them 0.45.
     if not all(map(_NAME.fullmatch, names)) or ".." in "\n".join(names):
