@@ -4,9 +4,10 @@
 
 The device is the CPU with planes of a byte a token, so hardly a byte is moved. Measured is the CPU
 time of the loop's thread, in microseconds a request: `new` prompts of 2,048 tokens on a full
-device; `hit`, on the device; `host`, new ones that are copied to the host, too; `extend`, for each
-request that grows by a block, 256 at a time. With --against, rounds of both checkouts take turns,
-each in a process of its own, and the ratio is that of their medians.
+device; `hit`, on the device; `host`, new ones that are copied to the host, too; `store`, new ones
+for which an empty directory is asked; `extend`, for each request that grows by a block, 256 at a
+time. With --against, rounds of both checkouts take turns, each in a process of its own, and the
+ratio is that of their medians.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from array import array
 from collections.abc import Awaitable, Callable
@@ -40,13 +42,22 @@ def _service(**settings: Any) -> Any:  # noqa: ANN401 - of whichever checkout is
     module = importlib.import_module("tierkv.service.service")
     layout = importlib.import_module("tierkv.cache.layout")
     chosen = importlib.import_module("tierkv.sched.settings").CacheSettings
-    policy = type(chosen().host_write)
-    write = policy[settings.pop("host_write", "NONE")]
+    write = type(chosen().host_write)[settings.pop("host_write", "NONE")]
+    store = settings.pop("store", None)
+    if store is not None:
+        settings["fetch_policy"] = type(chosen().fetch_policy)["WAIT_COMPLETE"]
     device = importlib.import_module("tierkv.gpu.cpu").CpuDevice()
     handoff = importlib.import_module("tierkv.pd.settings").HandoffSettings()
     fingerprint = module.Fingerprint("bench", layout.layered(_BLOCK, [("latent", "uint8", 1)], 1))
     cache = chosen(block_size=_BLOCK, host_write=write, **settings)
-    return module.Service(device, fingerprint, cache, handoff, None)
+    return module.Service(device, fingerprint, cache, handoff, store)
+
+
+def _store(directory: str) -> Any:  # noqa: ANN401 - as above
+    factory = importlib.import_module("tierkv.storage.factory")
+    opens = getattr(factory, "open_guarded_store", None) or factory.open_resilient_store
+    clock = importlib.import_module("tierkv.clock").SystemClock()
+    return opens(f"file://{directory}", factory.StoreSettings(), clock)
 
 
 def _prompts() -> Callable[[bytes], Any]:
@@ -91,6 +102,15 @@ async def _measure_host(rounds: int) -> float:
         return await _requests(service, _new(rounds))
 
 
+async def _measure_store(rounds: int) -> float:
+    with tempfile.TemporaryDirectory() as directory:
+        store = _store(directory)
+        service = _service(device_blocks=1024, host_blocks=1024, store=store)
+        async with service.running():
+            await _requests(service, _new(20))
+            return await _requests(service, _new(rounds))
+
+
 async def _measure_extend(rounds: int) -> float:
     async with (service := _service(device_blocks=_BATCH * 40, host_blocks=16)).running():
         prompt_of = _prompts()
@@ -114,6 +134,7 @@ _PARTS: dict[str, Callable[[int], Awaitable[float]]] = {
     "new": _measure_new,
     "hit": _measure_hit,
     "host": _measure_host,
+    "store": _measure_store,
     "extend": _measure_extend,
 }
 
@@ -123,8 +144,10 @@ def _round(num_requests: int) -> dict[str, float]:
     random.seed(1)
     found = {}
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        gc.set_threshold(5_000, 2, 8_000)  # as in a node
         for name, measure in _PARTS.items():
             gc.collect()
+            gc.freeze()
 
             async def part(
                 measure: Callable[[int], Awaitable[float]] = measure,
