@@ -70,6 +70,28 @@ async def test_a_mover_whose_body_breaks_still_tells_everyone_of_the_end_of_copi
     device.close()
 
 
+async def test_a_bug_of_one_who_hears_of_a_copys_end_keeps_it_from_nobody_else() -> None:
+    device = CpuDevice()
+    planes, host = device.allocate_planes(LAYOUT, 4), device.allocate_host(LAYOUT, 4)
+    mover, ids, told = Mover(device, planes, host), np.arange(4, dtype=np.int32), list[str]()
+
+    async def life() -> None:
+        async with mover.running():
+            movement = mover.load(ids, ids)
+            movement.when_ended(lambda: 1 // 0)
+            movement.when_ended(lambda: told.append("end"))
+            await finish(movement.done())
+            await asyncio.Event().wait()  # it ends with the poller
+
+    with pytest.raises(ZeroDivisionError):
+        await life()
+    assert told == ["end"]
+    assert mover.num_in_flight == 0
+    host.close()
+    planes.close()
+    device.close()
+
+
 async def _ended(life: Coroutine[None, None, None]) -> None:
     with suppress(asyncio.CancelledError, BodyError):
         await life

@@ -148,7 +148,8 @@ class EventPoller:
             self._is_running = False
             lines, self._lines, self._num_pending = self._lines, {}, 0
             for one in (one for line in lines.values() for one in line):
-                one.tell(DeviceFailedError(f"the poller failed: {error!r}"))
+                failure = DeviceFailedError(f"the poller failed: {error!r}")
+                asyncio.get_running_loop().call_soon(one.tell, failure)  # each for itself
             raise
 
     async def _poll_on(self, watcher: ThreadPoolExecutor) -> None:
@@ -344,8 +345,13 @@ class Movement:
     def end(self, error: TransferError | None) -> None:
         """Called once, by the mover."""
         self.has_ended, self._error = True, error
-        for call in self._on_end:
-            call()
+        calls = iter(self._on_end)
+        try:
+            for call in calls:
+                call()
+        finally:  # a bug of one: the others hear of the end all the same
+            for call in calls:
+                asyncio.get_running_loop().call_soon(call)
 
     @property
     def has_failed(self) -> bool:
@@ -486,10 +492,10 @@ class Mover:
             self.num_in_flight -= 1
             if error is None and counts is not None:
                 self.bytes_moved[counts] += movement.num_bytes
-            movement.end(error)
             if not self.num_in_flight and self._all_ended is not None:
                 self._all_ended.set_result(None)
                 self._all_ended = None
+            movement.end(error)
 
         try:
             if counts is Direction.LOAD and not error and loop.time() >= self._times_from:
