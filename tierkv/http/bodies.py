@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from random import getrandbits
 from typing import TypeVar
 
@@ -251,15 +251,15 @@ def decode(
 
 
 def _decode_long(raw: bytes | bytearray, kind: type[T], most_tokens: int | None) -> T:
-    short, cut = _without_long_values(raw)
-    _refuse_many_values(short)
+    short, cut = _without_long_values(raw, _Allowance(kind, most_tokens))
     fields = msgspec.json.decode(short, type=dict[str, msgspec.Raw])
     _refuse_twins(short, fields)
     names = _may_be_long(kind) & fields.keys()
     longs = {name: cut.pop(_name(fields[name]), None) for name in names}
     if not cut:
         return _put_together(fields, longs, kind, most_tokens)
-    _refuse_long_values(cut.values(), most_tokens)
+    if any(value[:1].tobytes() == b"[" for value in cut.values()):
+        raise FieldError("the body has a long list where it takes none")
     return msgspec.json.decode(raw, type=kind)
 
 
@@ -291,13 +291,46 @@ def _put_together(
     return body
 
 
+class _Allowance:
+    """What a long body of this kind may have: taken off while it is looked at, so that one with too
+    much is refused before the rest of it is."""
+
+    def __init__(self, kind: type, most_tokens: int | None) -> None:
+        self._may_be_packed = _has_tokens(kind)  # in base64, of which a token takes 5.3 bytes
+        self._most_tokens = most_tokens
+        self._num_tokens = self._num_bytes = self._num_marks = 0
+
+    def text(self, piece: bytes | bytearray) -> None:
+        """Raise RequestTooLargeError if the texts have more tokens together, of a byte each."""
+        least = len(piece) // ESCAPE_BYTES
+        if not self._may_be_packed:
+            escapes = piece.count(b"\\") + (ESCAPE_BYTES - 2) * piece.count(rb"\u")
+            least = max(least, len(piece) - escapes)
+        self._num_tokens += least
+        if self._most_tokens is not None and self._num_tokens > self._most_tokens:
+            raise _too_long(self._most_tokens)
+
+    def rest(self, view: memoryview) -> None:
+        """Raise BodyError if the decoder would take long for all that is neither text nor list."""
+        self._num_bytes += len(view)
+        if self._num_bytes <= _MOST_REST_BYTES:
+            for piece in _pieces(view):
+                self._num_marks += sum(map(piece.count, _MARKS))
+        if self._num_bytes > _MOST_REST_BYTES or self._num_marks > _MOST_MARKS:
+            raise BodyError(
+                f"the body has too many values: besides long texts and a list of tokens at most "
+                f"{_MOST_REST_BYTES >> 20} MiB, and {_MOST_MARKS:,} commas, quotes and brackets"
+            )
+
+
 def _without_long_values(
-    raw: bytes | bytearray,
+    raw: bytes | bytearray, allowance: _Allowance
 ) -> tuple[bytes | bytearray, dict[bytes, memoryview]]:
     """JSON with a name, a text that nobody could know before, in place of each long array without
     texts in it and of each long text; and what the names stand for. In pieces.
 
-    Whether an array is one is not looked at: who takes it reads all of it. Raises BodyError.
+    Whether an array is one is not looked at: who takes it reads all of it. Raises BodyError, and
+    what `allowance` does.
     """
     view, parts, cut = memoryview(raw), list[bytes](), dict[bytes, memoryview]()
     done = at = 0
@@ -312,6 +345,7 @@ def _without_long_values(
     while True:
         short = _SHORT_TEXTS.match(raw, at, min(at + _PIECE_BYTES, len(raw)))
         assert short is not None, "it matches nothing, too"
+        allowance.rest(view[at : short.end()])
         at = short.end()
         quote = raw.find(b'"', at)
         end = len(raw) if quote < 0 else quote
@@ -321,9 +355,11 @@ def _without_long_values(
             stop = raw.rfind(b"]", at, end if behind < 0 else behind) + 1
             if start >= 0 and stop - start > LARGE_BYTES:
                 take(start, stop)
+                at = stop
+        allowance.rest(view[at:end])
         if quote < 0:
             break
-        at = _end_of_text(raw, quote)
+        at = _end_of_text(raw, quote, allowance)
         if at - quote > _LONG_TEXT_BYTES:
             take(quote, at)
     if not cut:
@@ -331,41 +367,20 @@ def _without_long_values(
     return b"".join((*parts, view[done:])), cut
 
 
-def _end_of_text(raw: bytes | bytearray, start: int) -> int:
+def _end_of_text(raw: bytes | bytearray, start: int, allowance: _Allowance) -> int:
     """Behind the quotation mark that ends the text which the one at `start` begins. Raises
-    BodyError if none does."""
+    BodyError if none does, and what `allowance` does."""
     at = start + 1
     while at < len(raw):
         piece = _INSIDE_TEXT.match(raw, at, min(at + _PIECE_BYTES, len(raw)))
         assert piece is not None, "it matches nothing, too"
         at, before = piece.end(), at
+        allowance.text(raw[before:at])
         if raw[at : at + 1] == b'"':
             return at + 1
         if at == before:
             break  # a backslash, and nothing behind it
     raise BodyError("the body cannot be read: a text in it does not end")
-
-
-def _refuse_many_values(raw: bytes | bytearray) -> None:
-    """Raise BodyError if the decoder would take long for it."""
-    marks = sum(sum(map(piece.count, _MARKS)) for piece in _pieces(memoryview(raw)))
-    if len(raw) > _MOST_REST_BYTES or marks > _MOST_MARKS:
-        raise BodyError(
-            f"the body has too many values: besides long texts and a list of tokens at most "
-            f"{_MOST_REST_BYTES >> 20} MiB and {_MOST_MARKS:,} commas and quotes"
-        )
-
-
-def _refuse_long_values(values: Iterable[memoryview], most_tokens: int | None) -> None:
-    """Raise BodyError if one is an array, which no field takes, or RequestTooLargeError if the
-    texts have more tokens together."""
-    size = 0
-    for value in values:
-        if value[:1].tobytes() == b"[":
-            raise FieldError("the body has a long list where it takes none")
-        size += len(value) - 2
-    if most_tokens is not None and size > most_tokens * ESCAPE_BYTES:
-        raise _too_long(most_tokens)
 
 
 def _name(value: msgspec.Raw) -> bytes:
