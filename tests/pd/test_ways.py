@@ -74,12 +74,25 @@ def test_a_way_that_is_fast_beyond_doubt_needs_no_look_at_storage() -> None:
     assert not known.prefers_storage(DEVICE, MUCH)
 
 
-def test_few_bytes_say_nothing_of_a_way() -> None:
+def test_few_bytes_say_nothing_of_a_way_but_many_times_few_do() -> None:
+    """As where blocks are small: a group of them has 512 KiB."""
+    known, few = speeds(Clock()), LEAST_BYTES // 2
+    known.note(NETWORK, few, 0.010)
+    assert not known.prefers_storage(NETWORK, few)
+    known.note(NETWORK, few, 0.010)
+    looks = [known.prefers_storage(NETWORK, few) for _ in range(3)]
+    assert looks == [True, True, False], "until enough has come to know storage by"
+    known.note(None, few, 0.004)
+    known.note(None, few, 0.004)
+    assert known.prefers_storage(NETWORK, few)
+
+
+def test_a_look_at_a_store_that_has_nothing_ends() -> None:
     known = speeds(Clock())
-    known.note(NETWORK, LEAST_BYTES - 1, 10.0)
-    assert not known.prefers_storage(NETWORK, MUCH)
     known.note(NETWORK, MUCH, 0.240)
-    assert not known.prefers_storage(NETWORK, LEAST_BYTES - 1), "nothing to look at storage with"
+    assert known.prefers_storage(NETWORK, MUCH)
+    known.note(None, 0, 0.1)
+    assert not known.prefers_storage(NETWORK, MUCH)
 
 
 _ENGINE = """

@@ -254,12 +254,19 @@ class Speeds:
         self._is_named = is_named
         self._now = now
         self._of: dict[DirectPath | None, _Speed] = {}
+        self._few: dict[DirectPath | None, tuple[int, float]] = {}  # bytes, seconds: not enough yet
         self._looked_at = -math.inf
+        self._look_bytes = 0  # that are still to be brought to know how fast storage is
 
     def note(self, path: DirectPath | None, num_bytes: int, took_s: float) -> None:
         """So many bytes came this way; None is storage."""
-        if num_bytes < LEAST_BYTES:
-            return  # that was the time of a question, not of its bytes
+        if not num_bytes:
+            return
+        before, before_s = self._few.pop(path, (0, 0.0))
+        num_bytes, took_s = before + num_bytes, before_s + took_s
+        if num_bytes < LEAST_BYTES:  # small blocks come in groups of few bytes
+            self._few[path] = num_bytes, took_s
+            return
         found, now = took_s / num_bytes, self._now()
         known = self._of.get(path)
         if known is not None and now - known.noted_at < AGAIN_S:
@@ -271,11 +278,11 @@ class Speeds:
         way, storage, now = self._of.get(path), self._of.get(None), self._now()
         if self._is_named or way is None or way.s_per_byte < FAST_S_PER_BYTE:
             return False
-        may_look = num_bytes >= LEAST_BYTES and now - self._looked_at >= AGAIN_S
         if storage is None or now - storage.noted_at >= AGAIN_S:
-            if may_look:
-                self._looked_at = now
-            return may_look
+            if now - self._looked_at >= AGAIN_S:
+                self._looked_at, self._look_bytes = now, LEAST_BYTES
+            self._look_bytes -= num_bytes
+            return self._look_bytes + num_bytes > 0
         is_old = now - way.noted_at >= AGAIN_S
         return way.s_per_byte > storage.s_per_byte and not is_old
 
