@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import math
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from tierkv.cache.layout import Layout, attention_layout
 from tierkv.errors import HandoffError, OwnershipError, StoreCorruptError
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.claims import ClaimPolicy
+from tierkv.pd.handoff import GROUP_BLOCKS, NUM_GROUPS, Staging
 from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.tickets import ClaimProblem, Ticket
 from tierkv.storage import codec
@@ -536,3 +538,46 @@ def test_a_ticket_that_cannot_be_is_damaged_though_its_checksum_fits(
     assert Ticket.decode(codec.seal(b"TKVT", 1, record)).num_tokens == 9
     with pytest.raises(StoreCorruptError):
         Ticket.decode(codec.seal(b"TKVT", 1, record | change))
+
+
+async def test_as_many_are_staged_at_once_as_there_are_slots_for() -> None:
+    staging = Staging(100)
+    async with AsyncExitStack() as lent:
+        few = [await lent.enter_async_context(staging.group(8)) for _ in range(8)]
+        assert sorted(np.concatenate([one.slots for one in few])) == list(range(100, 164))
+
+        async def take(count: int) -> int:
+            async with staging.group(count) as group:
+                return len(group.slots)
+
+        many = asyncio.create_task(take(GROUP_BLOCKS))
+        behind = asyncio.create_task(take(8))
+        await turns(3)
+        staging_of_one = staging.group(8)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01), staging_of_one:
+                pass
+        await turns(3)
+        assert not many.done()
+        many.cancel()
+        await turns(3)
+        assert not behind.done(), "nothing is free"
+    assert await finish(behind) == 8
+    assert staging.num_free_groups == NUM_GROUPS
+
+
+async def test_who_wants_few_slots_does_not_overtake_who_wants_many() -> None:
+    staging, order = Staging(0), list[int]()
+
+    async def take(count: int) -> None:
+        async with staging.group(count):
+            order.append(count)
+
+    async with staging.group(GROUP_BLOCKS), staging.group(GROUP_BLOCKS - 8):
+        tasks = [asyncio.create_task(take(count)) for count in (GROUP_BLOCKS, 8)]
+        await turns(3)
+        assert not order
+        tasks[0].cancel()
+        await finish(tasks[1])
+    assert order == [8]
+    assert staging.num_free_groups == NUM_GROUPS

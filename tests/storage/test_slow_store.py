@@ -132,8 +132,8 @@ async def test_a_hand_off_waits_for_few_answers_one_after_the_other() -> None:
         prompt = text(400)
         await prefill.engine.prefill(prefill.job(prompt, 1), "t")
         # Whose the id is; what is stored, and which tails; then blocks, the ticket, and what went
-        # before it.
-        assert stores[0].turns <= 7
+        # before it. 7, and what is stored while it is computed where that takes long; it was 11.
+        assert stores[0].turns <= 9
         generation, _ = await decode.engine.decode(decode.job(prompt, 4), "t")
         assert generation.tokens == truth(prompt, 4).tokens
         assert stores[1].turns <= 2
@@ -171,10 +171,9 @@ async def test_twenty_hand_offs_of_processes_over_a_store_half_a_second_away_suc
                 answer = await claim
             assert len(answer.tokens) == 4
 
-        for first in range(0, 20, 4):
-            async with task_group() as tasks:
-                for number in range(first, first + 4):
-                    tasks.create_task(hand_over(number))
+        async with task_group() as tasks:
+            for number in range(20):
+                tasks.create_task(hand_over(number))
 
 
 async def test_a_store_that_is_quick_again_has_short_deadlines_again() -> None:

@@ -104,9 +104,9 @@ class Portions:
                 at = request.lease.num_blocks
                 if request.cached_tokens == request.spec.prompt.num_tokens:
                     break
-                async with self._staging.group() as group:
+                portion = keys[at : at + GROUP_BLOCKS]
+                async with self._staging.group(len(portion)) as group:
                     begins()
-                    portion = keys[at : at + GROUP_BLOCKS]
                     problem = await self._bring_portion(request, portion, at, group, outcome)
             result: GetOutcome | Exception | None = problem
         except StoreUnavailableError as error:

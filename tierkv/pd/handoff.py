@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -73,7 +74,7 @@ def groups_of(start: int, stop: int) -> Iterator[range]:
 
 
 class Group:
-    """GROUP_BLOCKS host slots lent to one step of one publish."""
+    """Host slots lent to one step of one publish or claim."""
 
     def __init__(self, slots: Ids) -> None:
         self.slots = slots
@@ -81,31 +82,56 @@ class Group:
 
 
 class Staging:
-    """The slots [first_slot, first_slot + STAGING_BLOCKS), behind those of the host pool."""
+    """The slots [first_slot, first_slot + STAGING_BLOCKS), behind those of the host pool, lent in
+    the order of asking: to as many at a time as there are slots for."""
 
     def __init__(self, first_slot: int) -> None:
-        self._free: asyncio.Queue[Group] = asyncio.Queue()
-        for i in range(NUM_GROUPS):
-            start = first_slot + i * GROUP_BLOCKS
-            self._free.put_nowait(Group(np.arange(start, start + GROUP_BLOCKS, dtype=np.int32)))
+        self._free = list(range(first_slot, first_slot + STAGING_BLOCKS))
+        self._waiting: deque[tuple[int, asyncio.Future[list[int]]]] = deque()
 
     @asynccontextmanager
-    async def group(self) -> AsyncIterator[Group]:
-        """A group, in the order of asking. If the body is cancelled while a copy into the slots
-        is on its way, they become free when that copy has ended."""
-        group = await self._free.get()
+    async def group(self, num_blocks: int) -> AsyncIterator[Group]:
+        """Slots for so many blocks, GROUP_BLOCKS at the most. If the body is cancelled while a copy
+        into the slots is on its way, they become free when that copy has ended."""
+        slots = await self._take(num_blocks)
+        group = Group(np.array(slots, np.int32))
         try:
             yield group
         finally:
             movement, group.movement = group.movement, None
             if movement is None or movement.has_ended:
-                self._free.put_nowait(group)
+                self._give(slots)
             else:
-                movement.when_ended(lambda: self._free.put_nowait(group))
+                movement.when_ended(lambda: self._give(slots))
 
     @property
     def num_free_groups(self) -> int:
-        return self._free.qsize()
+        return len(self._free) // GROUP_BLOCKS
+
+    async def _take(self, count: int) -> list[int]:
+        turn: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((count, turn))
+        self._lend()
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            # Its turn may have come with the cancel; and who is behind it may want fewer.
+            self._give([] if turn.cancelled() else turn.result())
+            raise
+
+    def _give(self, slots: Sequence[int]) -> None:
+        self._free = sorted([*self._free, *slots])
+        self._lend()
+
+    def _lend(self) -> None:
+        while self._waiting:
+            count, turn = self._waiting[0]
+            if not turn.cancelled():
+                if count > len(self._free):
+                    return
+                turn.set_result(self._free[:count])
+                del self._free[:count]
+            self._waiting.popleft()
 
 
 log = logging.getLogger("tierkv.handoff")
@@ -347,9 +373,9 @@ class Handoff:
         """Flush these blocks, a group's size at most. Those that the host has are flushed from
         there, the others through staging slots. All of them are held until the store is done with
         them, be the request there or not."""
-        async with self._staging.group() as group, self._held(request):
+        async with self._staging.group(len(blocks)) as group, self._held(request):
             cached, cached_slots = self._on_host(request, blocks)
-            slots = np.where(cached, cached_slots, group.slots[: len(blocks)])
+            slots = np.where(cached, cached_slots, group.slots)
             group.movement = self._tiers.mover.offload(
                 slots[~cached], request.block_table[blocks.start : blocks.stop][~cached], after
             )

@@ -43,7 +43,7 @@ class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         nobody who they are. direct_port: where questions are asked; 0 takes a free one.
     direct_lease_s: how long blocks are held for a claimer that asks for nothing more.
     publish_deadline_s: how long storing a prompt may take. claim_deadline_s: how long a claim waits
-        for its ticket and for room.
+        for its ticket and for room; a slow store has 20 of its answers' time more.
     """
 
     prefix: str = "tierkv"

@@ -115,6 +115,10 @@ async def _outcome(work: Coroutine[None, None, Published]) -> Published | TierKV
 
 log = logging.getLogger("tierkv.service")
 
+# A hand-off waits for 8 answers of its store one after the other, and in line with others for more:
+# of 20 at once over a store half a second away the last had its ticket after 9 s.
+_ROUND_TRIPS = 20
+
 
 @dataclass(frozen=True, slots=True)
 class GroupMemory:
@@ -535,7 +539,9 @@ class Service:
         """`claim`, for who has the whole of it in one."""
         self._the_handoff()
         if deadline_s is None:
-            deadline_s = self._made_of.handoff.claim_deadline_s
+            latencies = [store.health.latency_s for store in self._storage_tier.stores]
+            patience_s = _ROUND_TRIPS * max(latencies, default=0.0)
+            deadline_s = self._made_of.handoff.claim_deadline_s + patience_s
         return self._parts.claims.claim(
             spec, ticket_id, policy=policy, deadline_s=deadline_s, sampling=sampling or {}
         )

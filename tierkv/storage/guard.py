@@ -166,6 +166,7 @@ class GuardedStore(StoreWrapper):
             num_dropped_writes=self._writes.num_dropped,
             waiting_write_bytes=self._writes.waiting_bytes,
             negative_hits=self._missing.num_hits,
+            latency_s=self._latency_s,
         )
 
     def when_back(self, call: Callable[[], None]) -> None:

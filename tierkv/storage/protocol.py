@@ -405,6 +405,7 @@ class StoreHealth:
         has not been closed, all in all.
     write_refusal: why it takes no writes, in its own words; "" if it does. It may be read.
     num_refused: operations that failed at once: circuit open, too many waiting, or stuck.
+    latency_s: of a round trip, where that was measured to be long; 0 where it is short.
     """
 
     circuit: BreakerState | None = None
@@ -418,6 +419,7 @@ class StoreHealth:
     num_dropped_writes: int = 0
     waiting_write_bytes: int = 0
     negative_hits: int = 0
+    latency_s: float = 0.0
 
 
 class Store(Protocol):
