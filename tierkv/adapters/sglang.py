@@ -133,15 +133,11 @@ class TierKVHiCache(HiCacheStorage):
         """Raises LayoutError, with what to do, if the pool's pages cannot be stored."""
         if self.registered_pools.get(host_pool_name) is host_pool:
             return  # the pool of full attention comes both ways
-        config = self._config
-        ranks = _ranks_of(config, host_pool, host_pool_name)
-        pages = _HostPages(host_pool, len(ranks))
-        identity = _identity(config, self._own, host_pool, host_pool_name)
-        for rank, parts in zip(ranks, pages.parts_by_rank, strict=False):
-            sizes = [part.shape[1] for part in parts]
-            of_rank = {"rank": rank, "part_bytes": str(sizes)}
-            pages.pools.append(self._storage.pool(identity | of_rank, *parts))
-        self._pages[host_pool_name] = pages
+        try:
+            self._pages[host_pool_name] = self._pages_of(host_pool, host_pool_name)
+        except TierKVError:
+            self.close()  # SGLang may not, where it has attached all but this pool
+            raise
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
     def batch_exists(
@@ -246,6 +242,16 @@ class TierKVHiCache(HiCacheStorage):
     def close(self) -> None:
         """Let what is under way end, and close the store."""
         self._storage.close()
+
+    def _pages_of(self, host_pool: HostKVCache, name: str) -> _HostPages:
+        ranks = _ranks_of(self._config, host_pool, name)
+        pages = _HostPages(host_pool, len(ranks))
+        identity = _identity(self._config, self._own, host_pool, name)
+        for rank, parts in zip(ranks, pages.parts_by_rank, strict=False):  # none if it has no bytes
+            sizes = [part.shape[1] for part in parts]
+            of_rank = {"rank": rank, "part_bytes": str(sizes)}
+            pages.pools.append(self._storage.pool(identity | of_rank, *parts))
+        return pages
 
     def _pools(self, name: str) -> list[PagePool]:
         """Where the pages of SGLang's pool `name` are; empty for one that holds no bytes."""

@@ -1,0 +1,237 @@
+"""SGLang itself, scheduler and all, with its third level in a tierkv store: the same tokens.
+
+`./scripts/test --engines` runs these. Each engine is a process of its own; a small model with
+random weights, whose greedy tokens tell one prompt from another; what copies pages between device
+and host is a stand-in (`sglang_on_cpu`), the rest is SGLang's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.redis_server import RedisServer, empty_redis, module_redis, redis_server
+
+__all__ = ["empty_redis", "module_redis"]
+
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("SGLang is not installed (./scripts/test --engines)", allow_module_level=True)
+
+pytestmark = [pytest.mark.timeout(600)]
+
+_ROOT = Path(__file__).parent.parent.parent
+_PAGE = 16
+Prompt = list[int]
+Answers = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Llama of three layers with random weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    path = str(tmp_path_factory.mktemp("model"))
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        initializer_range=0.2,  # so that tokens depend on all of the prompt
+    )
+    LlamaForCausalLM(config).to(torch.float32).save_pretrained(path)
+    return path
+
+
+def third_level(url: str, **more: object) -> dict[str, object]:
+    """SGLang's arguments for a tierkv store below its host memory."""
+    extra = {
+        "backend_name": "tierkv",
+        "module_path": "tierkv.adapters.sglang",
+        "class_name": "TierKVHiCache",
+        "interface_v1": 1,
+        "store": url,
+        "prefetch_threshold": _PAGE,
+    }
+    return {
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": 1.1,
+        "hicache_mem_layout": "page_first_direct",
+        "hicache_io_backend": "direct",
+        "hicache_write_policy": "write_through",
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_storage_backend_extra_config": json.dumps(extra | more),
+    }
+
+
+class Engine:
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the engine ended; what it said is above"
+        return line
+
+    def wait_until_ready(self) -> None:
+        assert self._line() == "ready\n"
+
+    def ask(self, prompts: list[Prompt], **how: object) -> Answers:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"prompts": prompts} | how) + "\n")
+        self.process.stdin.flush()
+        return list(json.loads(self._line()))
+
+
+@contextmanager
+def engines(model: str, *arguments: dict[str, object]) -> Iterator[list[Engine]]:
+    """Started together, since most of a start is waiting for imports."""
+    environment = os.environ | {"PYTHONPATH": str(_ROOT), "HF_HUB_OFFLINE": "1"}
+    environment |= {"OMP_NUM_THREADS": "1"}
+    with ExitStack() as stack:
+        running = []
+        for mine in arguments:
+            given = {"max_total_tokens": 2048, "chunked_prefill_size": 256} | mine
+            command = [sys.executable, "-m", "tests.engines.sglang_process", model]
+            process = stack.enter_context(
+                subprocess.Popen(
+                    [*command, json.dumps(given)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env=environment,
+                )
+            )
+            stack.callback(process.kill)
+            running.append(Engine(process))
+        for one in running:
+            one.wait_until_ready()
+        yield running
+        for one in running:
+            assert one.process.stdin is not None
+            one.process.stdin.close()
+            one.process.wait(60)
+
+
+def prompt(seed: int, num_tokens: int) -> Prompt:
+    draws = random.Random(seed)
+    return [draws.randrange(3, 500) for _ in range(num_tokens)]
+
+
+PROMPTS = [
+    *(prompt(n, length) for n, length in enumerate([200, 6 * _PAGE, 6 * _PAGE - 1, 6 * _PAGE + 1])),
+    prompt(9, 700),  # computed in several chunks
+    *(prompt(50, 4 * _PAGE) + prompt(60 + n, 40) for n in range(3)),
+]
+MANY = [prompt(70 + n % 5, 8 * _PAGE) + prompt(100 + n, 10 + n) for n in range(50)]
+
+
+def tokens(answers: Answers) -> list[list[int]]:
+    return [answer["tokens"] for answer in answers]
+
+
+def from_storage(answers: Answers) -> int:
+    return sum(answer["from"][2] for answer in answers)
+
+
+def wait_until_stored(server: RedisServer, prompts: list[Prompt]) -> None:
+    """Keys and values of every whole page of these prompts."""
+    pages = {tuple(p[:end]) for p in prompts for end in range(_PAGE, len(p) + 1, _PAGE)}
+    give_up_at = time.monotonic() + 60
+    while int(str(server.execute("DBSIZE"))) < 2 * len(pages):
+        assert time.monotonic() < give_up_at, "pages were not stored"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def alone(model: str) -> tuple[list[list[int]], list[list[int]]]:
+    """What SGLang without tierkv answers."""
+    with engines(model, {}) as (engine,):
+        return tokens(engine.ask(PROMPTS)), tokens(engine.ask(MANY))
+
+
+def test_tokens_are_sglangs_own_through_a_fresh_process_and_fifty_requests_under_eviction(
+    model: str, alone: tuple[list[list[int]], list[list[int]]], empty_redis: RedisServer
+) -> None:
+    mine = third_level(empty_redis.url)
+    with engines(model, mine) as (first,):
+        assert tokens(first.ask(PROMPTS)) == alone[0]
+        wait_until_stored(empty_redis, PROMPTS)
+        again = first.ask(PROMPTS, flushes=True)
+        assert tokens(again) == alone[0]
+        assert from_storage(again) > 1000
+    keys = empty_redis.execute("KEYS", "*")
+    assert isinstance(keys, list)
+    assert all(int(str(empty_redis.execute("TTL", key))) > 0 for key in keys)
+    control = {"class_name": "Zeroing", "module_path": "tests.engines.sglang_process"}
+    with engines(model, mine, third_level(empty_redis.url, **control)) as (fresh, zeroing):
+        answers = fresh.ask(PROMPTS)
+        assert tokens(answers) == alone[0]
+        assert from_storage(answers) > 1000
+        # A control: what storage brings is what the model attends to.
+        wrong = zeroing.ask(PROMPTS)
+        assert from_storage(wrong) > 1000
+        assert tokens(wrong) != alone[0]
+        for _ in range(2):  # device and host memory hold a fraction of these
+            assert tokens(fresh.ask(MANY)) == alone[1]
+        answers = fresh.ask(MANY, flushes=True)
+        assert tokens(answers) == alone[1]
+        assert from_storage(answers) > 1000
+        # Another salt finds nothing, and neither do prompts that are given up at once hurt.
+        salted = fresh.ask(PROMPTS, salt="s", flushes=True)
+        assert tokens(salted) == alone[0]
+        assert from_storage(salted) == 0
+        fresh.ask(MANY, aborts=0.05, flushes=True)
+        assert tokens(fresh.ask(MANY)) == alone[1]
+
+
+def test_a_store_that_dies_hangs_forgets_or_is_damaged_costs_no_token(
+    model: str, alone: tuple[list[list[int]], list[list[int]]]
+) -> None:
+    with redis_server() as server, engines(model, third_level(server.url)) as (engine,):
+        assert tokens(engine.ask(PROMPTS)) == alone[0]
+        wait_until_stored(server, PROMPTS)
+        keys = server.execute("KEYS", "*")
+        assert isinstance(keys, list)
+        for key in keys:
+            server.execute("SETRANGE", key, 300, bytes(200))
+        damaged = engine.ask(PROMPTS, flushes=True)
+        assert tokens(damaged) == alone[0]
+        assert from_storage(damaged) == 0
+        server.execute("FLUSHALL")
+        assert tokens(engine.ask(PROMPTS, flushes=True)) == alone[0]
+        server.pause()
+        assert tokens(engine.ask(PROMPTS, flushes=True)) == alone[0]
+        server.resume()
+        server.kill()
+        assert tokens(engine.ask(MANY, flushes=True)) == alone[1]
+
+
+def test_two_ranks_share_a_prompt_of_two_ranks(
+    model: str, alone: tuple[list[list[int]], list[list[int]]], empty_redis: RedisServer
+) -> None:
+    mine = third_level(empty_redis.url) | {"tp_size": 2}
+    with engines(model, mine) as (first,):
+        expected = tokens(first.ask(PROMPTS))
+        wait_until_stored(empty_redis, PROMPTS)
+        again = first.ask(PROMPTS, flushes=True)
+        assert tokens(again) == expected
+        assert from_storage(again) > 1000
