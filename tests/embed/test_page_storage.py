@@ -173,6 +173,7 @@ def test_a_thread_that_ends_leaves_no_call_waiting() -> None:
     futures = [storage.run(end_the_thread())]
     futures += [pool.present([b"1"]) for _ in range(100)]
     assert not wait(futures, _WAIT_S).not_done
+    assert {type(future.exception(0)) for future in futures[1:]} <= {ShuttingDownError}
     assert isinstance(pool.present([b"1"]).exception(0), ShuttingDownError)
     storage.close()
 

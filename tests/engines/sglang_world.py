@@ -59,10 +59,10 @@ def with_ranks(rank: int = 0, size: int = 1) -> None:
     get_parallel().override_permanently(**values, attn_dp_rank=0, attn_dp_size=1, dcp_size=1)
 
 
-def device_mha(num_heads: int = 2, tokens: int = TOKENS) -> MHATokenToKVPool:
+def device_mha(num_heads: int = 2, value_width: int = 16) -> MHATokenToKVPool:
     return MHATokenToKVPool(
-        size=tokens, page_size=PAGE, dtype=torch.bfloat16, head_num=num_heads, head_dim=16,
-        layer_num=LAYERS, device="cpu", enable_memory_saver=False, enable_alt_stream=False,
+        size=TOKENS, page_size=PAGE, dtype=torch.bfloat16, head_num=num_heads, head_dim=16,
+        v_head_dim=value_width, layer_num=LAYERS, device="cpu", enable_memory_saver=False, enable_alt_stream=False,
     )  # fmt: skip
 
 

@@ -1,69 +1,50 @@
-"""SGLang's own host pools and backend factory over a tierkv store, on a processor.
+"""SGLang's backend factory and host pools over a tierkv store, call by call.
 
-`./scripts/test --engines` runs these where SGLang is installed. Pages are filled,
-stored, and brought into another pool as another process would have it: to the byte.
+`./scripts/test --engines` runs these where SGLang is installed. Pages are filled, stored, and
+brought into another pool as another process would have it: to the byte.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.redis_server import RedisServer, empty_redis, module_redis, redis_server
-from tierkv.errors import ConfigError
 
 __all__ = ["empty_redis", "module_redis"]
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not installed (./scripts/test --engines)", allow_module_level=True)
 
-from tests.engines import no_torchvision
+from tests.engines.sglang_world import (
+    PAGE,
+    device_mha,
+    host_mha,
+    host_pools,
+    memories,
+    with_ranks,
+)
 
-no_torchvision.install()
+with_ranks()
 
+import numpy as np
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName, PoolTransfer
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
-PAGE, LAYERS, TOKENS = 16, 3, 1024
-LAYOUTS = ["page_first_direct", "page_first", "layer_first"]
+KEYS = [f"{n:064x}" for n in range(8)]
 
 
-def host_pool(layout: str, *, num_heads: int = 2) -> MHATokenToKVPoolHost:
-    device = MHATokenToKVPool(
-        size=TOKENS,
-        page_size=PAGE,
-        dtype=torch.bfloat16,
-        head_num=num_heads,
-        head_dim=16,
-        layer_num=LAYERS,
-        device="cpu",
-        enable_memory_saver=False,
-        enable_alt_stream=False,
-    )
-    return MHATokenToKVPoolHost(
-        device._mha_buffer_info(),  # noqa: SLF001 - SGLang's own builder does so
-        2.0,
-        0,
-        PAGE,
-        layout,
-        pin_memory=False,
-        device="cpu",
-        device_capacity_tokens=TOKENS,
-        start_layer=0,
-        end_layer=LAYERS,
-    )
-
-
-def config(url: str, *, rank: int = 0, size: int = 1, **extra: object) -> HiCacheStorageConfig:
+def config(
+    url: str, *, rank: int = 0, size: int = 1, lcm: int = 0, **extra: object
+) -> HiCacheStorageConfig:
     settings = {
         "backend_name": "tierkv",
         "module_path": "tierkv.adapters.sglang",
@@ -82,12 +63,14 @@ def config(url: str, *, rank: int = 0, size: int = 1, **extra: object) -> HiCach
         enable_storage_metrics=False,
         is_page_first_layout=False,
         model_name="llama",
+        tp_lcm_size=lcm or None,
+        should_split_heads=lcm > size,
         extra_config=settings | extra,
     )
 
 
 @contextmanager
-def backend(settings: HiCacheStorageConfig, pool: MHATokenToKVPoolHost) -> Iterator[Any]:
+def backend(settings: HiCacheStorageConfig, pool: Any) -> Iterator[Any]:
     """As SGLang's controller makes it."""
     made = StorageBackendFactory.create_backend("dynamic", settings, pool)
     made.register_mem_pool_host(pool)
@@ -98,61 +81,97 @@ def backend(settings: HiCacheStorageConfig, pool: MHATokenToKVPoolHost) -> Itera
         made.close()
 
 
-def filled(layout: str, seed: int = 1) -> MHATokenToKVPoolHost:
-    pool = host_pool(layout)
-    draws = torch.Generator().manual_seed(seed)
-    pool.kv_buffer.copy_(torch.rand(pool.kv_buffer.shape, generator=draws))
+def filled(pool: Any, seed: int = 1) -> Any:
+    draws = np.random.default_rng(seed)
+    for memory in memories(pool):
+        memory[:] = draws.integers(1, 256, memory.shape, np.uint8)
     return pool
-
-
-def page_of(pool: MHATokenToKVPoolHost, page: int) -> torch.Tensor:
-    return pool.get_data_page(page * PAGE)
 
 
 def indices(*pages: int) -> torch.Tensor:
     return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
 
 
-KEYS = [f"{n:064x}" for n in range(8)]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["redis", "file"])
-def test_pages_come_back_to_the_byte_wherever_they_lay(
-    empty_redis: RedisServer, tmp_path: Path, layout: str, kind: str
-) -> None:
-    url = empty_redis.url if kind == "redis" else f"file://{tmp_path}/pages"
-    first, second = filled(layout), host_pool(layout)
-    with backend(config(url), first) as one:
+def test_pages_go_wherever_sglang_says_and_nowhere_else(empty_redis: RedisServer) -> None:
+    first, second = filled(host_mha("page_first_direct")), host_mha("page_first_direct")
+    with backend(config(empty_redis.url), first) as one:
         assert one.batch_exists(KEYS) == 0
         assert one.batch_set_v1(KEYS, indices(*range(8, 16))) == [True] * 8
-    with backend(config(url), second) as other:
+    with backend(config(empty_redis.url), second) as other:
         assert other.batch_exists([*KEYS, "f" * 64]) == 8
+        assert other.exists(KEYS[3])
         asked = [KEYS[5], "f" * 64, KEYS[0]]
         assert other.batch_get_v1(asked, indices(3, 9, 20)) == [True, False, True]
-    assert torch.equal(page_of(second, 3), page_of(first, 13))
-    assert torch.equal(page_of(second, 20), page_of(first, 8))
-    assert not page_of(second, 4).any()
+    assert torch.equal(second.get_data_page(3 * PAGE), first.get_data_page(13 * PAGE))
+    assert torch.equal(second.get_data_page(20 * PAGE), first.get_data_page(8 * PAGE))
+    assert not second.get_data_page(4 * PAGE).any()
 
 
-def test_ranks_and_models_share_no_page(empty_redis: RedisServer) -> None:
-    pool = filled(LAYOUTS[0])
+def test_keys_and_values_may_differ_in_width(empty_redis: RedisServer) -> None:
+    pools = [host_mha("page_first_direct", device=device_mha(value_width=8)) for _ in range(2)]
+    filled(pools[0])
+    with backend(config(empty_redis.url), pools[0]) as one:
+        assert one.batch_set_v1(KEYS, indices(*range(8))) == [True] * 8
+    with backend(config(empty_redis.url), pools[1]) as other:
+        assert other.batch_get_v1(KEYS, indices(*range(8, 16))) == [True] * 8
+    keys, values = memories(pools[1])
+    assert len(keys) == 2 * len(values)
+    for mine, theirs in zip(memories(pools[1]), memories(pools[0]), strict=True):
+        mine_pages, their_pages = (m.reshape(pools[0].page_num, -1) for m in (mine, theirs))
+        assert (mine_pages[8:16] == their_pages[:8]).all()
+
+
+def test_another_number_of_ranks_finds_pages_that_are_split_by_heads(
+    empty_redis: RedisServer,
+) -> None:
+    """Two ranks of two heads each, then one of four and four of one."""
+    halves = [filled(host_mha("page_head", num_heads=2), seed) for seed in range(2)]
+    for rank, half in enumerate(halves):
+        with backend(config(empty_redis.url, rank=rank, size=2, lcm=4), half) as one:
+            assert one.batch_set_v1(KEYS, indices(*range(8))) == [True] * 8
+    whole = host_mha("page_head", num_heads=4)
+    with backend(config(empty_redis.url, lcm=4), whole) as one:
+        assert one.batch_exists([*KEYS, "f" * 64]) == 8
+        assert one.batch_get_v1(KEYS, indices(*range(8))) == [True] * 8
+    heads = whole.kv_buffer[:, :8]  # keys and values: page, head, ...
+    assert torch.equal(heads[:, :, :2], halves[0].kv_buffer[:, :8])
+    assert torch.equal(heads[:, :, 2:], halves[1].kv_buffer[:, :8])
+    for rank in range(4):
+        quarter = host_mha("page_head", num_heads=1)
+        with backend(config(empty_redis.url, rank=rank, size=4, lcm=4), quarter) as one:
+            assert one.batch_get_v1(KEYS, indices(*range(8))) == [True] * 8
+        assert torch.equal(quarter.kv_buffer[:, :8], heads[:, :, rank : rank + 1])
+
+
+def test_ranks_share_no_page_of_theirs(empty_redis: RedisServer) -> None:
+    pool = filled(host_mha("page_first_direct"))
     with backend(config(empty_redis.url, rank=0, size=2), pool) as one:
         one.batch_set_v1(KEYS, indices(*range(8)))
         assert one.batch_exists(KEYS) == 8
-    for settings in (
-        config(empty_redis.url, rank=1, size=2),
-        config(empty_redis.url),
-        config(empty_redis.url, rank=0, size=2, revision="other"),
-    ):
+    for settings in (config(empty_redis.url, rank=1, size=2), config(empty_redis.url)):
         with backend(settings, pool) as other:
             assert other.batch_exists(KEYS) == 0
-    with backend(config(empty_redis.url, rank=0, size=2), filled("layer_first")) as other:
-        assert other.batch_exists(KEYS) == 0
+
+
+def test_a_draft_with_heads_beside_mla_is_each_ranks_own(empty_redis: RedisServer) -> None:
+    """SGLang has rank 0 alone write it; its heads are not the others'."""
+    _, pools = host_pools("latent")
+    draft = filled(host_mha("page_first_direct"))
+    for rank, found in ((0, [True] * 8), (1, [False] * 8)):
+        settings = config(empty_redis.url, rank=rank, size=2)
+        settings.is_mla_model = True
+        with backend(settings, pools[PoolName.KV]) as one:
+            one.register_mem_host_pool_v2(draft, PoolName.DRAFT)
+            if rank == 0:
+                one.batch_set_v1(KEYS, indices(*range(8)))
+            transfer = one.batch_set_v2 if rank == 0 else one.batch_get_v2
+            moved = transfer([PoolTransfer(PoolName.DRAFT, indices(*range(8)), keys=KEYS)])
+            assert moved == {"draft": found}
+            assert one.batch_exists(KEYS) == 8
 
 
 def test_a_server_that_dies_is_a_miss_for_every_thread() -> None:
-    pool = filled(LAYOUTS[0])
+    pool = filled(host_mha("page_first_direct"))
     with redis_server() as server, backend(config(server.url, deadline_s=0.5), pool) as one:
         one.batch_set_v1(KEYS, indices(*range(8)))
         server.kill()
@@ -168,17 +187,13 @@ def test_a_server_that_dies_is_a_miss_for_every_thread() -> None:
             thread.start()
         for thread in threads:
             thread.join(60)
+        assert not one.clear()
     assert sorted(map(str, answers)) == sorted(map(str, [0, [False] * 8, [False] * 8] * 4))
 
 
-def test_a_wrong_configuration_is_one_sentence() -> None:
-    pool = host_pool(LAYOUTS[0])
-    with (
-        pytest.raises(ConfigError, match="interface_v1"),
-        backend(config("x", interface_v1=0), pool),
-    ):
-        pass
-    with pytest.raises(ConfigError, match="names no store"), backend(config(None), pool):  # type: ignore[arg-type]
-        pass
-    with pytest.raises(ConfigError, match="storage URL"), backend(config("x"), pool):
-        pass
+def test_importing_tierkv_imports_no_engine() -> None:
+    code = (
+        "import sys, tierkv, tierkv.embed.page_storage\n"
+        "assert not {'torch', 'sglang', 'vllm', 'transformers'} & set(sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

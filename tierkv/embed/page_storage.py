@@ -179,6 +179,8 @@ class PageStorage:
         async def ends() -> None:
             try:
                 result = await work
+            except asyncio.CancelledError:
+                future.set_exception(ShuttingDownError("this page storage has ended"))
             except BaseException as error:  # noqa: BLE001 - whoever holds the future hears of it
                 future.set_exception(error)
             else:
