@@ -62,7 +62,8 @@ def with_ranks(rank: int = 0, size: int = 1) -> None:
 def device_mha(num_heads: int = 2, value_width: int = 16) -> MHATokenToKVPool:
     return MHATokenToKVPool(
         size=TOKENS, page_size=PAGE, dtype=torch.bfloat16, head_num=num_heads, head_dim=16,
-        v_head_dim=value_width, layer_num=LAYERS, device="cpu", enable_memory_saver=False, enable_alt_stream=False,
+        v_head_dim=value_width, layer_num=LAYERS, device="cpu", enable_memory_saver=False,
+        enable_alt_stream=False,
     )  # fmt: skip
 
 
@@ -137,12 +138,14 @@ def host_pools(
 
 @dataclass
 class Prefetched:
-    """found_pages: what storage was said to have; num_pages: what came; slots: where, by pool."""
+    """found_pages: what storage was said to have; num_pages: what came; slots: where, by pool.
+    taken: slots that are to be given back."""
 
     found_pages: int
     num_pages: int = 0
     pool_pages: dict[str, int] = field(default_factory=dict)
     slots: dict[PoolName, torch.Tensor] = field(default_factory=dict)
+    taken: dict[PoolName, torch.Tensor] = field(default_factory=dict)
     is_over: bool = True
 
 
@@ -285,6 +288,7 @@ class World:
             result.pool_pages |= ack.pool_hits or {}
             result.is_over = bool(ack.completed_req)
         slots = {PoolName.KV: operation.host_indices[: result.num_pages * PAGE]}
+        result.taken = {PoolName.KV: operation.host_indices}
         for transfer in operation.pool_transfers or ():
             if transfer.indices_from_pool is not None:
                 slots[transfer.name] = slots[PoolName.KV]
@@ -292,24 +296,26 @@ class World:
                 size = self.pools[transfer.name].page_size
                 count = result.pool_pages.get(transfer.name.value, 0)
                 slots[transfer.name] = transfer.host_indices[: count * size]
+                result.taken[transfer.name] = transfer.host_indices
         result.slots = slots
         return result
 
     def give_back(self, slots: dict[PoolName, torch.Tensor]) -> None:
         """As when SGLang evicts from its host memory."""
-        given = set()
         for name, indices in slots.items():
-            if indices.data_ptr() not in given and len(indices):
+            if name is PoolName.KV or self.kind == "hybrid":
                 self.pools[name].free(indices)
-            given.add(indices.data_ptr())
 
     def prefetch(self, tokens: Sequence[int], name: str = "r", **namespace: str) -> Prefetched:
         """What a request with this prompt finds and gets."""
         self.begin_prefetch(name, tokens, **namespace)
         operation = self.found()
-        if not self.begin_reads(operation):
-            return Prefetched(0)
-        return self.finish_reads(operation)
+        if self.begin_reads(operation):
+            return self.finish_reads(operation)
+        taken = {one.name: one.host_indices for one in operation.pool_transfers or ()}
+        return Prefetched(
+            0, taken={name: slots for name, slots in taken.items() if slots is not None}
+        )
 
 
 def radix_key(tokens: Sequence[int], **namespace: str) -> RadixKey:
