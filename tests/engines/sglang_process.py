@@ -26,9 +26,10 @@ class Zeroing(TierKVHiCache):
 
     def batch_get_v1(self, keys: Any, host_indices: Any, extra_info: Any = None) -> list[bool]:
         answers = super().batch_get_v1(keys, host_indices, extra_info)
-        for index in host_indices[:: self.mem_pool_host.page_size]:
-            pool = self.mem_pool_host
-            pool.set_from_flat_data_page(int(index), pool.get_dummy_flat_data_page())
+        pool = self.mem_pool_host
+        for index in host_indices[:: pool.page_size]:
+            page = pool.get_data_page(int(index))
+            pool.set_from_flat_data_page(int(index), page.new_zeros(page.shape))
         return answers
 
 

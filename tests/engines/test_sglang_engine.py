@@ -105,7 +105,11 @@ class Engine:
 def engines(model: str, *arguments: dict[str, object]) -> Iterator[list[Engine]]:
     """Started together, since most of a start is waiting for imports."""
     environment = os.environ | {"PYTHONPATH": str(_ROOT), "HF_HUB_OFFLINE": "1"}
-    environment |= {"OMP_NUM_THREADS": "1"}
+    cores = sorted(os.sched_getaffinity(0))
+    environment |= {
+        "OMP_NUM_THREADS": "1",
+        "SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",  # of two ranks
+    }
     with ExitStack() as stack:
         running = []
         for mine in arguments:
@@ -225,9 +229,7 @@ def test_a_store_that_dies_hangs_forgets_or_is_damaged_costs_no_token(
         assert tokens(engine.ask(MANY, flushes=True)) == alone[1]
 
 
-def test_two_ranks_share_a_prompt_of_two_ranks(
-    model: str, alone: tuple[list[list[int]], list[list[int]]], empty_redis: RedisServer
-) -> None:
+def test_two_ranks_share_a_prompt_of_two_ranks(model: str, empty_redis: RedisServer) -> None:
     mine = third_level(empty_redis.url) | {"tp_size": 2}
     with engines(model, mine) as (first,):
         expected = tokens(first.ask(PROMPTS))
