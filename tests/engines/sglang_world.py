@@ -163,18 +163,25 @@ class World:
             PoolEntry(name, pool, device, lambda layer: layer, name is PoolName.KV)
             for name, pool in self.pools.items()
         ]
-        settings = {
+        self._model = model
+        self._settings = {
             "backend_name": "tierkv",
             "module_path": "tierkv.adapters.sglang",
             "class_name": "TierKVHiCache",
             "interface_v1": 1,
             "store": url,
-        }
+        } | extra
         self.controller = HybridCacheController(
             SimpleNamespace(get_kvcache=lambda: device), HostPoolGroup(entries), PAGE, group,
-            threading.Event(), io_backend="direct", storage_backend="dynamic",
-            prefetch_threshold=PAGE, model_name=model, enable_storage_metrics=True,
-            storage_backend_extra_config=settings | extra,
+            threading.Event(), io_backend="direct", enable_storage_metrics=True,
+        )  # fmt: skip
+        self.attach()
+
+    def attach(self) -> None:
+        """As when SGLang starts, and when its administrator asks for it."""
+        self.controller.attach_storage_backend(
+            "dynamic", PAGE, self._model, dict(self._settings),
+            host_pools=self.controller.mem_pool_host.entries,
         )  # fmt: skip
 
     @property

@@ -447,6 +447,20 @@ def test_an_abort_in_the_middle_of_a_prefetch_leaves_its_pages_alone(
         assert saved(world, again.slots)[PoolName.KV] == pages
 
 
+def test_the_backend_can_be_taken_off_a_running_engine_and_put_on_again(
+    empty_redis: RedisServer,
+) -> None:
+    pages = written(empty_redis.url, "hybrid")
+    with World(empty_redis.url, "hybrid") as world:
+        for _ in range(3):
+            got = world.prefetch(prompt(1, 5))
+            assert saved(world, got.slots) == pages
+            world.give_back(got.taken)
+            world.close()
+            assert not [t for t in threading.enumerate() if t.name == "tierkv-pages"]
+            world.attach()
+
+
 def test_failures_and_delays_that_sglang_injects_cost_pages_only(
     empty_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
