@@ -15,10 +15,13 @@ from tests.latch import PATIENCE_S
 PAGE = Path(__file__).parents[2] / "docs" / "embedding.md"
 
 
-def _first_example() -> str:
-    found = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert found is not None
-    return found.group(1)
+def _example(holding: str) -> str:
+    examples: list[str] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    return next(code for code in examples if holding in code)
+
+
+def test_the_page_s_pages_of_an_engine_with_host_memory_come_back() -> None:
+    exec(compile(_example("PageStorage"), str(PAGE), "exec"), {"np": np})
 
 
 def test_the_page_s_engine_computes_each_token_once_and_hands_its_prompts_on(
@@ -39,7 +42,7 @@ def test_the_page_s_engine_computes_each_token_once_and_hands_its_prompts_on(
         return 1
 
     names: dict[str, Any] = {"STORAGE_URL": f"file://{tmp_path}/store"}
-    exec(compile(_first_example(), str(PAGE), "exec"), names)
+    exec(compile(_example("class StepEngine"), str(PAGE), "exec"), names)
     start = list(range(100, 140))
     engine = names["StepEngine"](model, {"one": start})
     _steps(engine)
