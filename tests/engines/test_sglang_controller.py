@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import secrets
 import subprocess
 import sys
 import threading
@@ -221,6 +222,26 @@ def test_values_that_are_not_what_was_stored_are_refused(
         assert (got.found_pages, got.num_pages) == (5, 2)
         assert saved(world, got.slots)[PoolName.KV] == pages[PoolName.KV][:2]
         assert world.prefetch(prompt(1, 5)).found_pages == 2  # damage is not offered again
+
+
+def test_sealed_pages_are_of_no_use_without_the_key(
+    empty_redis: RedisServer, tmp_path: Path
+) -> None:
+    for name in ("key", "other"):
+        (tmp_path / name).write_text(secrets.token_hex(32))
+    sealed: dict[str, Any] = {"trust": "sealed", "key_file": str(tmp_path / "key")}
+    pages = written(empty_redis.url, **sealed)[PoolName.KV]
+    keys = empty_redis.execute("KEYS", "*")
+    assert isinstance(keys, list)
+    values = [empty_redis.execute("GET", key) for key in keys]
+    assert not [page for page in pages for value in values if page[:64] in value]  # type: ignore[operator]
+    with World(empty_redis.url, **sealed) as world:
+        assert saved(world, world.prefetch(prompt(1, 5)).slots)[PoolName.KV] == pages
+    for other in ({}, sealed | {"key_file": str(tmp_path / "other")}):
+        with World(empty_redis.url, **other) as world:
+            assert world.prefetch(prompt(1, 5)).num_pages == 0
+    with pytest.raises(Exception, match="key_file"):
+        World(empty_redis.url, trust="signed")
 
 
 def test_the_comparison_notices_what_tokens_do_not_show(empty_redis: RedisServer) -> None:

@@ -44,7 +44,8 @@ from sglang.srt.runtime_context import get_context
 from tierkv.config import from_mapping
 from tierkv.embed.page_storage import PagePool, Pages, PageStorage
 from tierkv.errors import ConfigError, LayoutError, TierKVError
-from tierkv.storage.factory import StoreSettings
+from tierkv.storage.codec import Trust
+from tierkv.storage.factory import StorageSettings, StoreSettings
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.pool_host import HostKVCache
@@ -74,6 +75,7 @@ class HiCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
     revision: of the weights, if instances with other weights share the store under the same name.
     tenant: instances of different tenants never find each other's pages.
     prefix: of all names in the store.
+    trust, key_file: of values that are signed or sealed (docs/security.md).
     settings: of the store: the tables of docs/storage.md, such as {"redis": {"timeout_s": 0.5}}.
     """
 
@@ -83,6 +85,8 @@ class HiCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
     revision: str = ""
     tenant: str = ""
     prefix: str = "tierkv"
+    trust: Trust = Trust.TRUSTED
+    key_file: str = ""
     settings: StoreSettings = StoreSettings()
 
 
@@ -116,6 +120,7 @@ class TierKVHiCache(HiCacheStorage):
             ttl_s=own.ttl_s,
             deadline_s=own.deadline_s,
             prefix=own.prefix,
+            codecs=StorageSettings(trust=own.trust, key_file=own.key_file).codecs(),
         )
         try:
             self._storage.open()

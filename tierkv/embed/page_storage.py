@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import math
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -35,6 +35,7 @@ from tierkv.errors import (
     StoreUnavailableError,
 )
 from tierkv.gpu.protocol import Ids
+from tierkv.storage.codec import Codec
 from tierkv.storage.factory import StoreSettings, open_guarded_store
 from tierkv.storage.maintenance import remove
 from tierkv.storage.protocol import GetStatus, PutStatus, check_prefix, check_ttl
@@ -75,6 +76,7 @@ class PageStorage:
     deadline_s: after so long a question counts as "not there". Reads and writes have the deadlines
         of the store's settings.
     prefix: of all names in the store.
+    codecs: signed or sealed values (`StorageSettings.codecs`); None for a plain checksum.
 
     Any thread may call; nothing here waits for the store except `open`, `pool` and `close`. Raises
     ConfigError if the URL names no store or a setting is out of range.
@@ -88,6 +90,7 @@ class PageStorage:
         ttl_s: float | None = None,
         deadline_s: float = 2.0,
         prefix: str = "tierkv",
+        codecs: Callable[[str], Codec] | None = None,
     ) -> None:
         if not (math.isfinite(deadline_s) and deadline_s > 0):
             raise ConfigError(f"deadline_s must be a number above 0, not {deadline_s}")
@@ -99,6 +102,7 @@ class PageStorage:
             raise ConfigError(str(error)) from error
         self._store = open_guarded_store(url, settings or StoreSettings(), SystemClock())
         self._ttl_s, self._deadline_s, self._prefix = ttl_s, deadline_s, prefix
+        self._codecs = codecs
         self._thread = threading.Thread(target=self._live, name="tierkv-pages", daemon=True)
         self._opened: Future[None] = Future()
         self._lock = threading.Lock()  # around the next two, and giving the loop anything
@@ -168,6 +172,7 @@ class PageStorage:
             deadline_s=self._deadline_s,
             block_ttl_s=self._ttl_s,
             touches_per_ttl=_TOUCHES_PER_TTL,
+            codecs=self._codecs,
             slices=Slices(names, slices),
         )
 
