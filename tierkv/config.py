@@ -185,10 +185,8 @@ def _refuse_unknown(root: object, table: Mapping[str, Any], where: str) -> None:
         for key, value in table.items():
             if key not in hints:
                 meant = suggestion(f"{at}{key}", names_in(root))
-                known = ", ".join(sorted(hints))
-                raise ConfigError(
-                    f"{where}: there is no setting {at}{key}{meant}; known here: {known}"
-                )
+                known = meant or f"; known here: {', '.join(sorted(hints))}"
+                raise ConfigError(f"{where}: there is no setting {at}{key}{known}")
             if isinstance(value, dict) and _is_table(hints[key]):
                 look(hints[key], value, f"{at}{key}.")
 

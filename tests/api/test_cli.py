@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ from tests.api.nodes import process, run_to_end
 from tests.redis_server import free_port
 from tierkv.cli import main
 
+ROOT = Path(tierkv.__file__).parents[1]
 COMMANDS = [
     "completion",
     "config",
@@ -99,8 +102,39 @@ def test_help_does_not_wait_for_heavy_imports() -> None:
         ["token", "new", "--file", "a", "--name", "a", "--role", "read", "--expires", "9999999d"],
     ],
 )
-def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
-    assert CliRunner().invoke(main, arguments).exit_code == 2
+def test_wrong_usage_is_one_sentence_and_exits_with_2(arguments: list[str]) -> None:
+    found = CliRunner().invoke(main, arguments)
+    assert found.exit_code == 2
+    [line] = found.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert line.endswith(" --help")
+
+
+@pytest.mark.parametrize(
+    ("shell", "script"),
+    [
+        (
+            "bash",
+            (
+                'eval "$(tierkv completion bash)"; COMP_WORDS=(tierkv sta); COMP_CWORD=1; '
+                "_tierkv_completion tierkv sta; echo ${COMPREPLY[@]}"
+            ),
+        ),
+        ("fish", 'tierkv completion fish | source; complete -C "tierkv sta"'),
+    ],
+)
+def test_a_shell_completes_commands(shell: str, script: str, tmp_path: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell}")
+    command = tmp_path / "tierkv"
+    called = "import sys; sys.argv[0] = 'tierkv'; from tierkv.cli import main; main()"
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{called}" "$@"\n')
+    command.chmod(0o755)
+    environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [shell, "-c", script], env=environ, capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert {"stats", "status"} <= set(done.stdout.split()), done.stderr
 
 
 async def test_an_option_completes_what_the_environment_began(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING
 
 from tierkv.api.events import EventFeed
 from tierkv.api.sessions import Once, PinBook, PromptMovements, Sessions, backing_up, prefetching
@@ -14,7 +15,6 @@ from tierkv.api.settings import NO_STORAGE, NodeSettings, default_storage_url
 from tierkv.api.types import GenerateAnswer
 from tierkv.cache.keys import Fingerprint, MediaItem, Prompt
 from tierkv.clock import SystemClock
-from tierkv.embed.external import ExternalEngines
 from tierkv.errors import ShuttingDownError
 from tierkv.gpu import open_device
 from tierkv.gpu.protocol import Device
@@ -31,6 +31,9 @@ from tierkv.service import Service
 from tierkv.storage.factory import open_guarded_store
 from tierkv.storage.protocol import Store
 from tierkv.transfer.tier import StorageOptions
+
+if TYPE_CHECKING:
+    from tierkv.embed.external import ExternalEngines  # which a node without a socket does not need
 
 _MOST_ANSWERS = 1024  # of generations, kept for who asks again: some 5 bytes per token each
 _ANSWERS_TTL_S = 300.0

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
 from functools import cached_property
@@ -37,7 +37,6 @@ from tierkv.errors import (
     ShuttingDownError,
     StoreUnavailableError,
 )
-from tierkv.gpu.doctor import measured_speeds
 from tierkv.http import bodies
 from tierkv.http.bodies import EVENT_STREAM, JSON, event_stream, open_stream, write
 from tierkv.http.callers import Access
@@ -456,12 +455,18 @@ class NodeLiveRoutes(Routes):
             "health": [(part, how.value, masked_url(word)) for part, (how, word) in health.items()],
             "watermarks": [(one.low, one.high) for one in service.settings.watermarks()],
             "measured": await asyncio.to_thread(
-                measured_speeds,
+                _measured_speeds,
                 node.settings.node.device,
                 None if service.store is None else service.store.url,
             ),
             "stores": stores,
         }
+
+
+def _measured_speeds(device: str, store_url: str | None) -> Mapping[str, float]:
+    from tierkv.gpu.doctor import measured_speeds  # noqa: PLC0415 - of who looks at the page
+
+    return measured_speeds(device, store_url)
 
 
 def _chosen(changed: list[Timeline]) -> list[Timeline]:

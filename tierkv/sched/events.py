@@ -11,13 +11,16 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from tierkv.cache.groups import CacheGroup
 from tierkv.cache.index import segments
 from tierkv.cache.node import TreeNode
 from tierkv.errors import BadRequestError
+
+if TYPE_CHECKING:
+    from tierkv.cache.groups import CacheGroup  # which only engines need
 
 DEFAULT_CAPACITY = 4096  # events that may wait for one subscriber
 

@@ -23,7 +23,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tierkv.cache.groups import GroupKind
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Fingerprint
 from tierkv.cache.node import CopyState, Tier, TreeNode
@@ -97,11 +96,7 @@ _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 _REQUEST_FRAMES = 3  # who asks, an empty one, the first number
 _RANK = 0
 _MEDIUM = {"device": "GPU", "host": "CPU", "storage": "STORAGE"}  # vLLM's words, as the next ones
-_KIND = {
-    GroupKind.FULL: "full_attention",
-    GroupKind.WINDOW: "sliding_window",
-    GroupKind.STATE: "mamba",
-}
+_KIND = {"FULL": "full_attention", "WINDOW": "sliding_window", "STATE": "mamba"}
 _CLEARED: dict[str, Any] = {"type": "AllBlocksCleared"}
 
 
@@ -199,7 +194,7 @@ class KvEventPublisher:
         removed, are told of engines whose blocks are of several kinds, as vLLM does."""
         groups = self._events.groups
         group = groups[event.group] if groups else None
-        is_plain = group is None or (len(groups) == 1 and group.kind is GroupKind.FULL)
+        is_plain = group is None or (len(groups) == 1 and group.kind.name == "FULL")
         names = event.external_ids or (None,) * len(event.digests)
         hashes = [self._hash(*both) for both in zip(names, event.digests, strict=True)]
         if event.kind is Happening.EVICTED:
@@ -228,7 +223,7 @@ class KvEventPublisher:
         return stored | {
             "extra_keys": None,
             "group_idx": event.group,
-            "kv_cache_spec_kind": _KIND[group.kind],
+            "kv_cache_spec_kind": _KIND[group.kind.name],
             "kv_cache_spec_sliding_window": group.window or None,
         }
 

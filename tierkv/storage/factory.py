@@ -90,6 +90,10 @@ _NO_MIRRORS = (
 )
 _LAYERED = "layered:NEAR-URL|FAR-URL"
 _FILE = "file:///absolute/directory or file:relative/directory"
+_ACCEPTED = (
+    "memory://, file://, redis:// (or rediss, unix, redis+sentinel, redis+cluster), mooncake://, "
+    "layered:"
+)
 _STORES: dict[str, Callable[[str, StoreSettings, Clock], Store]] = {
     "memory": _memory,
     "file": _file,
@@ -113,9 +117,8 @@ def open_store(url: str, settings: StoreSettings, clock: Clock) -> Store:
     if opens is None:
         if url[:1] in {"/", "."}:
             raise ConfigError(f"{url[:200]!r} is no storage URL; accepted: {_FILE}")
-        accepted = ", ".join(f"{one}:" if one == "layered" else f"{one}://" for one in _STORES)
         # Not quoted in full: behind a misspelt scheme there can be a password.
-        raise ConfigError(f"the storage URL starts with {scheme[:20]!r}; accepted: {accepted}")
+        raise ConfigError(f"the storage URL starts with {scheme[:20]!r}; accepted: {_ACCEPTED}")
     return opens(url, settings, clock)
 
 
