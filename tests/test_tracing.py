@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import logging
 import socket
 import subprocess
@@ -40,9 +39,7 @@ class Collector:
     instances: set[str] = field(default_factory=set)
 
     async def take(self, request: web.Request) -> web.Response:
-        raw = await request.read()
-        if request.headers.get("Content-Encoding") == "gzip":
-            raw = gzip.decompress(raw)
+        raw = await request.read()  # the server has unpacked it
         told = messages.ExportTraceServiceRequest.FromString(raw)
         for resource in told.resource_spans:
             self.instances |= {
