@@ -67,6 +67,23 @@ def test_every_setting_and_every_route_is_told_with_its_meaning(built: Path) -> 
         assert f"<code>{route}</code>" in routes
 
 
+def test_no_text_installs_another_project_of_the_package_index() -> None:
+    """The distribution is tierkv-cache; what is to be installed is a checkout."""
+    texts = [*PAGES, *(ROOT / "tierkv").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
+    texts += [*(ROOT / "deploy").rglob("*.yaml"), ROOT / "Dockerfile", ROOT / "CHANGELOG.md"]
+    assert len(texts) > 180
+    for text in texts:
+        for line in text.read_text().splitlines():
+            other = re.search(r"\binstall (?:-\S+ )*[\"']?tierkv(?![\w/-])|[\"'\s]tierkv\[", line)
+            assert other is None, (text, line)
+
+
+def test_what_is_said_of_checks_ends_at_host_memory() -> None:
+    for page in ("README.md", "docs/concepts.md", "docs/handoff.md", "docs/gpu.md"):
+        assert "host memory" in (told := (ROOT / page).read_text()), page
+        assert re.search(r"host memory (?:is as good|as far) as its ECC", told), page
+
+
 def _at(settings: object, name: str) -> object:
     for part in name.split("."):
         settings = getattr(settings, part)

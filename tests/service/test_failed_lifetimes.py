@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable
 
 import numpy as np
 import pytest
 
 from tests.api.nodes import here
-from tests.latch import PATIENCE_S, finish, until
+from tests.latch import PATIENCE_S, finish
 from tests.world import world
 from tierkv.api.node import Node
 from tierkv.errors import ShuttingDownError, TransferError
 from tierkv.gpu.protocol import Direction
+from tierkv.service import Service
 
 
 class BrokenEvent:
@@ -38,38 +40,45 @@ class BrokenEvent:
 async def test_closing_does_not_wait_for_copies_that_only_the_dead_task_could_have_settled(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    lives: list[tuple[Service, Awaitable[None]]] = []
+
     async def live() -> None:
         async with world() as on:
             on.latch.hold(Direction.OFFLOAD)
             on.service.mover.offload(np.array([0], np.int32), np.array([0], np.int32))
             await on.latch.until_held()
-            waiting = on.service.mover.poller.done(BrokenEvent())
-            await until(lambda: on.service.failure is not None, "its failure")
-            assert "nobody thought of this" in str(on.service.failure)
-            told = [one for one in caplog.records if one.levelno == logging.CRITICAL]
-            assert told[0].exc_info is not None, "the exception itself, before anything is closed"
-            assert on.service.is_draining
-            on.latch.release()
-            with pytest.raises(TransferError, match="nobody thought of this"):
-                await waiting
-            await asyncio.sleep(PATIENCE_S)
+            lives.append((on.service, on.service.mover.poller.done(BrokenEvent())))
+            await asyncio.sleep(PATIENCE_S)  # it is cancelled
 
     with pytest.raises((RuntimeError, ExceptionGroup)) as failed:
         await finish(live())
     assert "nobody thought of this" in repr(failed.value)
+    [(service, waiting)] = lives
+    assert "nobody thought of this" in str(service.failure)
+    told = [one for one in caplog.records if one.levelno == logging.CRITICAL]
+    assert told[0].exc_info is not None, "the exception itself, before anything is closed"
+    with pytest.raises(TransferError, match="nobody thought of this"):
+        await waiting
 
 
 async def test_a_node_that_has_failed_says_why_it_refuses() -> None:
+    refused: list[str] = []
+
     async def live() -> None:
         async with here() as on:
             waiting = on.node.service.mover.poller.done(BrokenEvent())
-            await until(lambda: on.node.service.failure is not None, "its failure")
-            with pytest.raises(ShuttingDownError, match="nobody thought of this"):
-                await enter(on.node)
-            await waiting
+            try:
+                await asyncio.sleep(PATIENCE_S)  # it is cancelled
+            finally:
+                with pytest.raises(ShuttingDownError) as error:
+                    await enter(on.node)
+                refused.append(str(error.value))
+                with pytest.raises(TransferError):
+                    await waiting
 
     with pytest.raises((RuntimeError, ExceptionGroup)):
         await finish(live())
+    assert ["nobody thought of this" in one for one in refused] == [True]
 
 
 async def enter(node: Node) -> None:
