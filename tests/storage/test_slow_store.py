@@ -14,6 +14,7 @@ import pytest
 
 from tests.e2e.exact import exact_node, text, truth
 from tests.faulty import FaultyStore
+from tests.latch import until
 from tests.redis_proxy import Proxy, redis_proxy
 from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F401 - fixtures
 from tests.storage.values import content_of, get_one, put_one
@@ -77,6 +78,21 @@ async def test_a_store_that_takes_half_a_second_for_each_answer_is_used(
             assert store.health.circuit is BreakerState.CLOSED
             if is_late_at_first:
                 assert store.health.num_opened == 0
+
+
+async def test_a_slow_store_that_says_nothing_any_more_is_left_alone_though_nobody_waits_that_long(
+    empty_redis: RedisServer,  # noqa: F811
+) -> None:
+    settings = StoreSettings(resilience=ResilienceSettings(timeout_s=0.1, probe_interval_s=0.05))
+    async with late_redis(empty_redis, 0.08) as (_, url):
+        store = open_guarded_store(url, settings, SystemClock())
+        async with store.running():
+            empty_redis.pause()
+            try:
+                await until(lambda: store.health.circuit is not BreakerState.CLOSED)
+            finally:
+                empty_redis.resume()
+            await until(lambda: store.health.circuit is BreakerState.CLOSED)
 
 
 async def test_a_hand_off_over_a_store_that_is_later_than_its_deadlines_succeeds(

@@ -510,8 +510,8 @@ class GuardedStore(StoreWrapper):
         while True:
             await self._is_late.wait()
             self._is_late.clear()
-            if self._breaker.is_closed:
-                await self._probe()
+            if self._breaker.is_closed and (failure := await self._probe()) is not None:
+                self._fail(failure, of_read=True)  # callers may give up sooner than they are told
             await asyncio.sleep(self._settings.probe_interval_s)
             if self._latency_s:
                 self._is_late.set()
