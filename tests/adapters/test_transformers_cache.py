@@ -241,6 +241,39 @@ def test_a_loop_of_ones_own_is_one_text() -> None:
                 assert cache.last_hit.device == known
 
 
+@pytest.mark.parametrize("other", ["a text that goes on", "another text", "none", "rows"])
+def test_a_text_that_is_named_before_loads_at_once_and_no_other_takes_its_blocks(
+    other: str,
+) -> None:
+    model, prompt = plain(), prompt_of(LENGTH)
+    given = {"a text that goes on": [*prompt, 5, 6], "another text": prompt_of(90, seed=4)}.get(
+        other, prompt
+    )
+    expected, loads = generate(model, given, 2), threading.Event()
+
+    def before(copy: BlockCopy) -> None:
+        if copy.direction is Direction.LOAD:
+            loads.set()
+
+    with TierKVCache.for_model(model, host_bytes=16 * MIB, device=CpuDevice(before)) as cache:
+        generate(model, prompt, 1, past_key_values=cache)
+        elsewhere(model, cache)
+        with cache.sequence(torch.tensor([prompt])), torch.inference_mode():
+            assert loads.wait(30)
+            assert cache.get_seq_length() == 0, "generate would cut the text itself"
+            if other == "rows":
+                with pytest.raises(BadRequestError, match="one sequence"):
+                    model(torch.tensor([prompt, prompt]), **{ARGUMENT: cache})
+            elif other != "none":
+                logits = model(torch.tensor([given]), **{ARGUMENT: cache}).logits
+                assert int(logits[0, -1].argmax()) == expected[len(given)]
+                hit = PromptHit(0, LENGTH - 1, 0, 3) if other == "a text that goes on" else None
+                assert hit is None or cache.last_hit == hit
+        assert generate(model, given, 2, past_key_values=cache) == expected
+        assert generate(model, prompt, past_key_values=cache) == generate(model, prompt)
+        assert cache.verify() == []
+
+
 # Through a store
 
 

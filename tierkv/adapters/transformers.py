@@ -4,8 +4,9 @@ between a DynamicCache and tierkv's paged planes.
 `TierKVCache` is what a user passes as `past_key_values`. It owns device memory for one sequence, as
 blocks that lie in a row, so that attention reads them where a load has put them:
 
-    generate -> forward: prepare    which prefix is there: device, host, storage; loads start;
-                                    the model is given the rest of the tokens
+    generate -> begin               which prefix is there: device, host, storage; loads start, and
+                                    `generate` makes itself ready meanwhile
+             -> forward: prepare    the model is given the rest of the tokens
                 layer.update        waits for this layer's load, appends, hands out a view
                 settle              a load that failed? compute it again
              -> end                 new blocks are copied to the host, and stored behind the scenes
@@ -206,6 +207,7 @@ _ARGUMENT = (
     else "past_key_values"
 )
 _BY_POSITION = ("position_ids", "cache_position")
+_CHUNKS = "prefill_chunk_size"
 _TENSORS = frozenset({"input_ids", "attention_mask", *_BY_POSITION})
 _CHANGING_ROPE = frozenset({"dynamic", "longrope"})
 _ONE_ROW = (
@@ -267,7 +269,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         """memory: keys and values, [1, heads, tokens, dim], of which `length` tokens are there."""
         self._memory = memory
         self.length = length
-        self.keys, self.values = (states[:, :, :length] for states in memory)
+        self.keys, self.values = (states.narrow(2, 0, length) for states in memory)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: its memory is there before."""
@@ -349,6 +351,23 @@ class _Load:
     key: str
     number: int
     valid: int
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A text whose beginning is brought before the model is given it."""
+
+    tokens: npt.NDArray[np.int64]
+    hit: PromptHit
+
+    @property
+    def num_there(self) -> int:
+        return len(self.tokens) - self.hit.computed
+
+    def is_of(self, tokens: npt.NDArray[np.int64], most: int) -> bool:
+        """Whether what is brought is right for these tokens, `most` of which may be there."""
+        begins = np.array_equal(tokens[: len(self.tokens)], self.tokens)
+        return begins and self.num_there <= most
 
 
 class TierKVCache(Cache):  # type: ignore[misc]
@@ -451,7 +470,9 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._fed: list[tuple[int, torch.Tensor]] = []  # where they start, [tokens]
         self._held = np.zeros(0, np.int64)  # the tokens of the last sequence, which the room has
         self._num_kept = 0  # so many of the sequence's first tokens lookups find
+        self._is_kept = True  # the host has what it is to have of the sequence
         self._load: _Load | None = None
+        self._begun: _Begun | None = None
         self._hit = PromptHit()  # of the forward pass under way
         self._timer = _Timer(like[0].device)
         self._stream = _stream_of(like[0].device)
@@ -460,9 +481,10 @@ class TierKVCache(Cache):  # type: ignore[misc]
     # A sequence
 
     @contextmanager
-    def sequence(self) -> Iterator[Self]:
+    def sequence(self, prompt: torch.Tensor | None = None) -> Iterator[Self]:
         """What the model is given inside is one text from its first token on, and is kept when it
-        ends. `generate` does this by itself. Raises BadRequestError while another one runs,
+        ends. `generate` does this by itself. prompt: token ids, [1, tokens], that the model will be
+        given first: their loads start at once. Raises BadRequestError while another one runs,
         ConfigError if the model is not what it was."""
         if not self._turn.acquire(blocking=False):
             raise BadRequestError(
@@ -470,11 +492,13 @@ class TierKVCache(Cache):  # type: ignore[misc]
             )
         try:
             self._keep()  # what the model was given outside of any
-            self._check_model()
             self.last_hit = PromptHit()
             self._fed.clear()
             self._place(0)
             try:
+                if prompt is not None:
+                    self._begin(prompt)
+                self._check_model()  # while blocks move
                 yield self
             finally:
                 self._keep()
@@ -493,7 +517,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
         before each forward pass. Raises BadRequestError."""
         if model is not self._model:
             raise BadRequestError("this cache was made for another model")
-        if _stream_of(self._like[0].device) != self._stream:
+        if not self._is_on_stream():
             raise BadRequestError(
                 "the model runs on another CUDA stream than the one on which this cache was made: "
                 "copies would not be in order with it; make the cache on the stream that computes"
@@ -501,12 +525,17 @@ class TierKVCache(Cache):  # type: ignore[misc]
         given = dict(zip(self._parameters, args, strict=False)) | dict(arguments)
         ids = _checked_ids(given)
         start, count = self.get_seq_length(), ids.shape[1]
-        self._reserve(start + count)
-        self._fed.append((start, ids[0].detach().clone()))
-        if start == 0 or count >= self._layout.block_size:
+        is_text = start == 0 or count >= self._layout.block_size
+        if is_text:
             _check_places(given, start, count)
-            most = max(start + count - _num_logits(given), start)
-            self._hit = self._bring(start, ids[0].cpu().numpy(), most)
+        most = max(start + count - _num_logits(given), start)
+        hit = None if self._begun is None else self._take_begun(ids, most)
+        if hit is None:
+            self._reserve(start + count)
+        self._fed.append((start, ids[0].detach().clone()))
+        self._is_kept = False
+        if is_text:
+            self._hit = hit or self._bring(start, ids[0].cpu().numpy(), most)
             given = _without(given, count, count - self._hit.computed)
             if self._load is None and self._hit.computed >= self._layout.block_size:
                 self._timer.start(self._hit.computed)
@@ -564,6 +593,36 @@ class TierKVCache(Cache):  # type: ignore[misc]
 
     # Inside
 
+    def _is_on_stream(self) -> bool:
+        return _stream_of(self._like[0].device) == self._stream
+
+    def _begin(self, prompt: torch.Tensor) -> None:
+        """Bring what there is of a text that the model will be given, which looks empty until then.
+        What is wrong with it is said then, too."""
+        if prompt.ndim != 2 or prompt.shape[0] != 1 or not self._is_on_stream():  # noqa: PLR2004
+            return
+        tokens = prompt[0].detach().cpu().numpy()
+        if len(tokens) > 1 and tokens.dtype.kind == "i":
+            self._reserve(len(tokens))
+            self._begun = _Begun(tokens, self._bring(0, tokens, len(tokens) - 1))
+            self._place(0)
+
+    def _take_begun(self, ids: torch.Tensor, most: int) -> PromptHit | None:
+        """Place what was brought of these tokens before; None if that was another text."""
+        begun, tokens = self._begun, ids[0].cpu().numpy()
+        if begun is None or not begun.is_of(tokens, most) or len(tokens) > self._room.num_tokens:
+            self._forget_begun()
+            return None
+        self._begun = None
+        self._place(begun.num_there)
+        return begun.hit + PromptHit(computed=len(tokens) - len(begun.tokens))
+
+    def _forget_begun(self) -> None:
+        load, self._load, self._begun = self._load, None, None
+        if load is not None:  # into the place of the text before
+            self._moves.failed(load)
+            self._held, self._num_kept = self._held[:0], 0
+
     def _place(self, num_tokens: int) -> None:
         """The room has the KV of so many tokens, and what is written next comes behind them."""
         for number, planes in enumerate(self._layout.planes_of_layer):
@@ -612,16 +671,23 @@ class TierKVCache(Cache):  # type: ignore[misc]
 
     def _keep(self) -> None:
         """What the room has is the last sequence now, of which the host gets what it has not."""
+        if self._begun is not None:
+            self._forget_begun()
         load, self._load = self._load, None
         if load is not None and self._moves.failed(load):  # and the forward pass did not end
             self._place(load.valid)
-        num_tokens = min(layer.length for layer in self.layers)
+        if self._is_kept:
+            return
+        lengths = {layer.length for layer in self.layers}
+        num_tokens = min(lengths)
         self._held = self._tokens(num_tokens)
-        self._place(num_tokens)
+        if len(lengths) > 1:
+            self._place(num_tokens)
         for computed, took in self._timer.read():
             self._moves.engine.note_prefill(computed, took)
         if num_tokens > self._num_kept:
             self._num_kept = self._moves.keep(self._held, self._num_kept)
+        self._is_kept = True
 
     def _tokens(self, num_tokens: int) -> npt.NDArray[np.int64]:
         """What the model was given, up to this one."""
@@ -992,8 +1058,18 @@ def _generate(self: PreTrainedModel, *args: object, **arguments: object) -> obje
         return generate(self, *args, **arguments)
     for name in _ARGUMENTS:
         arguments.pop(name, None)
-    with cache.sequence():
+    with cache.sequence(_prompt_of(self, args, arguments)):
         return generate(self, *args, **arguments, **{_ARGUMENT: cache})
+
+
+def _prompt_of(
+    model: PreTrainedModel, args: Sequence[object], arguments: Mapping[str, object]
+) -> torch.Tensor | None:
+    """The token ids that the model will be given first, None if that cannot be said."""
+    configs = (*args[1:2], arguments.get("generation_config"), model.generation_config)
+    cuts = [arguments.get(_CHUNKS), *(getattr(one, _CHUNKS, None) for one in configs)]
+    given = args[0] if args else arguments.get("inputs", arguments.get("input_ids"))
+    return given if isinstance(given, torch.Tensor) and not any(cuts) else None
 
 
 def _before(
