@@ -9,7 +9,7 @@ import pytest
 from tests.api.nodes import here
 from tierkv.refmodel.engine import ModelRun, ReferenceEngine
 from tierkv.sched import admission, scheduler
-from tierkv.sched.admission import Starts
+from tierkv.sched.admission import SharedWaits, Starts
 from tierkv.sched.request import Computing
 from tierkv.service.session import Session
 
@@ -30,12 +30,14 @@ class PlantedError(Exception):
         (admission, "_matched"),
         (admission, "why_missed"),
         (Computing, "begin"),
+        (SharedWaits, "possible"),
         (scheduler.Commits, "_insert"),
         (scheduler.Commits, "_keep_tail"),
         (ModelRun, "begin"),
         (ModelRun, "add"),
         (ModelRun, "result"),
         (ReferenceEngine, "_call_model"),
+        (Session, "_took"),
         (Session, "_mark"),
         (Session, "has_first_token"),
         (Session, "_fail_streams"),

@@ -296,8 +296,15 @@ class Starts:
             self._valued_tokens = found
         return counts
 
-    def try_start(self, spec: RequestSpec, plan: AdmissionPlan, fetched: Fetched | None) -> Request:
-        """Raises OutOfBlocksError, with nothing held, if it has to wait."""
+    def try_start(
+        self,
+        spec: RequestSpec,
+        plan: AdmissionPlan,
+        fetched: Fetched | None,
+        passes_by: PromiseWait | None = None,
+    ) -> Request:
+        """passes_by: the wait without which it starts. Raises OutOfBlocksError, with nothing held, if
+        it has to wait for room."""
         index, match = self._index, plan.match
         index.at(monotonic())
         lease = index.hold(match.node, match.num_blocks)
@@ -308,7 +315,7 @@ class Starts:
             slots = held.slots = self.take(lease.node.space, plan.num_loads + plan.num_private)
             if not match.num_blocks and source is None:
                 request = self._made(spec, match, lease, slots.copy(), NOTHING, ())
-                return self._begin(request, match, [])
+                return self._begin(request, match, [], passes_by)
             held.slots, private = slots[: plan.num_loads], slots[plan.num_loads :]
             held.private = private
             first_load = match.num_blocks - plan.num_loads
@@ -332,7 +339,7 @@ class Starts:
         except BaseException:  # no room, or a bug
             self._give_back(held)
             raise
-        return self._begin(request, match, loads)
+        return self._begin(request, match, loads, passes_by)
 
     def _give_back(self, held: _Held) -> None:
         """Slots that a copy still writes go when it has ended."""
@@ -407,12 +414,16 @@ class Starts:
             num_private=len(table) - match.num_blocks,
         )
 
-    def _begin(self, request: Request, match: Match, loads: list[Load]) -> Request:
+    def _begin(
+        self, request: Request, match: Match, loads: list[Load], passes_by: PromiseWait | None
+    ) -> Request:
         self._running.add(request)
         if loads:
             self._loads.used_by[request] = loads
         try:
             self._note(request, match)
+            if passes_by is not None:
+                self._computing.passed_by(passes_by)
         except BaseException:  # a bug
             self._end(request)
             raise
@@ -685,11 +696,6 @@ class SharedWaits:
     def is_worth_it(self, wait: PromiseWait | None) -> TypeGuard[PromiseWait]:
         return wait is not None and self._computing.is_worth_it(wait)
 
-    def started(self, wait: PromiseWait | None) -> None:
-        """A request has, without this wait, if there was one."""
-        if wait is not None:
-            self._computing.passed_by(wait)
-
     def park(self, waiting: Waiting, wait: PromiseWait) -> None:
         """It is in line, and stands aside from now on."""
         self._stats.shared_waits += waiting.give_up_at is None
@@ -766,10 +772,9 @@ class Admissions:
         if self._shared_waits.is_worth_it(wait):
             return None
         try:
-            request = self._starts.try_start(spec, plan, fetched)
+            request = self._starts.try_start(spec, plan, fetched, wait)
         except OutOfBlocksError:
             return None
-        self._shared_waits.started(wait)
         self._line.given(spec.prompt.space, spec.num_blocks)
         return request
 
@@ -854,9 +859,7 @@ class Admissions:
             return None
         if not waiting.uses_partial:
             plan.match.partial = None
-        request = self._starts.try_start(spec, plan, waiting.fetched)
-        self._shared_waits.started(wait)
-        return request
+        return self._starts.try_start(spec, plan, waiting.fetched, wait)
 
     def _next(self) -> Waiting | None:
         """The first in line whose tenant may have one more running."""

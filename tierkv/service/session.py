@@ -131,7 +131,7 @@ class Session:
                 except BaseException:  # a bug: nobody but us has it yet
                     fetched.release()
                     raise
-            return self._took(await self._service.scheduler.admit(self.spec, fetched))
+            return self._take(await self._service.scheduler.admit(self.spec, fetched))
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -171,20 +171,25 @@ class Session:
                 self.load_problem = str(error)
                 alone = msgspec.structs.replace(self.spec, needs_logits=True, uses_cache=False)
                 request = await self._service.admit_as(alone)
-            return self._took(request)
+            return self._take(request)
 
-    def _took(self, request: Request) -> Request:
-        if self.has_ended:  # in the moment in which it came
-            self._service.scheduler.end(request)
-            raise OwnershipError(f"request {self.spec.request_id!r} has ended")
-        self._request, self.spec = request, request.spec
+    def _take(self, request: Request) -> Request:
         try:
-            if self._timeline is not None:
-                self._service.timelines.admitted(self._timeline, request)
-        except BaseException:  # a bug: whoever began it does not know that it has blocks
-            self.end()
+            self._took(request)
+        except BaseException:  # whoever began it does not know that it has blocks
+            if self._request is request:
+                self.end()
+            else:
+                self._service.scheduler.end(request)
             raise
         return request
+
+    def _took(self, request: Request) -> None:
+        if self.has_ended:  # in the moment in which it came
+            raise OwnershipError(f"request {self.spec.request_id!r} has ended")
+        self._request, self.spec = request, request.spec
+        if self._timeline is not None:
+            self._service.timelines.admitted(self._timeline, request)
 
     async def loaded(self, timeout_s: float) -> None:
         """Return when every cached token is in the block table, and the index knows it. Raises
@@ -246,7 +251,7 @@ class Session:
         self._service.scheduler.end(request, after=after)
         try:
             spec = msgspec.structs.replace(self.spec, most_cached_tokens=intact * size)
-            recovered = self._took(await self._service.scheduler.admit(spec))
+            recovered = self._take(await self._service.scheduler.admit(spec))
             await self.loaded(timeout_s)
         except BaseException:  # a cancel too
             self.end()
@@ -301,7 +306,7 @@ class Session:
             raise OwnershipError(f"request {self.spec.request_id!r} has ended") from None
         finally:
             self._resuming = None
-        return self._took(resumed)
+        return self._take(resumed)
 
     # Publishing
 
