@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from dataclasses import asdict
 
+import pytest
+
 from tests.latch import finish, turns, until
 from tests.sched.test_fetch import filled, tokens
 from tests.world import World, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
 from tierkv.cache.node import Tier
-from tierkv.sched.request import PromiseWait
+from tierkv.sched.request import Computing, PromiseWait
 from tierkv.sched.worth import FetchPolicy
 
 
@@ -88,6 +90,26 @@ async def test_computing_although_another_one_does_since_that_one_is_behind() ->
         assert decided(on) == {"recompute_device": 1}
         on.service.end(request)
         await on.ended(owner)
+
+
+async def test_a_bug_where_a_chance_is_passed_by_keeps_no_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    async with world() as on:
+        on.service.note_prefill(1000, 1000.0)
+        owner = await on.admit(tokens(32))
+        on.compute(owner, tokens(16))
+        await on.service.commit(owner, pack(tokens(16)))
+        monkeypatch.setattr(Computing, "passed_by", broken)
+        with pytest.raises(ZeroDivisionError):
+            await on.admit([*tokens(32), 99])
+        on.service.end(owner)
+        await on.settle()
+        assert on.service.verify() == []
+        assert on.service.stats().running_requests == 0
 
 
 async def test_a_chance_is_passed_by_once_however_long_there_is_no_room() -> None:
