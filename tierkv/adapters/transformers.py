@@ -494,10 +494,10 @@ class TierKVCache(Cache):  # type: ignore[misc]
             self._keep()  # what the model was given outside of any
             self.last_hit = PromptHit()
             self._fed.clear()
-            self._place(0)
             try:
                 if prompt is not None:
                     self._begin(prompt)
+                self._place(0)
                 self._check_model()  # while blocks move
                 yield self
             finally:
@@ -605,7 +605,6 @@ class TierKVCache(Cache):  # type: ignore[misc]
         if len(tokens) > 1 and tokens.dtype.kind == "i":
             self._reserve(len(tokens))
             self._begun = _Begun(tokens, self._bring(0, tokens, len(tokens) - 1))
-            self._place(0)
 
     def _take_begun(self, ids: torch.Tensor, most: int) -> PromptHit | None:
         """Place what was brought of these tokens before; None if that was another text."""
@@ -650,11 +649,11 @@ class TierKVCache(Cache):  # type: ignore[misc]
             have = min(_num_common(self._held, new), most)
             self._num_kept = min(self._num_kept, have)
         hit = PromptHit(have - start, 0, 0, start + len(new) - have)
-        self._place(have)
-        if have >= most or start % size:  # a load brings whole blocks, and this one is being made
-            return hit
-        found, load = self._moves.load(tokens, have, most)
+        found, load = Found(0), None
+        if have < most and not start % size:  # a load brings whole blocks, and none half made
+            found, load = self._moves.load(tokens, have, most)
         if load is None:
+            self._place(have)
             return PromptHit(hit.device, 0, 0, hit.computed, found.problem)
         brought = min(found.num_tokens, most - have)
         stored = min(found.storage_tokens, brought)

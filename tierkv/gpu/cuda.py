@@ -266,7 +266,7 @@ class CudaEvent:
             if left_s <= 0:
                 raise GateTimeoutError(f"the GPU did not get there within {timeout_s:g} s")
             time.sleep(min(nap_s, left_s))
-            nap_s = min(nap_s * 1.5, 1e-3)
+            nap_s = min(nap_s * 1.5, 200e-6)
 
 
 class CudaStream:
