@@ -27,7 +27,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from benchmarks.bench import Row, row, show
 
-_ROUNDS = 5
+_ROUNDS = 11
 _STORE_ROUNDS = 15
 _BATCH_S = 5.0
 
