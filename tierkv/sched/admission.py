@@ -303,8 +303,8 @@ class Starts:
         fetched: Fetched | None,
         passes_by: PromiseWait | None = None,
     ) -> Request:
-        """passes_by: the wait without which it starts. Raises OutOfBlocksError, with nothing held, if
-        it has to wait for room."""
+        """passes_by: a wait that it does without. Raises OutOfBlocksError, with nothing held, if it
+        has to wait for room."""
         index, match = self._index, plan.match
         index.at(monotonic())
         lease = index.hold(match.node, match.num_blocks)
