@@ -27,7 +27,7 @@ import uvloop
 
 from benchmarks.bench import Row, row, show
 from tierkv.cache.keys import Fingerprint, Prompt
-from tierkv.cache.layout import attention_layout
+from tierkv.cache.layout import Layout, attention_layout
 from tierkv.embed import Embedded, EmbedSettings, EngineCache, NodeHost, WorkerPlanes
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.settings import HandoffSettings
@@ -38,8 +38,12 @@ from tierkv.service import Service
 LAYOUT = attention_layout(
     num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32", item_bytes=4, block_size=16
 )
+WIDE = attention_layout(
+    num_layers=32, num_kv_heads=8, head_dim=16, dtype="bfloat16", item_bytes=2, block_size=16
+)
 ROOT = Path(__file__).resolve().parents[1]
 STEP_S = 0.001  # between two steps of the engine
+POLL_S = 0.0002  # between two looks at what has come
 
 
 def build() -> Service:
@@ -146,25 +150,28 @@ def busy_service(count: int, tokens: bytes, against: Row) -> list[Row]:
     return times.rows("beside 32k-token requests", against=against)
 
 
-def own_blocks(count: int, against: Row, *, node: NodeHost | None = None) -> list[Row]:
+def own_blocks(
+    count: int, against: Row, *, layout: Layout = LAYOUT, node: NodeHost | None = None
+) -> list[Row]:
     """An engine that owns its blocks saves prompts of 8 blocks, and loads each again. node: whose
     host tier it uses, instead of one of its own."""
     times, num_blocks = Times(), 8
-    arrays = [np.zeros((num_blocks, one.block_bytes), np.uint8) for one in LAYOUT.planes]
-    planes = WorkerPlanes(CpuDevice(), EnginePlanes(LAYOUT, arrays))
+    arrays = [np.zeros((num_blocks, one.block_bytes), np.uint8) for one in layout.planes]
+    planes = WorkerPlanes(CpuDevice(), EnginePlanes(layout, arrays))
     with EngineCache(
-        Fingerprint("m", LAYOUT),
-        [LAYOUT],
-        host_bytes=2048 * LAYOUT.block_bytes,
-        cache=CacheSettings(block_size=LAYOUT.block_size),
+        Fingerprint("m", layout),
+        [layout],
+        host_bytes=2048 * layout.block_bytes,
+        cache=CacheSettings(block_size=layout.block_size),
         node=node,
         planes=planes,
     ) as cache:
         for at in range(count):
-            prompt = Prompt.of([at] * (LAYOUT.block_size * num_blocks), LAYOUT.block_size)
+            prompt = Prompt.of([at] * (layout.block_size * num_blocks), layout.block_size)
             _save_and_load(cache, planes, times, str(at), prompt)
     where = "its own" if node is None else "a node's"
-    return times.rows(f"engine's own blocks, {where} host tier", against=against)
+    what = f"{where} host tier, {len(layout.planes)} planes"
+    return times.rows(f"engine's own blocks, {what}", against=against)
 
 
 @contextmanager
@@ -189,17 +196,17 @@ def _save_and_load(
 ) -> None:
     blocks = [list(range(prompt.num_blocks))]
     plan = times.timed("save", lambda: cache.save(key, prompt, blocks))
-    planes.start_saves(plan)  # type: ignore[arg-type]
-    while not cache.poll().stored:
-        time.sleep(0)
+    times.timed("start_saves", lambda: planes.start_saves(plan))  # type: ignore[arg-type]
+    while not times.timed("poll", cache.poll).stored:  # type: ignore[attr-defined]
+        time.sleep(POLL_S)
     times.timed("first lookup", lambda: cache.lookup(key, prompt))
     while cache.lookup(key, prompt) is None:
-        time.sleep(0)
+        time.sleep(POLL_S)
     times.timed("lookup again", lambda: cache.lookup(key, prompt))
     plan = times.timed("load", lambda: cache.load(key, blocks))
-    planes.start_loads(plan)  # type: ignore[arg-type]
-    while not cache.poll().loaded:
-        time.sleep(0)
+    times.timed("start_loads", lambda: planes.start_loads(plan))  # type: ignore[arg-type]
+    while not times.timed("poll", cache.poll).loaded:  # type: ignore[attr-defined]
+        time.sleep(POLL_S)
     times.timed("poll of nothing", cache.poll)
     cache.release(key)
 
@@ -215,6 +222,7 @@ def main() -> None:
     rows += idle_service(count, tokens, rows[0])
     rows += busy_service(count, tokens, rows[0])
     rows += own_blocks(count // 5, rows[0])
+    rows += own_blocks(count // 5, rows[0], layout=WIDE)
     with node_process() as node:
         rows += own_blocks(count // 5, rows[0], node=node)
     show(rows, as_json=options.json)

@@ -40,6 +40,9 @@ from tierkv.gpu.protocol import (
 _PAGE = 4096
 # A step of Python, and of the lock that goes with it, for each run: not for less than this.
 _LEAST_RUN_BYTES = 64 << 10
+# A copy of no more is one call without the GIL, whose Python would hold up the engine's: its layers
+# are there together. Longer ones go layer by layer.
+_ONE_CALL_BYTES = 8 << 20
 _AFTER_TIMEOUT_S = 600.0  # a copy whose predecessor never ends must not hold its thread for ever
 
 
@@ -47,10 +50,12 @@ _Run = tuple[int, int, int]  # first slot, first block, how many
 
 
 class CpuEvent:
-    """Done once its worker says so, or failed with the worker's error."""
+    """Done once its worker says so, or failed with the worker's error. A copy has one for each
+    layer, so that what it takes to wait for one is made when somebody does."""
 
     def __init__(self) -> None:
-        self._reached = threading.Event()
+        self._is_reached = False
+        self._waiting: list[threading.Event] = []
         self._error: TransferError | None = None
 
     @property
@@ -63,22 +68,27 @@ class CpuEvent:
 
     @property
     def is_done(self) -> bool:
-        if not self._reached.is_set():
+        if not self._is_reached:
             return False
         if self._error is not None:
             raise self._error.with_traceback(None)  # it is asked often: else every answer is kept
         return True
 
     def block_until_done(self, timeout_s: float) -> None:
-        if not self._reached.wait(timeout_s):
-            raise GateTimeoutError(f"the copy did not finish within {timeout_s:g} s")
+        if not self._is_reached:
+            here = threading.Event()
+            self._waiting.append(here)  # before the second look: one of both sides sees the other
+            if not self._is_reached and not here.wait(timeout_s):
+                raise GateTimeoutError(f"the copy did not finish within {timeout_s:g} s")
         if self._error is not None:
             raise self._error.with_traceback(None)
 
     def reach(self, error: TransferError | None = None) -> None:
         """Called once, by the worker that owns the event."""
         self._error = error
-        self._reached.set()
+        self._is_reached = True
+        while self._waiting:
+            self._waiting.pop().set()
 
 
 def done_event() -> CpuEvent:
@@ -161,6 +171,14 @@ class CpuLane:
         self._host = host
         self._before_copy = before_copy
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"tierkv-{direction.value}")
+        self._may_call = process_memory.is_possible()
+        self._placed: Sequence[npt.NDArray[np.uint8]] = ()  # the planes' arrays, whose
+        self._addresses = self._strides = np.zeros((0, 1), np.uint64)  # these are
+        layout = planes.layout
+        self._offsets, self._sizes = (
+            np.array(of_planes, np.uint64)[:, None]
+            for of_planes in (layout.offsets, [one.block_bytes for one in layout.planes])
+        )
 
     def submit(self, copy: BlockCopy) -> tuple[Event, ...]:
         check_copy(copy, self._direction, self._planes.num_blocks, self._host.num_slots)
@@ -184,6 +202,10 @@ class CpuLane:
                 event.block_until_done(max(deadline - time.monotonic(), 0.0))
             if self._before_copy is not None:
                 self._before_copy(copy)
+            if self._copies_at_once(copy):
+                for event in events:
+                    event.reach()
+                return
             runs = runs_of(copy)
             for at, event in enumerate(events):
                 self._copy_layer(copy, runs, at)
@@ -196,6 +218,27 @@ class CpuLane:
             failed.__cause__ = error
             for event in events[at:]:
                 event.reach(failed)
+
+    def _copies_at_once(self, copy: BlockCopy) -> bool:
+        """Whether it was copied, all of it in one call."""
+        is_small = len(copy) * self._planes.layout.block_bytes <= _ONE_CALL_BYTES
+        if not (is_small and self._may_call):
+            return False
+        if self._placed is not self._planes.arrays:
+            self._placed = self._planes.arrays
+            places = [(one.ctypes.data, one.strides[0]) for one in self._placed]
+            self._addresses, self._strides = np.array(places, np.uint64).T[:, :, None]
+        host = self._host.array
+        slots, blocks = copy.slot_ids.astype(np.uint64), copy.block_ids.astype(np.uint64)
+        there = slots * np.uint64(host.strides[0]) + np.uint64(host.ctypes.data) + self._offsets
+        here = self._addresses + self._strides * blocks
+        targets, sources = (here, there) if self._direction is Direction.LOAD else (there, here)
+        sizes = np.broadcast_to(self._sizes, here.shape)
+        try:
+            process_memory.copy_here(targets.ravel(), sources.ravel(), sizes.ravel())
+        except process_memory.NotPermittedError:
+            self._may_call = False
+        return self._may_call
 
     def _copy_layer(self, copy: BlockCopy, runs: Sequence[_Run], layer: int) -> None:
         layout, host = self._planes.layout, self._host.array
