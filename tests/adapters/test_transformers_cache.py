@@ -390,6 +390,19 @@ def test_what_is_not_saved_is_not_found() -> None:
         assert cache.verify() == []
 
 
+def test_generate_does_not_wait_for_what_it_keeps() -> None:
+    model, prompt, latch = plain(), prompt_of(LENGTH), CopyLatch()
+    expected = generate(model, prompt)
+    with TierKVCache.for_model(model, host_bytes=16 * MIB, device=CpuDevice(latch)) as cache:
+        latch.hold()
+        assert generate(model, prompt, past_key_values=cache) == expected
+        latch.release()
+        elsewhere(model, cache)
+        assert generate(model, prompt, past_key_values=cache) == expected
+        assert cache.last_hit == PromptHit(0, LENGTH - 1, 0, 1)
+        assert cache.verify() == []
+
+
 def test_a_generate_that_is_broken_off_keeps_what_it_had() -> None:
     class Stop(BaseStreamer):  # type: ignore[misc]
         count = 0

@@ -9,7 +9,7 @@ blocks that lie in a row, so that attention reads them where a load has put them
              -> forward: prepare    the model is given the rest of the tokens
                 layer.update        waits for this layer's load, appends, hands out a view
                 settle              a load that failed? compute it again
-             -> end                 new blocks are copied to the host, and stored behind the scenes
+             -> end                 new blocks are copied to the host and stored, behind the scenes
 
 `PagedCache` is for engines: transformers keeps the KV of a layer as one tensor [batch, heads,
 tokens, dim] that grows; tierkv as blocks of tokens, [block_size, heads, dim] each, wherever the
@@ -26,6 +26,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import attrgetter
@@ -470,6 +471,8 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._fed: list[tuple[int, torch.Tensor]] = []  # where they start, [tokens]
         self._held = np.zeros(0, np.int64)  # the tokens of the last sequence, which the room has
         self._num_kept = 0  # so many of the sequence's first tokens lookups find
+        self._keeper = ThreadPoolExecutor(1, thread_name_prefix="tierkv-keep")
+        self._keeping: Future[int] | None = None  # uses the engine and the room until it is over
         self._is_kept = True  # the host has what it is to have of the sequence
         self._load: _Load | None = None
         self._begun: _Begun | None = None
@@ -522,6 +525,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
                 "the model runs on another CUDA stream than the one on which this cache was made: "
                 "copies would not be in order with it; make the cache on the stream that computes"
             )
+        self._kept()
         given = dict(zip(self._parameters, args, strict=False)) | dict(arguments)
         ids = _checked_ids(given)
         start, count = self.get_seq_length(), ids.shape[1]
@@ -568,10 +572,12 @@ class TierKVCache(Cache):  # type: ignore[misc]
     @property
     def stats(self) -> Stats:
         """Of the tiers and the store."""
+        self._kept()
         return self._moves.engine.stats().wait(_COPY_S)
 
     def verify(self) -> list[str]:
         """Recount slots, leases and promises; what is wrong, in words."""
+        self._kept()
         return self._moves.engine.verify().wait(_COPY_S)
 
     def close(self) -> None:
@@ -580,6 +586,8 @@ class TierKVCache(Cache):  # type: ignore[misc]
         if self._moves.is_open:
             with self._turn:
                 self._keep()
+                self._kept()
+            self._keeper.shutdown()
             self._moves.close()
             self._held, self._num_kept = self._held[:0], 0
 
@@ -669,7 +677,8 @@ class TierKVCache(Cache):  # type: ignore[misc]
             self._moves.wait_layer(self._load, layer)
 
     def _keep(self) -> None:
-        """What the room has is the last sequence now, of which the host gets what it has not."""
+        """What the room has is the last sequence now. The host gets what it has not, soon."""
+        self._kept()
         if self._begun is not None:
             self._forget_begun()
         load, self._load = self._load, None
@@ -685,8 +694,17 @@ class TierKVCache(Cache):  # type: ignore[misc]
         for computed, took in self._timer.read():
             self._moves.engine.note_prefill(computed, took)
         if num_tokens > self._num_kept:
-            self._num_kept = self._moves.keep(self._held, self._num_kept)
+            self._keeping = self._keeper.submit(self._moves.keep, self._held, self._num_kept)
         self._is_kept = True
+
+    def _kept(self) -> None:
+        """Wait until the host has what `_keep` began to copy."""
+        keeping = self._keeping
+        if keeping is not None:
+            try:
+                self._num_kept = keeping.result()
+            finally:
+                self._keeping = None
 
     def _tokens(self, num_tokens: int) -> npt.NDArray[np.int64]:
         """What the model was given, up to this one."""
