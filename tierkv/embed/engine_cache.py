@@ -342,7 +342,7 @@ class EngineCache:
         if self._socket is not None:
             self._socket.close()
         for key in list(self._known):
-            self.release(key)
+            self._release(key, "the engine's cache was closed")
         self._host.close()
 
     # Looking up
@@ -614,14 +614,15 @@ class EngineCache:
     def release(self, key: str) -> None:
         """The request is over, or was aborted: nothing is held for it any more. Saves under way
         go on, and what they save is kept. Any number of times."""
+        self._release(key, "the request ended before its whole prompt was saved")
+
+    def _release(self, key: str, reason: str) -> None:
         known = self._known.pop(key, None)
         if known is None:
             return
         publish = known.publish
         if publish is not None and publish.first_tokens is None:
-            number = publish.number
-            reason = "the request ended before its whole prompt was saved"
-            self._host.call("fail", number, reason)
+            self._host.call("fail", publish.number, reason)
         if known.call is not None:
             call = known.call
             call.when_done(lambda: self._let_go(call))

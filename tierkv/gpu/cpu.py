@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from operator import is_not
 
 import numpy as np
 import numpy.typing as npt
@@ -224,9 +225,14 @@ class CpuLane:
         is_small = len(copy) * self._planes.layout.block_bytes <= _ONE_CALL_BYTES
         if not (is_small and self._may_call):
             return False
-        if self._placed is not self._planes.arrays:
-            self._placed = self._planes.arrays
-            places = [(one.ctypes.data, one.strides[0]) for one in self._placed]
+        arrays = self._planes.arrays
+        if len(self._placed) != len(arrays) or any(map(is_not, self._placed, arrays)):
+            layout, count = self._planes.layout, self._planes.num_blocks
+            shapes = [(count, one.block_bytes) for one in layout.planes]
+            if [one.shape for one in arrays] != shapes:
+                return False  # the copy of its layer says what is wrong
+            self._placed = tuple(arrays)
+            places = [(one.ctypes.data, one.strides[0]) for one in arrays]
             self._addresses, self._strides = np.array(places, np.uint64).T[:, :, None]
         host = self._host.array
         slots, blocks = copy.slot_ids.astype(np.uint64), copy.block_ids.astype(np.uint64)
