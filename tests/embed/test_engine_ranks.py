@@ -11,22 +11,27 @@ import stat
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.embed.engine_rank import StepMessage
+from tests.embed.test_engine_cache import ask
 from tests.embed.tp_engine import BLOCKS, ROOT, Rank, TpEngine, a_cache, engine
 from tests.latch import PATIENCE_S
 from tests.world import BLOCK, GQA
-from tierkv.cache.layout import Layout
-from tierkv.embed import Finished, RankSocket, WorkerPlanes
-from tierkv.embed.engine_cache import Found
+from tierkv.cache.groups import CacheGroup, GroupKind
+from tierkv.cache.keys import Fingerprint, Prompt, pack
+from tierkv.cache.layout import Layout, Plane
+from tierkv.embed import EngineCache, Finished, RankSocket, WorkerPlanes
+from tierkv.embed.engine_cache import Found, Polled
 from tierkv.errors import ConfigError, DeviceFailedError, GateTimeoutError, TransferError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.ranks.link import Plan
 from tierkv.ranks.memory import EnginePlanes, side_by_side
+from tierkv.sched.settings import CacheSettings
 
 TOKENS = list(range(3 * BLOCK + 1))
 HERE, THERE = [0, 1, 2, 3], [8, 9, 10, 11]
@@ -56,6 +61,64 @@ def test_ranks_with_the_same_bytes_save_them_once_and_all_load_them(tmp_path: Pa
         assert on.lookup("b", TOKENS) == Found(len(TOKENS))
         on.load("b", THERE)
         assert on.hold(TOKENS, THERE, like=0)
+
+
+@pytest.mark.parametrize("are_same", [False, True])
+def test_each_rank_saves_and_loads_its_own_bytes_of_every_group(
+    tmp_path: Path, are_same: bool
+) -> None:
+    layouts = [GQA, Layout(2 * BLOCK, (Plane(0, "state", "uint8", 640),))]
+    whole = layouts if are_same else [side_by_side([one] * 2) for one in layouts]
+    path, numbers = str(tmp_path / "ranks.sock"), np.random.default_rng(1)
+    arrays = [
+        [
+            [numbers.integers(1, 256, (BLOCKS, one.block_bytes), np.uint8) for one in of.planes]
+            for of in layouts
+        ]
+        for _ in range(2)
+    ]
+    with ExitStack() as stack:
+        cache = EngineCache(
+            Fingerprint("m", whole[0]),
+            [CacheGroup(whole[0]), CacheGroup(whole[1], GroupKind.WINDOW, window=BLOCK)],
+            host_bytes=1 << 20,
+            cache=CacheSettings(block_size=BLOCK),
+            ranks=RankSocket(path, [layouts] * 2),
+        )
+        stack.enter_context(cache)
+        ranks = []
+        for rank, mine in enumerate(arrays):
+            of_groups = [EnginePlanes(*one) for one in zip(layouts, mine, strict=True)]
+            ranks.append(WorkerPlanes(CpuDevice(), of_groups, rank=rank))
+            ranks[-1].connect(path, PATIENCE_S)
+            stack.callback(ranks[-1].close)
+        prompt, seen = Prompt(pack(range(4 * BLOCK)), BLOCK), Polled()
+
+        def is_over(key: str) -> Found | None:
+            polled = cache.poll([one for rank in ranks for one in rank.finished()])
+            seen.stored += polled.stored
+            seen.loaded += polled.loaded
+            return Found(0) if key in {*dict(seen.stored), *dict(seen.loaded)} else None
+
+        plan = cache.save("a", prompt, [[0, 1, 2, 3], [0, 1]])
+        assert plan is not None
+        for planes in ranks:
+            planes.start_saves(plan)
+        ask(lambda: is_over("a"))
+        found = ask(lambda: cache.lookup("b", prompt))
+        assert (found.num_tokens, found.blocks) == (4 * BLOCK, (range(4), range(1, 2)))
+        plan = cache.load("b", [[8, 9, 10, 11], [9]], [0, 1])
+        assert plan is not None
+        for planes in ranks:
+            planes.start_loads(plan)
+        ask(lambda: is_over("b"))
+        assert seen.loaded == [("b", ())]
+        for rank, mine in enumerate(arrays):
+            source = arrays[0 if are_same else rank]
+            for one, other in zip(mine[0], source[0], strict=True):
+                assert np.array_equal(one[8:12], other[:4]), rank
+            assert np.array_equal(mine[1][0][9], source[1][0][1]), rank
+        assert cache.verify().wait(PATIENCE_S) == []
 
 
 def test_blocks_are_found_only_once_the_last_rank_has_saved_them(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tests.embed.test_engine_cache import ask
 from tests.latch import PATIENCE_S
 from tests.world import kv_of
 from tierkv.cache.eviction import WritePolicy
+from tierkv.cache.groups import CacheGroup, GroupKind
 from tierkv.cache.keys import Fingerprint, Prompt, pack
 from tierkv.cache.layout import Layout, Plane, attention_layout
 from tierkv.cache.shards import Shard, ShardScheme
@@ -181,6 +182,21 @@ def test_where_no_heads_are_known_a_lookup_says_whose_blocks_are_of_no_use(tmp_p
         assert found.num_tokens == 0
         assert found.problem is not None
         assert "2 ranks" in found.problem
+
+
+def test_of_several_groups_a_lookup_says_that_only_as_many_ranks_are_found(tmp_path: Path) -> None:
+    other = Layout(SIZE, (Plane(0, "state", "uint8", 48),))
+    with EngineCache(
+        Fingerprint("m", WHOLE),
+        [CacheGroup(WHOLE), CacheGroup(other, GroupKind.WINDOW, window=SIZE)],
+        host_bytes=1 << 16,
+        cache=CacheSettings(block_size=SIZE),
+        store=lambda: open_store(f"file://{tmp_path}/kv", StoreSettings(), SystemClock()),
+        storage=StorageOptions(peer_sizes=(1, 2)),
+    ) as cache:
+        found = ask(lambda: cache.lookup("a", Prompt(pack(TOKENS), SIZE)))
+        assert found.num_tokens == 0
+        assert "as many ranks" in str(found.problem)
 
 
 def test_shards_that_are_not_the_scheme_s_are_refused(tmp_path: Path) -> None:
