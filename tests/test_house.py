@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -119,6 +121,19 @@ def test_the_drawings_of_a_prefill_and_a_claim_name_files_that_exist_and_few_of_
         ]
         assert [file for file in files if not file.exists()] == []
         assert len(files) == int(count) <= _MOST_FILES_OF_A_REQUEST
+
+
+def test_importing_tierkv_brings_no_cuda_torch_or_engine() -> None:
+    """Of all modules but those that adapt an engine or drive a GPU."""
+    names = [name for name in modules() if not re.match(r"tierkv\.(adapters|gpu\.)", name)]
+    script = (
+        f"import importlib, sys\nfor name in {sorted(names)}: importlib.import_module(name)\n"
+        "heavy = {'cupy', 'torch', 'transformers', 'vllm', 'sglang', 'cuda', 'triton'}\n"
+        "print(*heavy & {name.partition('.')[0] for name in sys.modules}, 'end')"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1].strip() == "end", done.stdout + done.stderr
 
 
 def test_there_are_few_files() -> None:
