@@ -17,8 +17,6 @@ it is fetched or computed is decided. How long that took is compared with comput
 from __future__ import annotations
 
 import argparse
-import asyncio
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +27,6 @@ from benchmarks.bench import Row, row, show
 
 _ROUNDS = 11
 _STORE_ROUNDS = 15
-_BATCH_S = 5.0
 
 
 class Bench:
@@ -148,29 +145,13 @@ def store_rows(bench: Bench, store: str) -> list[Row]:
 @contextmanager
 def late(store: str, delay_s: float) -> Iterator[str]:
     """The URL of the same server, whose answers come so much later."""
-    from tests.redis_proxy import redis_proxy  # noqa: PLC0415
+    from tests.redis_proxy import proxy_on_a_thread  # noqa: PLC0415
 
-    loop, ready, url = asyncio.new_event_loop(), threading.Event(), [store]
-    over = asyncio.Event()
-
-    async def serve() -> None:
-        parts = urlsplit(store)
-        async with redis_proxy(parts.port or 6379) as proxy:
-            proxy.delay_s = delay_s
-            account = f"{parts.netloc.rpartition('@')[0]}@" if "@" in parts.netloc else ""
-            url[0] = urlunsplit(parts._replace(netloc=f"{account}127.0.0.1:{proxy.port}"))
-            ready.set()
-            await over.wait()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
-    thread.start()
-    ready.wait(_BATCH_S)
-    try:
-        yield url[0]
-    finally:
-        loop.call_soon_threadsafe(over.set)
-        thread.join()
-        loop.close()
+    parts = urlsplit(store)
+    account = f"{parts.netloc.rpartition('@')[0]}@" if "@" in parts.netloc else ""
+    with proxy_on_a_thread(parts.port or 6379) as proxy:
+        proxy.delay_s = delay_s
+        yield urlunsplit(parts._replace(netloc=f"{account}127.0.0.1:{proxy.port}"))
 
 
 def main() -> None:

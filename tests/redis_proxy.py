@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 _PIECE_BYTES = 64 << 10
@@ -88,3 +90,24 @@ async def redis_proxy(server_port: int) -> AsyncIterator[Proxy]:
             task.cancel()
         if proxy._tasks:  # noqa: SLF001
             await asyncio.wait(tuple(proxy._tasks))  # noqa: SLF001
+
+
+@contextmanager
+def proxy_on_a_thread(server_port: int) -> Iterator[Proxy]:
+    """The same, for who has no loop."""
+    loop, found = asyncio.new_event_loop(), Future[Proxy]()
+    over = asyncio.Event()
+
+    async def serve() -> None:
+        async with redis_proxy(server_port) as proxy:
+            found.set_result(proxy)
+            await over.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    try:
+        yield found.result(30)
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join()
+        loop.close()

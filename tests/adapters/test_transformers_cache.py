@@ -34,6 +34,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from tests.adapters.tiny import ARGUMENT, BLOCK, Rows, llama, prompt_of, rows_of
 from tests.latch import EVERY, CopyLatch
+from tests.redis_proxy import proxy_on_a_thread
 from tests.redis_server import RedisServer, empty_redis, module_redis, redis_server
 from tierkv.adapters.transformers import PromptHit, TierKVCache
 from tierkv.errors import BadRequestError, ConfigError, LayoutError, StoreUnavailableError
@@ -353,6 +354,24 @@ def test_a_redis_that_dies_hangs_or_forgets_costs_time_and_no_token() -> None:
             assert generate(model, texts[0], past_key_values=cache) == expected[0]
             assert cache.last_hit.host == LENGTH - 1, "the host tier goes on"
             assert cache.verify() == []
+
+
+def test_a_redis_that_is_half_a_second_late_costs_time_and_no_token() -> None:
+    model, prompt = plain(), prompt_of(LENGTH)
+    expected = generate(model, prompt)
+    with redis_server() as server, proxy_on_a_thread(server.port) as proxy:
+        url = server.url.replace(f":{server.port}/", f":{proxy.port}/")
+        assert url != server.url
+        with TierKVCache.for_model(model, url, host_bytes=16 * MIB) as cache:
+            assert generate(model, prompt, past_key_values=cache) == expected
+        with TierKVCache.for_model(model, url, host_bytes=16 * MIB) as cache:
+            proxy.delay_s = 0.5
+            for text in (prompt, prompt_of(LENGTH, seed=8)):
+                began = time.monotonic()
+                assert generate(model, text, past_key_values=cache) == generate(model, text)
+                assert time.monotonic() - began < 30
+            assert cache.verify() == []
+            proxy.delay_s = 0.0
 
 
 def test_what_does_not_load_is_computed() -> None:
