@@ -222,19 +222,17 @@ class CpuLane:
 
     def _copies_at_once(self, copy: BlockCopy) -> bool:
         """Whether it was copied, all of it in one call."""
-        is_small = len(copy) * self._planes.layout.block_bytes <= _ONE_CALL_BYTES
-        if not (is_small and self._may_call):
+        layout, arrays, host = self._planes.layout, self._planes.arrays, self._host.array
+        is_small = len(copy) * layout.block_bytes <= _ONE_CALL_BYTES
+        if not (is_small and self._may_call and host.shape[1] == layout.block_bytes):
             return False
-        arrays = self._planes.arrays
         if len(self._placed) != len(arrays) or any(map(is_not, self._placed, arrays)):
-            layout, count = self._planes.layout, self._planes.num_blocks
-            shapes = [(count, one.block_bytes) for one in layout.planes]
+            shapes = [(self._planes.num_blocks, one.block_bytes) for one in layout.planes]
             if [one.shape for one in arrays] != shapes:
                 return False  # the copy of its layer says what is wrong
             self._placed = tuple(arrays)
             places = [(one.ctypes.data, one.strides[0]) for one in arrays]
             self._addresses, self._strides = np.array(places, np.uint64).T[:, :, None]
-        host = self._host.array
         slots, blocks = copy.slot_ids.astype(np.uint64), copy.block_ids.astype(np.uint64)
         there = slots * np.uint64(host.strides[0]) + np.uint64(host.ctypes.data) + self._offsets
         here = self._addresses + self._strides * blocks
@@ -266,6 +264,7 @@ class CpuLane:
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
+        self._placed = ()
 
 
 def runs_of(copy: BlockCopy) -> Sequence[_Run]:
