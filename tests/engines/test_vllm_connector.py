@@ -465,7 +465,7 @@ def values(server: RedisServer) -> list[tuple[bytes, bytes, ValueIdentity]]:
 
 
 def put(server: RedisServer, name: bytes, payload: bytes, identity: ValueIdentity) -> None:
-    server.execute("SET", name, PlainCodec().encode(payload, identity)[0] + payload)
+    server.execute("SET", name, PlainCodec().encode(payload, identity)[0] + payload, "KEEPTTL")
 
 
 def zeroed(server: RedisServer) -> None:
