@@ -678,7 +678,9 @@ class Ahead:
             self._came.clear()
             if self._wanted <= self._done:
                 continue
+            # What is told during the fetch is a wish of its own: this one may have been a guess.
             prefix = _first_blocks(self._spec.prompt, self._wanted)
+            self._wanted = self._done
             await self._near.ask(prefix)
             fetched = await self._fetcher.fetch(prefix, deadline_s=self._deadline_s)
             self._near.came.append(fetched.tokens)
@@ -686,8 +688,6 @@ class Ahead:
             try:
                 if fetched.first_problem is None:
                     self._done = prefix.num_blocks
-                else:
-                    self._wanted = self._done
                 await self._load(prefix, fetched)
             finally:
                 fetched.release()
