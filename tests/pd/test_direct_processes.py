@@ -306,4 +306,5 @@ async def test_tokens_of_the_reference_model_are_exact_over_http_and_direct(
         async with aiohttp.ClientSession() as http, http.get(here.url + "/metrics") as metrics:
             lines = (await metrics.text()).splitlines()
         [direct] = [line for line in lines if line.startswith(_METRIC)]
-        assert float(direct.split()[-1]) == 333 // 16 + 512 // 16 + 2000 // 16
+        # Not all of them: `auto` tries storage, too, and takes what is faster.
+        assert 0 < float(direct.split()[-1]) <= 333 // 16 + 512 // 16 + 2000 // 16

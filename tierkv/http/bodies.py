@@ -36,8 +36,9 @@ ESCAPE_BYTES = 6  # of JSON text, at most, for one byte of what it says
 _MOST_REST_BYTES = 4 << 20
 _MOST_MARKS = 1_000_000
 # Texts up to 256 bytes, or 16 escapes, with what is before each; and a text, without its quotes.
-_SHORT_TEXTS = re.compile(rb'(?:[^"]*+"(?:[^"\\]{1,16}+|\\.){0,16}+")*+', re.DOTALL)
-_INSIDE_TEXT = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+# No group repeats possessively: until 3.11.5 Python matches such groups wrongly (gh-106052).
+_SHORT_TEXTS = re.compile(rb'(?:[^"]*+"[^"\\]{0,256}+(?:\\.[^"\\]{0,16}+){0,16}")*', re.DOTALL)
+_INSIDE_TEXT = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*', re.DOTALL)
 _LONG_TEXT_BYTES = 256
 _MARKS = (b'"', b",", b"[", b"{")
 _NAME_BYTES = 34

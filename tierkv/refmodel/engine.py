@@ -22,6 +22,7 @@ from tierkv.errors import (
     BadRequestError,
     DeviceFailedError,
     HandoffError,
+    ShuttingDownError,
     TransferError,
 )
 from tierkv.gpu.protocol import Event
@@ -398,7 +399,11 @@ class ReferenceEngine:
     async def _forward(self, run: ModelRun, tokens: Tokens1D) -> Floats:
         """One call of the model. A cancel is raised after the thread has left the planes."""
         assert self._thread is not None, "the engine is running"
-        call = self._thread.submit(self._call_model, run, tokens)
+        try:
+            call = self._thread.submit(self._call_model, run, tokens)
+        except RuntimeError:  # it has ended before this request, as on a node that failed
+            why = self._service.failure or "this node is shutting down"
+            raise ShuttingDownError(why) from None
         future = asyncio.wrap_future(call)
         await outlast({future}, on_cancel=lambda: _forget(call))
         future.result()
