@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from tests.engines.tiny_llama import save_tiny_llama
 from tests.redis_server import RedisServer, empty_redis, module_redis, redis_server
 
 __all__ = ["empty_redis", "module_redis"]
@@ -38,25 +39,7 @@ Answers = list[dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Llama of three layers with random weights."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    path = str(tmp_path_factory.mktemp("model"))
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2048,
-        initializer_range=0.2,  # so that tokens depend on all of the prompt
-    )
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(path)
-    return path
+    return save_tiny_llama(tmp_path_factory.mktemp("model"), "float32", positions=2048)
 
 
 def third_level(url: str, **more: object) -> dict[str, object]:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines.tiny_llama import save_tiny_llama
 from tests.redis_server import RedisServer, empty_redis, module_redis, redis_server
 from tierkv.storage.codec import HEADER_BYTES, PlainCodec, ValueIdentity
 
@@ -36,25 +37,7 @@ Prompt = list[int]
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Llama of three layers with random weights, in bfloat16."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    path = str(tmp_path_factory.mktemp("model"))
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        initializer_range=0.2,  # so that tokens depend on all of the prompt
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-    return path
+    return save_tiny_llama(tmp_path_factory.mktemp("model"), "bfloat16", positions=1024)
 
 
 def tier(url: str, **more: object) -> dict[str, object]:

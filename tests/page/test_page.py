@@ -359,11 +359,8 @@ HOUR = """([samples, from]) => {
 }"""
 
 
-def test_a_page_that_stays_open_for_an_hour_grows_no_more(
-    node: Served, opened: Callable[..., Opened]
-) -> None:
-    page = opened(node.url)
-    page.live()
+def heap_of(page: Opened) -> Callable[[], float]:
+    """How many bytes of JavaScript's heap are in use, without what is garbage."""
     tools = page.page.context.new_cdp_session(page.page)
     tools.send("Performance.enable")
 
@@ -374,6 +371,15 @@ def test_a_page_that_stays_open_for_an_hour_grows_no_more(
         found = tools.send("Performance.getMetrics")["metrics"]
         return float(next(one["value"] for one in found if one["name"] == "JSHeapUsedSize"))
 
+    return heap
+
+
+def test_a_page_that_stays_open_for_an_hour_grows_no_more(
+    node: Served, opened: Callable[..., Opened]
+) -> None:
+    page = opened(node.url)
+    page.live()
+    heap = heap_of(page)
     first = page.page.evaluate(HOUR, [1800, 0])
     before = heap()
     second = page.page.evaluate(HOUR, [5400, 1800])
@@ -392,16 +398,11 @@ def test_a_browser_left_open_under_load_grows_neither_page_nor_node(
     """Three minutes of 20 requests a second, the first of them to warm up."""
     page = opened(node.url)
     page.live()
-    tools = page.page.context.new_cdp_session(page.page)
-    tools.send("Performance.enable")
+    used = heap_of(page)
 
     def sizes() -> tuple[float, int, int]:
         """KiB of JavaScript's heap, elements, KiB of the node."""
-        for _ in range(2):
-            tools.send("HeapProfiler.collectGarbage")
-            page.page.wait_for_timeout(100)
-        told = tools.send("Performance.getMetrics")["metrics"]
-        heap = next(one["value"] for one in told if one["name"] == "JSHeapUsedSize")
+        heap = used()
         status = Path(f"/proc/{node.process.pid}/status").read_text()
         resident = re.search(r"VmRSS:\s+(\d+)", status)
         assert resident
