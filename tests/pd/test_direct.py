@@ -349,7 +349,7 @@ async def test_storage_is_looked_at_beside_a_way_and_what_it_lacks_comes_that_wa
         monkeypatch.setattr(offers, "AGAIN_S", 0.0)  # what storage gave of the tail is old
         await publish(prefill, ticket="again")
         if not is_in_storage:
-            keys = prefill.service.tiers.prompt_keys(prefill.prompt(TOKENS))
+            keys = prefill.service.tiers.copies.prompt_keys(prefill.prompt(TOKENS))
             assert prefill.service.handoff is not None
             names = prefill.service.handoff.tickets.names.all(keys[:3])
             await finish(decode.the_store.delete(names))

@@ -156,14 +156,14 @@ async def test_the_blocks_of_a_claimed_prompt_are_hashed_once(
     async with pair() as (prefill, decode, _):
         await publish(prefill, PROMPT, "ticket")
         tiers, hashed = decode.service.tiers, 0
-        hashes = tiers.prompt_keys
+        hashes = tiers.copies.prompt_keys
 
         def counted(prompt: Prompt) -> list[StoredKey]:
             nonlocal hashed
             hashed += 1
             return hashes(prompt)
 
-        monkeypatch.setattr(tiers, "prompt_keys", counted)
+        monkeypatch.setattr(tiers.copies, "prompt_keys", counted)
         request = await claimed(decode, PROMPT, new=0)
         assert hashed == 1
         decode.service.end(request)

@@ -17,7 +17,7 @@ from tierkv.errors import TierKVError
 from tierkv.gpu.protocol import Direction
 from tierkv.observe import Moment, Timelines
 from tierkv.pd.claims import ClaimPolicy
-from tierkv.sched.explain import MISS_REASONS
+from tierkv.sched.admission import MISS_REASONS
 from tierkv.sched.request import RequestSpec
 from tierkv.service.session import Session
 

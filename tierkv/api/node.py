@@ -1,4 +1,5 @@
-"""A node: device, store, cache service and engine, put together and kept alive in order."""
+"""A node: device, store, cache service and engine, put together and kept alive in order; and what
+its classes of routes share: the reading of bodies, and whose things are whose."""
 
 from __future__ import annotations
 
@@ -7,32 +8,47 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+from aiohttp import web
 
 from tierkv.api.events import EventFeed
-from tierkv.api.sessions import Once, PinBook, PromptMovements, Sessions, backing_up, prefetching
+from tierkv.api.sessions import (
+    HeldSession,
+    Key,
+    Once,
+    PinBook,
+    PromptMovements,
+    Sessions,
+    backing_up,
+    prefetching,
+)
 from tierkv.api.settings import NO_STORAGE, NodeSettings, default_storage_url
-from tierkv.api.types import GenerateAnswer
+from tierkv.api.types import GenerateAnswer, PromptBody
 from tierkv.cache.keys import Fingerprint, MediaItem, Prompt
 from tierkv.clock import SystemClock
 from tierkv.errors import ShuttingDownError
 from tierkv.gpu import open_device
 from tierkv.gpu.protocol import Device
-from tierkv.http.bodies import BodyReader
-from tierkv.http.callers import request_name
+from tierkv.http import bodies
+from tierkv.http.callers import PRINCIPAL, Access, Principal, request_name, ticket_name
 from tierkv.http.live import LiveFeed
 from tierkv.http.problems import NoEngineError, NotReadyError
 from tierkv.http.process import CallUnderWay, Heartbeat, Working
+from tierkv.http.route import in_path
 from tierkv.ranks.memory import SharedCpuDevice
 from tierkv.ranks.ranked import RankedDevice
 from tierkv.refmodel.engine import ReferenceEngine
 from tierkv.refmodel.model import ReferenceModel
+from tierkv.sched.explain import Explanation, Miss
 from tierkv.service import Service
 from tierkv.storage.factory import open_guarded_store
 from tierkv.storage.protocol import Store
 from tierkv.transfer.tier import StorageOptions
 
 if TYPE_CHECKING:
+    from tierkv.api.metrics import Metrics
     from tierkv.embed.external import ExternalEngines  # which a node without a socket does not need
 
 _MOST_ANSWERS = 1024  # of generations, kept for who asks again: some 5 bytes per token each
@@ -99,7 +115,7 @@ class Node:
             ttl_s=_ANSWERS_TTL_S,
             now=lambda: asyncio.get_running_loop().time(),
         )
-        self.bodies = BodyReader(settings.node)
+        self.bodies = bodies.BodyReader(settings.node)
         self.heartbeat = Heartbeat()
         self.live = LiveFeed()
         self.started_at = time.time()
@@ -282,3 +298,78 @@ def _storage_options(settings: NodeSettings) -> StorageOptions:
         peer_sizes=storage.peer_tensor_parallel,
         scheme=None if is_external else settings.model.shards(settings.cache.block_size),
     )
+
+
+_LONG = 16_384  # tokens, bytes or characters, which take 0.1 ms to pack
+T = TypeVar("T")
+P = TypeVar("P", bound=PromptBody)
+
+IDEMPOTENCY_HEADER = "Idempotency-Key"
+
+
+def principal_of(request: web.BaseRequest) -> Principal:
+    """Who calls."""
+    return request[PRINCIPAL]
+
+
+async def explained(node: Node, caller: Principal, prompt: Prompt) -> Explanation:
+    """What of `prompt` is cached. What others have is told to those only who may see the blocks of
+    all."""
+    is_admin = caller.access >= Access.ADMIN
+    deadline_s = node.settings.handoff.lookup_deadline_s
+    found = await node.service.explain_with_storage(
+        prompt, deadline_s=deadline_s, names_fields=is_admin
+    )
+    if is_admin or found.reason != Miss.OTHER_FINGERPRINT.value:
+        return found
+    return msgspec.structs.replace(found, reason=Miss.NEVER_STORED.value, detail="")
+
+
+class Routes:
+    def __init__(self, node: Node, metrics: Metrics) -> None:
+        self._node = node
+        self._metrics = metrics
+        self._most_tokens = node.settings.node.max_prompt_tokens
+
+    async def _read(self, request: web.BaseRequest, kind: type[T]) -> T:
+        return await self._node.bodies.read(request, kind)
+
+    async def _read_prompt(self, request: web.BaseRequest, kind: type[P]) -> P:
+        """The tokens of a long body are packed off the event loop."""
+        return await self._node.bodies.read(request, kind, self._pack)
+
+    def _pack(self, body: P) -> P:
+        given = body.tokens if body.prompt is None else body.prompt
+        if given is None or len(given) <= _LONG:
+            return body
+        return msgspec.structs.replace(body, prompt=None, tokens=body.packed(self._most_tokens))
+
+    async def _read_optional(self, request: web.BaseRequest, kind: type[T]) -> T:
+        return await self._node.bodies.read_optional(request, kind)
+
+    def _name(self, request: web.BaseRequest, given: str | None) -> str:
+        """The request's id: of the body, of Idempotency-Key, of X-Request-Id, or a new one."""
+        if given is None:
+            given = request.headers.get(IDEMPOTENCY_HEADER)
+        return bodies.name_request(request, given)
+
+    def _key(self, request: web.BaseRequest) -> Key:
+        """Of what the path names, which belongs to the caller's tenant."""
+        return principal_of(request).tenant, bodies.check_id(in_path(request, "id"), "the id")
+
+    def _ticket(self, request: web.BaseRequest, ticket_id: str) -> str:
+        """What a ticket that the caller calls so is called on all nodes. Raises FieldError or
+        BadRequestError."""
+        tenant = principal_of(request).tenant
+        return ticket_name(bodies.check_id(ticket_id, "ticket_id"), tenant)
+
+    def _held(self, request: web.BaseRequest) -> HeldSession:
+        """Raises UnknownIdError."""
+        key = self._key(request)
+        bodies.name_request(request, key[1])
+        return self._node.desk.find(key)
+
+    def _prompt(self, request: web.BaseRequest, body: PromptBody) -> Prompt:
+        """In the space of the caller's tenant and adapter. Raises FieldError or BadRequestError."""
+        tokens, tenant = body.packed(self._most_tokens), principal_of(request).tenant
+        return self._node.prompt(tokens, tenant, body.media_items(), body.adapter)

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import msgspec
 from aiohttp import web
 
-from tierkv.api.routes import Routes, explained, principal_of
+from tierkv.api.node import Routes, explained, principal_of
 from tierkv.api.sessions import Key, Pin, PromptMovement, PromptMovements, content_of
 from tierkv.api.types import (
     BackupAnswer,

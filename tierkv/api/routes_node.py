@@ -11,8 +11,7 @@ import msgspec
 from aiohttp import web
 
 from tierkv.api.metrics import Metrics
-from tierkv.api.node import Node
-from tierkv.api.routes import Routes
+from tierkv.api.node import Node, Routes
 from tierkv.api.settings import masked, masked_url
 from tierkv.api.types import (
     BlockAnswer,

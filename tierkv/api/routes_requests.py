@@ -6,7 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tierkv.api.routes import Routes, principal_of
+from tierkv.api.node import Routes, principal_of
 from tierkv.api.sessions import HeldSession, content_of
 from tierkv.api.types import (
     AdmitBody,

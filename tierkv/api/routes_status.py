@@ -16,8 +16,7 @@ from aiohttp import hdrs, web
 
 import tierkv
 from tierkv.api.metrics import Metrics, NodeCollector
-from tierkv.api.node import Node
-from tierkv.api.routes import Routes, explained, principal_of
+from tierkv.api.node import Node, Routes, explained, principal_of
 from tierkv.api.settings import masked_url
 from tierkv.api.types import (
     EXAMPLES,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import msgspec
 from aiohttp import web
 
-from tierkv.api.routes import Routes, principal_of
+from tierkv.api.node import Routes, principal_of
 from tierkv.api.sessions import content_of
 from tierkv.api.settings import Role
 from tierkv.api.types import (
@@ -177,7 +177,7 @@ class WorkRoutes(Routes):
     )
     async def prefill(self, request: web.BaseRequest) -> web.StreamResponse | GenerateAnswer:
         """Compute a prompt's first token and publish the prompt's blocks."""
-        self._check_role(Role.PREFILL, has_it=self._node.settings.node.role.prefills)
+        self._check_role(Role.PREFILL)
         async with self._node.work():
             body = await self._read_prompt(request, PrefillBody)
             work = self._work(request, "prefill", body)
@@ -199,7 +199,7 @@ class WorkRoutes(Routes):
     @Route("POST", "/v1/decode", Access.WRITE, body=DecodeBody, answer=DecodeAnswer, is_stream=True)
     async def decode(self, request: web.BaseRequest) -> web.StreamResponse | GenerateAnswer:
         """Claim a published prompt and go on generating."""
-        self._check_role(Role.DECODE, has_it=self._node.settings.node.role.decodes)
+        self._check_role(Role.DECODE)
         async with self._node.work():
             body = await self._read_prompt(request, DecodeBody)
             work = self._work(request, "decode", body, body.max_tokens)
@@ -248,9 +248,9 @@ class WorkRoutes(Routes):
             yield answer
             call.made = answer.made
 
-    def _check_role(self, needed: Role, *, has_it: bool) -> None:
-        if not has_it:
-            mine = self._node.settings.node.role.value
+    def _check_role(self, needed: Role) -> None:
+        mine = self._node.settings.node.role
+        if mine not in (needed, Role.BOTH):
             raise WrongRoleError(
-                f"this is a {mine} node; ask one whose role is {needed.value} or {Role.BOTH.value}"
+                f"this is a {mine.value} node; ask one whose role is {needed.value} or both"
             )

@@ -485,7 +485,7 @@ class HostSide:
             return None
         if len(self._groups) > 1:
             return "of several groups of layers only what as many ranks have stored is found"
-        key = self._service.tiers.prompt_keys(prompt)[num_tokens // prompt.block_size]
+        key = self._service.tiers.copies.prompt_keys(prompt)[num_tokens // prompt.block_size]
         deadline_s = self._service.handoff_settings.lookup_deadline_s
         with suppress(StoreUnavailableError, TimeoutError):
             async with asyncio.timeout(deadline_s):
@@ -724,7 +724,7 @@ class HostSide:
     ) -> None:
         """What the engine calls blocks, for events about them."""
         if group == self._main:
-            keys: Sequence[StoredKey] = self._service.tiers.prompt_keys(prompt)
+            keys: Sequence[StoredKey] = self._service.tiers.copies.prompt_keys(prompt)
         else:
             keys = self._tiers[group].look(prompt).keys
         for at, name in zip(positions, names, strict=True):

@@ -551,7 +551,7 @@ class Claims:
         try:
             return await self._portions.bring(
                 request,
-                keys or self._scheduler.tiers.prompt_keys(request.spec.prompt),
+                keys or self._scheduler.tiers.copies.prompt_keys(request.spec.prompt),
                 give_up_at=give_up_at,
                 portion_s=self._fetch_deadline_s,
             )

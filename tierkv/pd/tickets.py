@@ -386,7 +386,7 @@ class Tickets:
 
     def keys_of(self, prompt: Prompt) -> list[StoredKey]:
         """Every block of the prompt and, last, its tail, of the prompt's own space."""
-        return self._tiers.prompt_keys(prompt)
+        return self._tiers.copies.prompt_keys(prompt)
 
     # The prefill node's side
 

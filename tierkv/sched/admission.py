@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tierkv.cache.history import Fate, History, HistoryEvent
 from tierkv.cache.index import Lease, Match
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import AgeCounts, Change, CopyState, Ids, Space, Tier
@@ -29,7 +30,6 @@ from tierkv.errors import (
     RequestTooLargeError,
 )
 from tierkv.sched.events import Happening
-from tierkv.sched.explain import MISS_REASONS, why_missed
 from tierkv.sched.fair_queue import Waiting, WaitingLine
 from tierkv.sched.fetch import Fetched
 from tierkv.sched.planner import AdmissionPlan, plan_admission
@@ -45,6 +45,33 @@ from tierkv.sched.request import (
 from tierkv.sched.tenants import Limits, TenantLimits
 from tierkv.sched.tiers import Tiers
 from tierkv.transfer.mover import Movement
+
+# Of prompt tokens that an admission did not find: why the first block was missing, as far as is
+# remembered of exactly that one. never_stored: nothing is. in_flight: another request computes it.
+# last_token: all was there, but for its logits one token is computed. not_asked: without cache.
+MISS_REASONS = (
+    "never_stored",
+    *(fate.name.lower() for fate in Fate),
+    "in_flight",
+    "last_token",
+    "not_asked",
+)
+
+
+def why_missed(
+    spec: RequestSpec, match: Match, num_tokens: int, history: History, computing: Computing
+) -> tuple[str, HistoryEvent | None]:
+    """Which of MISS_REASONS it is for an admission that lacks `num_tokens`, with what happened to
+    the block. At most one hash: the whole story is `explain`'s."""
+    if not spec.uses_cache:
+        return "not_asked", None
+    if num_tokens == 1 and spec.needs_logits:
+        return "last_token", None
+    event = history.newest(spec.prompt, match.num_blocks)
+    if event is not None:
+        return event.fate.name.lower(), event
+    is_computed = computing.find(match, spec.prompt, spec.prompt.num_blocks) is not None
+    return "in_flight" if is_computed else "never_stored", None
 
 
 @dataclass(slots=True, eq=False)
@@ -233,7 +260,7 @@ class SchedulerStats:
     reuse_gaps: of matches, since the end of what was matched had been used before.
     shared_waits: requests that waited for another one's blocks instead of computing them;
     lost_waits: those of them for whom they did not come in time.
-    missed_tokens: prompt tokens found nowhere, by why (see `explain.MISS_REASONS`)."""
+    missed_tokens: prompt tokens found nowhere, by why (see `MISS_REASONS`)."""
 
     admitted_requests: int = 0
     prompt_tokens: int = 0

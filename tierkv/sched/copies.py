@@ -45,15 +45,6 @@ def path_keys(index: Index, node: TreeNode, first: int, stop: int) -> list[Store
     return keys[first:stop]
 
 
-def prompt_keys(index: Index, prompt: Prompt) -> list[StoredKey]:
-    """The stored keys of `prompt`, tail included. What is cached of it keeps its digests."""
-    match = index.match(prompt)
-    size, space = prompt.block_size, prompt.space
-    digests = index.digests(match.node, match.num_blocks)
-    known = [StoredKey(one, size, is_tail=False, space=space) for one in digests]
-    return known + list(keys_beyond(index, prompt, match))
-
-
 def keys_beyond(index: Index, prompt: Prompt, match: Match) -> KeyRun:
     """The stored keys of what follows `match`, which is of this prompt and of this moment."""
     end = match.num_blocks
@@ -255,6 +246,14 @@ class Copies:
         eviction.copy_down = self.copy_down
         self.resized()
         work.on_capacity(self._look_again)
+
+    def prompt_keys(self, prompt: Prompt) -> list[StoredKey]:
+        """The stored keys of `prompt`, tail included. What is cached of it keeps its digests."""
+        match = self._index.match(prompt)
+        size, space = prompt.block_size, prompt.space
+        digests = self._index.digests(match.node, match.num_blocks)
+        known = [StoredKey(one, size, is_tail=False, space=space) for one in digests]
+        return known + list(keys_beyond(self._index, prompt, match))
 
     def _look_again(self) -> None:
         self.background.look_again()

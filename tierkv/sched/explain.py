@@ -8,11 +8,10 @@ from enum import Enum
 
 import msgspec
 
-from tierkv.cache.history import Fate, History, HistoryEvent
+from tierkv.cache.history import Fate, History
 from tierkv.cache.index import Index, Match, segments
 from tierkv.cache.keys import Fingerprint, Prompt, differences
 from tierkv.cache.node import CopyState, Tier
-from tierkv.sched.request import Computing, RequestSpec
 
 
 class Miss(Enum):
@@ -37,34 +36,6 @@ _OF_FATE = {
     Fate.NOT_WORTH_IT: Miss.NOT_WORTH_IT,
     Fate.FAILED: Miss.FAILED,
 }
-
-
-# Of prompt tokens that an admission did not find: why the first block was missing, as far as is
-# remembered of exactly that one. never_stored: nothing is. in_flight: another request computes it.
-# last_token: all was there, but for its logits one token is computed. not_asked: without cache.
-MISS_REASONS = (
-    "never_stored",
-    *(fate.name.lower() for fate in Fate),
-    "in_flight",
-    "last_token",
-    "not_asked",
-)
-
-
-def why_missed(
-    spec: RequestSpec, match: Match, num_tokens: int, history: History, computing: Computing
-) -> tuple[str, HistoryEvent | None]:
-    """Which of MISS_REASONS it is for an admission that lacks `num_tokens`, with what happened to
-    the block. At most one hash: the whole story is `explain`'s."""
-    if not spec.uses_cache:
-        return "not_asked", None
-    if num_tokens == 1 and spec.needs_logits:
-        return "last_token", None
-    event = history.newest(spec.prompt, match.num_blocks)
-    if event is not None:
-        return event.fate.name.lower(), event
-    is_computed = computing.find(match, spec.prompt, spec.prompt.num_blocks) is not None
-    return "in_flight" if is_computed else "never_stored", None
 
 
 class Run(msgspec.Struct, frozen=True):

@@ -425,7 +425,7 @@ class Request(msgspec.Struct, eq=False):
     room: what block_table and is_private are the first part of, once it has grown.
     is_aborted: nobody wants it any more; its engine ends it as soon as its kernels allow.
     promise: the blocks that it computes, for others to wait for.
-    missed: why it did not find all of its prompt at admission (see `explain.MISS_REASONS`), "" if
+    missed: why it did not find all of its prompt at admission (see `admission.MISS_REASONS`), "" if
         it did. missed_since: what became of the first block that was missing, if that is known.
     ticket_at, matched_at, fetched_at: on the monotonic clock, when its ticket had come, when it was
         known what storage has, and when that had come; 0 where there was no such wait.

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from tierkv.cache.eviction import WriteRule
 from tierkv.cache.index import Index, Lease
-from tierkv.cache.keys import Prompt, StoredKey
+from tierkv.cache.keys import Prompt
 from tierkv.cache.node import BlockPool, Tier, TreeNode
 from tierkv.errors import BadRequestError
-from tierkv.sched.copies import Copies, path_keys, prompt_keys
+from tierkv.sched.copies import Copies, path_keys
 from tierkv.sched.events import CacheEvents
 from tierkv.sched.eviction import Eviction, Watermarks
 from tierkv.sched.request import Decisions
@@ -145,10 +145,6 @@ class Tiers:
         """Leaving waits for every copy under way."""
         async with self.work.running(self.slots.num_lent):
             yield
-
-    def prompt_keys(self, prompt: Prompt) -> list[StoredKey]:
-        """See `stored.prompt_keys`."""
-        return prompt_keys(self.index, prompt)
 
     def _digests_of(self, node: TreeNode, first: int, stop: int) -> list[bytes]:
         if node.is_tail:

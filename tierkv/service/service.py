@@ -703,7 +703,7 @@ def explain_now(
     def is_fetching(asked: Prompt, block: int) -> bool:
         if not fetcher.num_in_flight:
             return False
-        keys = parts.tiers.prompt_keys(asked)
+        keys = parts.tiers.copies.prompt_keys(asked)
         return block < len(keys) and fetcher.is_fetching(keys[block], block)
 
     around = Surroundings(

@@ -285,7 +285,7 @@ class Answers:
         states = index.states(Tier.HOST, node, ask.first, stop)
         slots = index.slots(Tier.HOST, node, ask.first, stop).tolist()
         ready = [i for i, state in enumerate(states) if state is CopyState.READY]
-        keys = tiers.prompt_keys(prompt)[ask.first : stop]
+        keys = tiers.copies.prompt_keys(prompt)[ask.first : stop]
         rows = [(keys[i], slots[i]) for i in ready]
         headers = await self._threads.run(lambda: tuple(self._header(*row) for row in rows))
         array = self._slots.array
@@ -357,7 +357,7 @@ class Claimer:
         if answer is None:
             peer.is_given_up = True
         elif self._peer is peer:
-            self._note(answer, peer, [key.digest for key in self._tiers.prompt_keys(prompt)])
+            self._note(answer, peer, [key.digest for key in self._tiers.copies.prompt_keys(prompt)])
 
     async def _land(self, prompt: Prompt, landing: Landing) -> None:
         """From the producer's device to this one's."""
@@ -606,7 +606,7 @@ class Direct:
         if not (self._shows_host or self._planes):
             return None
         # Of the prompt too: an id may be another prompt's later, and nobody checks device bytes.
-        offer = f"{self._tiers.prompt_keys(prompt)[-1].digest.hex()}:{ticket_id}"
+        offer = f"{self._tiers.copies.prompt_keys(prompt)[-1].digest.hex()}:{ticket_id}"
         is_new = not server.is_offered(offer)
         try:
             address = server.offer(offer, prompt)
