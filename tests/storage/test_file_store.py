@@ -13,14 +13,22 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.latch import until
-from tests.storage.values import Taken, TurnedClock, content_of, get_one, landing, put_one
+from tests.storage.values import (
+    Taken,
+    TurnedClock,
+    cancelled_after,
+    content_of,
+    get_one,
+    landing,
+    put_one,
+)
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.file import FileSettings, FileStore
@@ -569,6 +577,19 @@ async def test_a_file_system_that_is_gone_is_not_replaced_by_the_one_below(
         assert outcome.status is PutStatus.FAILED
         assert "not mounted" in outcome.reason
         assert list(root.iterdir()) == []
+
+
+@pytest.mark.parametrize("ticks", [2, 5, 9])
+async def test_a_cancel_while_a_store_is_opened_leaves_no_scratch(
+    tmp_path: Path, ticks: int
+) -> None:
+    async def use() -> None:
+        async with file_store(tmp_path).running():
+            await asyncio.Event().wait()
+
+    with suppress(asyncio.CancelledError):
+        await cancelled_after(ticks, use())
+    assert not list((tmp_path / ".writers").glob("*"))
 
 
 async def test_nothing_is_left_open_after_the_lifetime(tmp_path: Path) -> None:

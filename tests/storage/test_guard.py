@@ -580,6 +580,16 @@ def test_names_that_are_believed_no_more_take_no_memory() -> None:
     assert not missing.has(name)
 
 
+@pytest.mark.parametrize("none", [{"negative_names": 0}, {"negative_ttl_s": 0.0}])
+async def test_where_nothing_is_believed_to_be_missing_the_store_is_asked_each_time(
+    make: Make, none: dict[str, float]
+) -> None:
+    pair = await make(**none)
+    for num_asked in (1, 2):
+        assert await pair.store.exists(NAMES) == 0
+        assert pair.faulty.num_operations == num_asked
+
+
 @pytest.mark.parametrize(
     "wrong", [{"timeout_s": 0.0}, {"max_reads": 0}, {"negative_ttl_s": -1.0}, {"full_pause_s": -1}]
 )

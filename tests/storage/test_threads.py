@@ -40,6 +40,29 @@ async def test_a_cancelled_caller_waits_for_its_thread_but_not_for_one_it_has_no
     assert begun == []
 
 
+async def test_what_a_cancelled_opening_took_is_given_back() -> None:
+    threads = WorkerThreads("here", 1)
+    begun, release = threading.Event(), threading.Event()
+    given_back: list[str] = []
+
+    def take() -> str:
+        begun.set()
+        assert release.wait(20)
+        return "a lock"
+
+    async def hold() -> None:
+        async with threads.running(), threads.holding(take, given_back.append):
+            raise AssertionError("it was cancelled before")
+
+    holding = asyncio.ensure_future(hold())
+    await until(begun.is_set, "a thread that takes it")
+    holding.cancel()
+    release.set()
+    with pytest.raises(asyncio.CancelledError):
+        await finish(holding)
+    assert given_back == ["a lock"]
+
+
 async def test_what_fails_in_one_thread_is_raised_when_the_others_have_ended() -> None:
     threads = WorkerThreads("here", 2)
     ended: list[int] = []

@@ -1,5 +1,5 @@
 """Reads another process's memory on the same machine: one system call, one copy. For planes on the
-CPU that is what CUDA IPC (ipc.py) is on a GPU. In this process it copies many pieces at once."""
+CPU that is what CUDA IPC is on a GPU. In this process it copies many pieces at once."""
 
 from __future__ import annotations
 

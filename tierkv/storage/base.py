@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -42,6 +43,7 @@ from tierkv.storage.protocol import (
 from tierkv.tasks import outlast
 
 T = TypeVar("T")
+_PAGE = 1000
 
 
 def num_leading(are_there: Sequence[bool]) -> int:
@@ -84,14 +86,30 @@ class BaseStore(ABC):
         await self.delete(names)
         return [False] * len(names)
 
-    async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
+    async def list(
+        self,
+        prefix: str,
+        *,
+        limit: int,
+        cursor: str | None = None,  # noqa: ARG002 - the protocol's
+    ) -> ListPage:
         check_prefix(prefix)
         check_limit(limit)
-        raise StoreUnavailableError(f"this store cannot list its values, {cursor=} or not")
+        raise StoreUnavailableError("this store cannot list its values")
 
     async def usage(self, prefix: str) -> Usage:
-        check_prefix(prefix)
-        raise StoreUnavailableError("this store cannot list its values")
+        return await usage_of_pages(partial(self.list, prefix, limit=_PAGE))
+
+
+async def usage_of_pages(page: Callable[..., Awaitable[ListPage]]) -> Usage:
+    """Values and bytes of a whole listing. page: the one at `cursor`, or the first."""
+    num_values, num_bytes, cursor = 0, 0, None
+    while True:
+        found = await page(cursor=cursor)
+        num_values += len(found.values)
+        num_bytes += sum(value.num_bytes for value in found.values)
+        if (cursor := found.cursor) is None:
+            return Usage(num_values, num_bytes)
 
 
 class StoreWrapper:
@@ -226,6 +244,23 @@ class WorkerThreads:
         future = asyncio.wrap_future(call)
         await self._ended([call], {future})
         return future.result()
+
+    @asynccontextmanager
+    async def holding(
+        self, take: Callable[[], T], give_back: Callable[[T], object]
+    ) -> AsyncIterator[T]:
+        """What `take` returns, until the body has ended and nothing is under way here; what it took
+        is given back also if this is cancelled meanwhile. Both are called in a thread."""
+        taken: list[T] = []
+        try:
+            await self.run(lambda: taken.append(take()))
+            yield taken[0]
+        finally:
+            try:
+                await self.idle()
+            finally:
+                if taken:
+                    await self.run(lambda: give_back(taken.pop()))
 
     async def run_each(self, work: Callable[[Item], T], items: Sequence[Item]) -> list[T]:
         """`work(item)` for each item, spread over the threads; results in the items' order.

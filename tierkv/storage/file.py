@@ -65,6 +65,8 @@ from tierkv.storage.protocol import (
 )
 from tierkv.tasks import background
 
+_log = logging.getLogger(__name__)
+
 _ALIGNMENT = 4096
 _CHUNK_BYTES = 4 << 20
 # Smaller values are not worth a trip to the disk each.
@@ -638,9 +640,6 @@ def _watch(directory: Path) -> int:
     return fd
 
 
-_log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True, slots=True)
 class FileSettings:
     """num_threads: reads at the same time, and as many writes.
@@ -714,8 +713,11 @@ class FileStore(BaseStore):
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         stop = threading.Event()
-        async with self._readers.running(), self._writers.running():
-            scratch = await self._writers.run(self._open)
+        async with (
+            self._readers.running(),
+            self._writers.running(),
+            self._writers.holding(self._open, Scratch.close) as scratch,
+        ):
             room = Room(
                 self._root,
                 UsedBytes(self._root / WRITERS, lambda: scratch.directory),
@@ -731,19 +733,13 @@ class FileStore(BaseStore):
                 syncs=self._settings.syncs_values,
                 direct=DirectWriter() if self._settings.writes_directly else None,
             )
-            try:
-                async with background({"tierkv-file-sweep": self._keep_sweeping(files, stop)}):
-                    self._files = files
-                    try:
-                        yield
-                    finally:
-                        self._files = None
-                        stop.set()
-            finally:
+            async with background({"tierkv-file-sweep": self._keep_sweeping(files, stop)}):
+                self._files = files
                 try:
-                    await self._writers.idle()
+                    yield
                 finally:
-                    await self._writers.run(scratch.close)
+                    self._files = None
+                    stop.set()
 
     async def ping(self) -> None:
         files = self._opened()

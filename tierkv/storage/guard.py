@@ -721,7 +721,9 @@ class NegativeCache:
         now = self._clock.monotonic()
         self._ends[begin] = end, now + self._ttl_s
         self._ends.move_to_end(begin)
-        while len(self._ends) > self._max_names or next(iter(self._ends.values()))[1] <= now:
+        while self._ends and (
+            len(self._ends) > self._max_names or next(iter(self._ends.values()))[1] <= now
+        ):
             self._ends.popitem(last=False)
 
     def has(self, name: str) -> bool:
@@ -755,7 +757,9 @@ class NegativeCache:
         now = self._clock.monotonic()
         self._until[name] = now + self._ttl_s
         self._until.move_to_end(name)
-        while len(self._until) > self._max_names or next(iter(self._until.values())) <= now:
+        while self._until and (
+            len(self._until) > self._max_names or next(iter(self._until.values())) <= now
+        ):
             self._until.popitem(last=False)
 
     def forget(self, name: str) -> None:

@@ -12,15 +12,12 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from tierkv.config import Fixed
 from tierkv.errors import BadRequestError, ConfigError, StoreRefusedError, StoreUnavailableError
-from tierkv.storage.base import (
-    StoreWrapper,
-    WorkerThreads,
-    num_leading,
-)
+from tierkv.storage.base import StoreWrapper, WorkerThreads, num_leading, usage_of_pages
 from tierkv.storage.protocol import (
     GetItem,
     GetOutcome,
@@ -40,14 +37,10 @@ from tierkv.storage.protocol import (
 from tierkv.tasks import background, task_group
 
 _log = logging.getLogger(__name__)
-
-
 _PAGE = 1000
 _RETRY_S = 1.0
 _MAX_NOTED = 10_000
 _IS_THERE = (GetStatus.HIT, GetStatus.DAMAGED)
-
-__all__ = ["LayeredSettings", "LayeredStore"]
 
 T = TypeVar("T")
 
@@ -233,14 +226,7 @@ class LayeredStore(StoreWrapper):
         return ListPage(values, f"near/{page.cursor}" if page.cursor else None)
 
     async def usage(self, prefix: str) -> Usage:
-        num_values = num_bytes = 0
-        cursor: str | None = None
-        while True:
-            page = await self.list(prefix, limit=_PAGE, cursor=cursor)
-            num_values += len(page.values)
-            num_bytes += sum(value.num_bytes for value in page.values)
-            if (cursor := page.cursor) is None:
-                return Usage(num_values, num_bytes)
+        return await usage_of_pages(partial(self.list, prefix, limit=_PAGE))
 
 
 class NearCopies:
@@ -260,15 +246,14 @@ class NearCopies:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         self._came = asyncio.Event()  # of this loop
-        async with (
-            self._copier.running(),
-            background({"tierkv-near-fill": self._keep_filling()}),
-        ):
-            try:
+        try:
+            async with (
+                self._copier.running(),
+                background({"tierkv-near-fill": self._keep_filling()}),
+            ):
                 yield
-            finally:
-                self._waiting.clear()  # others can change what is there until it is opened again
-                self._num_bytes = 0
+        finally:  # others can change what is there until it is opened again
+            self.forget(list(self._waiting))
 
     async def make(self, came: Sequence[GetItem], damaged: set[str], num_forgets: int) -> None:
         """Copy values that have come, whose buffers are soon another's. Beyond the limit, none.

@@ -23,7 +23,6 @@ from tierkv.storage.protocol import (
     PutOutcome,
     PutStatus,
     StoredValue,
-    Usage,
     check_limit,
     check_name,
     check_names,
@@ -166,16 +165,6 @@ class MemoryStore(BaseStore):
             ),
             cursor=page[-1] if len(names) > limit else None,
         )
-
-    async def usage(self, prefix: str) -> Usage:
-        check_prefix(prefix)
-        self._check_open()
-        sizes = [
-            len(value.content)
-            for name in list(self._values)
-            if name.startswith(prefix) and (value := self._live(name)) is not None
-        ]
-        return Usage(num_values=len(sizes), num_bytes=sum(sizes))
 
     def _check_open(self) -> None:
         if not self._is_open:

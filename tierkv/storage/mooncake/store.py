@@ -427,6 +427,7 @@ class MooncakeStore(BaseStore):
         # A frozen provider holds a thread for seconds: reads and writes have threads of their own,
         # and so have questions to the master, which wait for no provider.
         self._askers = WorkerThreads(self.url, settings.num_threads)
+        self._opener = WorkerThreads(self.url, 1)
         self._readers = WorkerThreads(self.url, settings.num_threads)
         self._writers = WorkerThreads(self.url, settings.num_threads)
         self._values: MooncakeValues | None = None
@@ -448,20 +449,21 @@ class MooncakeStore(BaseStore):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        async with self._askers.running(), self._readers.running(), self._writers.running():
-            values = await self._readers.run(
-                lambda: MooncakeValues(self._address, self.url, self._settings, self._pools)
-            )
+        def connect() -> MooncakeValues:
+            return MooncakeValues(self._address, self.url, self._settings, self._pools)
+
+        async with (
+            self._opener.running(),
+            self._opener.holding(connect, MooncakeValues.close) as values,  # until all others end
+            self._askers.running(),
+            self._readers.running(),
+            self._writers.running(),
+        ):
             self._values = values
             try:
                 yield
             finally:
                 self._values, self._pools = None, ()
-                try:
-                    for threads in (self._askers, self._readers, self._writers):
-                        await threads.idle()
-                finally:
-                    await self._readers.run(values.close)
 
     async def ping(self) -> None:
         await self._askers.run(self._opened().ping)

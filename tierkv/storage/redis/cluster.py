@@ -20,7 +20,7 @@ from functools import partial
 
 from tierkv.clock import Clock
 from tierkv.errors import StoreUnavailableError
-from tierkv.storage.redis.control import ask_once, connection_factory
+from tierkv.storage.redis.control import ask_once
 from tierkv.storage.redis.node import (
     NAMES_PER_COMMAND,
     KeyCommand,
@@ -365,7 +365,7 @@ class Topology:
         self._looked.clear()
         self.doubt()
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._access.settings.timeout_s):
+            async with asyncio.timeout(self._access.question_pace.deadline_s(0)):
                 await self._looked.wait()
 
     def _join(self, address: Address) -> _Member | None:
@@ -413,14 +413,10 @@ class Topology:
         """
         failures = []
         known = dict.fromkeys((*self._members, *self._url.addresses))
+        access = self._access
+        deadline_s = access.settings.timeout_s + access.question_pace.extra_s / len(known)
         for address in sorted(known, key=lambda address: self._silent.get(address, 0.0)):
-            deadline_s = self._access.settings.timeout_s
-            connection = connection_factory(
-                address,
-                self._access.login,
-                self._access.tls_files,
-                connect_timeout_s=self._access.settings.connect_timeout_s,
-            )
+            connection = access.connection(address)
             command = ("CLUSTER", "SLOTS")
             try:
                 reply = await ask_once(

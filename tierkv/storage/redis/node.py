@@ -36,6 +36,7 @@ from tierkv.storage.protocol import (
 from tierkv.storage.redis.control import (
     Command,
     Conversation,
+    RedisConnection,
     connection_factory,
     conversation,
 )
@@ -307,6 +308,15 @@ class RedisAccess:
     question_pace: TransferTimeout
     turn: Turn = field(default_factory=Turn)
 
+    def connection(
+        self, address: Address, login: Login | None = None
+    ) -> Callable[[], RedisConnection]:
+        """What makes a connection of redis-py's to `address`. login: None for the store's own."""
+        timeout_s = self.settings.connect_timeout_s + self.question_pace.extra_s
+        return connection_factory(
+            address, login or self.login, self.tls_files, connect_timeout_s=timeout_s
+        )
+
 
 class RedisNode:
     """Connections are made when first needed."""
@@ -377,12 +387,7 @@ class RedisNode:
         address: as `locate` told it. Through redis-py, over a connection that lives as long as the
         call. Raises StoreUnavailableError.
         """
-        new_connection = connection_factory(
-            address,
-            self._access.login,
-            self._access.tls_files,
-            connect_timeout_s=self._access.settings.connect_timeout_s,
-        )
+        new_connection = self._access.connection(address)
         deadline_s = self._access.question_pace.deadline_s(0)
         values: dict[str, StoredValue] = {}
         moving: list[str] = []

@@ -27,7 +27,6 @@ from tierkv.storage.protocol import (
     PutItem,
     PutOutcome,
     StoredValue,
-    Usage,
     check_limit,
     check_name,
     check_names,
@@ -39,7 +38,6 @@ from tierkv.storage.redis.control import (
     RedisConnection,
     RedisNotifier,
     ask_once,
-    connection_factory,
 )
 from tierkv.storage.redis.node import (
     NAMES_PER_COMMAND,
@@ -96,16 +94,12 @@ class SentinelLocator:
 
     async def _ask(self, sentinel: Address) -> Address:
         settings = self._access.settings
-        deadline_s = settings.timeout_s / len(self._sentinels)
         login = Login(settings.sentinel_username, settings.sentinel_password)
-        connection = connection_factory(
-            sentinel, login, self._access.tls_files, connect_timeout_s=deadline_s
-        )
         reply = await ask_once(
-            connection,
+            self._access.connection(sentinel, login),
             ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._url.service),
             url=f"the sentinel at {sentinel}",
-            deadline_s=deadline_s,
+            deadline_s=self._access.question_pace.deadline_s(0) / len(self._sentinels),
         )
         if not isinstance(reply, list) or len(reply) != _ADDRESS_PARTS:
             raise StoreUnavailableError(
@@ -304,17 +298,6 @@ class RedisStore(BaseStore):
         )
         return {value.name: value for values in found for value in values}
 
-    async def usage(self, prefix: str) -> Usage:
-        """As in `Store`; a value can be counted twice while the server rebuilds its key table."""
-        num_values, num_bytes, cursor = 0, 0, None
-        while True:
-            page = await self.list(prefix, limit=NAMES_PER_COMMAND, cursor=cursor)
-            num_values += len(page.values)
-            num_bytes += sum(value.num_bytes for value in page.values)
-            cursor = page.cursor
-            if cursor is None:
-                return Usage(num_values, num_bytes)
-
     async def is_of_a_cluster(self, prefix: str) -> bool:
         """Whether this is a single server that has only its share of a cluster's values.
 
@@ -346,14 +329,8 @@ class RedisStore(BaseStore):
         nodes = list(self._opened().nodes())
         random.shuffle(nodes)
         for node in nodes:
-            make = connection_factory(
-                await node.locate(),
-                access.login,
-                access.tls_files,
-                connect_timeout_s=access.settings.connect_timeout_s,
-            )
             # In a thread: for each connection redis-py reads its own package's version.
-            connection = await asyncio.to_thread(make)
+            connection = await asyncio.to_thread(access.connection(await node.locate()))
             try:
                 await connection.connect()
             except (RedisError, OSError) as error:

@@ -457,6 +457,7 @@ _FEW_IN_FLIGHT = 2
 @dataclass(slots=True)
 class _InFlight:
     request: WireRequest
+    allowed_s: float
     due: float
     replies: list[Reply] = field(default_factory=list)
 
@@ -525,7 +526,7 @@ class Wire:
         self._in_flight_bytes += request.num_bytes
         allowed_s = self._pace.deadline_s(self._in_flight_bytes)
         due = max(since + allowed_s, self._loop.time() + allowed_s / 2)
-        self._in_flight.append(_InFlight(request, due))
+        self._in_flight.append(_InFlight(request, allowed_s, due))
         self._window.began(request.bulk_bytes)
         for _ in range(request.num_replies - 1):
             self._replies.expect()
@@ -721,8 +722,7 @@ class Wire:
         if oldest.due > self._loop.time():
             self._timer = self._loop.call_at(oldest.due, self._check_deadline)
             return
-        allowed_s = self._pace.deadline_s(oldest.request.num_bytes)
-        self.close(Unanswered(f"did not answer within {allowed_s * 1000:.0f} ms"))
+        self.close(Unanswered(f"did not answer within {oldest.allowed_s * 1000:.0f} ms"))
 
     def _lose(self, why: str) -> None:
         """The peer ended the connection. What it may have seen is asked again, too, but for what
