@@ -8,7 +8,7 @@ import time
 from collections import deque
 from contextvars import Context
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 import msgspec
 import numpy as np
@@ -59,7 +59,7 @@ class Lookup(msgspec.Struct, frozen=True):
     storage_tokens: int | None
 
 
-class Moment(Enum):
+class Moment(StrEnum):
     """Of a request, in the order in which they come; those it does not need never do."""
 
     BEGAN = "began"

@@ -366,7 +366,7 @@ class Routes:
     def _held(self, request: web.BaseRequest) -> HeldSession:
         """Raises UnknownIdError."""
         key = self._key(request)
-        bodies.name_request(request, key[1])
+        request[bodies.REQUEST_ID] = key[1]
         return self._node.desk.find(key)
 
     def _prompt(self, request: web.BaseRequest, body: PromptBody) -> Prompt:

@@ -171,14 +171,14 @@ class RequestRoutes(Routes):
 
 def fields_of(request: web.BaseRequest, held: HeldSession) -> dict[str, Any]:
     """How a request stands. One that has ended has no block table: others may have its blocks."""
-    matched = held.matched
+    matched, state = held.matched, held.state
     table: list[int] | bytes = []
-    if held.request is not None and held.state is State.RUNNING:
-        ids = held.request.block_table
+    if held.session is not None and state is State.RUNNING:
+        ids = held.session.request.block_table
         table = ids.tobytes() if bodies.wants_msgpack(request) else ids.tolist()
     return {
         "request_id": held.key[1],
-        "state": held.state,
+        "state": state,
         "loads": held.loads,
         "prompt_tokens": held.prompt_tokens,
         "cached_tokens": matched.total_tokens,
@@ -186,7 +186,7 @@ def fields_of(request: web.BaseRequest, held: HeldSession) -> dict[str, Any]:
         "matched": MatchedTokens.of(matched),
         "block_size": held.block_size,
         "block_table": table,
-        "expires_in_s": None if held.request is None else held.ttl_s,
+        "expires_in_s": None if held.session is None else held.ttl_s,
     }
 
 

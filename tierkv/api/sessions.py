@@ -15,7 +15,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Generic, TypeVar
@@ -205,11 +205,6 @@ class HeldSession:
             return self.ends_as or State.ABORTED
         return State.PREEMPTED if self.session.is_preempted else State.RUNNING
 
-    @property
-    def request(self) -> Request | None:
-        """None once it has ended."""
-        return None if self.session is None else self.session.request
-
     def open(self) -> Session:
         """Raises WrongStateError if it has ended."""
         if self.session is None:
@@ -233,9 +228,9 @@ class HeldSession:
 
     @property
     def loads(self) -> Loads:
-        if self.request is None or self.state is not State.RUNNING:
+        if self.session is None or self.session.is_preempted:
             return Loads.NONE
-        gate = self.request.gate
+        gate = self.session.request.gate
         try:
             return Loads.LOADED if gate.is_open(gate.num_layers - 1) else Loads.LOADING
         except TransferError:
@@ -421,9 +416,7 @@ class Sessions:
             if held.session is not None:
                 self._leases.renew(held)
 
-    def room(
-        self, num_tokens: int, *, deadline_s: float
-    ) -> AbstractAsyncContextManager[asyncio.Timeout]:
+    def room(self, num_tokens: int, *, deadline_s: float) -> deadline:
         """Wait in it for room for `num_tokens`, no longer than `deadline_s` seconds; then it
         raises OutOfBlocksError."""
 

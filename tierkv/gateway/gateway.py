@@ -28,7 +28,7 @@ from tierkv.gateway.prompts import Job
 from tierkv.gateway.routing import REMEMBERED_BYTES, Held, PrefixMemory
 from tierkv.gateway.settings import GatewaySettings, LimitsSection
 from tierkv.http.live import LiveFeed, figures_of
-from tierkv.http.process import Heartbeat, Working
+from tierkv.http.process import CallUnderWay, Heartbeat, Working
 
 
 class Admission:
@@ -318,14 +318,12 @@ class Gateway:
         now = asyncio.get_running_loop().time()
         return {node.url: (node.state(now), node.word(now)) for node in self.backend.nodes.all}
 
-    @asynccontextmanager
-    async def work(self) -> AsyncIterator[None]:
+    def work(self) -> CallUnderWay:
         """One prompt's work. Raises GatewayShuttingDownError once draining, and in the middle of
         the work when its time is up."""
         if self.is_draining:
             raise GatewayShuttingDownError("this gateway is shutting down")
-        async with self._working.call():
-            yield
+        return self._working.call()
 
     def drain(self) -> None:
         """Be unready, and take no more work; what runs goes on."""

@@ -508,8 +508,10 @@ def name_request(request: web.BaseRequest, given: str | None) -> str:
 
 def first_id(request: web.BaseRequest) -> str:
     """The id of the request's header if it has a good one, or a new one."""
-    given = request.headers.get(REQUEST_ID_HEADER, "")
-    return given if is_id(given) else f"{getrandbits(128):032x}"  # uuid4 costs 10 times as much
+    given = request.headers.get(REQUEST_ID_HEADER)
+    if given is not None and is_id(given):
+        return given
+    return f"{getrandbits(128):032x}"  # uuid4 costs 10 times as much
 
 
 EVENT_STREAM = "text/event-stream"

@@ -124,14 +124,14 @@ class HttpRouter:
         self._guard = guard
         self._fail = fail
         self._count = count
-        self._exact: dict[str, _Path] = {}
-        self._patterns: dict[str, _Path] = {}
+        self._places: dict[str, _Path] = {}
         for row in table:
-            places = self._patterns if "{" in row.path else self._exact
-            place = places.setdefault(row.path, _Path(row.path))
+            place = self._places.setdefault(row.path, _Path(row.path, len(self._places)))
             place.rows[row.method] = row
             if row.method == "GET":
                 place.rows["HEAD"] = row
+        self._patterned = {place.group: place for place in self._places.values() if place.names}
+        self._pattern = re.compile("|".join(one.pattern for one in self._patterned.values()))
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Raises ConnectionError if the client has gone."""
@@ -178,35 +178,37 @@ class HttpRouter:
 
     def _find(self, request: web.BaseRequest) -> _Path | None:
         path = request.rel_url.path_safe
-        place = self._exact.get(path)
-        if place is not None:
+        place = self._places.get(path)
+        if place is not None and not place.names:
             return place
-        for place in self._patterns.values():
-            if path.startswith(place.start) and (found := place.pattern.fullmatch(path)):
-                request[_IN_PATH] = {
-                    name: value.replace("%2F", "/").replace("%25", "%")
-                    for name, value in found.groupdict().items()
-                }
-                return place
-        return None
+        found = self._pattern.fullmatch(path)
+        if found is None or found.lastgroup is None:
+            return None
+        place = self._patterned[found.lastgroup]
+        request[_IN_PATH] = {
+            name: found[group].replace("%2F", "/").replace("%25", "%")
+            for name, group in place.names.items()
+        }
+        return place
 
 
 class _Path:
-    """One path of the table with the rows of its methods. start: what its requests begin with."""
+    """One path of the table, the `number`-th, with the rows of its methods.
 
-    def __init__(self, path: str) -> None:
+    pattern: of what is asked for, as one group of the pattern of all. names: what the path has in
+    braces, with the group of each.
+    """
+
+    def __init__(self, path: str, number: int) -> None:
         self.path = path
         self.rows: dict[str, Route] = {}
-        self.start = path.partition("{")[0]
-        pieces = _NAME.split(path)  # text, name, pattern, text, name, pattern, text
-        self.pattern = re.compile(
-            "".join(
-                re.escape(text) + (f"(?P<{name}>{pattern or '[^/]+'})" if name else "")
-                for text, name, pattern in zip(
-                    pieces[::3], [*pieces[1::3], None], [*pieces[2::3], None], strict=True
-                )
-            )
-        )
+        self.group = f"path_{number}"
+        text, *pieces = _NAME.split(path)  # text, name, pattern, text, name, pattern, text
+        self.names = {name: f"{name}_{number}" for name in pieces[::3]}
+        self.pattern = f"(?P<{self.group}>{re.escape(text)}"
+        for name, pattern, text in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True):
+            self.pattern += f"(?P<{self.names[name]}>{pattern or '[^/]+'}){re.escape(text)}"
+        self.pattern += ")"
 
 
 async def _expected(request: web.BaseRequest) -> None:
