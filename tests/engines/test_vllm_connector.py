@@ -39,6 +39,7 @@ from tests.embed.engine import until
 from tests.embed.test_external import node
 from tests.engines.test_vllm import model, prompt
 from tierkv.adapters.vllm_connector import AdapterDigests, ConnectorSettings
+from tierkv.config import from_mapping
 from tierkv.errors import ConfigError
 from tierkv.storage.codec import HEADER_BYTES, PlainCodec, ValueIdentity
 
@@ -804,11 +805,11 @@ def test_events_have_vllms_own_names(alone: Engine, one: Engine) -> None:
 
 
 def test_settings_that_are_not_there_are_named() -> None:
-    with pytest.raises(ConfigError, match="'host_byte': did you mean 'host_bytes'"):
-        ConnectorSettings.of({"host_byte": 1})
-    with pytest.raises(ConfigError, match="'colour': there are store, host_bytes"):
-        ConnectorSettings.of({"colour": 1})
-    with pytest.raises(ConfigError, match="Expected `int`, got `str`"):
-        ConnectorSettings.of({"host_bytes": "much"})
-    with pytest.raises(ConfigError, match="the node's affair"):
-        ConnectorSettings.of({"node": "/run/tierkv/engines", "host_bytes": 1 << 30})
+    for given, problem in [
+        ({"host_byte": 1}, r"no setting host_byte \(did you mean host_bytes\?"),
+        ({"colour": 1}, "no setting colour; known here: .*host_bytes"),
+        ({"host_bytes": "much"}, "Expected `int`, got `str`"),
+        ({"node": "/run/tierkv/engines", "host_bytes": 1 << 30}, "the node's affair"),
+    ]:
+        with pytest.raises(ConfigError, match=f"kv_connector_extra_config: .*{problem}"):
+            from_mapping(ConnectorSettings, given, "kv_connector_extra_config")

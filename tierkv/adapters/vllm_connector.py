@@ -15,7 +15,6 @@ Plans and reports ride in vLLM's own messages, so they have the order of its ste
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import itertools
 import logging
@@ -61,6 +60,7 @@ from tierkv.cache.keys import Fingerprint, MediaItem, Prompt, prompt_extra
 from tierkv.cache.layout import Layout, Plane
 from tierkv.cache.shards import ShardScheme
 from tierkv.clock import SystemClock
+from tierkv.config import from_mapping
 from tierkv.embed.engine_cache import EngineCache, Polled
 from tierkv.embed.external import NodeHost
 from tierkv.embed.host_side import EngineCacheSettings
@@ -92,9 +92,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tierkv.adapters.vllm")
 
-# Saves that one step begins: each takes some 50 us of the scheduler's thread. More, if more wait.
-_SAVES_PER_STEP = 3
-_BACKLOG_STEPS = 8  # in so many steps those that wait are begun
+# Saves are begun in every fourth step: the first of a step takes some 80 us of the scheduler's
+# thread, whose caches the model has emptied since, and each further one 30 (benchmarks/vllm_connector.py).
+_SAVES_EVERY = 4
+_SAVES_AT_ONCE = 12
+_BACKLOG_TURNS = 2  # in so many turns those that wait are begun, if they are more
 # A request saves when it has so many tokens that are not saved, and at its end: a save costs the
 # same for one block as for many.
 _SAVED_AT_ONCE = 256
@@ -112,6 +114,9 @@ _COUNTS = {
 }
 _ROLE = "kv"  # of a layer's plane
 TICKET = "tierkv_ticket"  # among a request's kv_transfer_params
+
+
+_HOST_BYTES = 4 << 30
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -136,7 +141,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """
 
     store: str = ""
-    host_bytes: int = 4 << 30
+    host_bytes: int = _HOST_BYTES
     node: str = ""
     node_key: str = ""
     other_ranks: tuple[int, ...] = ()
@@ -151,25 +156,11 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     least_tokens: int = 32
     prefix: str = "tierkv"
 
-    @classmethod
-    def of(cls, given: Mapping[str, object]) -> ConnectorSettings:
-        """Raises ConfigError, which names the setting that was probably meant."""
-        known = cls.__struct_fields__
-        for name in given:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1, 0.5)
-                meant = f"did you mean {near[0]!r}" if near else f"there are {', '.join(known)}"
-                raise ConfigError(f"kv_connector_extra_config has no setting {name!r}: {meant}")
-        try:
-            settings = msgspec.convert(given, cls, str_keys=True)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"kv_connector_extra_config: {error}") from error
-        if settings.node and (settings.store or settings.other_ranks or "host_bytes" in given):
+    def __post_init__(self) -> None:
+        if self.node and (self.store or self.other_ranks or self.host_bytes != _HOST_BYTES):
             raise ConfigError(
-                "kv_connector_extra_config: store, host_bytes and other_ranks are the node's "
-                "affair: leave them out, or node"
+                "store, host_bytes and other_ranks are the node's affair: leave them out, or node"
             )
-        return settings
 
     def handoff(self) -> HandoffSettings:
         longest = None if self.ttl_s is None else max(self.ttl_s, self.ticket_ttl_s)
@@ -280,7 +271,8 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        settings = ConnectorSettings.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        given = vllm_config.kv_transfer_config.kv_connector_extra_config
+        settings = from_mapping(ConnectorSettings, given, "kv_connector_extra_config")
         self._scheduler: _SchedulerSide | None = None
         self._worker: _WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -486,6 +478,7 @@ class _SchedulerSide:
         self._ending: deque[tuple[_Tracked, tuple[list[int], ...]]] = deque()
         self._plans = StepPlans()
         self._counts: Counter[str] = Counter()
+        self._has_heard = False  # since the last plan was made
 
     @property
     def cache(self) -> EngineCache:
@@ -558,13 +551,15 @@ class _SchedulerSide:
 
     def find(self, request: Request, num_computed: int) -> int | None:
         """How many tokens beyond `num_computed` can be loaded; None: ask again."""
-        tracked = self._track(request)
+        name = request.request_id
+        tracked = self._tracked.get(name) or self._track(request)
         if tracked is None or not self._may_find(tracked):
             return 0
-        prompt = self._prompt(tracked, request.num_tokens)
-        if prompt is None:
-            return None
-        name = request.request_id
+        prompt = tracked.prompt
+        if prompt is None or prompt.num_tokens != request.num_tokens:
+            prompt = self._prompt(tracked, request.num_tokens)
+            if prompt is None:
+                return None
         names = self._hashes(request, *self._whole(prompt)) if self._tells else ()
         found = self.cache.lookup(
             name, prompt, num_computed, ticket=tracked.claims, external_ids=names
@@ -580,7 +575,8 @@ class _SchedulerSide:
         tracked.found = found.blocks
         tracked.saved = [found.num_there // group.block_size for group in self._groups]
         if found.num_tokens < self.settings.least_tokens and tracked.claims is None:
-            self.cache.release(name)
+            if found.num_tokens:
+                self.cache.release(name)
             tracked.passed = request.num_tokens
             return 0
         return found.num_tokens
@@ -593,11 +589,12 @@ class _SchedulerSide:
 
     def _track(self, request: Request) -> _Tracked | None:
         """None where nothing is to be cached: prompts that are not, or not only, tokens."""
-        tracked = self._tracked.get(request.request_id)
         is_plain = request.prompt_embeds is None and not request.resumable
-        if tracked is None and is_plain and request.prompt_token_ids:
-            tracked = self._tracked[request.request_id] = _Tracked(request)
-            params = request.kv_transfer_params or {}
+        if not is_plain or not request.prompt_token_ids:
+            return None
+        tracked = self._tracked[request.request_id] = _Tracked(request)
+        params = request.kv_transfer_params
+        if params:
             if params.get("do_remote_prefill") and self._finds:
                 tracked.claims = params.get(TICKET)
             has_store = self.settings.store or self.settings.node
@@ -680,7 +677,9 @@ class _SchedulerSide:
 
     def plan(self, step: SchedulerOutput) -> StepPlans:
         """What this step's workers do beside computing."""
-        self._take(self.cache.poll())
+        if not self._has_heard:
+            self._take(self.cache.poll())
+        self._has_heard = False
         self._step += 1
         for name in step.preempted_req_ids or ():
             self._filling.pop(name, None)
@@ -699,7 +698,7 @@ class _SchedulerSide:
                     *filter(None, step.scheduled_cached_reqs.new_block_ids),
                 ):
                     self._wait_for(table)
-            if self._ending or self._filling or self._is_due():
+            if self._is_turn():
                 self._begin_saves(step)
         self.cache.flush()
         if self._plans.is_nothing:
@@ -712,11 +711,21 @@ class _SchedulerSide:
         if tracked is not None and not tracked.is_of_old:
             self._filling[name] = tracked
 
+    def _is_turn(self) -> bool:
+        """Whether saves are begun in this step."""
+        if self._step % _SAVES_EVERY == 0:
+            return bool(self._ending or self._filling or self._is_due())
+        return any(map(self._is_urgent, self._filling.values()))
+
+    def _is_urgent(self, tracked: _Tracked) -> bool:
+        """While its prompt is computed a claimer waits for the first blocks, and a window's go."""
+        return self._has_windows or tracked.publishes is not None
+
     def _begin_saves(self, step: SchedulerOutput) -> None:
         """A few saves: of requests that have ended, whose blocks vLLM waits for, of prompts that
         are being computed, and of what others have generated meanwhile, in turn."""
         waiting = len(self._ending) + len(self._filling)
-        left = max(_SAVES_PER_STEP, waiting // _BACKLOG_STEPS)
+        left = max(_SAVES_AT_ONCE, waiting // _BACKLOG_TURNS)
         while self._ending and left:
             tracked, table = self._ending.popleft()
             if not tracked.is_of_old:
@@ -766,8 +775,7 @@ class _SchedulerSide:
         if scheduled is None:
             return None
         stop: int = min(request.num_computed_tokens + scheduled, request.num_tokens)
-        # A claimer waits for the first, and a window's blocks go while the prompt is computed.
-        is_urgent = tracked.publishes is not None or (self._has_windows and name in self._filling)
+        is_urgent = name in self._filling and self._is_urgent(tracked)
         least = main.block_size if is_urgent else _SAVED_AT_ONCE
         if stop - self._num_saved(tracked) >= least:
             prompt = self._prompt(tracked, max(stop, request.num_prompt_tokens))
@@ -863,6 +871,7 @@ class _SchedulerSide:
         """What the workers report after a step."""
         told = output.kv_connector_worker_meta
         self._take(self.cache.poll(told.reports if told is not None else ()))
+        self._has_heard = True
         for name in output.finished_recving or ():
             tracked = self._tracked.get(name)
             if tracked is not None:
@@ -890,7 +899,8 @@ class _SchedulerSide:
     def take_counts(self) -> TierKVStats | None:
         if not self._counts:
             return None
-        counts, self._counts = dict(self._counts), Counter()
+        counts = dict(self._counts)
+        self._counts.clear()
         return TierKVStats(data=counts)
 
     # A request goes
