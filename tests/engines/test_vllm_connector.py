@@ -805,11 +805,12 @@ def test_events_have_vllms_own_names(alone: Engine, one: Engine) -> None:
 
 
 def test_settings_that_are_not_there_are_named() -> None:
-    for given, problem in [
+    cases: list[tuple[dict[str, object], str]] = [
         ({"host_byte": 1}, r"no setting host_byte \(did you mean host_bytes\?"),
         ({"colour": 1}, "no setting colour; known here: .*host_bytes"),
         ({"host_bytes": "much"}, "Expected `int`, got `str`"),
         ({"node": "/run/tierkv/engines", "host_bytes": 1 << 30}, "the node's affair"),
-    ]:
+    ]
+    for given, problem in cases:
         with pytest.raises(ConfigError, match=f"kv_connector_extra_config: .*{problem}"):
             from_mapping(ConnectorSettings, given, "kv_connector_extra_config")

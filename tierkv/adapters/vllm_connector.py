@@ -93,7 +93,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("tierkv.adapters.vllm")
 
 # Saves are begun in every fourth step: the first of a step takes some 80 us of the scheduler's
-# thread, whose caches the model has emptied since, and each further one 30 (benchmarks/vllm_connector.py).
+# thread, whose caches the model has emptied since, and each further one 30.
 _SAVES_EVERY = 4
 _SAVES_AT_ONCE = 12
 _BACKLOG_TURNS = 2  # in so many turns those that wait are begun, if they are more
@@ -114,8 +114,6 @@ _COUNTS = {
 }
 _ROLE = "kv"  # of a layer's plane
 TICKET = "tierkv_ticket"  # among a request's kv_transfer_params
-
-
 _HOST_BYTES = 4 << 30
 
 
@@ -673,6 +671,12 @@ class _SchedulerSide:
             if group.kind is not GroupKind.FULL and not self._plans.must_wait:
                 self._plans.must_wait = bool(self.cache.fence(ids))
 
+    def _wait_for_new(self, step: SchedulerOutput) -> None:
+        for new in step.scheduled_new_reqs:
+            self._wait_for(new.block_ids)
+        for table in filter(None, step.scheduled_cached_reqs.new_block_ids):
+            self._wait_for(table)
+
     # A step
 
     def plan(self, step: SchedulerOutput) -> StepPlans:
@@ -693,11 +697,7 @@ class _SchedulerSide:
             for name in step.scheduled_cached_reqs.resumed_req_ids:
                 self._begin(name)
             if self._has_windows:
-                for table in (
-                    *(new.block_ids for new in step.scheduled_new_reqs),
-                    *filter(None, step.scheduled_cached_reqs.new_block_ids),
-                ):
-                    self._wait_for(table)
+                self._wait_for_new(step)
             if self._is_turn():
                 self._begin_saves(step)
         self.cache.flush()
