@@ -11,10 +11,10 @@ import pytest
 from tests.latch import ManualEvent
 from tests.layouts import LAYOUTS
 from tierkv.cache.shards import ShardScheme
-from tierkv.errors import BadRequestError, DeviceFailedError, GateTimeoutError, TransferError
+from tierkv.errors import DeviceFailedError, GateTimeoutError, TransferError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import BlockCopy, Direction
-from tierkv.ranks.ranked import Ledger, RankedDevice, RankedEvent, RankedStream, part_of
+from tierkv.ranks.ranked import RankedDevice, RankedEvent, RankedStream, part_of
 
 
 class Told(ManualEvent):
@@ -112,17 +112,10 @@ def test_a_copy_waits_on_each_rank_for_that_ranks_kernels_alone() -> None:
         device.close()
 
 
-def test_what_is_over_on_all_ranks_is_forgotten_and_each_is_told_of_once() -> None:
-    ledger = Ledger(2, 1.0, lambda: 0.0)
+def test_each_rank_is_told_of_once() -> None:
     told: list[int] = []
-    ended = ledger.begin()
-
-    def settled(rank: int) -> None:
-        told.append(rank)
-        ended(rank)
-
     parts = [ManualEvent(), ManualEvent()]
-    event = RankedEvent(parts, settled)
+    event = RankedEvent(parts, told.append)
     parts[1].finish(TransferError("broke"))
     assert not event.is_done
     parts[0].finish()
@@ -130,5 +123,3 @@ def test_what_is_over_on_all_ranks_is_forgotten_and_each_is_told_of_once() -> No
         with pytest.raises(TransferError):
             _ = event.is_done
     assert sorted(told) == [0, 1]
-    with pytest.raises(BadRequestError, match="not under way"):
-        ended(0)

@@ -10,102 +10,91 @@ import pytest
 from tests.latch import ManualEvent
 from tests.layouts import LAYOUTS
 from tierkv.cache.shards import ShardScheme
-from tierkv.errors import BadRequestError, TransferError
+from tierkv.errors import DeviceFailedError, TransferError
 from tierkv.gpu.cpu import CpuDevice, CpuLane
 from tierkv.gpu.protocol import BlockCopy, Direction, Event, HostSlots, Ids, Planes
-from tierkv.ranks.ledger import Outcome, Ranks
+from tierkv.ranks.ledger import Ledger
 from tierkv.ranks.ranked import RankedDevice, RankedEvent
 
 
-def ranks(count: int = 3) -> Ranks:
-    return Ranks(count, late_s=1.0, dead_s=5.0)
+class Ranks:
+    """A ledger whose hands a test turns, and how its movements ended, by number."""
+
+    def __init__(self, count: int = 3) -> None:
+        self.now = 0.0
+        self.ledger = Ledger(count, late_s=1.0, dead_s=5.0, now=lambda: self.now)
+        self.ended: dict[int, TransferError | None] = {}
+
+    def begin(self) -> int:
+        number = self.ledger.begin((3, 4), lambda error: self.ended.setdefault(number, error))
+        return number
 
 
-def test_a_movement_is_done_when_every_rank_has_said_so() -> None:
-    ledger = ranks()
-    ledger.begin(1, 0.0)
-    assert ledger.report(0, 1, 0.1) is Outcome.PENDING
-    assert ledger.report(2, 1, 0.2) is Outcome.PENDING
-    assert ledger.missing(1) == (1,)
-    assert ledger.report(1, 1, 0.3) is Outcome.DONE
-    assert ledger.end(1) is Outcome.DONE
-
-
-def test_a_failure_anywhere_is_a_failure_but_only_once_all_have_let_go() -> None:
-    ledger = ranks()
-    ledger.begin(1, 0.0)
-    assert ledger.report(0, 1, 0.1, failed=True) is Outcome.PENDING
-    with pytest.raises(BadRequestError, match="not over"):
-        ledger.end(1)
-    ledger.report(1, 1, 0.1)
-    assert ledger.report(2, 1, 0.1) is Outcome.FAILED
-
-
-def test_reports_may_come_twice_and_in_any_order() -> None:
+def test_a_movement_ends_when_every_rank_has_reported_it_in_any_order_and_twice() -> None:
     rng = random.Random(3)
     for _ in range(100):
-        ledger = ranks(4)
-        reports = [(rank, number) for rank in range(4) for number in range(3)] * 2
+        all_ranks = Ranks(4)
+        numbers = [all_ranks.begin() for _ in range(3)]
+        reports = [(rank, number) for rank in range(4) for number in numbers] * 2
         rng.shuffle(reports)
-        for number in range(3):
-            ledger.begin(number, 0.0)
         seen: set[tuple[int, int]] = set()
         for rank, number in reports:
             seen.add((rank, number))
-            is_all = all((other, number) in seen for other in range(4))
-            outcome = ledger.report(rank, number, 0.5)
-            assert (outcome is Outcome.DONE) == is_all
+            all_ranks.ledger.report(rank, number)
+            whole = {n for n in numbers if all((other, n) in seen for other in range(4))}
+            assert all_ranks.ended == dict.fromkeys(whole)
+
+
+def test_a_failure_anywhere_is_a_failure_but_only_once_all_have_let_go() -> None:
+    three = Ranks()
+    number = three.begin()
+    three.ledger.report(0, number, "it broke")
+    three.ledger.report(1, number, "it broke here, too")
+    assert not three.ended
+    three.ledger.report(2, number)
+    assert str(three.ended[number]) == "it broke"
+    assert three.ended[number].blocks == (3, 4)  # type: ignore[union-attr]
 
 
 def test_a_rank_that_lags_and_one_that_is_dead_are_named_with_what_they_owe() -> None:
-    ledger = ranks()
-    ledger.begin(7, 0.0)
-    ledger.begin(8, 0.0)
-    for number in (7, 8):
-        ledger.report(0, number, 0.1)
-    assert ledger.findings(0.5) == []
-    ledger.alive(1, 7.9)
-    lags, dead = ledger.findings(8.0)
-    assert lags.startswith("rank 1 lags, silent for 0.1 s: owes 2 movements, the first is 7")
-    assert dead.startswith("rank 2 is dead, silent for 8.0 s: owes 2")
+    three = Ranks()
+    first, second = three.begin(), three.begin()
+    for number in (first, second):
+        three.ledger.report(0, number)
+    three.now = 0.5
+    assert three.ledger.findings() == []
+    three.now = 7.9
+    three.ledger.alive(1)
+    three.now = 8.0
+    lags, dead = three.ledger.findings()
+    assert lags == f"rank 1 lags, silent for 0.1 s: owes 2 movements, the first is {first}"
+    assert dead == f"rank 2 is dead, silent for 8.0 s: owes 2 movements, the first is {first}"
+    assert three.ledger.silent() == [2]
 
 
 def test_a_rank_that_had_nothing_to_do_for_long_is_not_dead_for_having_said_nothing() -> None:
-    ledger = ranks(2)
-    ledger.begin(1, 0.0)
-    for rank in range(2):
-        ledger.report(rank, 1, 0.1)
-    ledger.end(1)
-    ledger.begin(2, 100.0)
-    ledger.report(0, 2, 100.1)
-    [lags] = ledger.findings(102.0)
-    assert lags.startswith("rank 1 lags, silent for 2.0 s: owes 1 movements, the first is 2")
-    [dead] = ledger.findings(106.0)
-    assert dead.startswith("rank 1 is dead, silent for 6.0 s")
+    two = Ranks(2)
+    two.now = 100.0
+    two.ledger.report(0, two.begin())
+    two.now = 102.0
+    assert two.ledger.findings()[0].startswith("rank 1 lags, silent for 2.0 s: owes 1 movements")
+    assert two.ledger.silent() == []
+    two.now = 106.0
+    assert two.ledger.findings()[0].startswith("rank 1 is dead, silent for 6.0 s")
 
 
-def test_what_a_rank_that_left_owed_has_failed_and_later_movements_too() -> None:
-    ledger = ranks(2)
-    ledger.begin(1, 0.0)
-    ledger.report(0, 1, 0.1)
-    ledger.leave(1, "its process ended with status 9")
-    assert ledger.end(1) is Outcome.FAILED
-    assert ledger.findings(0.2) == ["rank 1 has left: its process ended with status 9"]
-    ledger.begin(2, 1.0)
-    assert ledger.report(0, 2, 1.1) is Outcome.FAILED
-
-
-def test_what_cannot_be_is_refused() -> None:
-    ledger = ranks()
-    ledger.begin(1, 0.0)
-    with pytest.raises(BadRequestError, match="begun already"):
-        ledger.begin(1, 0.0)
-    with pytest.raises(BadRequestError, match="no rank 3"):
-        ledger.report(3, 1, 0.0)
-    with pytest.raises(BadRequestError, match="not under way"):
-        ledger.report(0, 9, 0.0)
-    with pytest.raises(ValueError, match="ranks"):
-        Ranks(0, late_s=1, dead_s=1)
+def test_what_a_rank_that_left_owed_has_failed_and_nothing_more_begins() -> None:
+    two = Ranks(2)
+    number, other = two.begin(), two.begin()
+    two.ledger.report(0, number)
+    assert two.ledger.leave(1, "its process ended with status 9")
+    assert not two.ledger.leave(1, "and again")
+    assert list(two.ended) == [number], "rank 0 still touches the blocks of the other"
+    two.ledger.report(0, other)
+    assert all(isinstance(error, DeviceFailedError) for error in two.ended.values())
+    assert two.ledger.findings() == ["rank 1 has left: its process ended with status 9"]
+    with pytest.raises(DeviceFailedError, match="status 9"):
+        two.begin()
 
 
 def test_an_event_that_failed_on_a_rank_names_the_rank_and_its_blocks_once_all_let_go() -> None:

@@ -241,6 +241,18 @@ def test_a_worker_that_is_silent_and_owes_something_is_given_up(tmp_path: Path) 
             victim.kill()
 
 
+def test_a_worker_that_was_stopped_before_it_had_a_link_does_not_serve(tmp_path: Path) -> None:
+    device = WorkerDevice(str(tmp_path / "socket"), [GQA])
+    try:
+        worker = Worker(str(tmp_path / "socket"), 0, CpuDevice(), _planes())
+        worker.stop()
+        thread = serve_in_thread(worker)
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+    finally:
+        device.close()
+
+
 def test_nothing_is_left_when_worker_and_scheduler_have_gone(tmp_path: Path) -> None:
     def once(number: int) -> None:
         with cluster(tmp_path / str(number)) as here:

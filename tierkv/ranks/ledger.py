@@ -1,116 +1,149 @@
-"""Several ranks, one decision maker: what all of them have done, and who is dead or late.
+"""What several ranks have done, and who is dead or late.
 
-Ranks report; nobody asks them, and no collective is in any loop. A movement counts when every rank
-has reported it done; one that failed on any rank has failed. So a block counts on a tier exactly
-when every rank has its shard there.
+Ranks report; nobody asks them, and no collective is in any loop. A movement has ended when every
+rank has reported it or has left; one that failed on any rank has failed. So a block counts on a
+tier exactly when every rank has its shard there.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from enum import Enum
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
 
-from tierkv.errors import BadRequestError
+from tierkv.errors import DeviceFailedError, TransferError
+
+DEAD_S = 60.0
+
+Ended = Callable[[TransferError | None], object]
 
 
-class Outcome(Enum):
-    PENDING = "pending"
-    DONE = "done"
-    FAILED = "failed"
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Movement:
+    """missing: ranks that have not reported it. problem: what the first that failed said."""
+
+    blocks: tuple[int, ...]
+    ended: Ended
     begun: float
     missing: set[int]
-    failed: set[int] = field(default_factory=set)
+    problem: TransferError | None = None
 
 
-class Ranks:
-    """A ledger. Times are the caller's seconds; `late_s` after its begin a movement is late."""
+class Ledger:
+    """For any thread. late_s: so long after its begin a movement is late; dead_s: a rank that owes
+    one for so long, and has been silent, is dead. now: seconds."""
 
-    def __init__(self, num_ranks: int, *, late_s: float, dead_s: float) -> None:
-        if num_ranks < 1 or not 0 < late_s <= dead_s:
-            raise ValueError("ranks: at least one, and 0 < late_s <= dead_s")
-        self.num_ranks = num_ranks
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        late_s: float,
+        dead_s: float = DEAD_S,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.failure: str | None = None  # why the first rank that left did
         self._late_s = late_s
-        self._dead_s = dead_s
+        self._dead_s = max(dead_s, late_s)
+        self._now = now
         self._movements: dict[int, _Movement] = {}
-        self._heard: dict[int, float] = {}
+        self._heard = dict.fromkeys(range(num_ranks), now())
         self._left: dict[int, str] = {}
+        self._numbers = count()
+        self._lock = threading.Lock()
 
-    def begin(self, number: int, now: float) -> None:
-        """Movement `number` was sent to every rank."""
-        if number in self._movements:
-            raise BadRequestError(f"movement {number} has begun already")
-        for rank in range(self.num_ranks):
-            self._heard.setdefault(rank, now)
-        movement = _Movement(now, set(range(self.num_ranks)))
-        movement.failed = set(self._left)
-        movement.missing -= movement.failed
-        self._movements[number] = movement
+    def begin(self, blocks: tuple[int, ...] = (), ended: Ended = lambda _: None) -> int:
+        """The number of a movement that every rank is sent. ended: called once, on the thread that
+        hears of it, when no rank touches the blocks any more, with why it failed. Raises
+        DeviceFailedError if a rank has left."""
+        with self._lock:
+            if self.failure is not None:
+                raise DeviceFailedError(self.failure, blocks=blocks)
+            number = next(self._numbers)
+            self._movements[number] = _Movement(blocks, ended, self._now(), set(self._heard))
+            return number
 
-    def report(self, rank: int, number: int, now: float, *, failed: bool = False) -> Outcome:
-        """A rank says it is done, well or not. A second report of the same changes nothing."""
-        self.alive(rank, now)
-        movement = self._movements.get(number)
-        if movement is None:
-            raise BadRequestError(f"rank {rank} reports movement {number}, which is not under way")
-        if rank in movement.missing:
+    def report(self, rank: int, number: int, problem: str | None = None) -> None:
+        """A rank says that it is done, or why it failed; a second time changes nothing."""
+        with self._lock:
+            self._heard[rank] = self._now()
+            movement = self._movements.get(number)
+            if movement is None or rank not in movement.missing:
+                return
             movement.missing.discard(rank)
-            if failed:
-                movement.failed.add(rank)
-        return self.outcome(number)
+            if problem is not None and movement.problem is None:
+                movement.problem = TransferError(problem, blocks=movement.blocks)
+            over = self._over([number])
+        _tell(over)
 
-    def alive(self, rank: int, now: float) -> None:
-        if not 0 <= rank < self.num_ranks:
-            raise BadRequestError(f"there is no rank {rank} of {self.num_ranks}")
-        self._heard[rank] = max(now, self._heard.get(rank, now))
+    def cancel(self, number: int, why: TransferError) -> None:
+        """No rank was sent it after all."""
+        with self._lock:
+            movement = self._movements.pop(number, None)
+        if movement is not None:  # else a rank has left meanwhile
+            movement.ended(why)
 
-    def leave(self, rank: int, why: str) -> None:
-        """A rank is gone: everything it has not reported has failed there."""
-        self._left[rank] = why
-        for movement in self._movements.values():
-            if rank in movement.missing:
-                movement.missing.discard(rank)
-                movement.failed.add(rank)
+    def alive(self, rank: int) -> None:
+        with self._lock:
+            self._heard[rank] = self._now()
 
-    def outcome(self, number: int) -> Outcome:
-        """PENDING as long as any rank may still touch the slots: a failure elsewhere does not end
-        the wait for the others, whose copies go on."""
-        movement = self._movements[number]
-        if movement.missing:
-            return Outcome.PENDING
-        return Outcome.FAILED if movement.failed else Outcome.DONE
+    def leave(self, rank: int, why: str) -> bool:
+        """What the rank owes has failed. False if it has left before."""
+        with self._lock:
+            if rank in self._left:
+                return False
+            self._left[rank] = why
+            self.failure = self.failure or why
+            for movement in self._movements.values():
+                if rank in movement.missing:
+                    movement.missing.discard(rank)
+                    failed = DeviceFailedError(self.failure, blocks=movement.blocks)
+                    movement.problem = movement.problem or failed
+            over = self._over(list(self._movements))
+        _tell(over)
+        return True
 
-    def end(self, number: int) -> Outcome:
-        """Forget a movement that is over; how it went."""
-        outcome = self.outcome(number)
-        if outcome is Outcome.PENDING:
-            raise BadRequestError(
-                f"movement {number} is not over: {self.missing(number)} are missing"
-            )
-        del self._movements[number]
-        return outcome
+    def _over(self, numbers: list[int]) -> list[_Movement]:
+        return [self._movements.pop(n) for n in numbers if not self._movements[n].missing]
 
-    def missing(self, number: int) -> tuple[int, ...]:
-        return tuple(sorted(self._movements[number].missing))
+    def silent(self) -> list[int]:
+        """Ranks that are dead."""
+        with self._lock:
+            now = self._now()
+            owing = self._owed(now).items()
+            return [rank for rank, owed in owing if self._is_dead(rank, owed, now)]
 
-    def findings(self, now: float) -> list[str]:
-        """Ranks that are dead or late, named, with what they owe."""
-        wrong = [f"rank {rank} has left: {why}" for rank, why in sorted(self._left.items())]
+    def _owed(self, now: float) -> dict[int, list[int]]:
+        """By rank, the movements that are late."""
         owed: dict[int, list[int]] = {}
         for number, movement in self._movements.items():
             if now - movement.begun > self._late_s:
                 for rank in movement.missing:
                     owed.setdefault(rank, []).append(number)
-        for rank, numbers in sorted(owed.items()):
-            # Of a rank that had nothing to do before, nothing was to be heard.
-            asked = self._movements[numbers[0]].begun
-            silent = now - max(self._heard.get(rank, now), asked)
-            state = "is dead, silent" if silent > self._dead_s else "lags, silent"
-            wrong.append(
-                f"rank {rank} {state} for {silent:.1f} s: owes {len(numbers)} movements, "
-                f"the first is {min(numbers)}"
-            )
-        return wrong
+        return dict(sorted(owed.items()))
+
+    def _silent_s(self, rank: int, owed: list[int], now: float) -> float:
+        """Of a rank that had nothing to do before, nothing was to be heard."""
+        return now - max(self._heard[rank], self._movements[owed[0]].begun)
+
+    def _is_dead(self, rank: int, owed: list[int], now: float) -> bool:
+        return self._silent_s(rank, owed, now) > self._dead_s
+
+    def findings(self) -> list[str]:
+        """Ranks that have left, are dead or late, by name, with what they owe."""
+        with self._lock:
+            now = self._now()
+            wrong = [f"rank {rank} has left: {why}" for rank, why in sorted(self._left.items())]
+            for rank, owed in self._owed(now).items():
+                state = "is dead" if self._is_dead(rank, owed, now) else "lags"
+                wrong.append(
+                    f"rank {rank} {state}, silent for {self._silent_s(rank, owed, now):.1f} s: "
+                    f"owes {len(owed)} movements, the first is {owed[0]}"
+                )
+            return wrong
+
+
+def _tell(over: list[_Movement]) -> None:
+    for movement in over:
+        movement.ended(movement.problem)

@@ -11,11 +11,11 @@ after the last rank has stopped touching the blocks, and says which rank failed.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from types import ModuleType
 
 import numpy as np
@@ -43,7 +43,7 @@ from tierkv.gpu.protocol import (
     Sharing,
     Stream,
 )
-from tierkv.ranks.ledger import Outcome, Ranks
+from tierkv.ranks.ledger import Ledger
 from tierkv.transfer.storage_io import Slice
 
 LATE_S = 5.0
@@ -79,7 +79,7 @@ class RankedDevice:
         self.name = f"{devices[0].name} x{len(devices)}"
         self.compute_stream: Stream = RankedStream([d.compute_stream for d in devices])
         self.sharing: Sharing | None = None  # tensor-parallel ranks show nobody their planes
-        self._ledger = Ledger(len(devices), late_s, now)
+        self._ledger = Ledger(len(devices), late_s=late_s, now=now)
 
     @property
     def array_module(self) -> ModuleType:
@@ -154,7 +154,7 @@ class RankedDevice:
                 events.append(device.copy_blocks(part, source_ids, target_ids))
             except TransferError as error:
                 events.append(FailedEvent(error))
-        return RankedEvent(events, self._ledger.begin())
+        return RankedEvent(events, _begun(self._ledger))
 
     def close(self) -> None:
         _close(self.devices)
@@ -209,14 +209,16 @@ class _RankedLane:
             except TransferError as error:  # what the ranks before it have begun goes on
                 by_rank.append([FailedEvent(error)] * self._num_layers)
         *layers, last = zip(*by_rank, strict=True)
-        ended = self._ledger.begin()
-        return (*(RankedEvent(events) for events in layers), RankedEvent(last, ended))
+        settled = _begun(self._ledger)
+        return (*(RankedEvent(events) for events in layers), RankedEvent(last, settled))
 
     def close(self) -> None:
         _close(self._lanes)
 
 
-DEAD_S = 60.0
+def _begun(ledger: Ledger) -> Callable[[int], None]:
+    """What is to be told of each rank that is over with a new movement of all ranks."""
+    return partial(ledger.report, number=ledger.begin())
 
 
 class RankedEvent:
@@ -290,31 +292,3 @@ class RankedStream:
 
 def part_of(event: Event, rank: int) -> Event:
     return event.parts[rank] if isinstance(event, RankedEvent) else event
-
-
-class Ledger:
-    """`Ranks`, told from whichever thread sees an event first."""
-
-    def __init__(self, num_ranks: int, late_s: float, now: Callable[[], float]) -> None:
-        self._ranks = Ranks(num_ranks, late_s=late_s, dead_s=max(DEAD_S, late_s))
-        self._now = now
-        self._lock = threading.Lock()
-        self._numbers = itertools.count()
-
-    def begin(self) -> Callable[[int], None]:
-        """A movement of all ranks has begun; what is returned is told of each where it has ended,
-        well or not."""
-        with self._lock:
-            number = next(self._numbers)
-            self._ranks.begin(number, self._now())
-
-        def settled(rank: int) -> None:
-            with self._lock:
-                if self._ranks.report(rank, number, self._now()) is not Outcome.PENDING:
-                    self._ranks.end(number)
-
-        return settled
-
-    def findings(self) -> list[str]:
-        with self._lock:
-            return self._ranks.findings(self._now())

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import get_args
 
 from tierkv.errors import ConfigError, StoreCorruptError, TierKVError
 from tierkv.gpu.protocol import BlockCopy, Device, Direction, Event, Lane, Planes
 from tierkv.ranks.link import (
     Alive,
+    Kind,
     Link,
     LinkClosedError,
     Plan,
@@ -23,7 +25,6 @@ log = logging.getLogger("tierkv.worker")
 
 BEAT_S = 1.0
 _COPY_DEADLINE_S = 600.0
-_KINDS = ("load", "offload", "copy")
 
 
 class Worker:
@@ -50,6 +51,8 @@ class Worker:
         """
         link = self._link = connect(self._path)
         try:
+            if self._ended.is_set():
+                return  # it was stopped before there was a link to shut down
             host = self._join(link)
             try:
                 self._carry_out(link, host)
@@ -80,9 +83,7 @@ class Worker:
         beat = threading.Thread(target=self._beat, args=(link,), name="tierkv-beat", daemon=True)
         beat.start()
         # Reports of one lane in the order of its copies, and no lane waits for another's.
-        waiters = {
-            kind: ThreadPoolExecutor(1, f"tierkv-{kind}") for kind in ("load", "offload", "copy")
-        }
+        waiters = {kind: ThreadPoolExecutor(1, f"tierkv-{kind}") for kind in get_args(Kind)}
         try:
             records = link.pending()
             while True:
@@ -122,11 +123,10 @@ class Worker:
             return self._device.copy_blocks(self._planes, source, target)
         after = (self._device.compute_stream.record(),)
         if plan.kind == "load":
-            return lanes[Direction.LOAD].submit(BlockCopy(Direction.LOAD, source, target, after))[
-                -1
-            ]
-        copy = BlockCopy(Direction.OFFLOAD, target, source, after)
-        return lanes[Direction.OFFLOAD].submit(copy)[-1]
+            copy = BlockCopy(Direction.LOAD, source, target, after)
+        else:
+            copy = BlockCopy(Direction.OFFLOAD, target, source, after)
+        return lanes[copy.direction].submit(copy)[-1]
 
     def _beat(self, link: Link) -> None:
         while not self._ended.wait(BEAT_S):

@@ -7,7 +7,6 @@ stays here and no KV byte goes through a socket.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import selectors
@@ -42,7 +41,7 @@ from tierkv.gpu.protocol import (
     Sharing,
     Stream,
 )
-from tierkv.ranks.ledger import Outcome, Ranks
+from tierkv.ranks.ledger import Ledger
 from tierkv.ranks.link import (
     Alive,
     Hello,
@@ -84,14 +83,14 @@ class WorkerDevice:
         self._links: dict[int, Link] = {}
         self._pids: dict[int, int] = {}
         self._num_blocks: dict[int, int] = {}
-        self._movements = Movements(len(shards), dead_s=dead_s)
+        self._ledger = Ledger(len(shards), late_s=min(5.0, dead_s), dead_s=dead_s)
         self._listener = listen(path)
         self._reader: threading.Thread | None = None
         self._is_closing = False
 
     @property
     def failure(self) -> str | None:
-        return self._movements.failure
+        return self._ledger.failure
 
     @property
     def status(self) -> str:
@@ -105,7 +104,7 @@ class WorkerDevice:
 
     def findings(self) -> list[str]:
         """Workers that are gone or late, named, with what they owe."""
-        return self._movements.findings()
+        return self._ledger.findings()
 
     def accept(self, deadline_s: float) -> None:
         """Wait, on a thread that may block, until every worker has connected. Raises ConfigError
@@ -176,12 +175,13 @@ class WorkerDevice:
 
     def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane:
         sizes = (planes.num_blocks, host.num_slots)
-        return RemoteLane(direction, sizes, self.layout.num_layers, self._movements, self._send)
+        return RemoteLane(direction, sizes, self.layout.num_layers, self._ledger, self._send)
 
     def copy_blocks(self, planes: Planes, source_ids: Ids, target_ids: Ids) -> Event:
         check_copy_within(source_ids, target_ids, planes.num_blocks)
-        event = self._movements.begin(tuple(target_ids.tolist()))
-        self._send(Plan.of(event.number, "copy", source_ids, target_ids))
+        event = CpuEvent()
+        number = self._ledger.begin(tuple(target_ids.tolist()), event.reach)
+        self._send(Plan.of(number, "copy", source_ids, target_ids))
         return event
 
     def close(self) -> None:
@@ -214,7 +214,7 @@ class WorkerDevice:
                 for key, _ in selector.select(_TICK_S):
                     if not self._take(key.data):
                         selector.unregister(key.fd)
-                for rank in self._movements.silent():
+                for rank in self._ledger.silent():
                     self._lose(rank, "it is silent, and owes reports")
 
     def _take(self, rank: int) -> bool:
@@ -231,130 +231,20 @@ class WorkerDevice:
     def _heard(self, rank: int, record: bytes) -> None:
         found = read(record)
         if isinstance(found, Report):
-            self._movements.report(rank, found.number, found.problem)
+            problem = None if found.problem is None else f"worker {rank}: {found.problem}"
+            self._ledger.report(rank, found.number, problem)
         elif isinstance(found, Alive):
-            self._movements.alive(rank)
+            self._ledger.alive(rank)
         else:
             raise StoreCorruptError("a worker sends nothing but reports")
 
     def _lose(self, rank: int, why: str) -> None:
-        self._movements.leave(rank, f"worker {rank} (process {self._pids[rank]}) is lost: {why}")
+        text = f"worker {rank} (process {self._pids[rank]}) is lost: {why}"
+        if self._ledger.leave(rank, text):
+            log.error("%s", text)
 
 
 _AFTER_TIMEOUT_S = 600.0
-Send = Callable[[Plan], None]
-
-
-class RemoteEvent(CpuEvent):
-    """The end of movement `number` on all ranks."""
-
-    def __init__(self, number: int, blocks: tuple[int, ...]) -> None:
-        super().__init__()
-        self.number = number
-        self.blocks = blocks
-        self.begun = time.monotonic()
-
-
-class Movements:
-    """The ledger. Any thread; what it answers to is told outside of its lock."""
-
-    def __init__(self, num_ranks: int, *, dead_s: float) -> None:
-        self.failure: str | None = None
-        self._dead_s = dead_s
-        self._ranks = Ranks(num_ranks, late_s=min(5.0, dead_s), dead_s=dead_s)
-        self._heard = dict.fromkeys(range(num_ranks), time.monotonic())
-        self._events: dict[int, RemoteEvent] = {}
-        self._problems: dict[int, str] = {}
-        self._gone: set[int] = set()
-        self._numbers = itertools.count()
-        self._lock = threading.Lock()
-
-    def begin(self, blocks: tuple[int, ...]) -> RemoteEvent:
-        """A movement that every rank will be sent. Raises DeviceFailedError if a rank is lost."""
-        with self._lock:
-            if self.failure is not None:
-                raise DeviceFailedError(self.failure, blocks=blocks)
-            event = RemoteEvent(next(self._numbers), blocks)
-            self._ranks.begin(event.number, time.monotonic())
-            self._events[event.number] = event
-            return event
-
-    def report(self, rank: int, number: int, problem: str | None) -> None:
-        now = time.monotonic()
-        with self._lock:
-            self._heard[rank] = now
-            if number not in self._events:
-                return  # it was given up
-            if problem is not None:
-                self._problems[number] = f"worker {rank}: {problem}"
-            self._ranks.report(rank, number, now, failed=problem is not None)
-            over = self._over([number])
-        _tell(over)
-
-    def cancel(self, event: RemoteEvent, error: TransferError) -> None:
-        """A movement was not sent to anybody after all."""
-        with self._lock:
-            if self._events.pop(event.number, None) is None:
-                return  # the device was lost meanwhile, and the event has been told
-            for rank in self._ranks.missing(event.number):
-                self._ranks.report(rank, event.number, self._heard[rank], failed=True)
-            self._ranks.end(event.number)
-        event.reach(error)
-
-    def alive(self, rank: int) -> None:
-        now = time.monotonic()
-        with self._lock:
-            self._heard[rank] = now
-            self._ranks.alive(rank, now)
-
-    def leave(self, rank: int, why: str) -> None:
-        """A rank is lost, and with it the device: what it owes has failed."""
-        with self._lock:
-            if rank in self._gone:
-                return
-            self._gone.add(rank)
-            if self.failure is None:
-                self.failure = why
-            log.error("%s", why)
-            self._ranks.leave(rank, why)
-            over = self._over(list(self._events))
-        _tell(over)
-
-    def silent(self) -> list[int]:
-        """Ranks that have owed a report, and not been heard of, for `dead_s`."""
-        latest = time.monotonic() - self._dead_s
-        with self._lock:
-            owing = {
-                rank
-                for event in self._events.values()
-                if event.begun < latest
-                for rank in self._ranks.missing(event.number)
-            }
-            return [rank for rank in owing if self._heard[rank] < latest]
-
-    def findings(self) -> list[str]:
-        with self._lock:
-            return self._ranks.findings(time.monotonic())
-
-    def _over(self, numbers: list[int]) -> list[tuple[RemoteEvent, TransferError | None]]:
-        over: list[tuple[RemoteEvent, TransferError | None]] = []
-        for number in numbers:
-            if self._ranks.outcome(number) is Outcome.PENDING:
-                continue
-            event, problem = self._events.pop(number), self._problems.pop(number, None)
-            error: TransferError | None = None
-            if self._ranks.end(number) is Outcome.FAILED:
-                if problem is None and self.failure is not None:
-                    error = DeviceFailedError(self.failure, blocks=event.blocks)
-                else:
-                    error = TransferError(str(problem), blocks=event.blocks)
-            over.append((event, error))
-        return over
-
-
-def _tell(over: list[tuple[RemoteEvent, TransferError | None]]) -> None:
-    for event, error in over:
-        event.reach(error)
 
 
 class RemotePlanes:
@@ -380,13 +270,13 @@ class RemoteLane:
         direction: Direction,
         sizes: tuple[int, int],
         num_layers: int,
-        movements: Movements,
-        send: Send,
+        ledger: Ledger,
+        send: Callable[[Plan], None],
     ) -> None:
         self._direction = direction
         self._sizes = sizes
         self._num_layers = num_layers
-        self._movements = movements
+        self._ledger = ledger
         self._send = send
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"tierkv-{direction.value}")
 
@@ -395,14 +285,17 @@ class RemoteLane:
         check_copy(copy, self._direction, *self._sizes)
         if not len(copy):
             return (done_event(),) * self._num_layers
-        event = self._movements.begin(tuple(copy.block_ids.tolist()))
+        event = CpuEvent()
+        number = self._ledger.begin(tuple(copy.block_ids.tolist()), event.reach)
         try:
-            self._thread.submit(self._begin, copy, event)
+            self._thread.submit(self._begin, copy, number)
         except RuntimeError as error:
-            raise DeviceFailedError("this lane is closed") from error
+            failure = DeviceFailedError("this lane is closed")
+            self._ledger.cancel(number, failure)
+            raise failure from error
         return (event,) * self._num_layers
 
-    def _begin(self, copy: BlockCopy, event: RemoteEvent) -> None:
+    def _begin(self, copy: BlockCopy, number: int) -> None:
         is_load = self._direction is Direction.LOAD
         source, target = (
             (copy.slot_ids, copy.block_ids) if is_load else (copy.block_ids, copy.slot_ids)
@@ -412,9 +305,9 @@ class RemoteLane:
             for earlier in copy.after:
                 earlier.block_until_done(max(deadline - time.monotonic(), 0.0))
         except TransferError as error:
-            self._movements.cancel(event, error)
+            self._ledger.cancel(number, error)
             return
-        self._send(Plan.of(event.number, "load" if is_load else "offload", source, target))
+        self._send(Plan.of(number, "load" if is_load else "offload", source, target))
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
