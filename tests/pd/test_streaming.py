@@ -16,6 +16,7 @@ from tests.pd.nodes import BLOCK, pair, settings, tokens
 from tests.storage.values import TurnedClock
 from tests.world import World, background_tasks, world
 from tierkv.cache.keys import Names, Prompt, pack
+from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.claims import Ahead, ClaimPolicy
@@ -24,6 +25,7 @@ from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.tickets import Standing
 from tierkv.sched.fetch import Fetched
 from tierkv.sched.request import Matched, Request, RequestSpec
+from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import GetOutcome, GetStatus
 from tierkv.tasks import background
 
@@ -187,6 +189,25 @@ async def test_a_producer_that_dies_in_the_middle_is_lost_not_late() -> None:
             await finish(claiming)
         assert error.value.reason == "producer_lost"
         await decode.settle()
+
+
+async def test_a_node_that_ends_by_an_error_says_no_more_that_it_lives() -> None:
+    store = MemoryStore(MemorySettings(), SystemClock())
+
+    async def live(names: list[str]) -> None:
+        async with world(store=store, handoff=settings()) as node:
+            tickets = node.service.handoff.tickets
+            names.append(tickets.names.producer(tickets.lease.incarnation))
+            with tickets.lease.held():
+                await finish(tickets.lease.is_said())
+            assert await store.exists(names) == 1
+            raise RuntimeError("a bug")
+
+    names: list[str] = []
+    with pytest.raises(RuntimeError, match="a bug"):
+        await live(names)
+    async with store.running():
+        assert await store.exists(names) == 0
 
 
 async def test_a_producer_that_only_takes_long_is_not_yet() -> None:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -239,6 +240,22 @@ def test_a_worker_that_is_silent_and_owes_something_is_given_up(tmp_path: Path) 
             assert f"worker 0 (process {victim.pid}) is lost: it is silent" in str(error)
         finally:
             victim.kill()
+
+
+def test_who_connects_and_says_nothing_keeps_no_worker_out(tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    device = WorkerDevice(path, [GQA])
+    worker = Worker(path, 0, CpuDevice(), _planes())
+    try:
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(path)
+            thread = serve_in_thread(worker)
+            began = time.monotonic()
+            device.accept(20.0)
+            assert time.monotonic() - began < 10.0
+    finally:
+        device.close()
+        thread.join(PATIENCE_S)
 
 
 def test_a_worker_that_was_stopped_before_it_had_a_link_does_not_serve(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tierkv.storage import file_room
 from tierkv.storage.factory import StoreSettings, open_guarded_store
 from tierkv.storage.file import FileSettings, FileStore
 from tierkv.storage.file_room import WRITERS, Room, UsedBytes, relative_path
-from tierkv.storage.guard import ResilienceSettings
+from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Usage
 
 
@@ -90,26 +90,25 @@ async def test_a_disk_that_takes_nothing_more_is_opened_to_be_read_and_emptied(
                 pass
 
 
-async def test_a_disk_that_refuses_writes_is_not_kept_from_its_readers(tmp_path: Path) -> None:
+def guarded(root: Path, *, full_pause_s: float = 0.001) -> GuardedStore:
     settings = StoreSettings(
         file=FileSettings(min_free_bytes=0),
-        resilience=ResilienceSettings(timeout_s=20.0, write_timeout_s=20.0, full_pause_s=0.001),
+        resilience=ResilienceSettings(20.0, write_timeout_s=20.0, full_pause_s=full_pause_s),
     )
-    store = open_guarded_store(tmp_path.as_uri(), settings, SystemClock())
+    return open_guarded_store(root.as_uri(), settings, SystemClock())
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EXDEV])  # of another disk that is linked here
+async def test_a_disk_that_refuses_writes_is_not_kept_from_its_readers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    store = guarded(tmp_path)
     async with store.running():
         assert await put_one(store, "t:f:a:0", b"value") is PutStatus.STORED
-        with pytest.MonkeyPatch.context() as disk:
-            opened = os.open
-
-            def open_to_read(path: str | Path, flags: int, mode: int = 0o777) -> int:
-                if flags & os.O_CREAT:
-                    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-                return opened(path, flags, mode)
-
-            disk.setattr(os, "open", open_to_read)
-            for index in range(20):
-                assert await put_one(store, f"t:f:{index}:0", b"x") is PutStatus.FULL
-            assert await get_one(store, "t:f:a:0", 5) == (GetStatus.HIT, b"value")
+        refuses(monkeypatch, "rename", code)
+        for index in range(20):
+            assert await put_one(store, f"t:f:{index}:0", b"x") is PutStatus.FULL
+        assert await get_one(store, "t:f:a:0", 5) == (GetStatus.HIT, b"value")
         assert store.health.num_opened == 0
 
 
@@ -117,10 +116,7 @@ async def test_a_disk_that_refuses_writes_is_not_kept_from_its_readers(tmp_path:
 async def test_a_disk_that_lets_nothing_be_changed_is_not_kept_from_its_readers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    settings = StoreSettings(
-        file=FileSettings(min_free_bytes=0), resilience=ResilienceSettings(timeout_s=20.0)
-    )
-    store = open_guarded_store(tmp_path.as_uri(), settings, SystemClock())
+    store = guarded(tmp_path)
     async with store.running():
         assert await put_one(store, "t:f:a:0", b"value") is PutStatus.STORED
         for call in ("utime", "unlink"):
@@ -361,28 +357,6 @@ async def test_room_that_others_take_is_made_again_but_not_for_ever(
         assert (await store.usage("t")).num_values >= 80
 
 
-def test_of_several_who_find_no_room_at_once_one_makes_it_for_all(tmp_path: Path) -> None:
-    room = room_of(tmp_path, oldest_first, min_free_bytes=1)
-    for _ in range(4):
-        assert room.make_more(1, 0, gone)
-    assert len([*tmp_path.glob("t,f/*/*/*")]) == 8
-    assert room.make_more(8_000, 1, gone)
-    assert not [*tmp_path.glob("t,f/*/*/*")]
-    assert not room.make_more(1, room.num_evictions, gone), "there is nothing left to evict"
-
-
-def test_there_is_none_where_others_add_more_than_can_be_evicted(tmp_path: Path) -> None:
-    (others := tmp_path / WRITERS / "others").mkdir(parents=True)
-    other = UsedBytes(tmp_path / WRITERS, lambda: others)
-
-    def order(status: os.stat_result) -> tuple[bool, float, float]:
-        other.add(1_200)  # while all files are looked at
-        return oldest_first(status)
-
-    room = room_of(tmp_path, order, capacity_bytes=10_000)
-    assert "do not fit" in room.make(900, gone)
-
-
 async def test_values_that_were_not_stored_after_all_are_not_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -419,31 +393,11 @@ async def test_a_models_directory_that_was_moved_and_linked_counts_like_any_othe
         assert (await store.usage("t:f:")).num_bytes <= 10_000
 
 
-async def test_a_models_directory_on_another_disk_is_read_and_keeps_nobody_from_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = StoreSettings(
-        file=FileSettings(min_free_bytes=0),
-        resilience=ResilienceSettings(timeout_s=20.0, write_timeout_s=20.0, full_pause_s=0.001),
-    )
-    store = open_guarded_store(tmp_path.as_uri(), settings, SystemClock())
-    async with store.running():
-        assert await put_one(store, "t:f:a:0", b"value") is PutStatus.STORED
-        refuses(monkeypatch, "rename", errno.EXDEV)
-        for index in range(20):
-            assert await put_one(store, f"t:f:{index}:0", b"x") is PutStatus.FULL
-        assert await get_one(store, "t:f:a:0", 5) == (GetStatus.HIT, b"value")
-
-
 async def test_a_models_directory_of_another_user_keeps_nobody_from_other_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as root's, who once ran a node of that model here."""
-    settings = StoreSettings(
-        file=FileSettings(min_free_bytes=0),
-        resilience=ResilienceSettings(timeout_s=20.0, write_timeout_s=20.0, full_pause_s=0.001),
-    )
-    store = open_guarded_store(tmp_path.as_uri(), settings, SystemClock())
+    store = guarded(tmp_path)
     async with store.running():
         assert await put_one(store, "t:ours:a:0", b"value") is PutStatus.STORED
         assert await put_one(store, "t:root:a:0", b"value") is PutStatus.STORED
@@ -489,11 +443,7 @@ def link_to_itself(path: Path) -> None:
 async def test_what_is_in_the_way_of_a_models_values_keeps_nobody_from_the_rest(
     tmp_path: Path, put_there: Callable[[Path], None]
 ) -> None:
-    settings = StoreSettings(
-        file=FileSettings(min_free_bytes=0),
-        resilience=ResilienceSettings(timeout_s=20.0, write_timeout_s=20.0, full_pause_s=100.0),
-    )
-    store = open_guarded_store(tmp_path.as_uri(), settings, SystemClock())
+    store = guarded(tmp_path, full_pause_s=100.0)
     name = "t:theirs:a:0"
     async with store.running():
         assert await put_one(store, "t:ours:a:0", b"value") is PutStatus.STORED

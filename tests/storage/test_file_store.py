@@ -206,18 +206,6 @@ async def test_of_values_used_together_the_end_is_evicted_not_the_head(tmp_path:
         assert names_in(tmp_path) == {f"{index},0" for index in range(8)} | {"new,0"}
 
 
-async def test_two_stores_on_one_directory_keep_to_the_capacity_together(tmp_path: Path) -> None:
-    stores = [file_store(tmp_path, capacity_bytes=1_000_000) for _ in range(2)]
-    async with stores[0].running(), stores[1].running():
-        async with asyncio.TaskGroup() as group:
-            for index in range(200):
-                name = f"t:f:{index}:0"
-                group.create_task(put_one(stores[index % 2], name, bytes(20_000)))
-        await stores[0].sweep()
-        await put_one(stores[0], "t:f:last:0", bytes(20_000))
-        assert (await stores[0].usage("t")).num_bytes <= 1_000_000
-
-
 async def test_a_store_knows_at_once_what_the_others_on_its_directory_have_added(
     tmp_path: Path,
 ) -> None:

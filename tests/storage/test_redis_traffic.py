@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import socket
+import struct
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field, replace
 
 import pytest
 
-from tests.latch import until
+from tests.latch import finish, turns, until
 from tests.storage.values import content_of, landing
 from tierkv.clock import SystemClock
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
-from tierkv.storage.redis.node import put_request
-from tierkv.storage.redis.pool import WRITING_BYTES, ConnectionPool, Dialer, FixedAddress, Login
+from tierkv.storage.redis.node import get_whole_request, put_request, question
+from tierkv.storage.redis.pool import (
+    WRITING_BYTES,
+    ConnectionPool,
+    Dialer,
+    FixedAddress,
+    Login,
+    finished,
+)
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import parse_redis_url
-from tierkv.storage.redis.wire import Address, Batch, TransferTimeout, WireStats
+from tierkv.storage.redis.wire import Address, TransferTimeout, Unanswered, WireRequest, WireStats
 
 LONG = 3 << 19
 SHORT = 16 << 10
 NAMES = [f"t:f:{index:02}:0" for index in range(4)]
+FIVE = [f"t:f:{index:02}:0" for index in range(5)]
+MIB = 1 << 20
+HALF_MIB, EIGHT_MIB = MIB // 2, 8 * MIB
 LONG_ENOUGH_TO_COME_S = 0.1
 # To the second one we are at 127.0.0.1, so that its server counts as one on another machine.
 HOME, AWAY = "127.0.0.1", "127.0.0.2"
@@ -133,57 +145,6 @@ async def test_few_long_values_come_at_a_time_over_how_many_connections_ever(
         assert buffer == content_of(item.name, num_bytes)
 
 
-async def test_a_connection_is_asked_for_a_second_long_value_before_the_first_has_come() -> None:
-    """So that the server works on it meanwhile."""
-    landings = [landing(name, LONG) for name in NAMES]
-    async with slow_server(connections=1) as (slow, store), asyncio.TaskGroup() as group:
-        getting = group.create_task(store.get_into([item for item, _ in landings]))
-        for name, count in zip(NAMES, (2, 2, 2, 1), strict=True):
-            assert await slow.next_of(count) == [b"GET", name.encode()]
-            slow.answer(b"$%d\r\n%b\r\n" % (LONG, content_of(name, LONG)))
-        assert {outcome.status for outcome in await getting} == {GetStatus.HIT}
-    for item, [buffer] in landings:
-        assert buffer == content_of(item.name, LONG)
-
-
-@dataclass
-class SentAtLanding:
-    """What had been sent on all connections each time a part of a value came."""
-
-    stats: WireStats
-    seen: list[int] = field(default_factory=list)
-
-    def update(self, _: memoryview, /) -> None:
-        self.seen.append(self.stats.sent_bytes)
-
-
-async def test_what_follows_short_values_that_came_together_is_asked_for_in_one_go() -> None:
-    """One by one it cost the client and the server a call of the system each."""
-    together, num_bytes = 6, 2 << 10
-    landings = [landing(f"t:f:{index:02}:0", num_bytes) for index in range(80)]
-    async with slow_server(connections=1) as (slow, store), asyncio.TaskGroup() as group:
-        sent = SentAtLanding(store.stats)
-        items = [replace(item, digest=lambda: sent) for item, _ in landings]
-        getting = group.create_task(store.get_into(items))
-        await until(lambda: len(slow.heard) >= 64)
-        in_flight = len(slow.heard)
-        await slow.next_of(in_flight)
-        answers = [b"$%d\r\n%b\r\n" % (num_bytes, content_of(i.name, num_bytes)) for i in items]
-        first = answers[:together]
-        for _ in first[1:]:
-            slow.answer(b"")
-        slow.answer(b"".join(first))  # few enough bytes to come in one piece
-        await slow.next_of(in_flight)
-        assert len(sent.seen) >= together
-        assert len(set(sent.seen)) == 1
-        for answer in answers[together:]:
-            await until(lambda: bool(slow.heard))
-            slow.answer(answer)
-        assert {outcome.status for outcome in await getting} == {GetStatus.HIT}
-    for item, [buffer] in landings:
-        assert buffer == content_of(item.name, num_bytes)
-
-
 async def test_what_ended_with_its_connection_is_in_nobodys_way() -> None:
     content = content_of(NAMES[0], LONG)
     async with (
@@ -198,25 +159,333 @@ async def test_what_ended_with_its_connection_is_in_nobodys_way() -> None:
         assert outcome.status is PutStatus.STORED
 
 
-async def test_the_next_value_is_sent_before_anybody_hears_of_the_one_before() -> None:
-    """Else the server waits for as long as they take to be told."""
-    slow, stats, sent = SlowServer(), WireStats(), []
-    async with await asyncio.start_server(slow.serve, "127.0.0.1", 0) as server:
-        address = Address("127.0.0.1", server.sockets[0].getsockname()[1])
-        dialer = Dialer(
-            FixedAddress(address), Login(), None, 5.0, TransferTimeout(30.0, 1e6), stats
+# How many long values are on their way at a time, and over which connections
+
+
+def puts(num_bytes: int, names: Sequence[str] = FIVE) -> list[PutItem]:
+    return [PutItem(name, (content_of(name, num_bytes),)) for name in names]
+
+
+async def open_all(slow: SlowServer, store: RedisStore, *, connections: int) -> None:
+    """So many that write, those that were lost counted, too."""
+    slow.is_empty = True
+    while store.stats.connections < 1 + connections:
+        await store.put([PutItem(name, (b"short",)) for name in FIVE])
+    slow.is_empty = False
+
+
+async def test_two_long_values_at_a_time_are_sent_over_one_connection_and_the_others_idle() -> None:
+    """Of several connections the server would read by turns."""
+    async with slow_server(connections=4) as (slow, store), asyncio.TaskGroup() as group:
+        await open_all(slow, store, connections=4)
+        putting = group.create_task(store.put(puts(HALF_MIB)))
+        carried_by = set()
+        for name, count in zip(FIVE, (2, 2, 2, 2, 1), strict=True):
+            _, key, value, _ = await slow.next_of(count)
+            assert (key, value) == (name.encode(), content_of(name, HALF_MIB))
+            carried_by |= {writer for _, writer in slow.heard}
+            slow.answer(b"+OK\r\n")
+        assert {outcome.status for outcome in await putting} == {PutStatus.STORED}
+        assert len(carried_by) == 1
+
+
+@pytest.mark.parametrize("num_bytes", [HALF_MIB, EIGHT_MIB])
+@pytest.mark.parametrize("host", [HOME, AWAY])
+async def test_two_long_values_are_on_their_way_over_the_only_connection(
+    host: str, num_bytes: int
+) -> None:
+    """With one the server has nothing to do from its answer until the next one comes."""
+    async with (
+        slow_server(connections=1, host=host) as (slow, store),
+        asyncio.TaskGroup() as group,
+    ):
+        putting = group.create_task(store.put(puts(num_bytes)))
+        for name, count in zip(FIVE, (2, 2, 2, 2, 1), strict=True):
+            verb, key, value, _ = await slow.next_of(count)
+            assert (verb, key, value) == (b"SET", name.encode(), content_of(name, num_bytes))
+            slow.answer(b"+OK\r\n")
+        assert {outcome.status for outcome in await putting} == {PutStatus.STORED}
+
+
+@pytest.mark.parametrize("host", [HOME, AWAY])
+async def test_very_long_values_whose_connections_are_lost_are_in_nobodys_way(host: str) -> None:
+    async with (
+        slow_server(connections=4, host=host) as (slow, store),
+        asyncio.TaskGroup() as group,
+    ):
+        await open_all(slow, store, connections=4)
+        putting = group.create_task(store.put(puts(EIGHT_MIB)))
+        await slow.next_of(2)
+        lost = {writer for _, writer in slow.heard}
+        for writer in lost:
+            writer.transport.abort()
+        slow.heard.clear()
+        slow.begun = 0
+        for _ in FIVE:
+            await until(lambda: bool(slow.heard))
+            slow.answer(b"+OK\r\n")
+        assert {outcome.status for outcome in await putting} == {PutStatus.STORED}
+        await open_all(slow, store, connections=4 + len(lost))
+        putting = group.create_task(store.put(puts(EIGHT_MIB)))
+        for count in (2, 2, 2, 2, 1):
+            await slow.next_of(count)
+            slow.answer(b"+OK\r\n")
+        assert {outcome.status for outcome in await putting} == {PutStatus.STORED}
+
+
+async def test_a_value_is_made_complete_when_it_is_sent_and_the_next_one_meanwhile() -> None:
+    """So its bytes are in the processor's cache when the kernel copies them, and to make the next
+    one's checksum takes no time in which the server could work."""
+    names = [f"t:f:{index:02}:0" for index in range(8)]
+    completed: list[str] = []
+    items = []
+    for name in names:
+        header = bytearray(16)
+
+        def complete(name: str = name, header: bytearray = header) -> None:
+            header[:] = content_of(f"{name} head", 16)
+            completed.append(name)
+
+        items.append(PutItem(name, (header, content_of(name, HALF_MIB)), complete=complete))
+    async with slow_server(connections=1) as (slow, store), asyncio.TaskGroup() as group:
+        assert store.capabilities.sends_from_loop
+        putting = group.create_task(store.put(items))
+        for index, name in enumerate(names):
+            on_their_way = min(2, len(names) - index)
+            _, key, value, _ = await slow.next_of(on_their_way)
+            expected = content_of(f"{name} head", 16) + content_of(name, HALF_MIB)
+            assert (key, value) == (name.encode(), expected)
+            ahead = 1 if index else 0  # none before the first answer
+            assert len(completed) == min(index + on_their_way + ahead, len(names))
+            slow.answer(b"+OK\r\n")
+        assert {outcome.status for outcome in await putting} == {PutStatus.STORED}
+    assert completed == names, "once each, in order"
+
+
+async def test_all_that_the_only_connection_carried_is_sent_again_when_it_is_lost() -> None:
+    async with slow_server(connections=1) as (slow, store), asyncio.TaskGroup() as group:
+        putting = group.create_task(store.put(puts(HALF_MIB)))
+        await slow.next_of(2)
+        for _, writer in slow.heard:
+            writer.transport.abort()
+        await until(lambda: len(slow.heard) == 4)
+        del slow.heard[:2]
+        slow.begun -= 2
+        for name, count in zip(FIVE, (2, 2, 2, 2, 1), strict=True):
+            _, key, value, _ = await slow.next_of(count)
+            assert (key, value) == (name.encode(), content_of(name, HALF_MIB))
+            slow.answer(b"+OK\r\n")
+        assert {outcome.status for outcome in await putting} == {PutStatus.STORED}
+
+
+async def test_a_cancel_is_raised_when_none_of_two_values_is_on_its_way_any_more() -> None:
+    """Their buffers are the caller's then."""
+    async with slow_server(connections=1) as (slow, store):
+        putting = asyncio.create_task(store.put(puts(HALF_MIB)))
+        for count in (2, 1):
+            await slow.next_of(count)
+            putting.cancel()
+            await turns(5)
+            assert not putting.done()
+            slow.answer(b"+OK\r\n")
+        await finish(asyncio.wait([putting]))
+        assert putting.cancelled()
+        assert not slow.heard, "what had not been sent is not begun"
+
+
+SIZES = {"t:f:short:0": MIB, "t:f:long:0": 3 * MIB, "t:f:next:0": MIB}
+
+
+def answer_for(slow: SlowServer, name: str) -> None:
+    """To the question for this value, whichever came first."""
+    at = [words[1] for words, _ in slow.heard].index(name.encode())
+    slow.heard.insert(0, slow.heard.pop(at))
+    content = content_of(name, SIZES[name])
+    slow.answer(b"$%d\r\n%b\r\n" % (len(content), content))
+
+
+async def test_a_value_for_which_room_comes_does_not_wait_for_the_long_one_on_its_way() -> None:
+    landings = {name: landing(name, size) for name, size in SIZES.items()}
+    async with slow_server(connections=2) as (slow, store), asyncio.TaskGroup() as group:
+        slow.is_empty = True
+        while store.stats.connections < 3:
+            await store.get_into([landing(name, 1)[0] for name in SIZES])
+        slow.is_empty = False
+        getting = group.create_task(store.get_into([item for item, _ in landings.values()]))
+        await slow.next_of(2)
+        assert {words[1].decode() for words, _ in slow.heard} == {"t:f:short:0", "t:f:long:0"}
+        answer_for(slow, "t:f:short:0")
+        await until(lambda: len(slow.heard) == 2, "the next value's turn")
+        answer_for(slow, "t:f:next:0")
+        answer_for(slow, "t:f:long:0")
+        assert {outcome.status for outcome in await getting} == {GetStatus.HIT}
+    for name, (_, [buffer]) in landings.items():
+        assert buffer == content_of(name, SIZES[name])
+
+
+# What is begun at once, and what when connections are lost
+
+
+@dataclass
+class Lanes:
+    """Connections to a slow server, and what has been sent over them."""
+
+    slow: SlowServer
+    lanes: ConnectionPool
+    stats: WireStats
+
+    async def open(self) -> None:
+        """All of them."""
+        self.slow.is_empty = True
+        many = 2 * self.lanes.num_connections
+        while self.stats.connections < self.lanes.num_connections:
+            await self.lanes.ask([question("PING") for _ in range(many)])
+        self.slow.is_empty = False
+
+    def begin(self, requests: Sequence[WireRequest]) -> int:
+        """Bytes that were sent before it returned."""
+        before = self.stats.sent_bytes
+        self.lanes.begin(requests)
+        return self.stats.sent_bytes - before
+
+    async def answer_all(self, count: int, reply: bytes) -> None:
+        for _ in range(count):
+            await until(lambda: bool(self.slow.heard))
+            self.slow.answer(reply)
+
+
+@asynccontextmanager
+async def lanes_to(
+    host: str, connections: int, *, writes: bool, password: str | None = None
+) -> AsyncIterator[Lanes]:
+    slow, stats = SlowServer(), WireStats()
+    async with await asyncio.start_server(slow.serve, host, 0) as server:
+        where = FixedAddress(Address(host, server.sockets[0].getsockname()[1]))
+        login = Login(password=password)
+        dialer = Dialer(where, login, None, 5.0, TransferTimeout(30.0, 1e6), stats)
+        if writes:
+            dialer = replace(
+                dialer, home_bytes=WRITING_BYTES, away_bytes=connections * WRITING_BYTES
+            )
+        lanes = ConnectionPool(
+            dialer, num_connections=connections, max_waiting=99, url="redis://slow"
         )
-        one_by_one = replace(dialer, home_bytes=WRITING_BYTES, away_bytes=WRITING_BYTES)
-        lanes = ConnectionPool(one_by_one, num_connections=1, max_waiting=9, url="redis://slow")
         async with lanes.running(), asyncio.timeout(60):
-            requests = [put_request(PutItem(name, (bytes(LONG),))) for name in NAMES]
-            for request in requests:
-                request.batch = Batch(1)
-                request.batch.ended.add_done_callback(lambda _: sent.append(stats.sent_bytes))
+            yield Lanes(slow, lanes, stats)
+
+
+def put(name: str, num_bytes: int) -> WireRequest:
+    return put_request(PutItem(name, (content_of(name, num_bytes),)))
+
+
+def get(name: str, num_bytes: int) -> WireRequest:
+    return get_whole_request(landing(name, num_bytes)[0])
+
+
+def num_bytes_of(requests: Sequence[WireRequest]) -> int:
+    return sum(len(piece) for request in requests for piece in request.pieces)
+
+
+@pytest.mark.parametrize("host", [HOME, AWAY])
+async def test_a_value_is_on_its_way_before_begin_returns(host: str) -> None:
+    async with lanes_to(host, 1, writes=True) as to:
+        await to.open()
+        request = put(NAMES[0], SHORT)
+        assert to.begin([request]) == num_bytes_of([request])
+        words = await to.slow.next_of(1)
+        assert words[1:3] == [NAMES[0].encode(), content_of(NAMES[0], SHORT)]
+        to.slow.answer(b"+OK\r\n")
+        assert await finish(finished([request])) == [[b"OK"]]
+
+
+async def test_a_batch_that_is_refused_is_refused_as_a_whole() -> None:
+    async with lanes_to(HOME, 1, writes=True) as to:
+        await to.open()
+        waiting = to.lanes.begin(put(NAMES[0], SHORT) for _ in range(200))
+        refused = to.lanes.begin(put(name, SHORT) for name in NAMES * 2)
+        for outcome in await finish(finished(refused)):
+            assert isinstance(outcome, Unanswered)
+            assert "requests waiting" in outcome.reason
+        await to.answer_all(len(waiting), b"+OK\r\n")
+        assert await finish(finished(waiting)) == [[b"OK"]] * len(waiting)
+
+
+async def test_what_waits_for_a_login_ends_when_the_store_is_left() -> None:
+    async with lanes_to(HOME, 1, writes=False, password="secret") as to:
+        requests = to.lanes.begin([get(NAMES[0], SHORT)])
+        assert (await to.slow.next_of(1))[0] == b"AUTH"
+    [outcome] = await finish(finished(requests))
+    assert isinstance(outcome, Unanswered)
+
+
+async def test_a_connection_that_is_not_logged_in_is_asked_for_nothing() -> None:
+    async with lanes_to(HOME, 1, writes=False, password="secret") as to:
+        first, second = get(NAMES[0], SHORT), get(NAMES[1], SHORT)
+        assert to.begin([first]) == 0, "there is none"
+        await to.slow.next_of(1)
+        assert to.begin([second]) == 0
+        assert (await to.slow.next_of(1))[0] == b"AUTH"
+        to.slow.answer(b"+OK\r\n")
+        await to.slow.next_of(2)
+        await to.answer_all(2, b"$-1\r\n")
+        await finish(finished([first, second]))
+
+
+@dataclass
+class Resetting:
+    """Answers PING, and resets all connections at once when told to, as a firewall does."""
+
+    connections: list[socket.socket] = field(default_factory=list)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    async def accept(self, listener: socket.socket) -> None:
+        while True:
+            connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+            self.connections.append(connection)
+            self.tasks.append(asyncio.create_task(self._serve(connection)))
+
+    async def _serve(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while said := await loop.sock_recv(connection, 65_536):
+            await loop.sock_sendall(connection, b"+PONG\r\n" * said.count(b"PING"))
+
+    async def stop(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        self.tasks.clear()
+
+    def reset(self) -> None:
+        for connection in self.connections:
+            linger = struct.pack("ii", 1, 0)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            connection.close()
+        self.connections.clear()
+
+
+@pytest.mark.parametrize("connections", [1, 2, 4, 8])
+async def test_what_is_begun_on_connections_that_are_all_reset_goes_over_new_ones(
+    connections: int,
+) -> None:
+    """And the loop has heard of none of them yet."""
+    server = Resetting()
+    with socket.create_server((HOME, 0)) as listener:
+        listener.setblocking(False)
+        accepting = asyncio.create_task(server.accept(listener))
+        where, stats = FixedAddress(Address(HOME, listener.getsockname()[1])), WireStats()
+        dialer = Dialer(where, Login(), None, 5.0, TransferTimeout(30.0, 1e6), stats)
+        lanes = ConnectionPool(
+            dialer, num_connections=connections, max_waiting=999, url="redis://x"
+        )
+        async with asyncio.timeout(60), lanes.running():
+            while stats.connections < connections:
+                await lanes.ask([question("PING") for _ in range(2 * connections)])
+            await server.stop()
+            requests = [question("PING") for _ in range(2 * connections)]
+            server.reset()
             lanes.begin(requests)
-            for index, count in enumerate((2, 2, 2, 1)):
-                await slow.next_of(count)
-                before = stats.sent_bytes
-                slow.answer(b"+OK\r\n")
-                await until(lambda index=index: len(sent) > index)  # type: ignore[misc]
-                assert (sent[-1] > before) is (index < 2), "then all have been begun"
+            assert await finished(requests) == [[b"PONG"]] * len(requests)
+        accepting.cancel()
+        await asyncio.wait([accepting])
+        await server.stop()
+        server.reset()

@@ -257,13 +257,15 @@ class ProducerLease:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """At the end the lease is given up at once, so that nobody waits for it to end."""
-        async with background({"tierkv-producer-lease": self._keep()}):
-            yield
-        if self.num_beats:
-            with suppress(StoreUnavailableError, TimeoutError):
-                async with asyncio.timeout(_GOODBYE_S):
-                    await self._storage.store.delete([self._name])
+        """At the end, whatever it is, the lease is given up: nobody has to wait for its end."""
+        try:
+            async with background({"tierkv-producer-lease": self._keep()}):
+                yield
+        finally:
+            if self.num_beats:
+                with suppress(StoreUnavailableError, TimeoutError):
+                    async with asyncio.timeout(_GOODBYE_S):
+                        await self._storage.store.delete([self._name])
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -61,6 +61,7 @@ from tierkv.ranks.memory import pieces, shared_slots, side_by_side
 log = logging.getLogger("tierkv.workers")
 
 _TICK_S = 0.25
+_HELLO_S = 2.0  # a worker says it as soon as it has connected; who says nothing keeps no other out
 
 
 class WorkerDevice:
@@ -125,7 +126,7 @@ class WorkerDevice:
 
     def _greet(self, end: socket.socket, deadline: float) -> None:
         try:
-            link, hello = greeted(end, max(deadline - time.monotonic(), 0.001))
+            link, hello = greeted(end, min(max(deadline - time.monotonic(), 0.001), _HELLO_S))
         except (LinkClosedError, StoreCorruptError) as error:
             log.warning("what connected at %s is no worker: %s", self._path, error)
             return

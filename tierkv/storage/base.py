@@ -224,8 +224,10 @@ class WorkerThreads:
             yield
         finally:
             self._pool = None
-            await self.idle()
-            pool.shutdown(wait=False)  # only idle threads are left
+            try:
+                await self.idle()
+            finally:
+                pool.shutdown(wait=False)  # only idle threads are left
 
     async def idle(self) -> None:
         """Return when nothing that was under way at the call is under way any more."""

@@ -330,9 +330,11 @@ class Offers:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        async with self._threads.running():
-            yield
-        self.ways.clear()
+        try:
+            async with self._threads.running():
+                yield
+        finally:
+            self.ways.clear()
 
     @property
     def num_offers(self) -> int:
