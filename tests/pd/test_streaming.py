@@ -196,6 +196,7 @@ async def test_a_node_that_ends_by_an_error_says_no_more_that_it_lives() -> None
 
     async def live(names: list[str]) -> None:
         async with world(store=store, handoff=settings()) as node:
+            assert node.service.handoff is not None
             tickets = node.service.handoff.tickets
             names.append(tickets.names.producer(tickets.lease.incarnation))
             with tickets.lease.held():

@@ -26,45 +26,6 @@ async def test_a_future_resolves_only_after_its_event_is_done() -> None:
         assert poller.num_in_flight == 0
 
 
-async def test_an_event_that_is_done_already_needs_no_look_of_the_poller() -> None:
-    poller = EventPoller()
-    async with poller.running():
-        event = ManualEvent()
-        event.finish()
-        assert poller.done(event).done()
-        assert event.num_looks == 1
-
-
-async def test_many_events_resolve_in_one_look() -> None:
-    poller = EventPoller()
-    async with poller.running():
-        events = [ManualEvent() for _ in range(500)]
-        futures = [poller.done(event) for event in events]
-        await turns(3)
-        for event in events:
-            event.finish()
-        await finish(futures[0])
-        await turns(1)
-        assert all(future.done() for future in futures)
-
-
-async def test_it_leaves_a_finished_event_alone_and_sleeps_until_the_next() -> None:
-    poller = EventPoller()
-    async with poller.running():
-        first = ManualEvent()
-        future = poller.done(first)
-        first.finish()
-        await finish(future)
-        looks = first.num_looks
-        await turns(200)
-        assert first.num_looks == looks
-        second = ManualEvent()
-        waiting = poller.done(second)
-        second.finish()
-        await finish(waiting)
-        assert first.num_looks == looks
-
-
 async def test_it_looks_rarely_at_what_takes_long() -> None:
     """After some eager looks the poller leaves the loop to others between two looks."""
     poller = EventPoller()
@@ -202,21 +163,3 @@ async def test_an_earlier_event_of_a_line_does_not_wait_for_a_later_one_that_cam
             for event in events.values():
                 event.finish()
         assert poller.num_in_flight == 0
-
-
-async def test_of_a_line_only_the_first_is_looked_at_whenever_it_came() -> None:
-    poller = EventPoller()
-    async with poller.running():
-        events = [ManualEvent("a stream", position) for position in (2, 1, 3)]
-        futures = [poller.done(event) for event in events]
-        second, first, third = events
-        await until(lambda: first.num_looks > 5)
-        assert [second.num_looks, third.num_looks] == [1, 1], "when they were given"
-        first.finish()
-        await finish(futures[1])
-        await until(lambda: second.num_looks > 5)
-        assert not futures[0].done()
-        second.finish()
-        third.finish()
-        await finish(futures[0])
-        await finish(futures[2])

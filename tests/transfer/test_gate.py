@@ -51,24 +51,6 @@ async def test_layers_open_one_by_one_not_at_submission(poller: EventPoller) -> 
     await finish(gate.all_layers(20))
 
 
-async def test_a_late_waiter_gets_the_same_answer_as_an_early_one(
-    poller: EventPoller,
-) -> None:  # fault 5
-    layers = events()
-    gate = LayerGate(LAYERS, [submitted(layers)], poller)
-    async with asyncio.TaskGroup() as group:
-        early = group.create_task(gate.layer(1, 20))
-        await turns(2)
-        assert not early.done()
-        layers[0].finish()
-        layers[1].finish()
-    for _ in range(3):
-        await finish(gate.layer(1, 20))
-        assert gate.is_open(1)
-        assert not gate.is_open(2)
-    layers[2].finish()
-
-
 async def test_a_failed_layer_fails_for_everyone_each_time_and_earlier_layers_stay_open(
     poller: EventPoller,
 ) -> None:  # fault 5
@@ -97,32 +79,6 @@ async def test_a_gate_with_nothing_behind_it_is_open(poller: EventPoller) -> Non
         assert gate.is_open(layer)
         gate.wait_on(CpuDevice().compute_stream, layer, 0.0)
     await finish(gate.all_layers(20))
-
-
-async def test_an_empty_copy_opens_the_gate(poller: EventPoller) -> None:  # fault 5
-    layers = events()
-    for event in layers:
-        event.finish()
-    await finish(LayerGate(LAYERS, [submitted(layers)], poller).all_layers(20))
-
-
-async def test_a_gate_over_several_movements_waits_for_all_of_them(poller: EventPoller) -> None:
-    first, second = events(), events()
-    gate = LayerGate(LAYERS, [submitted(first), submitted(second)], poller)
-    for event in first:
-        event.finish()
-    assert not gate.is_open(0)
-    async with asyncio.TaskGroup() as group:
-        waiting = group.create_task(gate.layer(0, 20))
-        await turns(3)
-        assert not waiting.done()
-        second[0].finish()
-    assert gate.is_open(0)
-    assert not gate.is_open(1)
-    second[1].finish(TransferError("one of two broke"))
-    with pytest.raises(TransferError, match="one of two"):
-        await finish(gate.layer(1, 20))
-    second[2].finish()
 
 
 async def test_a_timeout_leaves_the_copy_and_the_gate_as_they_are(poller: EventPoller) -> None:
