@@ -18,13 +18,14 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry, Counter
 
 from tests.api.guarded import callers_in, guarded
 from tests.api.nodes import Client, Here, here, process
 from tests.latch import until
 from tierkv.http import live
 from tierkv.http.callers import RoleName
-from tierkv.http.live import MOST_SAMPLES, LiveFeed
+from tierkv.http.live import MOST_SAMPLES, LiveFeed, figures_of
 
 PAGE = Path(live.__file__).parent / "page"
 
@@ -107,6 +108,18 @@ async def test_the_figures_are_those_of_metrics() -> None:
         assert told == {name: metrics[name] for name in names}
         assert told['tierkv_lookup_tokens_total{result="hit_device"}'] > 0
         assert told['tierkv_missed_tokens_total{reason="never_stored"}'] > 0
+
+
+def test_when_a_counter_was_made_is_no_figure() -> None:
+    registry = CollectorRegistry()
+    Counter("asked", "", ("how",), registry=registry).labels("well").inc(2)
+    assert figures_of(registry.collect(), {"asked"}) == {'asked_total{how="well"}': 2}
+
+
+@pytest.mark.parametrize("last_id", [f"{'9' * 5000}-1", f"1-{'9' * 5000}", "x", "-"])
+async def test_a_page_that_comes_back_with_nonsense_begins_anew(last_id: str) -> None:
+    async with here() as on, opened(on.client, last_id=last_id) as page:
+        assert await page.until("names")
 
 
 async def test_a_page_that_comes_back_goes_on_where_it_was() -> None:

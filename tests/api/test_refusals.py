@@ -20,7 +20,7 @@ from tests.latch import until
 from tierkv.api.types import DecodeBody, GenerateBody, PrefillBody, job_of
 from tierkv.cache.keys import Prompt
 from tierkv.errors import BadRequestError, HandoffError
-from tierkv.http.bodies import JSON, MSGPACK, REQUEST_ID, decode
+from tierkv.http.bodies import JSON, MSGPACK, OCTETS, REQUEST_ID, decode
 from tierkv.http.callers import RoleName
 from tierkv.http.problems import ERRORS, HTTP_CODES, PROBLEMS, headers_of, problem_of
 from tierkv.pd.tickets import ClaimProblem
@@ -213,6 +213,7 @@ async def test_an_empty_ticket_id_is_wrong_and_not_the_same_as_none() -> None:
         ("GET", "/v1", 404, "not_found"),
         ("GET", "/v1/nothing", 404, "not_found"),
         ("GET", "/%00/../../etc/passwd", 404, "not_found"),
+        ("GET", f"/live/requests/{HUGE}/explain", 404, "unknown_id"),
         ("GET", "/v1/generate", 405, "method_not_allowed"),
         ("DELETE", "/v1/stats", 405, "method_not_allowed"),
         ("POST", "/readyz", 405, "method_not_allowed"),
@@ -236,6 +237,25 @@ async def test_bodies_of_other_types_are_not_guessed_at(content_type: str) -> No
             "POST", "/v1/generate", data=b'{"prompt": "a"}', headers={"Content-Type": content_type}
         )
         assert (answer.status, answer.code) == (415, "unsupported_media_type")
+
+
+async def test_a_field_given_twice_beside_packed_tokens_is_refused() -> None:
+    async with here() as on:
+        path, headers = "/v1/generate?max_tokens=1&max_tokens=2", {"Content-Type": OCTETS}
+        answer = await on.client.ask("POST", path, data=bytes(4), headers=headers)
+        assert (answer.status, answer.code) == (422, "invalid_body")
+
+
+async def test_an_optional_body_that_turns_out_to_be_empty_is_none() -> None:
+    async with here() as on:
+        host, _, port = on.client.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/sleep HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        await writer.drain()
+        await until(lambda: on.node.num_working == 1, "a call that waits for its body")
+        writer.write(b"0\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.close()
 
 
 async def test_a_body_that_is_not_what_its_encoding_says_is_refused() -> None:

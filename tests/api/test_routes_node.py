@@ -265,10 +265,10 @@ async def test_of_too_many_listings_the_one_asked_longest_ago_is_given_up() -> N
             assert answer.status == status
 
 
-@pytest.mark.parametrize("query", [{"limit": "0"}, {"limit": "1001"}, {"limit": "x"}, {"c": "1"}])
-async def test_bad_pages_are_refused(query: dict[str, str]) -> None:
+@pytest.mark.parametrize("query", ["limit=0", "limit=1001", "limit=x", "c=1", "limit=1&limit=2"])
+async def test_bad_pages_are_refused(query: str) -> None:
     async with here() as on:
-        answer = await on.client.get("/v1/blocks", params=query)
+        answer = await on.client.get(f"/v1/blocks?{query}")
         assert (answer.status, answer.code) == (422, "invalid_body")
         unknown = await on.client.get("/v1/blocks", params={"cursor": "made-up.3"})
         assert (unknown.status, unknown.code) == (404, "unknown_id")

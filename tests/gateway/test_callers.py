@@ -148,6 +148,7 @@ async def test_fields_that_change_nothing_are_accepted() -> None:
         ("response_format", {"type": "json_object"}, 400),
         ("reasoning_effort", "high", 400),
         ("logprobs", True, 400),
+        ("max_completion_tokens", 0, 400),
     ],
 )
 async def test_what_a_chat_asks_beyond_text_is_refused_and_what_changes_nothing_is_not(

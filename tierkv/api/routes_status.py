@@ -4,7 +4,6 @@ its life (drain, pause, sleep, wake), its event stream, and what its live page i
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -37,7 +36,7 @@ from tierkv.errors import (
     StoreUnavailableError,
 )
 from tierkv.http import bodies
-from tierkv.http.bodies import EVENT_STREAM, JSON, event_stream, open_stream, write
+from tierkv.http.bodies import EVENT_STREAM, JSON, event_stream, last_event, open_stream, write
 from tierkv.http.callers import Access
 from tierkv.http.live import EVERY_S, REFRESH_S, figures_of
 from tierkv.http.problems import NotReadyError, UnknownIdError, WrongStateError
@@ -121,7 +120,6 @@ class LifeRoutes(Routes):
         return self._life()
 
 
-_ID = re.compile(r"(\d{1,18})-(\d{1,18})")
 _QUIET_S = 15.0  # then a comment line tells that the connection is alive
 _MOST = 256  # events in one write
 
@@ -137,9 +135,7 @@ class EventRoutes(Routes):
         node.check_started()
         if node.is_draining:
             raise ShuttingDownError("this node is shutting down")
-        known = _ID.fullmatch(request.headers.get("Last-Event-ID", ""))
-        epoch = int(known[1]) if known else None
-        number = int(known[2]) if known else 0
+        epoch, number = last_event(request) or (None, 0)
         if request.method == hdrs.METH_HEAD:  # a body would be taken for the next answer
             return event_stream(request)
         async with node.feed.reading(epoch, number) as reader:
@@ -339,6 +335,7 @@ _FIGURES = frozenset(
         *("integrity_failures", "handoffs", "open_requests", "estimated_seconds"),
     )
 )
+_MOST_DIGITS = 18  # of a request's number; Python refuses to read thousands
 _MOST_TOLD = 24  # requests in one turn, of many a second; see _chosen
 _RUN_S = 0.0004  # of pause for each run of blocks looked at, 200 times what that takes
 
@@ -369,7 +366,8 @@ class NodeLiveRoutes(Routes):
         """Explain what of one of the last requests' prompts is cached now."""
         node, number = self._node, in_path(request, "number")
         async with node.call():
-            one = node.service.timelines.find(int(number)) if number.isdecimal() else None
+            is_number = number.isdecimal() and len(number) <= _MOST_DIGITS
+            one = node.service.timelines.find(int(number)) if is_number else None
             if one is None or not self._may_see(self._whose(request), one.space):
                 raise UnknownIdError("this request is none of the last ones")
             if one.prompt is None:

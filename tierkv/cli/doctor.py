@@ -16,6 +16,7 @@ from tierkv.cli.output import json_option, print_json, progress
 from tierkv.clock import SystemClock
 from tierkv.config import load
 from tierkv.errors import StoreUnavailableError, TierKVError
+from tierkv.gateway.settings import GatewaySettings
 from tierkv.gpu.doctor import (
     Finding,
     Verdict,
@@ -53,7 +54,7 @@ def doctor(*, config: Path | None, url: str | None, as_json: bool) -> None:
     one of them cannot, or the store cannot be reached.
     """
     given = {} if url is None else {"TIERKV_STORAGE__URL": url}
-    settings = load(NodeSettings, config, os.environ | given)
+    settings = load(NodeSettings, config, os.environ | given, beside=GatewaySettings)
     with progress("measuring"):
         findings = [*machine_findings(), copy_finding(), *gpu_findings()]
         findings += _store_findings(settings, os.environ)

@@ -67,6 +67,11 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return _DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
+    def length_field(self) -> str:
+        """The field that says so."""
+        return "max_tokens"
+
+    @property
     def with_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -101,7 +106,8 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             ("logit_bias", self.logit_bias or None, None),
         )
         if self.most_tokens < 1:
-            raise InvalidRequestError("max_tokens must be at least 1", param="max_tokens")
+            field = self.length_field
+            raise InvalidRequestError(f"{field} must be at least 1", param=field)
         if not 0 <= (self.min_tokens or 0) <= self.most_tokens:
             raise InvalidRequestError("min_tokens must be in 0..max_tokens", param="min_tokens")
         if self.temperature is not None and not 0 <= self.temperature <= _MOST_TEMPERATURE:
@@ -197,6 +203,11 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     def most_tokens(self) -> int:
         given = self.max_completion_tokens
         return super().most_tokens if given is None else given
+
+    @property
+    def length_field(self) -> str:
+        given = self.max_completion_tokens
+        return super().length_field if given is None else "max_completion_tokens"
 
     def without_prompts(self) -> Self:
         return replace(self, messages=[])

@@ -92,6 +92,8 @@ class BodyReader:
         """
         content_type = _media_type(request, kind)
         pieces = await self._receive(request)
+        if not pieces and content_type != OCTETS:
+            raise BodyError("the body is empty")
 
         def work() -> T:
             if content_type == OCTETS:
@@ -99,18 +101,17 @@ class BodyReader:
             raw, most = _joined(pieces), self._section.max_prompt_tokens
             return finish(decode(raw, kind, content_type=content_type, most_tokens=most))
 
-        if not pieces and content_type != OCTETS:
-            raise BodyError("the body is empty")
         if sum(map(len, pieces)) <= LARGE_BYTES:
             return work()
         async with self._long_one:
             return await asyncio.to_thread(work)
 
     async def read_optional(self, request: web.BaseRequest, kind: type[T]) -> T:
-        """As `read`; without a body, `kind` with its defaults."""
-        if not request.can_read_body:
+        """As `read`; without a body, or with an empty one, `kind` with its defaults."""
+        if not request.can_read_body or not (pieces := await self._receive(request)):
             return kind()
-        return await self.read(request, kind)
+        content_type = _media_type(request, kind)
+        return decode(_joined(pieces), kind, content_type=content_type)
 
     async def _receive(self, request: web.BaseRequest) -> list[bytes]:
         most, timeout_s = request.client_max_size, self._section.body_timeout_s
@@ -199,7 +200,10 @@ def _media_type(request: web.BaseRequest, kind: type) -> str:
 def from_query(
     request: web.BaseRequest, kind: type[T], more: Mapping[str, bytes] | None = None
 ) -> T:
-    """The query parameters, and `more`, as `kind`. Raises FieldError."""
+    """The query parameters, and `more`, as `kind`. Raises FieldError, also for one that is there
+    twice: see `_refuse_twins`."""
+    if len(request.query) > len(set(request.query)):
+        raise FieldError("a query parameter is given twice")
     try:
         return msgspec.convert({**request.query, **(more or {})}, kind, strict=False)
     except msgspec.ValidationError as error:
@@ -515,7 +519,14 @@ def first_id(request: web.BaseRequest) -> str:
 
 
 EVENT_STREAM = "text/event-stream"
+_EVENT_ID = re.compile(r"([0-9]{1,18})-([0-9]{1,18})")
 _WRITE_TIMEOUT_S = 30.0  # a client that takes nothing for so long has gone
+
+
+def last_event(request: web.BaseRequest) -> tuple[int, int] | None:
+    """Which event a client that comes back has seen last, by an id such as `epoch-number`."""
+    known = _EVENT_ID.fullmatch(request.headers.get("Last-Event-ID", ""))
+    return (int(known[1]), int(known[2])) if known else None
 
 
 def event_stream(request: web.BaseRequest) -> web.StreamResponse:

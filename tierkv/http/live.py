@@ -31,7 +31,7 @@ from aiohttp import hdrs, web
 from prometheus_client.metrics_core import Metric
 
 from tierkv.http import bodies
-from tierkv.http.bodies import event_stream, open_stream, write
+from tierkv.http.bodies import event_stream, last_event, open_stream, write
 from tierkv.http.callers import Access
 from tierkv.http.route import Route, in_path
 from tierkv.tasks import background
@@ -53,6 +53,7 @@ def figures_of(metrics: Iterable[Metric], families: Collection[str]) -> dict[str
         for family in metrics
         if family.name in families
         for sample in family.samples
+        if not sample.name.endswith("_created")
     }
 
 
@@ -138,9 +139,7 @@ class LiveFeed:
         """
         if request.method == hdrs.METH_HEAD:  # a body would be taken for the next answer
             return event_stream(request)
-        known = request.headers.get("Last-Event-ID", "").partition("-")
-        number = int(known[2]) if known[2].isdecimal() else 0
-        epoch = int(known[0]) if known[0].isdecimal() else -1
+        epoch, number = last_event(request) or (-1, 0)
         response = await open_stream(request)
         self.num_watching += 1
         self._watched.set()

@@ -221,7 +221,8 @@ def _sentence(request: web.BaseRequest, error: web.HTTPException, what_is_here: 
 def log_if_unexpected(request: web.BaseRequest, error: Exception) -> None:
     """A traceback of what can only be a bug of ours."""
     if _row(error) == INTERNAL:
-        log.error("request %s to %s failed", request[REQUEST_ID], request.path, exc_info=error)
+        path = request.path[:200]
+        log.error("request %s to %s failed", request[REQUEST_ID], path, exc_info=error)
 
 
 def headers_of(error: Exception, found: Problem) -> dict[str, str]:
