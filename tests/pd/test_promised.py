@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -14,12 +13,12 @@ from tests.pd import nodes
 from tests.pd.nodes import claimed, publish, settings
 from tests.world import World, world
 from tierkv.cache.index import Lease
-from tierkv.cache.keys import Prompt, StoredKey
+from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError
 from tierkv.gpu.protocol import Direction
-from tierkv.pd.claims import ClaimPolicy, Watch
+from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import GROUP_BLOCKS
 from tierkv.sched.fetch import SharedTails
 from tierkv.storage.base import StoreWrapper
@@ -148,44 +147,6 @@ async def test_a_host_without_room_is_no_gap_in_storage(monkeypatch: pytest.Monk
         decode.service.end(request)
         assert not looked_for, "nobody needs to know who else stored a tail there"
         await decode.settle()
-
-
-async def test_the_blocks_of_a_claimed_prompt_are_hashed_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with pair() as (prefill, decode, _):
-        await publish(prefill, PROMPT, "ticket")
-        tiers, hashed = decode.service.tiers, 0
-        hashes = tiers.copies.prompt_keys
-
-        def counted(prompt: Prompt) -> list[StoredKey]:
-            nonlocal hashed
-            hashed += 1
-            return hashes(prompt)
-
-        monkeypatch.setattr(tiers.copies, "prompt_keys", counted)
-        request = await claimed(decode, PROMPT, new=0)
-        assert hashed == 1
-        decode.service.end(request)
-
-
-async def test_who_waits_for_a_ticket_does_not_keep_its_keys() -> None:
-    async with pair() as (_, decode, _store):
-        handoff = decode.service.handoff
-        assert handoff is not None
-        watch = Watch(
-            handoff.tickets,
-            "nobody's",
-            decode.prompt(PROMPT),
-            on_progress=lambda _: None,
-            on_open=lambda _: None,
-        )
-        waiting = asyncio.create_task(watch.ticket(deadline_s=20.0))
-        await turns(20)
-        assert not waiting.done()
-        assert not watch.keys
-        waiting.cancel()
-        await asyncio.wait([waiting])
 
 
 async def test_a_claim_is_acknowledged_when_its_blocks_are_on_the_device() -> None:

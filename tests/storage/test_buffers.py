@@ -7,26 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.storage.values import Taken
-from tierkv.storage.base import copy_into, read_fully, write_fully
-
-sizes = st.lists(st.integers(0, 40), max_size=30)
+from tierkv.storage.base import read_fully, write_fully
 
 
 def cut(content: bytes, lengths: Sequence[int]) -> list[bytes]:
     starts = [sum(lengths[:index]) for index in range(len(lengths))]
     return [content[at : at + length] for at, length in zip(starts, lengths, strict=True)]
-
-
-@given(sizes)
-def test_copying_fills_the_views_in_order(lengths: list[int]) -> None:
-    content = os.urandom(sum(lengths))
-    buffers = [bytearray(length) for length in lengths]
-    copy_into(content, [memoryview(buffer) for buffer in buffers])
-    assert b"".join(buffers) == content
 
 
 @pytest.mark.parametrize("most_at_once", [1, 2, 7, 1_000])
@@ -53,17 +40,3 @@ def test_short_reads_and_writes_are_continued(
         assert not read_fully(fd, [memoryview(bytearray(301))])
     finally:
         os.close(fd)
-
-
-@pytest.mark.parametrize("num_bytes", [0, 1, 128 << 10, (128 << 10) + 1, 500_001])
-def test_a_digest_is_given_what_was_read_in_order(tmp_path: Path, num_bytes: int) -> None:
-    content = os.urandom(num_bytes)
-    (tmp_path / "file").write_bytes(content)
-    buffers = [bytearray(num_bytes // 3), bytearray(num_bytes - num_bytes // 3)]
-    digest = Taken()
-    fd = os.open(tmp_path / "file", os.O_RDONLY)
-    try:
-        assert read_fully(fd, [memoryview(buffer) for buffer in buffers], digest)
-    finally:
-        os.close(fd)
-    assert digest.content == b"".join(buffers) == content

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,7 +13,7 @@ from tierkv.clock import SystemClock
 from tierkv.storage.protocol import PutItem, PutStatus
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import parse_redis_url
-from tierkv.storage.redis.wire import Address, PlainPipe, TlsPipe, open_pipe
+from tierkv.storage.redis.wire import Address, PlainPipe, open_pipe
 
 __all__ = ["empty_redis", "module_redis"]
 
@@ -103,27 +102,6 @@ def test_a_server_that_has_gone_already_is_nobodys_error_yet() -> None:
         send(pipe, LONG, theirs)
         assert ours.asked == []
         assert not pipe.is_at_home
-
-
-def test_a_unix_socket_is_asked_for_nothing() -> None:
-    ours, theirs = socket.socketpair()
-    with theirs, Asked(socket.AF_UNIX, fileno=ours.detach()) as asked:
-        asked.setblocking(False)
-        pipe = PlainPipe(asked)
-        send(pipe, LONG, theirs)
-        assert asked.asked == []
-        assert not pipe.is_at_home
-
-
-def test_a_connection_over_tls_is_never_one_at_home() -> None:
-    """Encrypting takes longer than what that is asked for."""
-    with connected() as (ours, _):
-        assert PlainPipe(ours).is_at_home
-        wrapped = ssl.create_default_context().wrap_socket(
-            ours, server_hostname="tierkv.invalid", do_handshake_on_connect=False
-        )
-        with wrapped:
-            assert not TlsPipe(wrapped).is_at_home
 
 
 async def test_a_real_connection_is_not_held_back_after_its_first_long_value(

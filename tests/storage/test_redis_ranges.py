@@ -11,11 +11,9 @@ from tests.storage.values import Taken, content_of
 from tierkv.storage.base import cut_buffers
 from tierkv.storage.protocol import GetItem, GetStatus
 from tierkv.storage.redis.node import (
-    LONGEST_WHOLE,
     RangesDigest,
     get_outcome,
     get_requests,
-    range_sizes,
 )
 from tierkv.storage.redis.resp import Reply, ValueLanded
 
@@ -102,12 +100,3 @@ def test_a_range_that_had_not_begun_may_be_asked_for_again() -> None:
         view[:] = part
         whole.part(index).update(view)
     assert whole.is_complete
-
-
-@pytest.mark.parametrize("num_bytes", [LONGEST_WHOLE + 1, (2 << 20) + 112, 1 << 30])
-def test_ranges_are_half_a_mib_and_a_header_at_most_and_alike(num_bytes: int) -> None:
-    sizes = range_sizes(num_bytes)
-    assert sum(sizes) == num_bytes
-    assert max(sizes) <= (512 << 10) + 8192
-    assert max(sizes) - min(sizes) <= 1
-    assert len(sizes) == -(-num_bytes // ((512 << 10) + 8192))

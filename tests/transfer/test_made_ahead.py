@@ -98,31 +98,6 @@ async def test_a_cancel_waits_for_those_in_hand_and_begins_no_other(
     assert len(values.made) == len(values.begun) == NUM_THREADS
 
 
-async def test_what_the_body_raises_comes_out_as_it_is(threads: WorkerThreads) -> None:
-    values = Values(10)
-    values.may_go.set()
-    with pytest.raises(OSError, match="full"):
-        async with made_ahead(threads, values.items):
-            raise OSError("full")
-
-
-async def test_a_few_are_left_to_who_sends_them(threads: WorkerThreads) -> None:
-    values = Values(3)
-    async with made_ahead(threads, values.items):
-        await turns(20)
-    assert not values.begun
-
-
-async def test_where_cores_are_few_none_is_made_ahead(
-    threads: WorkerThreads, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(storage_io, "makes_ahead", False)
-    values = Values(10)
-    async with made_ahead(threads, values.items):
-        await turns(20)
-    assert not values.begun
-
-
 async def test_threads_that_are_closed_are_in_nobodys_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage_io, "makes_ahead", True)
     values = Values(10)

@@ -127,17 +127,6 @@ async def test_a_copy_whose_kernel_failed_fails_and_moves_nothing() -> None:
         assert here.slot(1) == before
 
 
-async def test_the_lanes_do_not_wait_for_each_other() -> None:
-    async with ground() as here:
-        here.latch.hold(Direction.LOAD)
-        load = here.mover.load(ids(0), ids(0))
-        offload = here.mover.offload(ids(1), ids(1))
-        await finish(offload.done())
-        assert not load.has_ended
-        here.latch.release()
-        await finish(load.done())
-
-
 @pytest.mark.parametrize("late", [False, True])
 async def test_a_cancelled_waiter_does_not_stop_the_copy(late: bool) -> None:
     async with ground() as here:
@@ -252,21 +241,6 @@ async def test_of_a_load_it_is_told_when_each_layer_was_there() -> None:
     host.close()
     planes.close()
     device.close()
-
-
-async def test_a_load_that_fails_midway_counts_for_no_layer_and_the_next_is_looked_at(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("tierkv.transfer.mover._TIMED_EVERY_S", 0.0)
-    async with ground() as here:
-        here.latch.fail_next(Direction.LOAD)
-        with pytest.raises(TransferError):
-            await finish(here.mover.load(ids(0), ids(0)).done())
-        assert here.mover.layer_times.num_loads == 0
-        await finish(here.mover.load(ids(0), ids(0)).done())
-        assert here.mover.layer_times.num_loads == 1
-        await finish(here.mover.offload(ids(0), ids(0)).done())
-        assert here.mover.layer_times.num_loads == 1
 
 
 class BadlyMade(Layers):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -12,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.faulty import FaultyStore
-from tests.latch import CopyLatch, until
+from tests.latch import CopyLatch
 from tests.layouts import LAYOUTS
 from tests.storage.values import put_one
 from tests.stored import stored_keys
@@ -25,21 +23,17 @@ from tierkv.gpu.protocol import HostSlots
 from tierkv.storage.codec import (
     HEADER_BYTES,
     Codec,
-    DeferredHeader,
     PlainCodec,
     SignedCodec,
-    ValueIdentity,
 )
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import (
-    Buffer,
     Capabilities,
     GetStatus,
     PutItem,
     PutOutcome,
     PutStatus,
 )
-from tierkv.tasks import background
 from tierkv.transfer.storage_io import StorageIO
 
 NUM_SLOTS = 12
@@ -121,30 +115,6 @@ async def test_blocks_and_tails_come_back_byte_for_byte(name: str, num_tokens: i
 LONG = layered(16, [("key", "bfloat16", 8192), ("value", "bfloat16", 8192)], num_layers=2)
 
 
-async def test_a_long_block_has_no_checksum_before_it_is_sent_and_the_right_one_then() -> None:
-    async with ground(LONG, 16 * 3 + 5, sends_from_loop=True) as here:
-        held = asyncio.Event()
-        put = here.store.put
-
-        async def put_later(items: Sequence[PutItem]) -> list[PutOutcome]:
-            given.extend(items)
-            await held.wait()
-            return await put(items)
-
-        given: list[PutItem] = []
-        here.store.put = put_later  # type: ignore[method-assign]
-        flushing = asyncio.create_task(here.io.flush(here.keys[:3], ids(0, 1, 2)))
-        await until(lambda: len(given) == 3)
-        assert all(not any(item.parts[0]) for item in given)
-        held.set()
-        assert {outcome.status for outcome in await flushing} == {PutStatus.STORED}
-        assert all(any(item.parts[0]) for item in given)
-        before = here.host.array[:3].copy()
-        got = await here.io.fetch(here.keys[:3], ids(9, 10, 11))
-        assert {outcome.status for outcome in got} == {GetStatus.HIT}
-        assert np.array_equal(here.host.array[9:12], before)
-
-
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("num_blocks", [1, 3, 65])
 async def test_long_blocks_and_tails_come_back_byte_for_byte_and_damage_is_found(
@@ -185,45 +155,6 @@ async def test_values_are_complete_before_a_store_has_them_that_gains_nothing(
         assert given
         [got] = await here.io.fetch(here.keys, ids(5))
         assert got.status is GetStatus.HIT
-
-
-class Noting:
-    """A plain codec that notes in which turn of the loop a value is prepared."""
-
-    header_bytes = HEADER_BYTES
-
-    def __init__(self) -> None:
-        self.turn = 0
-        self.prepared_in: list[int] = []
-        plain = PlainCodec()
-        self.encode, self.decode, self.digest = plain.encode, plain.decode, plain.digest
-
-    def header_later(self, payload: Buffer, identity: ValueIdentity) -> DeferredHeader | None:
-        self.prepared_in.append(self.turn)
-        return PlainCodec().header_later(payload, identity)
-
-    async def take_turns(self) -> None:
-        while True:
-            self.turn += 1
-            await asyncio.sleep(0)
-
-
-@pytest.mark.parametrize("num_blocks", [8, 9, 100])
-async def test_the_loop_prepares_no_more_values_at_a_time_than_it_has_time_for(
-    num_blocks: int,
-) -> None:
-    """What a connection sends next would wait for all of them."""
-    codec = Noting()
-    async with (
-        ground(
-            LONG, 16 * num_blocks, num_slots=num_blocks, codec=codec, sends_from_loop=True
-        ) as here,
-        background({"turns": codec.take_turns()}),
-    ):
-        await here.io.flush(here.keys, ids(*range(num_blocks)))
-    in_each = Counter(codec.prepared_in).values()
-    assert max(in_each) == 8
-    assert len(in_each) == -(-num_blocks // 8)
 
 
 async def test_a_tail_is_stored_cut_to_its_tokens_under_its_own_name() -> None:
