@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
+from typing import get_args, get_type_hints
 from urllib.parse import unquote
 
 import msgspec
-import pytest
 
 from tests.api.nodes import settings
 from tests.client.scripted import scripted, value
@@ -14,8 +15,6 @@ from tierkv.api.metrics import Metrics
 from tierkv.api.node import Node
 from tierkv.api.server import routes as table_of
 from tierkv.client import AsyncClient, Client, NotANodeError
-from tierkv.client import routes as client_routes
-from tierkv.client.routes import RouteCall
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.http.route import Route
 
@@ -29,63 +28,48 @@ def table() -> list[Route]:
 
 
 TABLE = {(row.method, row.path): row for row in table()}
-CALLS = {
-    name.lower(): call for name, call in vars(client_routes).items() if isinstance(call, RouteCall)
+METHODS = {
+    name: method
+    for name, method in vars(AsyncClient).items()
+    if inspect.iscoroutinefunction(method) and not name.startswith("_")
 }
 
 
-def test_every_route_of_the_table_has_a_call_and_no_call_is_of_another() -> None:
-    assert {(call.method, call.path) for call in CALLS.values()} == set(TABLE)
-    assert len(CALLS) == len(TABLE)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_call_reads_what_its_route_answers(name: str) -> None:
-    call = CALLS[name]
-    answer = TABLE[call.method, call.path].answer
-    assert call.answer is (answer if answer is not None else bytes)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_every_call_is_a_method_of_both_clients_with_a_body_where_the_route_has_one(
-    name: str,
-) -> None:
-    call = CALLS[name]
-    parameters = inspect.signature(getattr(AsyncClient, name)).parameters
-    row = TABLE[call.method, call.path]
-    assert ("body" in parameters) == (row.body is not None)
-    assert callable(getattr(Client, name))
-    if row.is_stream:
-        assert callable(getattr(AsyncClient, f"stream_{name}"))
-        assert callable(getattr(Client, f"stream_{name}"))
-
-
-@pytest.mark.parametrize("name", [name for name in CALLS if name != "events"])
-async def test_each_method_asks_its_route_with_its_body(name: str) -> None:
-    call = CALLS[name]
-    row = TABLE[call.method, call.path]
-    method = getattr(AsyncClient, name)
-    arguments: list[object] = []
-    for parameter in list(inspect.signature(method).parameters.values())[1:]:
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-            continue
-        if parameter.name == "body":
-            assert row.body is not None
-            arguments.append(some(row.body))
-        else:
-            arguments.append("a name/?")
+async def asked_by(name: str) -> Route:
+    """The route that a method asks, with the name and the body that it was given."""
+    method, row = METHODS[name], None
+    body_type = get_type_hints(method).get("body")
+    kind = next((one for one in (body_type, *get_args(body_type)) if isinstance(one, type)), None)
     async with scripted(value("not what it expects")) as on, AsyncClient(on.url) as client:
-        if name == "metrics":
-            assert await client.metrics()
-        else:
-            with pytest.raises(NotANodeError, match="cannot be read"):
-                await method(client, *arguments)
-    (asked_method, path, body), *_ = on.asked
-    assert asked_method == call.method
-    assert unquote(path.partition("?")[0]) == call.path.replace("{id}", "a name/?")
+        arguments = [
+            "a name/?" if parameter.name != "body" else some(kind or msgspec.Struct)
+            for parameter in list(inspect.signature(method).parameters.values())[1:]
+            if parameter.kind is not inspect.Parameter.KEYWORD_ONLY
+        ]
+        with suppress(NotANodeError):
+            await method(client, *arguments)
+    (asked_method, path, raw), *_ = on.asked
+    template = unquote(path.partition("?")[0]).replace("a name/?", "{id}")
+    row = TABLE[asked_method, template]
+    assert (kind is not None) == (row.body is not None)
     if row.body is not None:
-        decoded: object = msgspec.msgpack.decode(body, type=row.body)
-        assert isinstance(decoded, row.body)
+        assert row.body is kind
+        assert isinstance(msgspec.msgpack.decode(raw, type=row.body), row.body)
+    return row
+
+
+async def test_every_route_of_the_table_has_a_method_of_both_clients_that_returns_its_answer() -> (
+    None
+):
+    routes = [await asked_by(name) for name in METHODS]
+    asked = {(row.method, row.path) for row in routes} | {("GET", "/v1/events")}
+    assert asked == set(TABLE)
+    assert len(routes) == len(asked) - 1
+    for name, row in zip(METHODS, routes, strict=True):
+        assert row.answer in (get_type_hints(METHODS[name])["return"], None)
+        streams = ["", "stream_"] if row.is_stream else [""]
+        assert all(callable(getattr(Client, f"{prefix}{name}")) for prefix in streams)
+        assert all(callable(getattr(AsyncClient, f"{prefix}{name}")) for prefix in streams)
 
 
 def some(kind: type) -> object:

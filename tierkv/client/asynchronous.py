@@ -57,15 +57,13 @@ from tierkv.api.types import (
     VersionAnswer,
     WakeBody,
 )
-from tierkv.client import routes
-from tierkv.client.calls import Calls, Question, Retries, named
+from tierkv.client.calls import Calls, Retries, named
 from tierkv.client.errors import NotANodeError
 from tierkv.client.http import Http
 from tierkv.client.streams import EventStream, TokenStream
 from tierkv.observe import Stats
 from tierkv.sched.explain import Explanation
 
-_VERBOSE = Question(query="?verbose")
 _ALL = CommitBody()
 _AS_IT_IS = ResumeBody()
 _PLAIN = PublishBody()
@@ -97,11 +95,11 @@ class AsyncClient:
         max_connections: int = 100,
     ) -> None:
         http = Http(url, token=token, tls=tls, uds=uds, max_connections=max_connections)
-        self._calls = Calls(http, timeout_s, retries or Retries())
+        self._node = Calls(http, timeout_s, retries or Retries())
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        await self._stack.enter_async_context(self._calls.running())
+        await self._stack.enter_async_context(self._node.running())
         return self
 
     async def __aexit__(
@@ -116,36 +114,33 @@ class AsyncClient:
 
     async def livez(self) -> LiveAnswer:
         """An answer at all is the point."""
-        return await self._calls.ask(routes.LIVEZ)
+        return await self._node.ask("GET", "/livez", LiveAnswer)
 
     async def readyz(self) -> ReadyAnswer:
         """With each part of the node. Raises NotReadyError if the node takes no requests now."""
-        return await self._calls.ask(routes.READYZ, _VERBOSE)
+        return await self._node.ask("GET", "/readyz", ReadyAnswer, query="?verbose")
 
     async def healthz(self) -> ReadyAnswer:
         """The same as `readyz`, under the name that some balancers ask for."""
-        return await self._calls.ask(routes.HEALTHZ, _VERBOSE)
+        return await self._node.ask("GET", "/healthz", ReadyAnswer, query="?verbose")
 
     async def version(self) -> VersionAnswer:
-        return await self._calls.ask(routes.VERSION)
+        return await self._node.ask("GET", "/version", VersionAnswer)
 
     async def metrics(self) -> str:
         """What Prometheus scrapes, in its text format."""
-        question = Question(headers={"Accept": "text/plain"})
-        return (await self._calls.ask(routes.METRICS, question)).decode("utf-8", "replace")
+        return (await self._node.ask("GET", "/metrics", bytes)).decode("utf-8", "replace")
 
     async def stats(self) -> Stats:
-        return await self._calls.ask(routes.STATS)
+        return await self._node.ask("GET", "/v1/stats", Stats)
 
     async def verify(self) -> VerifyAnswer:
         """Let the node recount its blocks and leases."""
-        return await self._calls.ask(routes.VERIFY)
+        return await self._node.ask("GET", "/v1/verify", VerifyAnswer)
 
     async def openapi(self) -> dict[str, object]:
         """The OpenAPI document of this node's routes."""
-        raw = await self._calls.ask(
-            routes.OPENAPI, Question(headers={"Accept": "application/json"})
-        )
+        raw = await self._node.ask("GET", "/openapi.json", bytes)
         try:
             return msgspec.json.decode(raw, type=dict[str, object])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -157,43 +152,49 @@ class AsyncClient:
         self, body: GenerateBody, *, timeout_s: float | None = None
     ) -> GenerateAnswer:
         body = named(replace(body, stream=False))
-        return await self._calls.ask(routes.GENERATE, Question(body=body), timeout_s=timeout_s)
+        return await self._node.ask(
+            "POST", "/v1/generate", GenerateAnswer, body=body, timeout_s=timeout_s
+        )
 
     async def prefill(self, body: PrefillBody, *, timeout_s: float | None = None) -> PrefillAnswer:
         """Compute and publish a prompt. Raises HandoffError if it cannot be published."""
         body = named(replace(body, stream=False))
-        return await self._calls.ask(routes.PREFILL, Question(body=body), timeout_s=timeout_s)
+        return await self._node.ask(
+            "POST", "/v1/prefill", PrefillAnswer, body=body, timeout_s=timeout_s
+        )
 
     async def decode(self, body: DecodeBody, *, timeout_s: float | None = None) -> DecodeAnswer:
         """Claim a published prompt and go on. Raises HandoffError if it cannot be claimed."""
         body = named(replace(body, stream=False))
-        return await self._calls.ask(routes.DECODE, Question(body=body), timeout_s=timeout_s)
+        return await self._node.ask(
+            "POST", "/v1/decode", DecodeAnswer, body=body, timeout_s=timeout_s
+        )
 
     async def lookup(self, body: LookupBody) -> LookupAnswer:
         """Tell in which tiers a prompt's leading tokens are."""
-        return await self._calls.ask(routes.LOOKUP, Question(body=body))
+        return await self._node.ask("POST", "/v1/lookup", LookupAnswer, body=body)
 
     async def explain(self, body: LookupBody) -> Explanation:
         """Tell where each of a prompt's blocks is, what is missing first, and why."""
-        return await self._calls.ask(routes.EXPLAIN, Question(body=body))
+        return await self._node.ask("POST", "/v1/explain", Explanation, body=body)
 
     # As they are generated: async with client.stream_generate(body) as stream: async for ... in it
 
     def stream_generate(
         self, body: GenerateBody
     ) -> AbstractAsyncContextManager[TokenStream[GenerateAnswer]]:
-        return self._calls.stream(routes.GENERATE, replace(body, stream=True))
+        return self._node.stream("/v1/generate", GenerateAnswer, replace(body, stream=True))
 
     def stream_prefill(
         self, body: PrefillBody
     ) -> AbstractAsyncContextManager[TokenStream[PrefillAnswer]]:
         """The first token comes as soon as it is computed, the answer when all is published."""
-        return self._calls.stream(routes.PREFILL, replace(body, stream=True))
+        return self._node.stream("/v1/prefill", PrefillAnswer, replace(body, stream=True))
 
     def stream_decode(
         self, body: DecodeBody
     ) -> AbstractAsyncContextManager[TokenStream[DecodeAnswer]]:
-        return self._calls.stream(routes.DECODE, replace(body, stream=True))
+        return self._node.stream("/v1/decode", DecodeAnswer, replace(body, stream=True))
 
     # For engines that compute by themselves: a request from its admission to its end. name: the
     # request's id, as `admit` or `claim` answered it
@@ -201,158 +202,162 @@ class AsyncClient:
     async def admit(self, body: AdmitBody) -> RequestAnswer:
         """Get blocks for a request. Without a request id it is given one here, so that a call
         which is made again after a lost answer takes blocks once."""
-        return await self._calls.ask(routes.ADMIT, Question(body=named(body)))
+        return await self._node.ask("POST", "/v1/requests", RequestAnswer, body=named(body))
 
     async def claim(self, body: ClaimBody) -> ClaimAnswer:
         """Get blocks for a published prompt, which is loaded to them. Named as in `admit`."""
-        return await self._calls.ask(routes.CLAIM, Question(body=named(body)))
+        return await self._node.ask("POST", "/v1/claims", ClaimAnswer, body=named(body))
 
     async def request(self, name: str) -> RequestAnswer:
         """How it stands; this renews its lease."""
-        return await self._calls.ask(routes.REQUEST, Question(name))
+        return await self._node.ask("GET", "/v1/requests/{id}", RequestAnswer, name)
 
     async def explain_request(self, name: str) -> Explanation:
         """What of its prompt is cached now, where, and why no more."""
-        return await self._calls.ask(routes.EXPLAIN_REQUEST, Question(name))
+        return await self._node.ask("GET", "/v1/requests/{id}/explain", Explanation, name)
 
     async def commit(self, name: str, body: CommitBody = _ALL) -> RequestAnswer:
         """Tell which tokens' KV is computed; without a body, the whole prompt's."""
-        return await self._calls.ask(routes.COMMIT, Question(name, body))
+        return await self._node.ask("POST", "/v1/requests/{id}/commit", RequestAnswer, name, body)
 
     async def extend(self, name: str, body: ExtendBody) -> RequestAnswer:
-        return await self._calls.ask(routes.EXTEND, Question(name, body))
+        return await self._node.ask("POST", "/v1/requests/{id}/extend", RequestAnswer, name, body)
 
     async def preempt(self, name: str) -> RequestAnswer:
         """Give the blocks back for a while."""
-        return await self._calls.ask(routes.PREEMPT, Question(name))
+        return await self._node.ask(
+            "POST", "/v1/requests/{id}/preempt", RequestAnswer, name, is_repeatable=False
+        )
 
     async def resume(self, name: str, body: ResumeBody = _AS_IT_IS) -> RequestAnswer:
-        return await self._calls.ask(routes.RESUME, Question(name, body))
+        return await self._node.ask(
+            "POST", "/v1/requests/{id}/resume", RequestAnswer, name, body, is_repeatable=False
+        )
 
     async def stream(self, name: str, body: StreamBody = _PLAIN_STREAM) -> StreamAnswer:
         """Store the prompt while it is computed: each `commit` lets more of it out, and `publish`
         under the same ticket completes it."""
-        return await self._calls.ask(routes.STREAM, Question(name, body))
+        return await self._node.ask("POST", "/v1/requests/{id}/stream", StreamAnswer, name, body)
 
     async def publish(self, name: str, body: PublishBody = _PLAIN) -> PublishAnswer:
         """Leave a ticket for a decode node. The prompt must be committed."""
-        return await self._calls.ask(routes.PUBLISH, Question(name, body))
+        return await self._node.ask("POST", "/v1/requests/{id}/publish", PublishAnswer, name, body)
 
     async def finish(self, name: str, body: CommitBody | None = None) -> EndAnswer:
         """End it, after a last commit if there is a body. What was committed stays cached."""
-        return await self._calls.ask(routes.FINISH, Question(name, body))
+        return await self._node.ask("POST", "/v1/requests/{id}/finish", EndAnswer, name, body)
 
     async def abort(self, name: str) -> EndAnswer:
-        return await self._calls.ask(routes.ABORT, Question(name))
+        return await self._node.ask("DELETE", "/v1/requests/{id}", EndAnswer, name)
 
     # What is cached: prefetches, backups, pins, tickets
 
     async def prefetch(self, body: PrefetchBody) -> PrefetchAnswer:
         """Begin to bring a prompt's blocks from storage to the host."""
-        return await self._calls.ask(routes.PREFETCH, Question(body=named(body)))
+        return await self._node.ask("POST", "/v1/prefetches", PrefetchAnswer, body=named(body))
 
     async def prefetch_state(self, name: str) -> PrefetchAnswer:
-        return await self._calls.ask(routes.PREFETCH_STATE, Question(name))
+        return await self._node.ask("GET", "/v1/prefetches/{id}", PrefetchAnswer, name)
 
     async def cancel_prefetch(self, name: str) -> PrefetchAnswer:
-        return await self._calls.ask(routes.CANCEL_PREFETCH, Question(name))
+        return await self._node.ask("DELETE", "/v1/prefetches/{id}", PrefetchAnswer, name)
 
     async def backup(self, body: BackupBody) -> BackupAnswer:
         """Begin to store what is cached of a prompt, in whole blocks."""
-        return await self._calls.ask(routes.BACKUP, Question(body=named(body)))
+        return await self._node.ask("POST", "/v1/backups", BackupAnswer, body=named(body))
 
     async def backup_state(self, name: str) -> BackupAnswer:
-        return await self._calls.ask(routes.BACKUP_STATE, Question(name))
+        return await self._node.ask("GET", "/v1/backups/{id}", BackupAnswer, name)
 
     async def cancel_backup(self, name: str) -> BackupAnswer:
-        return await self._calls.ask(routes.CANCEL_BACKUP, Question(name))
+        return await self._node.ask("DELETE", "/v1/backups/{id}", BackupAnswer, name)
 
     async def pins(self) -> PinsAnswer:
         """All of the caller's tenant."""
-        return await self._calls.ask(routes.PINS)
+        return await self._node.ask("GET", "/v1/pins", PinsAnswer)
 
     async def pin(self, name: str, body: PinBody) -> PinAnswer:
         """Keep what is cached of a prompt from being evicted, for a while; `name` is yours."""
-        return await self._calls.ask(routes.PIN, Question(name, body))
+        return await self._node.ask("PUT", "/v1/pins/{id}", PinAnswer, name, body)
 
     async def pin_state(self, name: str) -> PinAnswer:
-        return await self._calls.ask(routes.PIN_STATE, Question(name))
+        return await self._node.ask("GET", "/v1/pins/{id}", PinAnswer, name)
 
     async def unpin(self, name: str) -> PinAnswer:
-        return await self._calls.ask(routes.UNPIN, Question(name))
+        return await self._node.ask("DELETE", "/v1/pins/{id}", PinAnswer, name)
 
     async def ticket(self, name: str) -> TicketAnswer:
         """How a published prompt stands. It does not wait."""
-        return await self._calls.ask(routes.TICKET, Question(name))
+        return await self._node.ask("GET", "/v1/tickets/{id}", TicketAnswer, name)
 
     async def forget_ticket(self, name: str) -> TicketAnswer:
         """Nobody will claim it; its blocks live on as long as any."""
-        return await self._calls.ask(routes.FORGET_TICKET, Question(name))
+        return await self._node.ask("DELETE", "/v1/tickets/{id}", TicketAnswer, name)
 
     async def acknowledge(self, name: str) -> TicketAnswer:
         """It has been claimed: its producer need not keep anything for it."""
-        return await self._calls.ask(routes.ACKNOWLEDGE, Question(name))
+        return await self._node.ask("POST", "/v1/tickets/{id}/ack", TicketAnswer, name)
 
     # For those who run a node: tiers, quotas, blocks, life cycle, events
 
     async def drain(self) -> LifeAnswer:
         """Take no more work, until the end of the process."""
-        return await self._calls.ask(routes.DRAIN)
+        return await self._node.ask("POST", "/v1/drain", LifeAnswer)
 
     async def pause(self) -> LifeAnswer:
         """Admit nothing until `unpause`; what runs goes on, and what comes waits."""
-        return await self._calls.ask(routes.PAUSE)
+        return await self._node.ask("POST", "/v1/pause", LifeAnswer)
 
     async def unpause(self) -> LifeAnswer:
-        return await self._calls.ask(routes.UNPAUSE)
+        return await self._node.ask("POST", "/v1/resume", LifeAnswer)
 
     async def sleep(self, body: SleepBody | None = None) -> LifeAnswer:
         """Give the device's memory back until `wake`; requests wait."""
-        return await self._calls.ask(routes.SLEEP, Question(body=body))
+        return await self._node.ask("POST", "/v1/sleep", LifeAnswer, body=body)
 
     async def wake(self, body: WakeBody | None = None) -> LifeAnswer:
-        return await self._calls.ask(routes.WAKE, Question(body=body))
+        return await self._node.ask("POST", "/v1/wake", LifeAnswer, body=body)
 
     async def resize(self, body: ResizeBody) -> TiersAnswer:
-        return await self._calls.ask(routes.RESIZE, Question(body=body))
+        return await self._node.ask("POST", "/v1/resize", TiersAnswer, body=body)
 
     async def reset(self) -> ResetAnswer:
         """Forget all cached blocks that nobody holds; storage keeps its own."""
-        return await self._calls.ask(routes.RESET)
+        return await self._node.ask("POST", "/v1/reset", ResetAnswer)
 
     async def forget_blocks(self, *, storage: bool = False) -> ResetAnswer:
         """The same as `reset`. storage: what is stored is removed as well."""
         query = "?storage=true" if storage else ""
-        return await self._calls.ask(routes.FORGET_BLOCKS, Question(query=query))
+        return await self._node.ask("DELETE", "/v1/blocks", ResetAnswer, query=query)
 
     async def blocks(self, *, cursor: str | None = None, limit: int = 100) -> BlocksAnswer:
         """A page of the cached blocks of all tenants. cursor: of the page before."""
         query = {"limit": str(limit)} | ({"cursor": cursor} if cursor is not None else {})
-        return await self._calls.ask(routes.BLOCKS, Question(query=f"?{urlencode(query)}"))
+        return await self._node.ask("GET", "/v1/blocks", BlocksAnswer, query=f"?{urlencode(query)}")
 
     async def config(self) -> ConfigAnswer:
         """The node's settings, secrets masked."""
-        return await self._calls.ask(routes.CONFIG)
+        return await self._node.ask("GET", "/v1/config", ConfigAnswer)
 
     async def tiers(self) -> TiersAnswer:
-        return await self._calls.ask(routes.TIERS)
+        return await self._node.ask("GET", "/v1/tiers", TiersAnswer)
 
     async def attach_storage(self, body: StorageBody) -> TiersAnswer:
-        return await self._calls.ask(routes.ATTACH_STORAGE, Question(body=body))
+        return await self._node.ask("PUT", "/v1/tiers/storage", TiersAnswer, body=body)
 
     async def detach_storage(self) -> TiersAnswer:
-        return await self._calls.ask(routes.DETACH_STORAGE)
+        return await self._node.ask("DELETE", "/v1/tiers/storage", TiersAnswer)
 
     async def set_quota(self, tenant: str, body: QuotaBody) -> QuotaAnswer:
-        return await self._calls.ask(routes.SET_QUOTA, Question(tenant, body))
+        return await self._node.ask("PUT", "/v1/quotas/{id}", QuotaAnswer, tenant, body)
 
     async def quota(self, tenant: str) -> QuotaAnswer:
-        return await self._calls.ask(routes.QUOTA, Question(tenant))
+        return await self._node.ask("GET", "/v1/quotas/{id}", QuotaAnswer, tenant)
 
     async def drop_quota(self, tenant: str) -> QuotaAnswer:
-        return await self._calls.ask(routes.DROP_QUOTA, Question(tenant))
+        return await self._node.ask("DELETE", "/v1/quotas/{id}", QuotaAnswer, tenant)
 
     def events(self, *, after: str = "") -> AbstractAsyncContextManager[EventStream]:
         """What happens to cached blocks, as it happens. after: the id of the last event that was
         seen on an earlier connection."""
-        return self._calls.events(routes.EVENTS, {"Last-Event-ID": after} if after else {})
+        return self._node.events("/v1/events", {"Last-Event-ID": after} if after else {})

@@ -7,7 +7,7 @@ import random
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar, cast
+from typing import Generic, NoReturn, TypeVar, cast
 from urllib.parse import quote
 from uuid import uuid4
 
@@ -27,7 +27,6 @@ from tierkv.client.errors import (
     remote_error,
 )
 from tierkv.client.http import Body, Http, Reply
-from tierkv.client.routes import Repeat, RouteCall
 from tierkv.client.streams import Events, EventStream, TokenStream
 from tierkv.errors import BadRequestError, ConfigError, HandoffError, TierKVError
 from tierkv.http.bodies import EVENT_STREAM, JSON, MSGPACK
@@ -84,10 +83,13 @@ _MOST_RETRY_AFTER_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What goes into one call besides its route."""
+class _Question(Generic[A]):
+    """One call, as `Calls.ask` is told of it."""
 
-    name: str | None = None  # what {id} stands for
+    method: str
+    path: str
+    answer: type[A]
+    name: str | None = None
     body: msgspec.Struct | None = None
     query: str = ""
     headers: Mapping[str, str] | None = None
@@ -107,24 +109,39 @@ class Calls:
     def running(self) -> AbstractAsyncContextManager[None]:
         return self._http.running()
 
-    async def ask(
-        self, call: RouteCall[A], question: Question = Question(), *, timeout_s: float | None = None
+    async def ask(  # noqa: PLR0913 - what makes a call, all but three with a default
+        self,
+        method: str,
+        path: str,
+        answer: type[A],
+        name: str | None = None,
+        body: msgspec.Struct | None = None,
+        *,
+        query: str = "",
+        is_repeatable: bool = True,
+        timeout_s: float | None = None,
     ) -> A:
-        """Raises RemoteError for an answer that is an error, else CallError."""
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
-        async with deadline(limit_s, lambda: self._late(call, limit_s)) as scope:
-            return await self._attempts(call, question, scope)
+        """Ask a route. path: with {id} where `name` goes. answer: what comes back; `bytes` is the
+        body as it is. is_repeatable: it may be asked again when the answer was lost, since that
+        changes nothing, or the second time nothing more.
 
-    async def _attempts(self, call: RouteCall[A], question: Question, scope: asyncio.Timeout) -> A:
-        path, body, headers = self._prepared(call, question)
+        Raises RemoteError for an answer that is an error, else CallError."""
+        question = _Question(method, path, answer, name, body, query)
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        async with deadline(limit_s, lambda: self._late(question, limit_s)) as scope:
+            return await self._attempts(question, scope, is_repeatable=is_repeatable)
+
+    async def _attempts(
+        self, question: _Question[A], scope: asyncio.Timeout, *, is_repeatable: bool
+    ) -> A:
+        path, body, headers = self._prepared(question)
         attempt = 0
         while True:
             attempt += 1
             try:
-                reply = await self._http.ask(call.method, path, body, headers)
-                return self._read(call, reply)
+                reply = await self._http.ask(question.method, path, body, headers)
+                return self._read(question, reply)
             except TierKVError as error:
-                is_repeatable = call.repeat is Repeat.ALWAYS
                 if not self._retries.allows(error, attempt, is_repeatable=is_repeatable):
                     raise
                 pause_s = self._retries.pause_s(error, attempt)
@@ -134,43 +151,43 @@ class Calls:
             await asyncio.sleep(pause_s)
 
     @asynccontextmanager
-    async def stream(self, call: RouteCall[A], body: B) -> AsyncIterator[TokenStream[A]]:
+    async def stream(
+        self, path: str, answer: type[A], body: msgspec.Struct
+    ) -> AsyncIterator[TokenStream[A]]:
         """The tokens of one call. The head must come within the client's timeout, and each event
         as long after the one before."""
-        async with self._opened(call, Question(body=body)) as events:
-            yield TokenStream(self._http.where, events, call.answer)
+        async with self._opened(_Question("POST", path, answer, body=body)) as events:
+            yield TokenStream(self._http.where, events, answer)
 
     @asynccontextmanager
-    async def events(
-        self, call: RouteCall[bytes], headers: Mapping[str, str]
-    ) -> AsyncIterator[EventStream]:
-        async with self._opened(call, Question(headers=headers)) as events:
+    async def events(self, path: str, headers: Mapping[str, str]) -> AsyncIterator[EventStream]:
+        async with self._opened(_Question("GET", path, bytes, headers=headers)) as events:
             yield EventStream(events)
 
     @asynccontextmanager
-    async def _opened(self, call: RouteCall[A], question: Question) -> AsyncIterator[Events]:
-        path, raw, headers = self._prepared(call, question)
+    async def _opened(self, question: _Question[A]) -> AsyncIterator[Events]:
+        path, raw, headers = self._prepared(question)
         headers["Accept"] = EVENT_STREAM
         limit_s = self._timeout_s
         async with AsyncExitStack() as stack:
-            async with deadline(limit_s, lambda: self._late(call, limit_s)):
+            async with deadline(limit_s, lambda: self._late(question, limit_s)):
                 response = await stack.enter_async_context(
-                    self._http.opened(call.method, path, raw, headers)
+                    self._http.opened(question.method, path, raw, headers)
                 )
                 if response.content_type != EVENT_STREAM:
                     self._refuse(await self._http.whole(response))
             yield Events(self._http.where, response, limit_s)
 
-    def _late(self, call: RouteCall[A], limit_s: float) -> DeadlineError:
-        return DeadlineError(f"{self._http.where} did not answer {call.path} within {limit_s:g} s")
+    def _late(self, question: _Question[A], limit_s: float) -> DeadlineError:
+        where, path = self._http.where, question.path
+        return DeadlineError(f"{where} did not answer {path} within {limit_s:g} s")
 
-    def _prepared(
-        self, call: RouteCall[A], question: Question
-    ) -> tuple[str, Body | None, dict[str, str]]:
-        path = call.path
+    def _prepared(self, question: _Question[A]) -> tuple[str, Body | None, dict[str, str]]:
+        path = question.path
         if question.name is not None:
             path = path.replace("{id}", quote(question.name, safe=""))
-        headers = {"Accept": MSGPACK, **(question.headers or {})}
+        accept = "*/*" if question.answer is bytes else MSGPACK
+        headers = {"Accept": accept, **(question.headers or {})}
         if question.body is None:
             return path + question.query, None, headers
         headers["Content-Type"] = MSGPACK
@@ -180,19 +197,19 @@ class Calls:
             raise BadRequestError("a number has more than 64 bits, which no node takes") from error
         return path + question.query, [body], headers
 
-    def _read(self, call: RouteCall[A], reply: Reply) -> A:
+    def _read(self, question: _Question[A], reply: Reply) -> A:
         if reply.status >= _FIRST_ERROR:
             self._refuse(reply)
-        if call.answer is bytes:
+        if question.answer is bytes:
             return cast("A", reply.raw)
         try:
             if reply.content_type == MSGPACK:
-                return msgspec.msgpack.decode(reply.raw, type=call.answer)
+                return msgspec.msgpack.decode(reply.raw, type=question.answer)
             if reply.content_type == JSON:
-                return msgspec.json.decode(reply.raw, type=call.answer)
+                return msgspec.json.decode(reply.raw, type=question.answer)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise NotANodeError(
-                f"what {self._http.where} answers to {call.path} cannot be read: {error}",
+                f"what {self._http.where} answers to {question.path} cannot be read: {error}",
                 status=reply.status,
             ) from error
         raise self._stranger(reply)
