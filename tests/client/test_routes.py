@@ -58,9 +58,7 @@ async def asked_by(name: str) -> Route:
     return row
 
 
-async def test_every_route_of_the_table_has_a_method_of_both_clients_that_returns_its_answer() -> (
-    None
-):
+async def test_every_route_of_the_table_has_a_method_of_both_clients_with_its_answer() -> None:
     routes = [await asked_by(name) for name in METHODS]
     asked = {(row.method, row.path) for row in routes} | {("GET", "/v1/events")}
     assert asked == set(TABLE)
