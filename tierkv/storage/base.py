@@ -203,11 +203,8 @@ Item = TypeVar("Item")
 
 
 class WorkerThreads:
-    """At most `num_threads` threads, alive inside `running()`.
-
-    They read and write buffers lent by callers, so a cancelled caller is held until its thread is
-    done with them.
-    """
+    """At most `num_threads` threads, alive inside `running()`. They use buffers of their callers,
+    so a cancel is raised when the thread has ended its work."""
 
     def __init__(self, owner: str, num_threads: int) -> None:
         self._owner = owner
@@ -267,10 +264,9 @@ class WorkerThreads:
     async def run_each(self, work: Callable[[Item], T], items: Sequence[Item]) -> list[T]:
         """`work(item)` for each item, spread over the threads; results in the items' order.
 
-        A cancel lets each thread finish the item it has in hand, starts no other, and is raised
-        when the last one has ended; at once, behind threads that are stuck with others' work.
-        What `work` raises is raised here, after the rest is done; only what is no TierKVError lets
-        its thread begin no other item.
+        After a cancel no item is begun; it is raised when those begun have ended. What `work`
+        raises is raised when all items are done; after an error that is no TierKVError its thread
+        begins no other item.
         """
         self.check_open()
         assert self._pool is not None, "checked in the line above"

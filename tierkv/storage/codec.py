@@ -1,6 +1,5 @@
-"""The header in front of every stored block, the check of what comes back, and codecs with a key,
-of blocks and of small values, for a store that others can write to. Records of msgpack, for other
-processes (`seal`, `unseal`).
+"""How blocks and small values become stored bytes: a header with a checksum, or with a signature or
+cipher where others can write to the store; and records for other processes (`seal`, `unseal`).
 
     value   | header, 88 bytes | payload, exactly the bytes of the host slot |
 
@@ -310,11 +309,8 @@ def check_key(trust: Trust, key: bytes | None) -> bytes:
 
 
 class TenantCodecs:
-    """A codec for each fingerprint, whose key is derived from one key of the deployment.
-
-    Tenant, model and adapter are in a fingerprint, and so each tenant has keys of its own: a value
-    of one is damaged for another, even if it is filed under the other's names.
-    """
+    """A codec for each fingerprint (model, layout, adapter, tenant), with a key derived from the
+    deployment's: a value of one tenant is damaged for another, whatever its name."""
 
     def __init__(self, trust: Trust, key: bytes | None) -> None:
         """key: 32 bytes that every node of the deployment has; None where none is needed.
@@ -507,16 +503,14 @@ _FORGED_SMALL = "the value was not made with this key and for this name, or was 
 
 
 class SmallCodec:
-    """Safe from several threads. Where the store is trusted, a value is its content as it is.
-
-    Small values, such as tickets, for a store that others can write to, bound to their names.
+    """How small values, such as tickets, are stored, each bound to its name. Safe from several
+    threads. Where the store is trusted, a value is its content as it is.
 
         signed  | TKVS, version 1, flags 1 | BLAKE3 with key, 32 | content |
         sealed  | TKVS, version 1, flags 2 | nonce, 12 | content, AES-256-GCM | tag, 16 |
 
-    Finds what was forged, changed, or filed under another name; not what is old: who can write to
-    the store can put back a value that once had this name, or remove it. A value says itself until
-    when it counts.
+    Finds what was forged, changed, or filed under another name; not that an old value of the name
+    was put back, or removed: a value says itself until when it counts.
     """
 
     def __init__(self, trust: Trust, key: bytes | None) -> None:

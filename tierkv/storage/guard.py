@@ -77,8 +77,7 @@ T = TypeVar("T")
 class ResilienceSettings:
     """timeout_s, slowest_bytes_per_s: a read may take timeout_s and its bytes' time. A little more
         than the store's own deadline, whose errors say more.
-    write_timeout_s: the same of a batch of writes, for which no request waits but a hand-off, with
-        a deadline of its own.
+    write_timeout_s: the same for a batch of writes, for which no request waits.
     failures_to_open: failed operations in a row after which the store is left alone.
     probe_interval_s: how often it is then asked whether it is back.
     retries_per_operation: a budget, over all reads: 0.1 lets one read in ten be tried again.
@@ -114,8 +113,8 @@ class ResilienceSettings:
 
 
 class GuardedStore(StoreWrapper):
-    """`Store`. Every answer comes within the deadline, if the inner store gives buffers back in
-    time when it is cancelled; while the breaker is open, at once."""
+    """`Store`. Answers within its deadlines, as far as the inner store gives buffers back when it
+    is cancelled; at once while the breaker is open."""
 
     def __init__(self, inner: Store, settings: ResilienceSettings, clock: Clock) -> None:
         super().__init__(inner)
@@ -175,8 +174,7 @@ class GuardedStore(StoreWrapper):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Asks the store, while it is left alone, whether it is back. One that is opened again has
-        just answered, whatever it was left for."""
+        """Begins with a closed breaker: a store that can be opened has just answered."""
         self._breaker = Breaker(self._settings.failures_to_open, self._clock)
         self._opened, self._is_late = asyncio.Event(), asyncio.Event()  # of this loop
         self._refused, self._write_refusal = asyncio.Event(), ""
@@ -242,8 +240,8 @@ class GuardedStore(StoreWrapper):
         return content
 
     async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
-        """What `ask` returns; what failed at once is tried again, within the budget. A cancel is
-        raised at once, even if `ask` does not end then."""
+        """What `ask` returns; tried once more, within the budget, if it fails at once. A cancel is
+        raised at once, even if `ask` goes on."""
         started = self._clock.monotonic()
         may_try_again = True
         while True:
@@ -279,7 +277,7 @@ class GuardedStore(StoreWrapper):
     # Reads
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        """What failed at once is tried again, within the budget."""
+        """What fails at once is tried once more, within the budget."""
         started = self._clock.monotonic()
         with self._missing.asking() as note_missing:
             outcomes = await self._get_into(items)
@@ -312,8 +310,7 @@ class GuardedStore(StoreWrapper):
 
     async def _take_slot(self) -> None:
         """Take one of `max_reads` slots, which the caller gives back. Raises StoreUnavailableError
-        if too many wait for one, or the store is left alone, also meanwhile: those who have the
-        slots may be stuck."""
+        if too many wait for one, or if the breaker is open or opens meanwhile."""
         self._tokens = min(_MAX_TOKENS, self._tokens + self._settings.retries_per_operation)
         self._check_breaker()
         if self._reads.num_waiting >= self._settings.max_waiting_reads:
@@ -393,15 +390,15 @@ class GuardedStore(StoreWrapper):
 
     @asynccontextmanager
     async def _within(self, deadline_s: float, *, writes: bool = False) -> AsyncIterator[None]:
-        """The body is cancelled after `deadline_s`, which is a failure of the store even if the
-        cancel has no effect. Raises StoreUnavailableError."""
+        """Cancel the body after `deadline_s`, and count a failure of the store then, even if the
+        body goes on. Raises StoreUnavailableError."""
         is_stuck = False
 
         def late() -> str:
             return f"{self.url} did not answer within {deadline_s * 1000:.0f} ms"
 
         def note_stuck() -> None:
-            """Reads may be answered while writes hang, so that the breaker does not open."""
+            """The cancel had no effect. Where only writes hang, reads keep the breaker closed."""
             nonlocal is_stuck
             is_stuck = True
             self._slow_at = self._clock.monotonic()
@@ -435,8 +432,8 @@ class GuardedStore(StoreWrapper):
             self._num_stuck -= is_stuck and writes
 
     def _takes_retry(self, started: float) -> bool:
-        """Whether the first try failed at once, and the budget, which every operation adds to, has
-        a retry left. Takes it."""
+        """Take a retry from the budget, which every operation adds to, if the first try failed at
+        once; whether there was one."""
         was_quick = self._clock.monotonic() - started <= _RETRY_WITHIN_S
         if not was_quick or self._tokens < 1 or not self._breaker.is_closed:
             return False
@@ -487,7 +484,7 @@ class GuardedStore(StoreWrapper):
                     call()
 
     async def _probe(self) -> str | None:
-        """Why the store did not answer; None if it did, and then it is known how late it is."""
+        """Why the store did not answer; None if it did. Measures its latency."""
         time = asyncio.get_running_loop().time
         slowest_s = _SLOWEST * self._settings.timeout_s
         latency_s = self._latency_s if self._breaker.is_closed else 0.0
@@ -517,8 +514,8 @@ class GuardedStore(StoreWrapper):
                 self._is_late.set()
 
     async def _keep_probing_writes(self) -> None:
-        """While the store takes no writes, see whether it takes one of that size: a node that is
-        known to be degraded may be asked to write nothing."""
+        """While the store takes no writes, try one of the size that was refused: nobody else may
+        write to a store of which it is known."""
         while True:
             await self._refused.wait()
             await asyncio.sleep(self._settings.probe_interval_s)
@@ -639,8 +636,8 @@ class Breaker:
         return self._was_degraded_s + now_s
 
     def succeed(self, *, of_read: bool = True) -> None:
-        """An operation was answered; one that was begun before the breaker opened says nothing, nor
-        does a write of reads that failed: a disk can hang that still takes writes into memory."""
+        """An operation was answered. Changes nothing if the breaker has opened meanwhile, nor, of a
+        write, after reads that failed: a disk that hangs still takes writes into memory."""
         if self.is_closed and (of_read or not self._has_read_failed):
             self._num_failures = 0
             self._has_read_failed = False
@@ -687,10 +684,8 @@ class _Meanwhile:
 
 
 class NegativeCache:
-    """Names of which a store has said that it has none: believed for a moment, so that it is not
-    asked again by every request for the same prompt.
-
-    ttl_s: how long a name is believed to be missing, 0 not at all; max_names: of how many."""
+    """Names that a store has said it has no value of, so that not every request for the same prompt
+    asks it again. ttl_s: how long that is believed; max_names: of how many names."""
 
     def __init__(self, ttl_s: float, max_names: int, clock: Clock) -> None:
         self._ttl_s = ttl_s
@@ -703,9 +698,9 @@ class NegativeCache:
         self.num_hits = 0
 
     def first(self, names: Sequence[str]) -> int:
-        """Index of a name believed to be missing, the first or where a question that began as this
-        one ended; their number if that is none. So few are looked at: those of a run are made as
-        they are, in 2 us each."""
+        """Index of a name believed to be missing: the first, or the one that ended an earlier
+        question with the same first name; else their number. To make a name of a run takes 2 us, so
+        no others are looked at."""
         if not (names and self._until):
             return len(names)
         begin = names[0]
@@ -736,9 +731,8 @@ class NegativeCache:
 
     @contextmanager
     def asking(self) -> Iterator[Callable[[str], None]]:
-        """While the store is asked, and until its answer has been noted with what this gives: for
-        each name that it says it has none of. Not of one that somebody has written meanwhile; the
-        answer may be older."""
+        """Around a question to the store: yields what is to be called with each name that it has no
+        value of. Names that were written meanwhile are not noted: the answer may be older."""
         meanwhile = _Meanwhile()
         self._asked.append(meanwhile)
 

@@ -62,9 +62,9 @@ class LayeredSettings:
 
 
 class LayeredStore(StoreWrapper):
-    """`Store`. The far store decides what there is: what counts as stored is stored there, and the
-    near one holds copies of values that never change. Values that are replaced (tickets) and small
-    ones asked for with `get` are far only. A near store that fails is a slower far store."""
+    """`Store`. What counts as stored is stored in the far store; the near one holds copies of
+    values that never change. Values that are replaced (tickets), and `get`, are the far store's
+    alone. A near store that fails only makes it slower."""
 
     def __init__(self, near: Store, far: Store, settings: LayeredSettings) -> None:
         super().__init__(far)
@@ -72,8 +72,8 @@ class LayeredStore(StoreWrapper):
         self._far = far
         self._settings = settings
         self._copies = NearCopies(near, settings)
-        # Damaged when they were read last, which can be the near copy's fault: read from afar the
-        # next time, and not copied. The near store may not have been able to forget them.
+        # Damaged when they were read last: read from afar the next time, and not copied, as the
+        # near store may not have been able to forget them.
         self._suspects: set[str] = set()
         # Names whose value was read from afar last, those of longest ago forgotten.
         self._came_from_afar: OrderedDict[str, None] = OrderedDict()
@@ -185,8 +185,7 @@ class LayeredStore(StoreWrapper):
         return max(num_there, num_far)
 
     async def forget_damaged(self, names: Sequence[str]) -> list[bool]:
-        """There may always be another: a near copy can have been made since the value was read
-        from afar, or not have been to be had."""
+        """There may always be another copy: one may have come near since, or not have been read."""
         check_names(names)
         self._copies.forget(names)
         far = {name for name in names if name in self._came_from_afar}
@@ -204,7 +203,7 @@ class LayeredStore(StoreWrapper):
         return [True] * len(names)
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
-        """What only the near store still has comes last: it is read, so it can be removed."""
+        """Values that only the near store has come last: they are read, so they can be removed."""
         check_prefix(prefix)
         check_limit(limit)
         which, slash, inner = ("far/" if cursor is None else cursor).partition("/")
@@ -256,10 +255,10 @@ class NearCopies:
             self.forget(list(self._waiting))
 
     async def make(self, came: Sequence[GetItem], damaged: set[str], num_forgets: int) -> None:
-        """Copy values that have come, whose buffers are soon another's. Beyond the limit, none.
+        """Copy values that have come, up to the limit, before their buffers are another's.
 
-        damaged: of these the near store has something else, which is replaced. num_forgets: when
-        they were asked for; what was forgotten since may be one of them.
+        damaged: names of which the near store has something else, which is replaced. num_forgets:
+        as it was when they were asked for; if it has changed, nothing is copied.
         """
         copied: list[GetItem] = []
         for item in came:
@@ -316,8 +315,8 @@ class NearCopies:
 
 
 class OpensLater(StoreWrapper):
-    """`Store`. One that cannot be opened at the start is out of order until it can: a node starts
-    while its near store is down."""
+    """`Store` that may be opened late: until it can be, it is out of order. So a node starts while
+    its near store is down."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)

@@ -1,5 +1,5 @@
-"""Places for stores: one for all names, and one for each tenant that has a store of its own, which
-are filled, emptied and refilled while requests run."""
+"""Which store has the values of a name: the common one, or its tenant's. Stores are attached and
+detached while requests run."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ _LATE_S = 0.2
 
 
 async def patiently(attach: Callable[[], Awaitable[None]]) -> None:
-    """Attach a store of a node that starts: one that is late is asked again, one that refuses is
-    not."""
+    """Attach a store of a node that starts, for _START_S again if it is late; one that refuses is
+    not asked again."""
     time = asyncio.get_running_loop().time
     until = time() + _START_S
     while True:
@@ -130,13 +130,11 @@ class _Attached:
 
 
 class Places:
-    """`Store`. A name goes to the store of its route, `prefix:fingerprint`, or to the common one,
-    route "", where there is none. Names of one store are asked for in one batch, stores at the same
-    time.
+    """`Store`. A name goes to the store of its route, `prefix:fingerprint`, or else to the common
+    one, route "". Stores are asked at the same time, each in one batch.
 
-    Which store answers is decided when an operation begins, and it ends on that. Where none is
-    attached it is FAILED, or StoreUnavailableError. Detaching a tenant's store sends its names to
-    the common one again.
+    An operation ends on the store that it began on. Where none is attached it is FAILED, or raises
+    StoreUnavailableError. Detaching a tenant's store sends its names to the common one again.
     """
 
     def __init__(self, store: Store | None = None) -> None:
@@ -169,11 +167,10 @@ class Places:
         return {route: one.store for route, one in every.items() if one is not self._nothing}
 
     async def attach(self, store: Store, route: str = "") -> None:
-        """Use `store` from now on, once it can be used, instead of the one there, if any.
+        """Open `store` and use it from then on, in the place of the one there, if any.
 
-        What `store.running()` raises is raised here, and the one there stays. One that is still
-        being left is waited for; one that is attached there stays so; ConfigError for one that is
-        attached elsewhere.
+        Raises what `store.running()` raises, and ConfigError if it is attached elsewhere; then the
+        one there stays. A store that is still being left is waited for.
         """
         while (known := self._known.get(store)) is not None:
             if known is (self._own.get(route) if route else self._common):
@@ -232,8 +229,8 @@ class Places:
         return self._common.store.health
 
     def notifier(self) -> Notifier:
-        """Tells and hears through the common store, where tickets lie, that is attached at that
-        moment. Who listens when it is detached hears nothing more, and has to look."""
+        """Of the common store of that moment, where tickets lie. Who listens when it is detached
+        hears nothing more, and has to look."""
         return _NotifierOfCommon(lambda: self._common.notifier)
 
     def use_memory(self, pools: Sequence[memoryview]) -> None:

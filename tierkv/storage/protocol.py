@@ -1,9 +1,7 @@
-"""What every store promises: named, opaque values, in batches, with one outcome per item; and
-how its users are told that something is there.
+"""What every store promises: named, opaque values in batches, and one outcome per item, in the
+order of the items; and how users of a store tell each other that a value is there.
 
-A store knows nothing of blocks, layouts or checksums; `transfer.storage_io` puts those on top.
-Results are always as long as the question and in its order: a missing item leaves no gap that
-would shift the others.
+A store knows nothing of blocks, layouts or checksums: see `transfer.storage_io`.
 """
 
 from __future__ import annotations
@@ -38,10 +36,8 @@ def check_message(message: str) -> str:
 
 
 class Listener:
-    """What one waiter hears of one topic.
-
-    is_live: messages arrive as they are sent. If False, the waiter must read the store again.
-    """
+    """What one waiter hears of one topic. is_live: messages arrive as they are sent; if False, the
+    waiter has to read the store again and again."""
 
     def __init__(self) -> None:
         self.is_live = False
@@ -65,24 +61,21 @@ class Listener:
 
 
 class Notifier(Protocol):
-    """Hints about topics (names, as a store takes them) between the users of one store.
+    """Hints between the users of one store that there is something new; topics are names of values.
 
-    Telling those who wait that something is there: hints, never the thing itself.
-
-    A message may be lost, come twice, or come late. So whoever listens looks into the store first,
-    looks again whenever it hears something, and now and then when it hears nothing.
+    A message may be lost, come twice, or come late. So a listener reads the store first, again with
+    each message, and now and then without one.
     """
 
     def running(self) -> AbstractAsyncContextManager[None]:
         """Its lifetime, within that of its store. What goes wrong in it is never raised."""
 
     async def tell(self, topic: str, message: str = LOOK) -> None:
-        """Let listeners of `topic` hear `message`: up to 32 letters and digits. Never fails; it may
-        take as long as one question to the store."""
+        """Send `message` (up to 32 letters and digits) to the listeners of `topic`. Never fails;
+        takes as long as one question to the store."""
 
     def listen(self, topic: str) -> AbstractContextManager[Listener]:
-        """Hear of `topic` from now on. Between the start and the moment `is_live` turns true, at
-        which LOOK is heard, messages can be missed."""
+        """Listen to `topic`. Messages can be missed until `is_live` turns true; LOOK comes then."""
 
 
 class Topics:
@@ -122,8 +115,8 @@ class Topics:
             listener.hear(message)
 
     def turn(self, topic: str, *, is_live: bool) -> None:
-        """Note whether `topic` is heard of, and let its listeners look: something may have been
-        missed."""
+        """Set `is_live` of the topic's listeners, and let them look: they may have missed a
+        message."""
         for listener in self._listeners.get(topic, ()):
             listener.is_live = is_live
             listener.hear(LOOK)
@@ -194,8 +187,8 @@ class CheckedNames(tuple[str, ...]):
 
 
 def check_names(names: Sequence[str]) -> CheckedNames | NameRun:
-    """Return `names`, or raise BadRequestError if any of them is bad. Those of a run differ only in
-    their digests, and are made when they are asked for: one tells of all."""
+    """Return `names`, or raise BadRequestError if any of them is bad. Names of a run differ in
+    their digests only, so that one is looked at."""
     if isinstance(names, CheckedNames):
         return names
     if isinstance(names, NameRun):
@@ -243,8 +236,8 @@ class PutStatus(Enum):
 
 
 class Digest(Protocol):
-    """Takes the bytes of one value, in order, piece by piece. Called on the loop or in a thread of
-    the store's: 256 KiB must not take it longer than some 20 us."""
+    """Takes the bytes of one value, in order, piece by piece, on the loop or in a thread of the
+    store's. 256 KiB may take 20 us."""
 
     def update(self, piece: memoryview, /) -> object: ...
 
@@ -254,8 +247,8 @@ class GetItem:
     """Where the value called `name` shall land: `into`, filled in order, of the exact length.
 
     into: writable, C-contiguous; their sizes add up to the size the value must have.
-    digest: makes one for this value, which a store may give the bytes as they land, while the
-        processor still has them in its cache. A store that does not is no worse a store.
+    digest: makes a digest that a store may give the bytes as they land, while they are in the
+        processor's cache.
     Raises BadRequestError if the name is bad.
     """
 
@@ -278,8 +271,7 @@ class GetItem:
 class GetOutcome:
     """reason: one sentence for the log; empty for HIT and MISS.
 
-    digest: of a HIT, one of the item's that has been given all bytes that are in `into` now. None:
-        whoever needs a digest makes it.
+    digest: of a HIT, the item's if it has been given all bytes that are in `into` now, else None.
     is_direct: a HIT of another node's memory, not of a store.
     """
 
@@ -293,15 +285,14 @@ class GetOutcome:
 class PutItem:
     """A value given as consecutive `parts`, kept for `ttl_s` seconds (None: as long as it may).
 
-    keep_existing: a value already there is the same by construction (block keys), so leave it.
-        False replaces it atomically (tickets).
-    only_new: of values that differ, the first one stays, and who comes later is told EXISTED.
-    worth: of writes that wait for a store too slow for them, the one worth least is dropped first.
-    complete: makes the parts complete, by their checksum say. `completed` calls it; a store that
-        sends them piece by piece does itself, right before, while the bytes are in its processor's
-        cache. Maybe more than once, and from several threads.
-    A value of no bytes at all is a value. Raises BadRequestError if the name is bad, or ttl_s is
-    not above 0 and at most ten years.
+    keep_existing: a value that is there is left as it is: it is the same (block keys). False
+        replaces it atomically (tickets).
+    only_new: likewise, of values that differ: the first one stays.
+    worth: of writes that wait for a slow store, those worth least are dropped first.
+    complete: fills in the rest of the parts (a checksum). The store calls it, or `completed`, right
+        before it sends them: maybe more than once, and from several threads.
+    A value of no bytes is a value. Raises BadRequestError if the name is bad, or ttl_s is not above
+    0 and at most ten years.
     """
 
     name: str
@@ -371,9 +362,9 @@ class Capabilities:
     """is_shared: other processes see the same values. is_durable: values outlive the process.
     has_ttl: values go when their time is over; without, when the store wants their room.
     has_listing: `list` and `usage` work; without, they raise StoreUnavailableError.
-    sends_from_loop: so that it pays to complete values there (PutItem.complete), one by one. Where
-        threads send them, others complete the next ones meanwhile: with Mooncake and 16 cores put
-        came to 0.67 of its client's when the same threads did both.
+    sends_from_loop: values are completed there (PutItem.complete), one by one. Where threads send
+        them, other threads complete the next ones meanwhile: with Mooncake and 16 cores put came to
+        0.67 of its client's when the same threads did both.
     """
 
     is_shared: bool
@@ -396,16 +387,14 @@ class BreakerState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StoreHealth:
-    """How a store has been doing, for metrics and readiness.
+    """For metrics and readiness.
 
-    circuit: of its breaker; None, and the counts 0, of a store that has none.
-    part: of a store that is made of several, the one whose circuit this is, where it is not its
-        own: the others do without it.
-    num_opened: how often the circuit has opened. reason: why it did last. degraded_s: how long it
-        has not been closed, all in all.
-    write_refusal: why it takes no writes, in its own words; "" if it does. It may be read.
+    circuit: of its breaker; None, and the counts 0, of a store that has none. num_opened: how often
+        it has opened. reason: why it did last. degraded_s: how long it was not closed, in all.
+    part: of a store made of several, the URL of the one whose circuit this is; "" for its own.
+    write_refusal: why it takes no writes, in its own words; "" if it does.
     num_refused: operations that failed at once: circuit open, too many waiting, or stuck.
-    latency_s: of a round trip, where that was measured to be long; 0 where it is short.
+    latency_s: of a round trip, where it was measured to be long, else 0.
     """
 
     circuit: BreakerState | None = None
@@ -453,19 +442,15 @@ class Store(Protocol):
 
     def use_memory(self, pools: Sequence[memoryview]) -> None:
         """Before `running()` is entered: most buffers of reads and writes will lie in `pools`,
-        which are plain memory and stay until it is left. For a store whose network card has to
-        know."""
+        plain memory that stays until it is left. For a store whose network card has to know."""
 
     def expect_latency(self, latency_s: float, *, of_questions_s: float = 0.0) -> None:
-        """A round trip to where its values are takes so long, as was measured: it counts towards no
-        deadline of the store's own from now on. 0: not worth counting.
-
-        of_questions_s: likewise, but of what lends no buffers, while it is being measured.
-        """
+        """Allow for round trips of `latency_s` in the store's own deadlines from now on.
+        of_questions_s: the same for operations that lend no buffers, while it is being measured."""
 
     def when_back(self, call: Callable[[], None]) -> None:
         """Call `call` whenever the store answers again after it did not: it may have lost all it
-        had. One call is called once, however often it was given."""
+        had. The same callable given twice is called once."""
 
     def running(self) -> AbstractAsyncContextManager[None]:
         """The store's lifetime. Entering checks that it can be used and raises
@@ -499,11 +484,10 @@ class Store(Protocol):
         """Forget values; returns how many there were. Raises StoreUnavailableError."""
 
     async def forget_damaged(self, names: Sequence[str]) -> list[bool]:
-        """Forget the copy that the last read of each of `names` came from, which was damaged.
+        """Forget the damaged copy that the last read of each of `names` came from.
 
-        Who finds the damage knows nothing of the stores that a store is made of, and these do not
-        know what a whole value is. Returns of each whether there may be another copy, for which to
-        read again. Raises StoreUnavailableError; then some of them may be left.
+        Returns for each whether there may be another copy, in another of the stores that this one
+        is made of. Raises StoreUnavailableError; then some of them may be left.
         """
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:

@@ -69,9 +69,8 @@ Pieces = Sequence[memoryview]
 
 
 class MooncakeValues:
-    """Blocking, safe from several threads. Connected when made, until `close`.
-
-    The blocking half of the Mooncake store, run in its threads: values by its client's batch calls.
+    """The blocking half of the store: values by batch calls of Mooncake's client, which is
+    connected when this is made, until `close`. Safe from several threads.
 
     A call ends when no byte of its values is on its way any more. A provider that is frozen holds
     one call for a halt; those that a caller has behind it are given up.
@@ -300,8 +299,9 @@ class MooncakeValues:
 
 
 class KnownMemory:
-    """pools: of the node; with none nothing is registered, and everything stays where it is.
-    num_users: so many calls at a time have pieces that are not in a pool."""
+    """Memory that the client was told of: the node's `pools`, and scratch for pieces that are not
+    in one, of `num_users` calls at a time. Without pools none is, and everything stays where it is.
+    """
 
     def __init__(self, client: MooncakeClient, pools: Pieces, *, num_users: int) -> None:
         self._client = client
