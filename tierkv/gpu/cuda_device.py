@@ -52,9 +52,7 @@ _NUM_CTAS = 64
 
 
 class CudaSharing:
-    """See Sharing. place: the GPU's UUID.
-
-    Blocks of another process's GPU memory, straight into this one's: CUDA IPC.
+    """`Sharing` by CUDA IPC. place: the GPU's UUID.
 
         their planes --gather--> rows of staging --scatter--> our planes
 

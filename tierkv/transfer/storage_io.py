@@ -57,17 +57,15 @@ class Slice:
 
 
 class Slices:
-    """The slices of one node, of all its ranks: a block counts only when all of them are there.
+    """Which values a block is in storage, and which bytes of which host slots each of them holds.
 
-    names: of the whole layout's fingerprint. scheme: how blocks are split; None if this node does
-    not know, and then it finds only its own size's. peer_sizes: other sizes to look for; those
-    whose slices cannot be put together here are `foreign_sizes`.
+    A node that is not split has one value per block, as large as its slot. A node of n ranks has n,
+    a slice for each, and a block counts when all are there; it finds blocks of nodes of other sizes
+    under the names of their slices.
 
-    Which values a block is in storage, and which bytes of which host slots each of them holds.
-
-    A node that is not split has one value per block, as large as its slot. One of n ranks has n, a
-    slice for each rank, and finds the blocks of nodes of other sizes under the names of their
-    slices.
+    names: of the whole layout's fingerprint. scheme: how blocks are split; None finds blocks of
+    this node's own size only. peer_sizes: other sizes to look for; those whose slices cannot be put
+    together here are `foreign_sizes`.
     """
 
     def __init__(
@@ -182,19 +180,18 @@ class _Entry(msgspec.Struct, array_like=True, frozen=True):
 
 
 class TailLists:
-    """Lists of one store. codecs: of a fingerprint, by its short form. ttl_s: as the blocks'.
-    used: told the names of lists that are to live on, as what they list does.
-
-    The tails that hang under a block, listed in storage: how a prompt finds another prompt's tail.
+    """The stored tails of each block, listed in storage: how a prompt finds another prompt's tail.
 
     A tail's own name is known only to a prompt that ends exactly where it ends. The list, one small
-    value for each parent block, tells the others: a longer prompt, a shorter one, one that goes
-    another way after a few tokens.
+    value for each parent block, tells others: longer and shorter prompts, and those that go another
+    way after a few tokens.
 
-    A list is never a reason for a wrong byte: an entry is believed only if its tokens give its
-    digest, and the tail's value is checked like any other. It is never a reason to fail either: one
-    that is lost, damaged or not written in time is a tail less that is found. Of two nodes that add
-    to one list at once, one entry can be lost.
+    A list gives no wrong byte: a tail's digest is made of the tokens in its entry, and its value is
+    checked like any other. A list that is lost, damaged or late costs the tails in it; of two nodes
+    that add to one at once, one entry can be lost.
+
+    codecs: of a fingerprint, by its short form. ttl_s: as the blocks'. used: told the names of
+    lists that are to live on.
     """
 
     def __init__(  # noqa: PLR0913 - what a StorageIO has
@@ -351,11 +348,11 @@ class StorageStats:
 
 
 class StorageIO:
-    """One fingerprint's blocks in one store. Concurrency and deadlines of single operations are
-    the store's; the deadline of a whole question is the caller's.
+    """One fingerprint's blocks in one store, which has deadlines of its own for single operations.
 
+    deadline_s: of a whole question.
     block_ttl_s: how long a stored block lives, None for as long as the store keeps it.
-    touches_per_ttl: how often a block that is used may be told to the store, to live on.
+    touches_per_ttl: how often in that time the store is told of a block that is used, to live on.
     codecs: how the blocks of a fingerprint, by its short form, become values; None for a plain
         checksum.
     slices: what this node holds of each block; None for all of it, in the slots of `host`.
@@ -600,11 +597,9 @@ class StorageIO:
     ) -> list[PutOutcome]:
         """Write host slots to the store, which stay as they are until this returns.
 
-        notes_tails: list the tails among them under their parents too; who has no time for it now
-            does it later, with `tails.note`.
-
-        worth: of each block; of writes that are too many for the store the least worth are
-            dropped. None: somebody waits for them.
+        worth: of each block: if there are too many writes, those worth least are dropped. None:
+            somebody waits for them.
+        notes_tails: list the tails among them, too; else the caller does, with `tails.note`.
         """
         values = [_WAITED_FOR] * len(keys) if worth is None else worth
         is_late = self.store.capabilities.sends_from_loop
@@ -642,8 +637,7 @@ class StorageIO:
     async def _encoded_later(
         self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float]
     ) -> list[PutItem] | None:
-        """As `Values.encode_later`, with turns for others: what is sent meanwhile would wait for
-        all of them."""
+        """As `Values.encode_later`, with turns of the loop for what is being sent meanwhile."""
         items: list[PutItem] = []
         for at in range(0, len(keys), _MADE_AT_ONCE):
             if at:
@@ -768,8 +762,8 @@ class Values:
     def encode(
         self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float], *, is_late: bool
     ) -> list[PutItem]:
-        """The values of each block, rank after rank. Blocks the thread. is_late: with as little of
-        that as can be."""
+        """The values of each block, rank after rank. Blocks the thread. is_late: leave headers to
+        who sends them, where that can be."""
         return [
             (self._later(key, part, int(slot), value) if is_late else None)
             or self._item(key, part, int(slot), value)
@@ -809,8 +803,7 @@ def _worst_put(outcomes: Sequence[PutOutcome]) -> PutOutcome:
 
 @asynccontextmanager
 async def made_ahead(threads: WorkerThreads, items: Sequence[PutItem]) -> AsyncIterator[None]:
-    """Have threads complete `items` while the body sends them; whoever comes to one first does.
-    Afterwards no thread reads any."""
+    """Have threads complete `items` while the body sends them. At the end no thread reads any."""
     late = [item.complete for item in items if item.complete is not None]
     if not makes_ahead or len(late) < _LEAST_VALUES:
         yield
@@ -825,8 +818,8 @@ async def made_ahead(threads: WorkerThreads, items: Sequence[PutItem]) -> AsyncI
 
 
 class Toucher:
-    """ttl_s: what a block in use gets. interval_s: how long a block that was touched, or written,
-    is not touched again."""
+    """Lets stored blocks that are used live on. ttl_s: for so long. interval_s: how long a block
+    that was touched, or written, is not touched again."""
 
     def __init__(self, store: Store, *, ttl_s: float, interval_s: float) -> None:
         self._store = store
@@ -850,7 +843,7 @@ class Toucher:
             self._see(name, now)
 
     def used(self, names: Iterable[str]) -> None:
-        """These were found in the store. What is too much to remember is not touched."""
+        """These were found in the store: touch them soon, at most _MAX_NAMES at a time."""
         now = asyncio.get_running_loop().time()
         for name in names:
             if now - self._seen.get(name, -self._interval_s) < self._interval_s:

@@ -60,16 +60,11 @@ _SEND_S = 5.0
 
 
 class DirectServer:
-    """Answers claimers on a TCP port, which it opens at the first offer, inside `running()`.
+    """The prefill node's side: tells claimers where the blocks of its tickets lie, on a TCP port
+    and, for this machine, a Unix socket, both opened at the first offer.
 
-    host, port: the address; port 0 takes a free one. held_s: seconds that the blocks of an answer
-        stay leased at most.
-
-    The prefill node's side: claimers ask it, on connections of their own, where the blocks of its
-    tickets lie.
-
-    What an answer holds belongs to the claimer's connection: it ends with it, whoever ends it, or
-    when the claimer has asked for nothing more for a while.
+    What an answer holds is let go with the claimer's connection, whoever ends it, or when nothing
+    more was asked for `held_s` seconds. port: 0 takes a free one.
     """
 
     def __init__(self, answers: Answers, *, host: str, port: int, held_s: float) -> None:
@@ -196,9 +191,7 @@ class ShownBlocks:
 class Answers:
     """What claimers are told: in which host slots or device blocks a prompt lies.
 
-    prompts: the prompt of each offer, by the offer's name.
-
-    planes: this node's, if it shows them, to claimers that say they are on `machine`.
+    prompts: of each offer, by the offer's name. planes: this node's, None if it shows none.
     on_blocks: called with the number of blocks that a claimer was told of.
     """
 
@@ -459,13 +452,11 @@ _ENGINE_START_S = 10.0
 
 
 class Direct:
-    """This node's direct paths, a `PeerSource`. Fetches read through `offers`: from producers while
-    `running()` is entered, else from storage.
+    """This node's direct paths, a `PeerSource`. Fetches read through `offers`: from producers
+    inside `running()`, else from storage.
 
-    codecs: how a fingerprint's blocks are stored, None for a plain checksum. A ticket lies in the
-    store, so whoever reads the store may read what the ticket opens: blocks that are signed or
-    sealed against others there are not shown.
-    take: see Scheduler.take_device.
+    codecs: as StorageIO's. Whoever reads the store can read tickets, and what they open: blocks
+    that are signed or sealed against others there are not shown. take: see Scheduler.take_device.
     """
 
     def __init__(  # noqa: PLR0913 - collaborators
