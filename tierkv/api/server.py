@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from functools import partial
-from os import _exit
 from pathlib import Path
 
 import uvloop
@@ -36,21 +34,13 @@ from tierkv.api.routes_status import (
 )
 from tierkv.api.routes_work import WorkRoutes
 from tierkv.api.settings import NodeSection, NodeSettings
+from tierkv.http import process
 from tierkv.http.callers import Access, Guard, UnauthenticatedError
 from tierkv.http.live import PageRoutes
 from tierkv.http.problems import fail
-from tierkv.http.process import short_collections, told_to_end
+from tierkv.http.process import LastResort, told_to_end
 from tierkv.http.route import NO_ROUTE, HttpRouter, Route, routes_of
-from tierkv.http.server import (
-    ConnectionLimits,
-    bind,
-    is_loopback,
-    make_room_for,
-    server_tls,
-    serving,
-    unix_listener,
-    url_of,
-)
+from tierkv.http.server import answering, bind, is_loopback, make_room_for, unix_listener
 
 _KINDS = (
     *(StatusRoutes, RequestRoutes, HandoffRoutes, PrefetchRoutes, BackupRoutes),
@@ -101,7 +91,14 @@ def run(
                 return
             node = Node(settings, is_engine_attached=is_engine_attached)
             with tracing.exporting(node.name):
-                uvloop.run(serve(node, listeners, announce, partial(last_resort.start, node)))
+                uvloop.run(
+                    serve(
+                        node,
+                        listeners,
+                        announce,
+                        last_resort,
+                    )
+                )
         finally:
             last_resort.cancel()
 
@@ -146,24 +143,7 @@ async def _serve_engines(
         settings = replace(settings, cache=sizes.settings(settings.cache))
         node = Node(settings, external=ExternalEngines(at_socket, sizes))
         with tracing.exporting(node.name):
-            await serve(node, listeners, announce, partial(last_resort.start, node))
-
-
-class LastResort:
-    """Ends the process some time after closing has begun, if it has not ended by then."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._timer: threading.Timer | None = None
-
-    def start(self, node: Node) -> None:
-        self._timer = threading.Timer(self._limit_s, _leave, [node])
-        self._timer.daemon = True
-        self._timer.start()
-
-    def cancel(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+            await serve(node, listeners, announce, last_resort)
 
 
 @contextmanager
@@ -178,17 +158,14 @@ def open_listeners(settings: NodeSection, *, asks_callers: bool) -> Iterator[lis
         yield listeners
 
 
-def _leave(node: Node) -> None:
-    """End the process, of which a thread hangs in the system: nothing else can end that. What is
-    stored is whole or invisible at any moment, so no harm comes of it."""
-    failure = node.service.failure
-    log.critical(
-        "closing took longer than node.close_limit_s = %g s: a store or a device still uses this "
-        "node's memory. The process ends without waiting for it%s",
-        node.settings.node.close_limit_s,
-        "" if failure is None else f". It closes since it has failed: {failure}",
+def _why_left(node: Node) -> str:
+    """Of a process that ends while a thread of it hangs in the system."""
+    failure, limit_s = node.service.failure, node.settings.node.close_limit_s
+    why = "" if failure is None else f", which closes since it has failed ({failure})"
+    return (
+        f"closing took longer than node.close_limit_s = {limit_s:g} s, as a store or a device "
+        f"still uses memory of this node{why}"
     )
-    _exit(1)
 
 
 def _warn_of_plain_tokens(settings: NodeSettings, listener: socket.socket) -> None:
@@ -200,48 +177,16 @@ async def serve(
     node: Node,
     listeners: list[socket.socket],
     announce: Callable[[str], None],
-    on_closing: Callable[[], None] = lambda: None,
+    last_resort: LastResort,
 ) -> None:
-    """Run `node` behind `listeners` until a signal; then drain it.
-
-    First it is unready and takes no more work; what runs may end within the grace time, and is
-    cut off then; publishes under way end by themselves. A second signal cuts off all of it. The
-    address answers from the first moment to the last, so a probe is told, not left to guess.
-
-    on_closing: called when no work is left and all begins to close.
-    """
-    with told_to_end(node.hurry) as told:
-        async with listening(node, *listeners) as url, node.running(), short_collections():
-            log.info("%s is ready at %s", node.name, url)
-            announce(url)
-            try:
-                await told.wait()
-                grace_s = node.settings.node.drain_grace_s
-                log.info("%s drains, for up to %g s", node.name, grace_s)
-                node.drain()
-                await node.idle(grace_s=grace_s)
-            finally:
-                on_closing()
-    log.info("%s has ended", node.name)
+    """Run `node` behind `listeners` until a signal. Publishes under way end by themselves."""
+    last_resort.why = partial(_why_left, node)
+    grace_s, on_closing = node.settings.node.drain_grace_s, last_resort.start
+    at = listening(node, *listeners)
+    await process.serve(node, node.name, at, announce, grace_s=grace_s, on_closing=on_closing)
 
 
-@asynccontextmanager
-async def listening(node: Node, *listeners: socket.socket) -> AsyncIterator[str]:
-    """Answers on `listeners`; yields the URL of the first.
-
-    Raises ConfigError if the auth file or the certificate cannot be used.
-    """
-    settings = node.settings
-    auth = settings.auth
-    guard = Guard(Path(auth.file) if auth.file else None, reload_s=auth.reload_s)
-    async with (
-        guard.running(),
-        server_tls(settings.tls) as tls,
-        serving(
-            router_of(node, guard).answer,
-            listeners,
-            limits=ConnectionLimits.of(settings.node),
-            tls=tls,
-        ),
-    ):
-        yield url_of(listeners[0], has_tls=tls is not None)
+def listening(node: Node, *listeners: socket.socket) -> AbstractAsyncContextManager[str]:
+    """Answers for `node` on `listeners`; see `answering`."""
+    own = node.settings
+    return answering(own.node, own.auth, own.tls, listeners, partial(router_of, node))

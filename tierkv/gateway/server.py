@@ -4,15 +4,12 @@ binds, and an end in order on a signal."""
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
-import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 from http import HTTPStatus
-from os import _exit
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -48,18 +45,18 @@ from tierkv.gateway.openai import (
 from tierkv.gateway.prompts import CountedPrompt, too_long
 from tierkv.gateway.relay import PromptAnswer
 from tierkv.gateway.settings import GatewaySettings
-from tierkv.http import bodies
+from tierkv.http import bodies, process
 from tierkv.http.bodies import EVENT_STREAM, open_stream, write
 from tierkv.http.callers import Access, Guard
 from tierkv.http.live import PageRoutes
 from tierkv.http.problems import log_if_unexpected
-from tierkv.http.process import in_turns, told_to_end
+from tierkv.http.process import LastResort, in_turns
 from tierkv.http.route import HttpRouter, Route, in_path, routes_of
-from tierkv.http.server import ConnectionLimits, bind, make_room_for, server_tls, serving, url_of
+from tierkv.http.server import answering, bind, make_room_for
 from tierkv.tasks import task_group
 
 _ID_CHARS = 200  # what nodes get is longer by the number of the call
-_CLOSE_LIMIT_S = 5.0  # after the drain, in which all but a loop that does not turn has ended
+_CLOSE_LIMIT_S = 5.0  # after the drain
 _MOST_PIECES = 64  # that wait for the client; a slow one then slows its own answer only
 
 B = TypeVar("B", CompletionBody, ChatBody)
@@ -347,82 +344,35 @@ class GatewayLiveRoutes:
         )
 
 
-log = logging.getLogger("tierkv.gateway")
-
-
 def run(settings: GatewaySettings, announce: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT, and return when all has ended in order.
 
     announce: called with the URL once the gateway answers there.
     Raises a TierKVError whose sentence says what to correct, with nothing left open.
     """
-    gateway = Gateway(settings)
-    make_room_for(settings.gateway.max_connections)
-    grace_s = settings.gateway.drain_grace_s
-    last_resort = threading.Timer(grace_s + _CLOSE_LIMIT_S, _leave, [grace_s])
-    last_resort.daemon = True
-    with tracing.exporting("gateway"), listener_of(settings) as listener:
+    gateway, section = Gateway(settings), settings.gateway
+    make_room_for(section.max_connections)
+    last_resort = LastResort(_CLOSE_LIMIT_S)
+    last_resort.why = lambda: f"closing took longer than {_CLOSE_LIMIT_S:g} s"
+    # The nodes ask callers who they are where the gateway hands that on.
+    asks_callers = bool(settings.auth.file) or section.forward_authorization
+    with tracing.exporting("gateway"), bind(section, asks_callers=asks_callers) as listener:
         try:
-            uvloop.run(serve(gateway, listener, announce, last_resort.start))
+            uvloop.run(
+                process.serve(
+                    gateway,
+                    "the gateway",
+                    listening(gateway, listener),
+                    announce,
+                    grace_s=section.drain_grace_s,
+                    on_closing=last_resort.start,
+                )
+            )
         finally:
             last_resort.cancel()
 
 
-def _leave(grace_s: float) -> None:
-    """End the process, whatever its loop does: whoever stops it relies on the limit."""
-    log.critical(
-        "closing took %g s longer than gateway.drain_grace_s = %g s: the process ends without "
-        "waiting for it",
-        _CLOSE_LIMIT_S,
-        grace_s,
-    )
-    _exit(1)
-
-
-def listener_of(settings: GatewaySettings) -> socket.socket:
-    """Bound to the settings' address. Raises ConfigError."""
-    section = settings.gateway
-    # The nodes ask callers who they are where the gateway hands that on.
-    asks_callers = bool(settings.auth.file) or section.forward_authorization
-    return bind(section, asks_callers=asks_callers)
-
-
-async def serve(
-    gateway: Gateway,
-    listener: socket.socket,
-    announce: Callable[[str], None],
-    on_told: Callable[[], None] = lambda: None,
-) -> None:
-    """Run `gateway` behind `listener` until a signal; then drain it: it is unready and takes no
-    more work, and streams may end within the grace time. A second signal cuts them off.
-
-    on_told: called at the signal.
-    """
-    with told_to_end(gateway.hurry) as told:
-        async with listening(gateway, listener) as url, gateway.running():
-            log.info("the gateway is ready at %s", url)
-            announce(url)
-            await told.wait()
-            on_told()
-            grace_s = gateway.settings.gateway.drain_grace_s
-            log.info("the gateway drains, for up to %g s", grace_s)
-            gateway.drain()
-            await gateway.idle(grace_s=grace_s)
-    log.info("the gateway has ended")
-
-
-@asynccontextmanager
-async def listening(gateway: Gateway, listener: socket.socket) -> AsyncIterator[str]:
-    """Answers on `listener`; yields the URL of it.
-
-    Raises ConfigError if the auth file or the certificate cannot be used.
-    """
-    section, auth = gateway.settings.gateway, gateway.settings.auth
-    guard = Guard(Path(auth.file) if auth.file else None, reload_s=auth.reload_s)
-    limits = ConnectionLimits.of(section)
-    async with (
-        guard.running(),
-        server_tls(gateway.settings.tls) as tls,
-        serving(router_of(gateway, guard).answer, [listener], limits=limits, tls=tls),
-    ):
-        yield url_of(listener, has_tls=tls is not None)
+def listening(gateway: Gateway, listener: socket.socket) -> AbstractAsyncContextManager[str]:
+    """Answers for `gateway` on `listener`; see `answering`."""
+    own = gateway.settings
+    return answering(own.gateway, own.auth, own.tls, [listener], partial(router_of, gateway))

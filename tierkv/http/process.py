@@ -9,13 +9,15 @@ import gc
 import logging
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from os import _exit
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from tierkv.errors import ConfigError, TierKVError
 from tierkv.tasks import background
@@ -250,6 +252,69 @@ def told_to_end(hurry: Callable[[], None]) -> Iterator[asyncio.Event]:
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+
+
+class Served(Protocol):
+    """A node or a gateway."""
+
+    def running(self) -> AbstractAsyncContextManager[None]: ...
+    def drain(self) -> None: ...
+    def hurry(self) -> None: ...
+    async def idle(self, *, grace_s: float) -> None: ...
+
+
+async def serve(
+    served: Served,
+    name: str,
+    listening: AbstractAsyncContextManager[str],
+    announce: Callable[[str], None],
+    *,
+    grace_s: float,
+    on_closing: Callable[[], None],
+) -> None:
+    """Run `served` while it is `listening`, which yields its URL, until a signal; then drain it.
+
+    First it is unready and takes no more work; what runs may end within the grace time, and is
+    cut off then. A second signal cuts it off at once. The address answers from the first moment to
+    the last, so a probe is told, not left to guess.
+
+    announce: called with the URL once it answers there. on_closing: when no work is left, or should
+    be; twice, it may be.
+    """
+    with told_to_end(served.hurry) as told:
+        async with listening as url, served.running(), short_collections():
+            log.info("%s is ready at %s", name, url)
+            announce(url)
+            try:
+                await told.wait()
+                log.info("%s drains, for up to %g s", name, grace_s)
+                # Then it closes, even if some work does not end when it is cut off.
+                asyncio.get_running_loop().call_later(grace_s, on_closing)
+                served.drain()
+                await served.idle(grace_s=grace_s)
+            finally:
+                on_closing()
+    log.info("%s has ended", name)
+
+
+class LastResort:
+    """Ends the process `limit_s` seconds after `start`, whatever its loop and its threads do then:
+    whoever stops it relies on the limit. What is stored is whole or invisible at any moment."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.why: Callable[[], str] = lambda: "closing hangs"  # what the log says then
+        self._timer = threading.Timer(limit_s, self._leave)
+        self._timer.daemon = True
+        self.cancel = self._timer.cancel
+
+    def start(self) -> None:
+        """Again, it does nothing."""
+        if self._timer.ident is None:
+            self._timer.start()
+
+    def _leave(self) -> None:
+        log.critical("%s: the process ends without waiting for it", self.why())
+        _exit(1)
 
 
 _Seen = tuple[tuple[int, int, int] | None, ...]

@@ -33,9 +33,11 @@ from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import ContentEncodingError, HttpProcessingError, LineTooLong
 
 from tierkv.errors import ConfigError
+from tierkv.http.callers import Guard
 from tierkv.http.problems import framing_problem, overload_answer
 from tierkv.http.process import watching
-from tierkv.http.settings import ListenSection, TlsSection
+from tierkv.http.route import HttpRouter
+from tierkv.http.settings import AuthSection, ListenSection, TlsSection
 from tierkv.tasks import background
 
 BACKLOG = 1024
@@ -312,6 +314,29 @@ async def serving(
             await asyncio.sleep(0)  # what has come already is begun
             http.pre_shutdown()
             await http.shutdown(_LAST_ANSWERS_S)
+
+
+@asynccontextmanager
+async def answering(
+    section: ListenSection,
+    auth: AuthSection,
+    tls: TlsSection,
+    listeners: Sequence[socket.socket],
+    router_of: Callable[[Guard], HttpRouter],
+) -> AsyncIterator[str]:
+    """Answers on `listeners` by settings; yields the URL of the first.
+
+    Raises ConfigError if the auth file or the certificate cannot be used.
+    """
+    guard = Guard(Path(auth.file) if auth.file else None, reload_s=auth.reload_s)
+    async with (
+        guard.running(),
+        server_tls(tls) as context,
+        serving(
+            router_of(guard).answer, listeners, limits=ConnectionLimits.of(section), tls=context
+        ),
+    ):
+        yield url_of(listeners[0], has_tls=context is not None)
 
 
 class AcceptRate:
