@@ -126,7 +126,7 @@ def preempted_in_another_state(here: World, _: Request) -> Undo:
 
 
 def running_that_ended(here: World, request: Request) -> Undo:
-    return put(request, "is_private", request.is_private[:-1])
+    return put(request, "refused", (request.lease.num_blocks,))
 
 
 def uncounted_tenant(here: World, _: Request) -> Undo:

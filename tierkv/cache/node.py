@@ -35,7 +35,8 @@ class PoolStats:
 
 
 class BlockPool:
-    """Ids 0..capacity-1, each free or taken. Allocation is all or nothing, O(n) in what it gives.
+    """Ids 0..capacity-1, each free or taken, `num_free` are. Allocation is all or nothing, O(n) in
+    what it gives.
 
     A stack of free ids (the last released is the next given, whose memory is warmest), and for
     every id whether it is taken, which catches a double release.
@@ -51,24 +52,20 @@ class BlockPool:
         self._is_taken = np.zeros(0, np.bool_)
         self._mark: Ids = np.zeros(0, np.int32)  # what is told apart by it is written just before
         self._count_up: Ids = np.zeros(0, np.int32)  # 0, 1, 2 ...: marks, without making them
-        self._num_free = 0
+        self.num_free = 0
         self.grow(capacity)
 
-    @property
-    def num_free(self) -> int:
-        return self._num_free
-
     def stats(self) -> PoolStats:
-        return PoolStats(self.tier, self.capacity, self._num_free)
+        return PoolStats(self.tier, self.capacity, self.num_free)
 
     def allocate(self, count: int) -> Ids:
         """Take `count` ids; none for 0. Raises OutOfBlocksError with nothing taken."""
         if count < 0:
             raise ValueError(f"{self.tier}: cannot allocate {count} blocks")
-        if count > self._num_free:
-            raise OutOfBlocksError(self.tier, needed=count, available=self._num_free)
-        start, stop = self._num_free - count, self._num_free
-        self._num_free = start
+        if count > self.num_free:
+            raise OutOfBlocksError(self.tier, needed=count, available=self.num_free)
+        start, stop = self.num_free - count, self.num_free
+        self.num_free = start
         if count == 1:  # as a request grows; half the time
             self._is_taken[self._free.item(start)] = True
             return self._free[start:stop].copy()
@@ -86,14 +83,14 @@ class BlockPool:
         self._check_taken(given)
         # As intp: an index of another type costs five times as much (NumPy 2, 950 ids).
         where = given.astype(_INTP)
-        start, stop = self._num_free, self._num_free + count
+        start, stop = self.num_free, self.num_free + count
         marks = self._count_up[:count]
         self._mark[where] = marks
         if stop > self.capacity or self._mark[where].tobytes() != marks.tobytes():
             raise OwnershipError(f"{self.tier}: an id was released twice in one call")
         self._is_taken[where] = False
         self._free[start:stop] = given
-        self._num_free = stop
+        self.num_free = stop
 
     def exchange(self, given: Sequence[Ids], count: int) -> Ids:
         """Take `count` ids, of which `given`, int32, taken until now and each there once, go from
@@ -107,7 +104,7 @@ class BlockPool:
         if len(given) > 1:  # joined as bytes: in a third of the time of numpy.concatenate
             ids = np.frombuffer(b"".join([part.tobytes() for part in given]), _INT32)
         more = count - len(ids)
-        if more < 0 or more > self._num_free:
+        if more < 0 or more > self.num_free:
             self.release(ids)
             return self.allocate(count)
         self._check_taken(ids)
@@ -141,7 +138,7 @@ class BlockPool:
         if capacity < self.capacity:
             raise ValueError(f"{self.tier}: {capacity} blocks are fewer than {self.capacity}")
         more = np.arange(capacity - 1, self.capacity - 1, -1, dtype=np.int32)
-        self._reset(capacity, np.concatenate([more, self._free[: self._num_free]]))
+        self._reset(capacity, np.concatenate([more, self._free[: self.num_free]]))
 
     def shrink(self, capacity: int) -> None:
         """Remove all ids from `capacity` on. Raises OwnershipError, with nothing changed, if one
@@ -150,7 +147,7 @@ class BlockPool:
             raise ValueError(f"{self.tier}: {capacity} blocks are not fewer than {self.capacity}")
         if len(taken := self.taken_from(capacity)):
             raise OwnershipError(f"{self.tier}: {len(taken)} blocks from {capacity} on are taken")
-        free = self._free[: self._num_free]
+        free = self._free[: self.num_free]
         self._reset(capacity, free[free < capacity])
 
     def taken_from(self, first: int) -> Ids:
@@ -161,11 +158,11 @@ class BlockPool:
     def take_from(self, first: int) -> Ids:
         """Take every free id from `first` on, so that nobody else gets it while a shrink waits
         for the others."""
-        free = self._free[: self._num_free]
+        free = self._free[: self.num_free]
         given: Ids = free[free >= first].copy()
         rest = free[free < first].copy()
         self._free[: len(rest)] = rest
-        self._num_free = len(rest)
+        self.num_free = len(rest)
         self._is_taken[given] = True
         return given
 
@@ -177,7 +174,7 @@ class BlockPool:
         self._is_taken = np.zeros(2 * capacity, np.bool_)
         self._is_taken[:capacity] = True
         self._is_taken[free] = False
-        self.capacity, self._free, self._num_free = capacity, stack, len(free)
+        self.capacity, self._free, self.num_free = capacity, stack, len(free)
 
     def findings(self, owned: Iterable[int]) -> list[str]:
         """What is wrong, in words, if exactly the ids `owned` should be taken."""
@@ -196,12 +193,12 @@ class BlockPool:
             ((counts == 0) & taken, "is taken but nobody owns it"),
         ):
             wrong.extend(f"{self.tier}: block {block} {what}" for block in np.flatnonzero(mask))
-        free = self._free[: self._num_free]
+        free = self._free[: self.num_free]
         if len(free) and not 0 <= free.min() <= free.max() < self.capacity:
             wrong.append(f"{self.tier}: the free list names blocks that do not exist")
         elif taken[free].any() or len(set(free.tolist())) != len(free):
             wrong.append(f"{self.tier}: the free list disagrees with the taken marks")
-        elif int(np.count_nonzero(~taken)) != self._num_free:
+        elif int(np.count_nonzero(~taken)) != self.num_free:
             wrong.append(f"{self.tier}: blocks are marked as free that nobody can get")
         if self._is_taken[self.capacity :].any():
             wrong.append(f"{self.tier}: blocks are marked as taken that do not exist")

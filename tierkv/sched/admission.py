@@ -282,7 +282,7 @@ class _Held(msgspec.Struct):
     """What a start has taken. slots: nothing moves into them; into private ones, `movements`."""
 
     lease: Lease
-    source: Lease | None
+    source: Lease | None = None
     slots: Ids = _NO_SLOTS
     private: Ids = _NO_SLOTS
     loads: list[Load] = []
@@ -335,38 +335,57 @@ class Starts:
         index, match = self._index, plan.match
         index.at(monotonic())
         lease = index.hold(match.node, match.num_blocks)
-        partial = match.partial
-        source = index.hold(partial.node, partial.block + 1) if partial else None
-        held = _Held(lease, source)
+        held = _Held(lease)
         try:
-            slots = held.slots = self.take(lease.node.space, plan.num_loads + plan.num_private)
-            if not match.num_blocks and source is None:
-                request = self._made(spec, match, lease, slots.copy(), NOTHING, ())
-                return self._begin(request, match, [], passes_by)
-            held.slots, private = slots[: plan.num_loads], slots[plan.num_loads :]
-            held.private = private
-            first_load = match.num_blocks - plan.num_loads
-            loads = held.loads = self._loads.join(lease, match.device_blocks, first_load)
-            movements = held.movements
-            shared = None if source is None else _Partial(source, private[:1])
-            if shared is not None and (not plan.num_loads or shared.is_on_device):
-                movements.append(self._copy_partial(shared))
-                # Else it goes with the load: every layer's gate waits for it, too.
-                held.source = shared = None
-            if plan.num_loads:
-                stop = match.num_blocks
-                loads.append(self._loads.start(lease, first_load, stop, held.slots, beside=shared))
-                held.source, held.slots = None, _NO_SLOTS
-            movements += [load.movement for load in loads]
-            index.count_hit(lease)
-            cached = index.slots(Tier.DEVICE, lease.node, 0, match.num_blocks)
-            table = np.concatenate([cached, private])
-            matched = _matched(match, fetched, index.block_size, source)
-            request = self._made(spec, match, lease, table, matched, movements)
+            if match.num_blocks or match.partial:
+                request = self._with_cached(spec, plan, fetched, held)
+            else:
+                held.slots = self.take(lease.node.space, plan.num_private)
+                # An array of its own, which nobody hands on.
+                request = self._made(spec, lease, held.slots.copy(), NOTHING, ())
         except BaseException:  # no room, or a bug
             self._give_back(held)
             raise
-        return self._begin(request, match, loads, passes_by)
+        self._running.add(request)
+        try:
+            if held.loads:
+                self._loads.used_by[request] = held.loads
+            self._note(request, match)
+            if passes_by is not None:
+                self._computing.passed_by(passes_by)
+        except BaseException:  # a bug
+            self._end(request)
+            raise
+        return request
+
+    def _with_cached(
+        self, spec: RequestSpec, plan: AdmissionPlan, fetched: Fetched | None, held: _Held
+    ) -> Request:
+        """One that has blocks of the index in its table, or a part of one copied into its own."""
+        index, lease, match = self._index, held.lease, plan.match
+        partial, num_loads = match.partial, plan.num_loads
+        source = held.source = index.hold(partial.node, partial.block + 1) if partial else None
+        slots = held.slots = self.take(lease.node.space, num_loads + plan.num_private)
+        held.slots, private = slots[:num_loads], slots[num_loads:]
+        held.private = private
+        first_load = match.num_blocks - num_loads
+        loads = held.loads = self._loads.join(lease, match.device_blocks, first_load)
+        movements = held.movements
+        matched = _matched(match, fetched, index.block_size, source)
+        shared = None if source is None else _Partial(source, private[:1])
+        if shared is not None and (not num_loads or shared.is_on_device):
+            movements.append(self._copy_partial(shared))
+            # Else it goes with the load: every layer's gate waits for it, too.
+            held.source = shared = None
+        if num_loads:
+            stop = match.num_blocks
+            loads.append(self._loads.start(lease, first_load, stop, held.slots, beside=shared))
+            held.source, held.slots = None, _NO_SLOTS
+        movements += [load.movement for load in loads]
+        index.count_hit(lease)
+        cached = index.slots(Tier.DEVICE, lease.node, 0, match.num_blocks)
+        table = np.concatenate([cached, private])
+        return self._made(spec, lease, table, matched, movements)
 
     def _give_back(self, held: _Held) -> None:
         """Slots that a copy still writes go when it has ended."""
@@ -415,65 +434,44 @@ class Starts:
         reserved = self._running.of_tenant(space.name).num_private
         return self._tiers.eviction.take(Tier.DEVICE, count, space, reserved=reserved)
 
-    def _made(  # noqa: PLR0917 - what was found
+    def _made(
         self,
         spec: RequestSpec,
-        match: Match,
         lease: Lease,
         table: Ids,
         matched: Matched,
         movements: Sequence[Movement],
     ) -> Request:
-        """table: the request's own array, which the pool does not hand on."""
-        is_private = np.ones(len(table), np.bool_)
-        if match.num_blocks:
-            is_private[: match.num_blocks] = False
         return Request(
-            spec=spec,
-            prompt=spec.prompt,
-            block_table=table,
-            is_private=is_private,
-            lease=lease,
-            cached_tokens=matched.total_tokens,
-            matched=matched,
-            gate=self._tiers.mover.gate([movement.submission for movement in movements]),
-            loads=tuple(movements),
-            num_private=len(table) - match.num_blocks,
+            spec,
+            spec.prompt,
+            table,
+            lease,
+            matched.total_tokens,
+            matched,
+            self._tiers.mover.gate([movement.submission for movement in movements]),
+            tuple(movements),
+            self._running.use_of(spec.prompt.space),
         )
 
-    def _begin(
-        self, request: Request, match: Match, loads: list[Load], passes_by: PromiseWait | None
-    ) -> Request:
-        self._running.add(request)
-        if loads:
-            self._loads.used_by[request] = loads
-        try:
-            self._note(request, match)
-            if passes_by is not None:
-                self._computing.passed_by(passes_by)
-        except BaseException:  # a bug
-            self._end(request)
-            raise
-        return request
-
     def _note(self, request: Request, match: Match) -> None:
-        spec, matched = request.spec, request.matched
-        if missed := spec.prompt.num_tokens - matched.total_tokens:
+        spec, matched, stats = request.spec, request.matched, self.stats
+        prompt = spec.prompt
+        if missed := prompt.num_tokens - request.cached_tokens:
             history = self._tiers.eviction.history
             request.missed, request.missed_since = why_missed(
                 spec, match, missed, history, self._computing
             )
-            self.stats.missed_tokens[request.missed] += missed
-        if spec.uses_cache:
+            stats.missed_tokens[request.missed] += missed
+        if spec.uses_cache and match.num_blocks < prompt.num_blocks:
             now = asyncio.get_running_loop().time()
             request.promise = self._computing.begin(
-                request.lease.node, match.num_blocks, spec.prompt, now
+                request.lease.node, match.num_blocks, prompt, now
             )
         if match.device_blocks:
             self._tiers.copies.write_down(request.lease.node, match.device_blocks)
-        stats = self.stats
         stats.admitted_requests += 1
-        stats.prompt_tokens += spec.prompt.num_tokens
+        stats.prompt_tokens += prompt.num_tokens
         if matched is not NOTHING:
             stats.device_hit_tokens += matched.device_tokens
             stats.host_hit_tokens += matched.host_tokens
@@ -593,7 +591,7 @@ class Growth:
             while count := self._missing(request, tokens):
                 slots = self._try_extend(request, count)
                 if slots is not None:
-                    self._grow(request, slots)
+                    request.grow(slots)
                     break
                 if not has_waited:  # with this one all may wait, and one of the others must yield
                     has_waited = True
@@ -619,7 +617,7 @@ class Growth:
             slots = self._tiers.eviction.take(Tier.DEVICE, count)
         except OutOfBlocksError:
             return False
-        self._grow(request, slots)
+        request.grow(slots)
         return True
 
     def holds_up(self, space: str) -> bool:
@@ -634,10 +632,6 @@ class Growth:
         """How many blocks its table lacks for so many tokens."""
         more = -(-tokens // self._index.block_size) - len(request.block_table)
         return more if more > 0 else 0  # noqa: FURB136 - max() takes 0.1 us
-
-    def _grow(self, request: Request, slots: Ids) -> None:
-        request.grow(slots)
-        self._running.grown(request, len(slots))
 
     def _check(self, request: Request, tokens: int) -> None:
         """Raise at once what no waiting would change."""

@@ -273,7 +273,7 @@ class Copies:
             wrong.append(f"nothing runs, but {self.num_offloads} offloads are counted")
         if self._work.is_at_work():
             wrong.append("nothing runs, but copies that make room are counted")
-        if count := self._slots.num_being_stored(Tier.HOST):
+        if count := self._slots.num_being_stored:
             wrong.append(f"nothing runs, but {count} host slots are listed as being stored")
         return wrong + self.background.findings() + self.storing.findings()
 

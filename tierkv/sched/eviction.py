@@ -16,7 +16,7 @@ from tierkv.cache.index import Index, runs_of
 from tierkv.cache.node import HOST, TICKS_PER_S, AgeCounts, CopyState, Ids, Space, Tier, TreeNode
 from tierkv.errors import ConfigError, OutOfBlocksError, OverQuotaError
 from tierkv.sched.events import CacheEvents, Happening
-from tierkv.sched.planner import Step, missing_slots, plan_eviction
+from tierkv.sched.planner import Step, plan_eviction
 from tierkv.sched.slots import Slots, Work
 
 _AT_ONCE = 1024  # blocks that go in one turn of the loop: 7 ms
@@ -100,49 +100,52 @@ class Eviction:
         if tier is HOST:  # whoever takes device slots has told the time just before
             self.index.at(monotonic())
         pool = self._pools[tier]
-        is_simple = space is None and not self._slots.leaving and not self._watermarks[tier].low
-        if is_simple and count <= pool.num_free:
-            return pool.allocate(count)
-        slots = self._take(tier, count, space, reserved)
-        leaving = self._slots.leaving.get(tier)
-        while leaving is not None and (goes := slots >= leaving.first).any():
+        if space is None and not self._watermarks[tier].low:
+            enough = count <= pool.num_free
+            slots = pool.allocate(count) if enough else self._take(tier, count)
+        else:
+            slots = self._take_within(tier, count, space, reserved)
+        leaving = self._slots.leaving
+        if not leaving or tier not in leaving:
+            return slots
+        while (goes := slots >= leaving[tier].first).any():
             self._slots.retire(tier, slots[goes])
-            asyncio.get_running_loop().call_soon(
-                self._work.capacity_changed
-            )  # who shrinks it waits
+            told = self._work.capacity_changed  # who shrinks it waits
+            asyncio.get_running_loop().call_soon(told)
             slots = slots[~goes]
+            more = count - len(slots)
             try:
-                more = self._take(tier, count - len(slots), space, reserved + len(slots))
+                others = self._take_within(tier, more, space, reserved + len(slots))
             except OutOfBlocksError:
-                self._pools[tier].release(slots)
+                pool.release(slots)
                 raise
-            slots = np.concatenate([slots, more])
+            slots = np.concatenate([slots, others])
         return slots
 
-    def _take(self, tier: Tier, count: int, space: Space | None, reserved: int) -> Ids:
+    def _take_within(self, tier: Tier, count: int, space: Space | None, reserved: int) -> Ids:
         if space is not None:
             self._stay_within_quota(tier, space, count, reserved)
-        pool, order, rule = self._pools[tier], self.index.spaces.order[tier], self.rules[tier]
-        freed: list[Ids] = []
-        num_freed = 0
-        missing = self._missing(tier, count)
-        while missing > num_freed and (leaf := order.leaf_to_go(missing - num_freed, rule)):
-            freed.append(self._drop(tier, *leaf))  # as nearly all go
-            num_freed += len(freed[-1])
-        if missing > num_freed:
-            steps = plan_eviction(order, tier, missing - num_freed, rule)
-            if not any(step.must_copy for step in steps):
-                freed += [self._drop(tier, *step.victim) for step in steps]
-                num_freed = sum(map(len, freed))
-        if num_freed + pool.num_free >= count:
-            slots = pool.exchange(freed, count)
-        else:
-            for part in freed:
-                pool.release(part)
-            slots = self._take_by_plan(tier, count)
+        slots = self._take(tier, count)
         if self._watermarks[tier].low:
             self._keep_free(tier)
         return slots
+
+    def _take(self, tier: Tier, count: int) -> Ids:
+        pool, order, rule = self._pools[tier], self.index.spaces.order[tier], self.rules[tier]
+        missing = self._missing(tier, count)
+        freed: list[Ids] = []
+        while missing > 0 and (leaf := order.leaf_to_go(missing, rule)):
+            freed.append(self._drop(tier, *leaf))  # as nearly all go
+            missing -= len(freed[-1])
+        if missing > 0:
+            steps = plan_eviction(order, tier, missing, rule)
+            if not any(step.must_copy for step in steps):
+                freed += [self._drop(tier, *step.victim) for step in steps]
+        if sum(map(len, freed)) + pool.num_free >= count:
+            return pool.exchange(freed, count)
+        for part in freed:
+            pool.release(part)
+        return self._take_by_plan(tier, count)
 
     def take_some(self, tier: Tier, count: int, space: Space, *, reserved: int = 0) -> Ids:
         """1 to `count` slots, as many as there are for `space`; see `take`."""
@@ -157,13 +160,21 @@ class Eviction:
                 return pool.allocate(count)
 
     def _missing(self, tier: Tier, count: int) -> int:
-        return missing_slots(
-            self.index.spaces.order[tier],
-            self._pools[tier],
-            needed=count,
-            on_the_way=self.on_the_way[tier],
-            in_use=self._slots.num_being_stored(tier),
-        )
+        """How many copies have to go so that `count` slots are free; 0 or less if they are. Raises
+        OutOfBlocksError if that can't be had while other requests hold their blocks."""
+        pool = self._pools[tier]
+        coming = pool.num_free + self.on_the_way[tier]
+        missing, can_go = count - coming, self._num_that_can_go(tier)
+        if missing > can_go:
+            raise OutOfBlocksError(pool.tier, needed=count, available=coming + can_go)
+        return missing
+
+    def _num_that_can_go(self, tier: Tier) -> int:
+        """Copies that may go, and with them their slots, which a store may still read."""
+        unheld = self.index.spaces.order[tier].num_unheld
+        if tier is HOST:
+            unheld -= self._slots.num_being_stored
+        return max(0, unheld)
 
     def _stay_within_quota(self, tier: Tier, space: Space, count: int, reserved: int) -> None:
         """Let `space` have `count` more. Raises OverQuotaError if what it holds is in the way, and
@@ -213,8 +224,7 @@ class Eviction:
     def available(self, tier: Tier, space: Space | None = None, *, reserved: int = 0) -> int:
         """Slots that `take` could give at once or after copies it would start; to `space`, within
         its quota, of which `reserved` are taken without being in the index."""
-        can_go = self.index.spaces.order[tier].num_unheld - self._slots.num_being_stored(tier)
-        room = self._pools[tier].num_free + max(can_go, 0)
+        room = self._pools[tier].num_free + self._num_that_can_go(tier)
         if space is None or (quota := space.quota[tier]) is None:
             return room
         own = self.index.spaces.own_order(space, tier)

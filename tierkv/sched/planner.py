@@ -11,7 +11,7 @@ import numpy as np
 from tierkv.cache.eviction import EvictionOrder, Victim, WriteRule
 from tierkv.cache.index import Index, Match
 from tierkv.cache.node import BlockPool, CopyState, Tier, TreeNode
-from tierkv.errors import OutOfBlocksError, RequestTooLargeError
+from tierkv.errors import RequestTooLargeError
 from tierkv.sched.request import RequestSpec
 
 
@@ -56,22 +56,6 @@ class Step:
 
     victim: Victim
     must_copy: bool
-
-
-def missing_slots(
-    order: EvictionOrder, pool: BlockPool, *, needed: int, on_the_way: int, in_use: int = 0
-) -> int:
-    """How many copies have to go so that `needed` slots are free; 0 or less if they are.
-
-    on_the_way: slots that running copies will free. in_use: copies that may go, but not their
-    slots. Raises OutOfBlocksError if that can't be had while other requests hold their blocks.
-    """
-    missing = needed - pool.num_free - on_the_way
-    can_go = max(order.num_unheld - in_use, 0)
-    if missing > can_go:
-        available = pool.num_free + on_the_way + can_go
-        raise OutOfBlocksError(pool.tier, needed=needed, available=available)
-    return missing
 
 
 def plan_eviction(order: EvictionOrder, tier: Tier, missing: int, rule: WriteRule) -> list[Step]:

@@ -17,7 +17,7 @@ import numpy as np
 from tierkv.cache.history import HistoryEvent
 from tierkv.cache.index import Index, Lease, Match
 from tierkv.cache.keys import TOKEN_BYTES, Prompt, common_blocks
-from tierkv.cache.node import Ids, Mask, Tier, TreeNode
+from tierkv.cache.node import Ids, Tier, TreeNode
 from tierkv.errors import (
     BadRequestError,
     DuplicateRequestError,
@@ -30,7 +30,7 @@ from tierkv.gpu.protocol import Event
 from tierkv.sched.worth import HEDGE, Prefill, Regret
 from tierkv.transfer.mover import LayerGate, Movement
 
-_Key = tuple[str, int, bytes, bytes]  # space, node, extra keys and tokens of the next block
+_Key = tuple[TreeNode, bytes]  # the node above, tokens and extra keys of the next block
 _MAX_CAUTION = 6
 
 
@@ -121,14 +121,20 @@ class Computing:
         there is no full block to compute."""
         if first >= prompt.num_blocks:
             return None
-        key = _key(node, first, prompt)
-        promise = Promise(prompt, first, prompt.num_blocks, now, key, first)
+        promise = Promise(prompt, first, prompt.num_blocks, now, _key(node, first, prompt), first)
         if self.prefill.is_told:  # else nobody waits
             num_tokens = (prompt.num_blocks - first) * prompt.block_size
             self._regret.allow(self.prefill.seconds(num_tokens))
-        self._promises.setdefault(key, []).append(promise)
+        self._list(promise)
         self.num_promises += 1
         return promise
+
+    def _list(self, promise: Promise) -> None:
+        others = self._promises.get(promise.key)
+        if others is None:
+            self._promises[promise.key] = [promise]
+        else:
+            others.append(promise)
 
     def advance(self, promise: Promise, node: TreeNode, first: int) -> None:
         """Its blocks up to `first` can be matched; `node` ends there."""
@@ -141,7 +147,7 @@ class Computing:
             return
         self._remove(promise)
         promise.first, promise.key = first, _key(node, first, promise.prompt)
-        self._promises.setdefault(promise.key, []).append(promise)
+        self._list(promise)
         if promise.num_waiting:
             self._on_progress()
 
@@ -165,9 +171,10 @@ class Computing:
 
     def _remove(self, promise: Promise) -> None:
         promises = self._promises[promise.key]
-        promises.remove(promise)
-        if not promises:
+        if len(promises) == 1:
             del self._promises[promise.key]
+        else:
+            promises.remove(promise)
 
     def find(self, match: Match, prompt: Prompt, stop: int) -> tuple[Promise, int] | None:
         """The promise that shares most of the prompt's blocks [match.num_blocks, stop), and up to
@@ -253,7 +260,7 @@ class Computing:
 def _key(node: TreeNode, block: int, prompt: Prompt) -> _Key:
     width = prompt.block_size * TOKEN_BYTES
     tokens = prompt.tokens[block * width : (block + 1) * width]
-    return prompt.space, node.uid, prompt.extras.get(block, b""), tokens
+    return node, tokens + prompt.extras[block] if block in prompt.extras else tokens
 
 
 def _shared(promise: Promise, prompt: Prompt, at: int, stop: int) -> int:
@@ -412,17 +419,30 @@ class RequestState(Enum):
     ENDED = "ended"
 
 
+class TenantUse(msgspec.Struct):
+    """What one tenant's requests have. num_running, num_blocks: of those that run. num_with_blocks,
+    num_private: of those that have ended with copies at work, too; num_private blocks are theirs
+    alone, and not the index's."""
+
+    num_running: int = 0
+    num_blocks: int = 0
+    num_with_blocks: int = 0
+    num_private: int = 0
+
+
 class Request(msgspec.Struct, eq=False):
     """An admitted request. Owned by the scheduler; engines read it.
 
     prompt: the tokens that are committed; before the first commit, what it was admitted for.
     block_table: int32 device blocks, in order, for the prompt and max_new_tokens more.
-    is_private[i]: block i of the table is this request's own, not the index's; num_private are.
+    use: what all requests of its tenant have.
     cached_tokens: the first so many tokens have KV in the table once `gate` is open.
     written: events, not over yet when last looked at, of the kernels that write what was committed.
     is_damaged: such a kernel failed, so nothing more of the request is cached.
     pinned: the end of its path while it is preempted.
-    room: what block_table and is_private are the first part of, once it has grown.
+    refused: blocks of the table before the end of the lease that are its own all the same: others
+        had put theirs into the index. has_given_tail: the first block after the lease is the index's.
+    room: what block_table is the first part of, once it has grown.
     is_aborted: nobody wants it any more; its engine ends it as soon as its kernels allow.
     promise: the blocks that it computes, for others to wait for.
     missed: why it did not find all of its prompt at admission (see `admission.MISS_REASONS`), "" if
@@ -434,20 +454,21 @@ class Request(msgspec.Struct, eq=False):
     spec: RequestSpec
     prompt: Prompt
     block_table: Ids
-    is_private: Mask
     lease: Lease
     cached_tokens: int
     matched: Matched
     gate: LayerGate
     loads: tuple[Movement, ...]
-    num_private: int
+    use: TenantUse
     state: RequestState = RequestState.RUNNING
     computed_tokens: int = 0
     written: tuple[Event, ...] = ()
     is_damaged: bool = False
     pinned: TreeNode | None = None
     is_aborted: bool = False
-    room: tuple[Ids, Mask] | None = None
+    refused: tuple[int, ...] = ()
+    has_given_tail: bool = False
+    room: Ids | None = None
     promise: Promise | None = None
     missed: str = ""
     missed_since: HistoryEvent | None = None
@@ -471,39 +492,45 @@ class Request(msgspec.Struct, eq=False):
         return committed if committed.num_tokens >= asked.num_tokens else asked
 
     def grow(self, slots: Ids) -> None:
-        """Add private blocks at the end of the table. Both arrays have room for as many again, so
-        that a request that grows block by block does not copy them each time."""
+        """Add private blocks at the end of the table, whose array has room for as many again, so
+        that a request that grows block by block does not copy it each time."""
         start = len(self.block_table)
         stop = start + len(slots)
-        if self.room is None or len(self.room[0]) < stop:
-            room = np.empty(2 * stop, np.int32), np.ones(2 * stop, np.bool_)
-            room[0][:start], room[1][:start] = self.block_table, self.is_private
-            self.room = room
-        table, private = self.room
-        table[start:stop] = slots
-        self.block_table, self.is_private = table[:stop], private[:stop]
+        if self.room is None or len(self.room) < stop:
+            self.room = np.empty(2 * stop, np.int32)
+            self.room[:start] = self.block_table
+        self.room[start:stop] = slots
+        self.block_table = self.room[:stop]
+        use = self.use
+        use.num_blocks += len(slots)
+        use.num_private += len(slots)
+
+    @property
+    def num_private(self) -> int:
+        """How many blocks of the table are its own, and not the index's."""
+        own = len(self.block_table) - self.lease.num_blocks - self.has_given_tail
+        return own + len(self.refused)
 
     def private_slots(self) -> Ids:
-        table = self.block_table
-        return table[self.is_private[: len(table)].nonzero()[0]]
+        """Those blocks of the table."""
+        own = self.block_table[self.lease.num_blocks + self.has_given_tail :]
+        if not self.refused:
+            return own
+        return np.concatenate([self.block_table[list(self.refused)], own])
 
     def check_tokens(self, tokens: bytes) -> None:
         """Raise BadRequestError unless `tokens`, packed, can be a commit of this request, and
         what `check_wanted` raises."""
         self.check_wanted()
+        wanted = self.spec.prompt.tokens
+        if tokens is wanted and not self.computed_tokens:  # as mostly: there is room for it
+            return
         room = len(self.block_table) * self.prompt.block_size
         if len(tokens) % TOKEN_BYTES or len(tokens) // TOKEN_BYTES > room:
             raise BadRequestError(f"a commit has whole tokens, {room} at the most")
-        if not self._goes_on(tokens):
-            raise BadRequestError("a commit starts with the request's own tokens, none left out")
-
-    def _goes_on(self, tokens: bytes) -> bool:
-        """Whether `tokens` begin with those of the last commit, and as the request does."""
-        wanted = self.spec.prompt.tokens
-        if not self.computed_tokens and tokens is wanted:
-            return True
         known = self.prompt.tokens[: self.computed_tokens * TOKEN_BYTES]
-        return tokens.startswith(known) and tokens.startswith(wanted[: len(tokens)])
+        if not (tokens.startswith(known) and tokens.startswith(wanted[: len(tokens)])):
+            raise BadRequestError("a commit starts with the request's own tokens, none left out")
 
     def findings(self, index: Index, *, has_failed: bool = False) -> list[str]:
         """What is wrong with a request that is listed as running, in words. has_failed: a load of
@@ -517,7 +544,7 @@ class Request(msgspec.Struct, eq=False):
             wrong.append(f"{who} holds more or fewer blocks than its lease says")
         elif len(self.block_table) < self.lease.num_blocks:
             wrong.append(f"{who} holds blocks that its table does not name")
-        elif len(self.is_private) != len(self.block_table):
+        elif any(at >= self.lease.num_blocks for at in self.refused):
             wrong.append(f"{who} does not know whose its blocks are")
         elif not has_failed and self._differs_from(index):
             wrong.append(f"{who} has other blocks in its table than the index has for its tokens")
@@ -526,8 +553,8 @@ class Request(msgspec.Struct, eq=False):
     def _differs_from(self, index: Index) -> bool:
         num_blocks = self.lease.num_blocks
         cached = index.slots(Tier.DEVICE, self.lease.node, 0, num_blocks)
-        shared = ~self.is_private[:num_blocks]
-        return bool((shared & (cached != self.block_table[:num_blocks])).any())
+        differs = cached != self.block_table[:num_blocks]
+        return not set(differs.nonzero()[0].tolist()) <= set(self.refused)
 
     def check_running(self) -> None:
         if self.state is not RequestState.RUNNING:
@@ -540,17 +567,6 @@ class Request(msgspec.Struct, eq=False):
             self.check_running()
         if self.is_aborted:
             raise RequestAbortedError(f"request {self.request_id!r} was aborted")
-
-
-class TenantUse(msgspec.Struct):
-    """What one tenant's requests have. num_running, num_blocks: of those that run. num_with_blocks,
-    num_private: of those that have ended with copies at work, too; num_private blocks are theirs
-    alone, and not the index's."""
-
-    num_running: int = 0
-    num_blocks: int = 0
-    num_with_blocks: int = 0
-    num_private: int = 0
 
 
 _NO_USE = TenantUse()
@@ -572,50 +588,40 @@ class Running:
         return request in self.ending or self.by_id.get(request.request_id) is request
 
     def of_tenant(self, space: str) -> TenantUse:
+        """To be read only."""
         return self._of_tenant.get(space, _NO_USE)
+
+    def use_of(self, space: str) -> TenantUse:
+        """What a request of this tenant counts itself in, once it is added."""
+        use = self._of_tenant.get(space)
+        return TenantUse() if use is None else use
 
     def has_tenant(self, space: str) -> bool:
         """Whether requests of a tenant run, or have ended with copies at work."""
         return space in self._of_tenant
 
     def add(self, request: Request) -> None:
-        self.by_id[request.request_id] = request
-        space = request.spec.prompt.space
-        use = self._of_tenant.get(space)
-        if use is None:
-            use = self._of_tenant[space] = TenantUse()
+        spec, use, num_blocks = request.spec, request.use, len(request.block_table)
+        self.by_id[spec.request_id] = request
+        self._of_tenant[spec.prompt.space] = use
         use.num_running += 1
-        use.num_blocks += len(request.block_table)
-        use.num_with_blocks += 1
-        use.num_private += request.num_private
-
-    def grown(self, request: Request, num_blocks: int) -> None:
-        """A running request has so many blocks more, all private."""
-        request.num_private += num_blocks
-        use = self._of_tenant[request.spec.prompt.space]
         use.num_blocks += num_blocks
-        use.num_private += num_blocks
-
-    def cached(self, request: Request, num_blocks: int) -> None:
-        """So many of its private blocks are the index's now."""
-        request.num_private -= num_blocks
-        self._of_tenant[request.spec.prompt.space].num_private -= num_blocks
+        use.num_with_blocks += 1
+        use.num_private += num_blocks - request.lease.num_blocks
 
     def remove(self, request: Request) -> None:
         """It does not run any more; it has its blocks still."""
-        del self.by_id[request.request_id]
-        use = self._of_tenant[request.spec.prompt.space]
-        use.num_running -= 1
-        use.num_blocks -= len(request.block_table)
+        del self.by_id[request.spec.request_id]
+        request.use.num_running -= 1
+        request.use.num_blocks -= len(request.block_table)
 
-    def freed(self, request: Request) -> None:
-        """It has given back all of its blocks."""
-        space = request.spec.prompt.space
-        use = self._of_tenant[space]
-        use.num_private -= request.num_private
+    def freed(self, request: Request, num_private: int) -> None:
+        """It has given back all of its blocks, of which so many were its own."""
+        use = request.use
+        use.num_private -= num_private
         use.num_with_blocks -= 1
         if not use.num_with_blocks:
-            del self._of_tenant[space]
+            del self._of_tenant[request.spec.prompt.space]
 
     def findings(self) -> list[str]:
         """What is wrong with the counts, in words."""
@@ -623,7 +629,7 @@ class Running:
         for one in self:
             use = found.setdefault(one.space, TenantUse())
             use.num_with_blocks += 1
-            use.num_private += int(np.count_nonzero(one.is_private))
+            use.num_private += one.num_private
             if one not in self.ending:
                 use.num_running += 1
                 use.num_blocks += len(one.block_table)

@@ -231,9 +231,10 @@ class Slots:
         """Host slots that are nobody's as soon as a store is done with them."""
         return len(self._gone)
 
-    def num_being_stored(self, tier: Tier) -> int:
-        """How many of the index's slots a store reads."""
-        return self._num_reads - len(self._gone) if tier is Tier.HOST else 0
+    @property
+    def num_being_stored(self) -> int:
+        """How many of the index's host slots a store reads."""
+        return self._num_reads - len(self._gone)
 
     def begin_reading(self, slots: Ids) -> None:
         """A store reads these host slots until `end_reading`."""
