@@ -148,7 +148,7 @@ async def test_a_mover_on_a_gpu_resolves_and_gates_layer_by_layer(cupy: ModuleTy
     async with mover.running():
         with held(cupy, stream) as latch:
             movement = mover.load(ids, ids, after=[device.compute_stream.record()])
-            gate = mover.gate([movement.submission])
+            gate = mover.gate([movement])
             assert not gate.is_open(0)
             with pytest.raises(GateTimeoutError):
                 await gate.layer(0, 0.05)

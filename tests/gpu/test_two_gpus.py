@@ -96,7 +96,7 @@ async def move():
     mover = Mover(device, planes, host)
     async with mover.running():
         load = mover.load(ids, ids)
-        gate = mover.gate([load.submission])
+        gate = mover.gate([load])
         await asyncio.to_thread(gate.wait_on, device.compute_stream, 0, 20.0)
         await load.done()
         await mover.offload(ids + 32, ids).done()

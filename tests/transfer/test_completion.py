@@ -119,6 +119,20 @@ async def test_leaving_waits_for_what_is_in_flight_and_then_refuses() -> None:
         await poller.done(ManualEvent())
 
 
+async def test_a_bug_in_what_is_told_at_once_is_the_pollers_too() -> None:
+    """It is one of the service's life, and no line in a log that nobody reads."""
+    poller, event = EventPoller(), ManualEvent()
+    event.finish()
+
+    def bug(error: TransferError | None) -> None:
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        async with poller.running():
+            assert poller.tell_now(event, bug)
+            await asyncio.Event().wait()
+
+
 class Watched(ManualEvent):
     """Knows which threads have looked at it."""
 

@@ -13,7 +13,7 @@ from tests.latch import ManualEvent, finish, turns, until
 from tierkv.errors import DeviceFailedError, GateTimeoutError, TransferError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import Event
-from tierkv.transfer.mover import EventPoller, LayerGate, submitted
+from tierkv.transfer.mover import EventPoller, LayerGate, Submitted
 
 LAYERS = 3
 
@@ -38,7 +38,7 @@ def events() -> tuple[ManualEvent, ...]:
 
 async def test_layers_open_one_by_one_not_at_submission(poller: EventPoller) -> None:  # fault 5
     layers = events()
-    gate = LayerGate(LAYERS, [submitted(layers)], poller)
+    gate = LayerGate(LAYERS, [Submitted(layers)], poller)
     assert not gate.is_open(0)
     for at in range(LAYERS):
         with pytest.raises(GateTimeoutError, match=f"layer {at}"):
@@ -55,7 +55,7 @@ async def test_a_failed_layer_fails_for_everyone_each_time_and_earlier_layers_st
     poller: EventPoller,
 ) -> None:  # fault 5
     layers = events()
-    gate = LayerGate(LAYERS, [submitted(layers)], poller)
+    gate = LayerGate(LAYERS, [Submitted(layers)], poller)
     layers[0].finish()
     error = TransferError("the copy broke", blocks=(4, 5))
     for event in layers[1:]:
@@ -83,7 +83,7 @@ async def test_a_gate_with_nothing_behind_it_is_open(poller: EventPoller) -> Non
 
 async def test_a_timeout_leaves_the_copy_and_the_gate_as_they_are(poller: EventPoller) -> None:
     layers = events()
-    gate = LayerGate(LAYERS, [submitted(layers)], poller)
+    gate = LayerGate(LAYERS, [Submitted(layers)], poller)
     with pytest.raises(GateTimeoutError):
         await gate.all_layers(0.001)
     for event in layers:
@@ -122,7 +122,7 @@ async def test_a_copy_that_is_not_submitted_yet_is_not_open(poller: EventPoller)
 
 async def test_an_engines_thread_waits_on_its_stream(poller: EventPoller) -> None:
     layers = events()
-    gate = LayerGate(LAYERS, [submitted(layers)], poller)
+    gate = LayerGate(LAYERS, [Submitted(layers)], poller)
     stream = CpuDevice().compute_stream
     waiting = asyncio.ensure_future(asyncio.to_thread(gate.wait_on, stream, 1, 20.0))
     await turns(3)
@@ -146,7 +146,7 @@ async def test_every_movement_behind_a_gate_is_waited_for_in_each_of_its_ways(
 ) -> None:
     """By the loop and by an engine's thread, at the last layer."""
     both = [events(), events()]
-    gate = LayerGate(LAYERS, [submitted(layers) for layers in both], poller)
+    gate = LayerGate(LAYERS, [Submitted(layers) for layers in both], poller)
     stream = CpuDevice().compute_stream
     for event in (*both[1 - last], *both[last][:-1]):
         event.finish()
@@ -180,7 +180,7 @@ async def test_the_movements_behind_a_gate_have_the_time_of_a_wait_together(
             time.sleep(0.02)
 
     stream = Slow()
-    gate = LayerGate(LAYERS, [submitted(events()) for _ in range(3)], poller)
+    gate = LayerGate(LAYERS, [Submitted(events()) for _ in range(3)], poller)
     await asyncio.to_thread(gate.wait_on, stream, 0, 20.0)
     first, second, third = stream.timeouts
     assert first <= 20.0
@@ -192,7 +192,7 @@ async def test_a_gate_answers_after_the_poller_has_closed() -> None:
     layers = events()
     poller = EventPoller()
     async with poller.running():
-        gate = LayerGate(LAYERS, [submitted(layers)], poller)
+        gate = LayerGate(LAYERS, [Submitted(layers)], poller)
         for event in layers:
             event.finish()
         await finish(gate.all_layers(20))

@@ -17,7 +17,7 @@ from tests.layouts import LAYOUTS
 from tierkv.errors import TransferError
 from tierkv.gpu.cpu import CpuDevice, CpuEvent
 from tierkv.gpu.protocol import Event
-from tierkv.transfer.mover import EventPoller, LayerGate, Mover, Submission, submitted
+from tierkv.transfer.mover import EventPoller, LayerGate, Mover, Submission, Submitted
 
 LAYOUT = LAYOUTS["fp8"]
 
@@ -44,7 +44,7 @@ async def test_a_mover_whose_body_breaks_still_tells_everyone_of_the_end_of_copi
             movement = mover.load(ids, ids)
             movement.when_ended(lambda: told.append("end"))
             waiting.append(group.create_task(movement.done()))
-            gate = mover.gate([movement.submission])
+            gate = mover.gate([movement])
             waiting.append(group.create_task(gate.all_layers(20)))
             if not is_cancelled:
                 raise BodyError
@@ -122,11 +122,11 @@ def _failed(kind: str, error: TransferError) -> Submission:
     if kind == "copied":
         event = CpuEvent()
         event.reach(error)
-        return submitted((event,))
+        return Submitted((event,))
     cuda = pytest.importorskip("tierkv.gpu.cuda", exc_type=ImportError)
     pending = cuda.PendingEvent(threading.Condition(), object(), 0)
     pending.failed(error)
-    return submitted((pending,))
+    return Submitted((pending,))
 
 
 @pytest.mark.parametrize("kind", ["not submitted", "copied", "on its way to a stream"])

@@ -9,7 +9,7 @@ from enum import Enum
 import msgspec
 
 from tierkv.cache.index import segments
-from tierkv.cache.keys import Prompt
+from tierkv.cache.keys import TOKEN_BYTES, Prompt
 from tierkv.cache.node import Tier, TreeNode
 
 
@@ -114,11 +114,11 @@ class History:
 
     def newest(self, prompt: Prompt, block: int) -> HistoryEvent | None:
         """As `find`, of this block or a run that begins with it only: one hash."""
-        kept = self._events and self._events.get(self._key(prompt, block))
+        kept = self._events.get(self._key(prompt, block)) if self._events else None
         return kept[0].event if kept else None
 
     def _key(self, prompt: Prompt, block: int) -> _Key:
-        first, width = max(block - _BEFORE, 0), prompt.block_token_bytes
+        first, width = block - _BEFORE if block > _BEFORE else 0, prompt.block_size * TOKEN_BYTES
         tokens = prompt.tokens[first * width : (block + 1) * width]
         if not prompt.extras:
             return prompt.space, block, hash(tokens)
@@ -128,21 +128,17 @@ class History:
 
     def _keep(self, key: _Key, kept: _Kept) -> None:
         """Of a block the newest event, and those about longer runs, which tell of later blocks."""
-        known = self._events.get(key)
+        events, num_bytes = self._events, len(kept.tokens)
+        known = events.pop(key, None)
         if known is None:
-            self._events[key] = [kept]
-            self._num_bytes += len(kept.tokens)
-            self._forget_oldest()
-            return
-        longer = [one for one in known if len(one.tokens) > len(kept.tokens)][:_MOST_RUNS]
-        self._num_bytes += len(kept.tokens) + _bytes_of(longer) - _bytes_of(known)
-        known[:] = [kept, *longer]
-        self._events.move_to_end(key)
-        self._forget_oldest()
-
-    def _forget_oldest(self) -> None:
-        while len(self._events) > self._capacity or self._num_bytes > self._capacity_bytes:
-            _, gone = self._events.popitem(last=False)
+            events[key] = [kept]
+        else:
+            longer = [one for one in known if len(one.tokens) > num_bytes][:_MOST_RUNS]
+            events[key] = [kept, *longer]
+            num_bytes += _bytes_of(longer) - _bytes_of(known)
+        self._num_bytes += num_bytes
+        while len(events) > self._capacity or self._num_bytes > self._capacity_bytes:
+            _, gone = events.popitem(last=False)
             self._num_bytes -= _bytes_of(gone)
 
 

@@ -387,9 +387,8 @@ class Tree:
         parent.disown(node)
         if parent.packed is node.packed:
             parent.keep_less(node.packed)
-        device, host = self._order
-        device.forget(node)
-        host.forget(node)
+        for order in self._order:
+            order.forget(node)
         if self._own_orders and (own := self._own_orders.get(node.space.name)) is not None:
             own[0].forget(node)
             own[1].forget(node)
@@ -442,12 +441,20 @@ def longest_match(root: TreeNode, prompt: Prompt, max_tokens: int) -> Match:
     if node.device.uniform is not _READY and pos:  # else the path above is, too: see `verify`
         device, loading = _on_device(node, pos)
     partial = None
-    if pos * size < max_tokens and (pos < node.end or node.children):
-        stop = (pos + 1) * size
+    at = pos * size
+    if at < max_tokens and (pos < node.end or _may_go_on(node, prompt, at)):
+        stop = at + size
         if stop > max_tokens:  # noqa: PLR1730 - min() takes 0.1 us
             stop = max_tokens
         partial = _partial(node, pos, prompt, stop)
     return Match(node, pos, device, loading, pos - device - loading, partial)
+
+
+def _may_go_on(node: TreeNode, prompt: Prompt, at: int) -> bool:
+    """Whether a child may share the token `at`."""
+    if prompt.extras or not node.children:
+        return bool(node.children)
+    return prompt.tokens[at * TOKEN_BYTES : (at + 1) * TOKEN_BYTES] in node.children
 
 
 def _on_device(node: TreeNode, pos: int) -> tuple[int, int]:

@@ -208,7 +208,7 @@ class HostLoads:
             if not upper.settled.done():
                 upper.settled.add_done_callback(lambda _: self._settle(load, end))
                 return
-        self._tiers.copies.num_loads -= 1
+        self._tiers.copies.load_ended()
         has_failed = load.movement.has_failed
         self._tiers.eviction.stats.failed_transfers += has_failed
         if not (has_failed or load.is_failed):
@@ -385,7 +385,7 @@ class Starts:
         index.count_hit(lease)
         cached = index.slots(Tier.DEVICE, lease.node, 0, match.num_blocks)
         table = np.concatenate([cached, private])
-        return self._made(spec, lease, table, matched, movements)
+        return self._made(spec, lease, table, matched, tuple(movements))
 
     def _give_back(self, held: _Held) -> None:
         """Slots that a copy still writes go when it has ended."""
@@ -440,7 +440,7 @@ class Starts:
         lease: Lease,
         table: Ids,
         matched: Matched,
-        movements: Sequence[Movement],
+        movements: tuple[Movement, ...],
     ) -> Request:
         return Request(
             spec,
@@ -449,8 +449,8 @@ class Starts:
             lease,
             matched.total_tokens,
             matched,
-            self._tiers.mover.gate([movement.submission for movement in movements]),
-            tuple(movements),
+            self._tiers.mover.gate(movements),
+            movements,
             self._running.use_of(spec.prompt.space),
         )
 
@@ -556,7 +556,7 @@ class Growth:
         running: Running,
         starts: Starts,
         *,
-        limits_of: Callable[[RequestSpec], Limits],
+        limits_of: Callable[[str], Limits],
         let_go: Callable[[str | None], bool],
     ) -> None:
         self._tiers = tiers
@@ -609,7 +609,7 @@ class Growth:
         """Whether nothing but the device's room limits how it may grow, and nobody waits for it."""
         if self.extending or request.lease.node.space.has_quota:
             return False
-        return self._limits_of(request.spec).are_none
+        return self._limits_of(request.spec.prompt.space).are_none
 
     def _has_grown(self, request: Request, count: int) -> bool:
         """Whether it has its blocks at once: there is nothing to wait for, and nobody to tell."""
@@ -637,7 +637,7 @@ class Growth:
         """Raise at once what no waiting would change."""
         more = self._missing(request, tokens)
         total = len(request.block_table) + more
-        limits = self._limits_of(request.spec)
+        limits = self._limits_of(request.space)
         space = request.lease.node.space
         for most, what in (
             (self._tiers.slots.pools[Tier.DEVICE].capacity, "the device holds"),
@@ -895,7 +895,8 @@ class Admissions:
 
     def _has_turn(self, spec: RequestSpec) -> bool:
         """Whether nothing of its tenant's stands before it; also if it will be refused."""
-        limits, space = self._limits.of(spec), spec.prompt.space
+        space = spec.prompt.space
+        limits = self._limits.of(space)
         if limits.are_none and not self._over_quota and not self._growth.extending:
             return True
         if not limits.allow(1, spec.num_blocks):

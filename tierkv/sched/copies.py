@@ -232,6 +232,8 @@ class Copies:
         self.num_offloads = 0
         self._index = eviction.index
         self._rules = eviction.rules
+        self._offloads_early = eviction.rules[Tier.DEVICE].writes_early
+        self._stores_early = eviction.rules[Tier.HOST].writes_early
         self._eviction = eviction
         self._slots = slots
         self._work = work
@@ -245,7 +247,6 @@ class Copies:
         self._to_host: dict[TreeNode, int] = {}
         eviction.copy_down = self.copy_down
         self.resized()
-        work.on_capacity(self._look_again)
 
     def prompt_keys(self, prompt: Prompt) -> list[StoredKey]:
         """The stored keys of `prompt`, tail included. What is cached of it keeps its digests."""
@@ -255,14 +256,18 @@ class Copies:
         known = [StoredKey(one, size, is_tail=False, space=space) for one in digests]
         return known + list(keys_beyond(self._index, prompt, match))
 
-    def _look_again(self) -> None:
-        self.background.look_again()
-        self.storing.look_again()
+    def load_ended(self) -> None:
+        """One load fewer is on its way to the device."""
+        self.num_loads -= 1
+        if not self.num_loads:
+            self.background.look_again()
+            self.storing.look_again()
 
     def resized(self) -> None:
         """The host has another size by now."""
         most = self._slots.pools[Tier.HOST].capacity * self._block_bytes // _SHARE_BEING_STORED
         self.storing.max_bytes = min(self.background.max_bytes, most)
+        self.storing.look_again()
 
     def findings(self) -> list[str]:
         """What is wrong, in words, when nothing is on its way."""
@@ -279,10 +284,10 @@ class Copies:
 
     def write_down(self, node: TreeNode, num_blocks: int) -> None:
         """Copy down what the rules want copied by now, of path blocks [0, num_blocks)."""
-        host_rule, storage_rule = self._rules[Tier.DEVICE], self._rules[Tier.HOST]
-        has_storage = self.storage is not None and storage_rule.writes_early
-        if not has_storage and not host_rule.writes_early:
+        has_storage = self._stores_early and self.storage is not None
+        if not (has_storage or self._offloads_early):
             return
+        host_rule, storage_rule = self._rules[Tier.DEVICE], self._rules[Tier.HOST]
         room: int | None = None
         for part, i, j in segments(node, 0, num_blocks):
             wants_host = host_rule.writes_now(part.hits)

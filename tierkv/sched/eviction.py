@@ -260,17 +260,18 @@ class Eviction:
 
     def _drop(self, tier: Tier, node: TreeNode, start: int, stop: int) -> Ids:
         """Evict these blocks; the slots that are nobody's now, see `free_of`."""
-        now = monotonic()  # the loop's clock, in a quarter of the time
+        now, count, stats = monotonic(), stop - start, self.stats
         self.history.evicted(node, start, stop, tier, now)
-        other, stats = node.device if tier is HOST else node.host, self.stats
-        kept = other.present_in(start, stop) if other is not None and other.num_present else 0
-        if forgotten := stop - start - kept:
-            stats.forgotten_blocks += forgotten
-            stats.lifetimes.add(int(now * TICKS_PER_S) - node.born, forgotten)
+        other = node.device if tier is HOST else node.host
         if tier is HOST:
-            stats.evicted_host_blocks += stop - start
+            stats.evicted_host_blocks += count
         else:
-            stats.evicted_device_blocks += stop - start
+            stats.evicted_device_blocks += count
+        if other is not None and other.num_present:
+            count -= other.present_in(start, stop)
+        if count:
+            stats.forgotten_blocks += count
+            stats.lifetimes.add(int(now * TICKS_PER_S) - node.born, count)
         if self._events.has_listeners:
             name, first = tier.name.lower(), node.start
             self._events.tell(Happening.EVICTED, name, node, first + start, first + stop)

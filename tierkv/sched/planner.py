@@ -10,8 +10,7 @@ import numpy as np
 
 from tierkv.cache.eviction import EvictionOrder, Victim, WriteRule
 from tierkv.cache.index import Index, Match
-from tierkv.cache.node import BlockPool, CopyState, Tier, TreeNode
-from tierkv.errors import RequestTooLargeError
+from tierkv.cache.node import CopyState, Tier, TreeNode
 from tierkv.sched.request import RequestSpec
 
 
@@ -28,22 +27,12 @@ class AdmissionPlan(msgspec.Struct, frozen=True):
 
 
 def plan_admission(index: Index, spec: RequestSpec) -> AdmissionPlan:
-    """Of a request that the device is large enough for, see `check_size`."""
     match = index.match(spec.prompt, spec.max_cached_tokens if spec.uses_cache else 0)
     return AdmissionPlan(
         match=match,
         num_loads=match.host_blocks,
         num_private=spec.num_blocks - match.num_blocks,
     )
-
-
-def check_size(index: Index, device_pool: BlockPool, spec: RequestSpec) -> None:
-    """Raise what no waiting would change."""
-    if spec.num_blocks > device_pool.capacity:
-        raise RequestTooLargeError(
-            f"the request needs {spec.num_blocks} blocks of {index.block_size} tokens, "
-            f"but the device holds {device_pool.capacity}"
-        )
 
 
 @dataclass(slots=True)

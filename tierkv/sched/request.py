@@ -441,7 +441,7 @@ class Request(msgspec.Struct, eq=False):
     is_damaged: such a kernel failed, so nothing more of the request is cached.
     pinned: the end of its path while it is preempted.
     refused: blocks of the table before the end of the lease that are its own all the same: others
-        had put theirs into the index. has_given_tail: the first block after the lease is the index's.
+        had put theirs into the index. has_given_tail: the first one after it is the index's.
     room: what block_table is the first part of, once it has grown.
     is_aborted: nobody wants it any more; its engine ends it as soon as its kernels allow.
     promise: the blocks that it computes, for others to wait for.

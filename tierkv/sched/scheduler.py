@@ -199,8 +199,7 @@ class Scheduler:
         """Raise what `admit` would raise at once, so that nothing is fetched for it in vain."""
         if self._is_draining:
             raise ShuttingDownError("this node is shutting down")
-        is_waiting = self._waiting.find(spec.request_id) is not None
-        if is_waiting or spec.request_id in self._running.by_id:
+        if spec.request_id in self._running.by_id or self._waiting.find(spec.request_id):
             raise DuplicateRequestError(f"request {spec.request_id!r} is already running")
         self._limits.check(spec)
 
@@ -214,17 +213,23 @@ class Scheduler:
         """
         try:
             self.check(spec)
-            with tracing.span("queue") as span:
-                request = self._admissions.admit_now(spec, fetched)
-                if request is None:
-                    request = await self._in_turn(spec, fetched)
-                if span is not None:
-                    span.set_attributes(msgspec.structs.asdict(request.matched))
-                    span.set_attribute("missed", request.missed)
-            return request
+            if tracing.is_on():
+                return await self._traced(spec, fetched)
+            request = self._admissions.admit_now(spec, fetched)
+            return request if request is not None else await self._in_turn(spec, fetched)
         finally:
             if fetched is not None:
                 fetched.release()
+
+    async def _traced(self, spec: RequestSpec, fetched: Fetched | None) -> Request:
+        with tracing.span("queue") as span:
+            request = self._admissions.admit_now(spec, fetched)
+            if request is None:
+                request = await self._in_turn(spec, fetched)
+            span.set_attributes(
+                msgspec.structs.asdict(request.matched) | {"missed": request.missed}
+            )
+        return request
 
     async def _in_turn(self, spec: RequestSpec, fetched: Fetched | None) -> Request:
         outcome: asyncio.Future[Request] = asyncio.get_running_loop().create_future()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tierkv.cache.eviction import EvictionKind
 from tierkv.cache.index import Index
@@ -13,7 +13,6 @@ from tierkv.cache.keys import Fingerprint
 from tierkv.cache.node import DEFAULT, BlockPool, Quota, Space, Tier, TreeNode, check_quota
 from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError, RequestTooLargeError
 from tierkv.sched.lifecycle import forgetting
-from tierkv.sched.planner import check_size
 from tierkv.sched.request import RequestSpec
 from tierkv.sched.tiers import Tiers
 
@@ -29,14 +28,15 @@ class Limits:
     blocks: int | None = None
     request_blocks: int | None = None
 
-    def __post_init__(self) -> None:
-        for what in (self.requests, self.blocks, self.request_blocks):
-            if what is not None and what < 1:
-                raise ConfigError("a limit of running requests or blocks is at least 1")
+    are_none: bool = field(init=False, repr=False, compare=False)
 
-    @property
-    def are_none(self) -> bool:
-        return self.requests is None and self.blocks is None and self.request_blocks is None
+    def __post_init__(self) -> None:
+        given = [
+            what for what in (self.requests, self.blocks, self.request_blocks) if what is not None
+        ]
+        if any(what < 1 for what in given):
+            raise ConfigError("a limit of running requests or blocks is at least 1")
+        object.__setattr__(self, "are_none", not given)
 
     def allow(self, running: int, blocks: int) -> bool:
         """Whether so many requests with so many blocks are within the limits."""
@@ -67,8 +67,8 @@ class TenantLimits:
         self._limits = dict(limits or {})
         self._default = default or Limits()
 
-    def of(self, spec: RequestSpec) -> Limits:
-        return self._limits.get(spec.prompt.space, self._default)
+    def of(self, space: str) -> Limits:
+        return self._limits.get(space, self._default)
 
     def set(self, tenant: str, limits: Limits) -> None:
         self._limits[tenant] = limits
@@ -81,14 +81,18 @@ class TenantLimits:
 
     def check(self, spec: RequestSpec) -> None:
         """Raise RequestTooLargeError if no waiting would admit it; limits change while it waits."""
-        check_size(self._index, self._device_pool, spec)
-        num_blocks = spec.num_blocks
+        num_blocks, pool = spec.num_blocks, self._device_pool
+        if num_blocks > pool.capacity:
+            raise RequestTooLargeError(
+                f"the request needs {num_blocks} blocks of {self._index.block_size} tokens, "
+                f"but the device holds {pool.capacity}"
+            )
         quota = self._index.spaces.root_of(spec.prompt).space.quota[Tier.DEVICE]
         if quota is not None and num_blocks > quota:
             raise RequestTooLargeError(
                 f"the request needs {num_blocks} blocks, its tenant's quota is {quota}"
             )
-        limits = self.of(spec)
+        limits = self.of(spec.prompt.space)
         if not (limits.are_none or limits.allow_request(num_blocks)):
             raise RequestTooLargeError(
                 f"the request needs {num_blocks} blocks, more than its tenant's limit"

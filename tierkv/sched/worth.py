@@ -9,6 +9,7 @@ pays at most twice (Karlin, Manasse, Rudolph, Sleator, 1988). `Regret` bounds al
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 
@@ -32,6 +33,7 @@ FIRST_TRY_S = 1.0
 _OBSERVED_SLACK_S = 0.02
 _OBSERVED_LEAST_S = 0.1
 _MANY_TOKENS = 1024
+_MOST_OBSERVED = 64  # after as many more a sample counts by a thousandth
 _SURPRISE = 2.0  # times faster or slower than expected
 _TICK_S = 0.001  # of uvloop's clock: what takes less has taken nothing, or twice that
 
@@ -174,12 +176,20 @@ class Prefill:
     take from their admission to the commit of their last block."""
 
     def __init__(self) -> None:
-        self._line = Line()
+        self._fitted = Line()
+        # Not in the line yet: it is fitted when somebody asks. Before so many nothing counts.
+        self._observed: deque[tuple[int, float]] = deque(maxlen=_MOST_OBSERVED)
         self.is_told = False
 
     @property
+    def _line(self) -> Line:
+        while self._observed:
+            self._fitted.add(*self._observed.popleft())
+        return self._fitted
+
+    @property
     def is_known(self) -> bool:
-        return self._line.is_known
+        return bool(self._observed) or self._fitted.is_known
 
     def seconds(self, tokens: int) -> float:
         """What so many tokens are expected to take; 0 as long as nothing is known."""
@@ -193,13 +203,14 @@ class Prefill:
     def tell(self, tokens: int, seconds: float) -> None:
         """The engine says so; what was observed counts no longer."""
         if not self.is_told:
-            self._line, self.is_told = Line(), True
-        self._line.add(tokens, seconds)
+            self._fitted, self.is_told = Line(), True
+            self._observed.clear()
+        self._fitted.add(tokens, seconds)
 
     def observe(self, tokens: int, seconds: float) -> None:
         """A request computed so many tokens in so long, whatever else it waited for."""
         if not self.is_told:
-            self._line.add(tokens, seconds)
+            self._observed.append((tokens, seconds))
 
 
 @dataclass(frozen=True, slots=True)

@@ -445,10 +445,12 @@ class Service:
         )
         return self.admit_as(spec)
 
-    async def admit_as(self, spec: RequestSpec) -> Request:
+    def admit_as(self, spec: RequestSpec) -> Coroutine[None, None, Request]:
         """`admit`, for who has the whole of it in one."""
-        fetched = await self.fetched(spec) if self.fetches(spec) else None
-        return await self.scheduler.admit(spec, fetched)
+        return self._admit_fetched(spec) if self.fetches(spec) else self.scheduler.admit(spec)
+
+    async def _admit_fetched(self, spec: RequestSpec) -> Request:
+        return await self.scheduler.admit(spec, await self.fetched(spec))
 
     def fetches(self, spec: RequestSpec) -> bool:
         """Whether storage is asked for what the tiers lack of a prompt."""

@@ -78,6 +78,7 @@ class EventPoller:
         self._has_news = False  # for the watching thread
         self._is_running = False
         self._eager_until = 0.0
+        self._failure: BaseException | None = None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -136,6 +137,19 @@ class EventPoller:
         self._num_pending += 1
         self._tell()
 
+    def tell_now(self, event: Event, tell: Tell) -> bool:
+        """Whether `event` is over, so that `tell` was called at once: for who has come in a turn of
+        the loop of its own. An error that `tell` raises is the poller's, too."""
+        outcome = _outcome(event)
+        if outcome is None or not self._is_running:
+            return False
+        try:
+            tell(outcome[0])
+        except BaseException as error:  # noqa: BLE001 - it is raised in the poller's task
+            self._failure = error
+            self._tell()
+        return True
+
     def _tell(self) -> None:
         self._eager_until = time.monotonic() + _EAGER_S
         self._has_news = True
@@ -174,6 +188,8 @@ class EventPoller:
         return not any(one.is_long for line in self._lines.values() for one in line)
 
     def _look(self) -> None:
+        if self._failure is not None:
+            raise self._failure
         for key, line in list(self._lines.items()):
             while line and (outcome := _outcome(line[0].event)) is not None:
                 one = line.pop(0)
@@ -202,8 +218,8 @@ def _outcome(event: Event) -> tuple[TransferError | None] | None:
         return (error,)
 
 
-class _Known(msgspec.Struct, eq=False):
-    """The outcome of a submission, as that of a future that is done."""
+class Submitted(msgspec.Struct, eq=False):
+    """The outcome of a submission that is done, asked as that of a future."""
 
     events: tuple[Event, ...]
     error: TierKVError | None = None
@@ -221,7 +237,7 @@ class _Known(msgspec.Struct, eq=False):
 
 
 # One event per layer, known once the copy is submitted.
-Submission = _Known | Future[tuple[Event, ...]]
+Submission = Submitted | Future[tuple[Event, ...]]
 
 
 class LayerGate:
@@ -280,11 +296,6 @@ def _events(submission: Submission, timeout_s: float) -> tuple[Event, ...]:
     if error is not None:
         raise error.with_traceback(None)  # who asks often would else keep every answer
     return submission.result()
-
-
-def submitted(events: tuple[Event, ...]) -> Submission:
-    """A movement that is on its way already."""
-    return _Known(events)
 
 
 _SHORT_BYTES = 16 << 20  # PCIe 5 moves them in 0.3 ms
@@ -462,14 +473,15 @@ class Mover:
         )
         return movement
 
-    def gate(self, movements: Sequence[Submission]) -> LayerGate:
+    def gate(self, movements: Sequence[Movement]) -> LayerGate:
         """What stands behind `movements`; with none it is open, and always the same."""
         if not movements:
             return self._open_gate
-        return LayerGate(self._open_gate.num_layers, movements, self.poller)
+        submissions = [movement.submission for movement in movements]
+        return LayerGate(self._open_gate.num_layers, submissions, self.poller)
 
     def _move(self, copy: BlockCopy) -> Movement:
-        counts, submission = copy.direction, _Known(())
+        counts, submission = copy.direction, Submitted(())
         movement = Movement(submission, len(copy) * self._block_bytes)
         try:
             submission.events = self._lanes[counts].submit(copy)
@@ -480,8 +492,9 @@ class Mover:
         return movement
 
     def _follow(self, movement: Movement, counts: Direction | None) -> None:
-        """It is submitted. It ends in a later turn of the loop, and in the poller's task: a bug in
-        what is done then is one of the service's life."""
+        """It is submitted. It ends in a later turn of the loop, and for the poller's task: a bug in
+        what is done then is one of the service's life. counts: None for a copy within the device,
+        which was submitted in an earlier turn and may have ended."""
         submission, is_long = movement.submission, movement.num_bytes > _SHORT_BYTES
         loop, error = asyncio.get_running_loop(), submission.exception()
         if isinstance(error, TierKVError) and not isinstance(error, TransferError):
@@ -500,7 +513,8 @@ class Mover:
         try:
             if counts is Direction.LOAD and not error and loop.time() >= self._times_from:
                 self._time_layers(events, is_long=is_long)
-            self.poller.then(events[-1], end, is_long=is_long)
+            if counts is not None or not self.poller.tell_now(events[-1], end):
+                self.poller.then(events[-1], end, is_long=is_long)
         except ShuttingDownError as failure:  # the poller has failed, and so does the service
             loop.call_soon(end, TransferError(str(failure)))
 
