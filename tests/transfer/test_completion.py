@@ -127,10 +127,13 @@ async def test_a_bug_in_what_is_told_at_once_is_the_pollers_too() -> None:
     def bug(error: TransferError | None) -> None:
         raise RuntimeError("a bug")
 
-    with pytest.raises(RuntimeError, match="a bug"):
+    async def live() -> None:
         async with poller.running():
             assert poller.tell_now(event, bug)
             await asyncio.Event().wait()
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        await finish(live())
 
 
 class Watched(ManualEvent):

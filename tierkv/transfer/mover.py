@@ -169,6 +169,8 @@ class EventPoller:
     async def _poll_on(self, watcher: ThreadPoolExecutor) -> None:
         loop = asyncio.get_running_loop()
         while self._is_running or self._lines:
+            if self._failure is not None:
+                raise self._failure
             if not self._lines:
                 self._wake.clear()
                 await self._wake.wait()
@@ -188,8 +190,6 @@ class EventPoller:
         return not any(one.is_long for line in self._lines.values() for one in line)
 
     def _look(self) -> None:
-        if self._failure is not None:
-            raise self._failure
         for key, line in list(self._lines.items()):
             while line and (outcome := _outcome(line[0].event)) is not None:
                 one = line.pop(0)
