@@ -40,7 +40,7 @@ from tierkv.cache.eviction import EvictionKind, WritePolicy, WriteRule, make_pol
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt, Tokens
 from tierkv.cache.node import BlockPool, Ids, Tier
-from tierkv.sched.planner import missing_slots, plan_eviction
+from tierkv.sched.planner import plan_eviction
 
 _DEVICE = Tier.DEVICE  # an attribute of an enum takes 0.1 us
 _RULE = WriteRule(WritePolicy.SELECTIVE)
@@ -77,7 +77,7 @@ class Cache:
         """The slots of what had to go so that `needed` are free."""
         order = self.index.spaces.order[_DEVICE]
         freed: list[Ids] = []
-        missing = missing_slots(order, self.pool, needed=needed, on_the_way=0)
+        missing = needed - self.pool.num_free
         while missing > 0 and (leaf := order.leaf_to_go(missing, _RULE)) is not None:
             node, start, stop = leaf
             freed.append(self.index.drop(_DEVICE, node, start, stop))

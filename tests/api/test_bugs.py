@@ -8,9 +8,10 @@ import pytest
 
 from tests.api.nodes import here
 from tierkv.refmodel.engine import ModelRun, ReferenceEngine
-from tierkv.sched import admission, scheduler
+from tierkv.sched import admission
 from tierkv.sched.admission import SharedWaits, Starts
 from tierkv.sched.request import Computing
+from tierkv.sched.scheduler import Scheduler
 from tierkv.service.session import Session
 
 PROMPT = "a prompt of some words, " * 4
@@ -31,8 +32,8 @@ class PlantedError(Exception):
         (admission, "why_missed"),
         (Computing, "begin"),
         (SharedWaits, "possible"),
-        (scheduler.Commits, "_insert"),
-        (scheduler.Commits, "_keep_tail"),
+        (Scheduler, "_insert"),
+        (Scheduler, "_keep_tail"),
         (ModelRun, "begin"),
         (ModelRun, "add"),
         (ModelRun, "result"),

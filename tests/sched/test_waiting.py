@@ -11,6 +11,7 @@ import pytest
 from tests.latch import until
 from tests.simulated import simulated
 from tests.world import GQA, World, world
+from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt
 from tierkv.sched.fair_queue import MAX_PASSED_OVER, Waiting, WaitingLine
 from tierkv.sched.request import Promise, PromiseWait, RequestSpec
@@ -95,7 +96,7 @@ async def test_the_next_is_the_first_of_all_in_the_order_of_the_rule(seed: int) 
             rule.admitted(first, num_blocks)
         elif what == "aside" and rule.in_turn:
             chosen = rng.choice(rule.in_turn)
-            promise = Promise(chosen.spec.prompt, 0, 9, 0.0, ("", 0, b"", b""), 0)
+            promise = Promise(chosen.spec.prompt, 0, 9, 0.0, (Index(4).spaces.root, b""), 0)
             line.stand_aside(chosen, PromiseWait(promise, 5, 100.0), 0.0, lambda: None)
             aside[chosen] = promise
             rule.in_turn.remove(chosen)
@@ -196,7 +197,7 @@ async def test_however_often_it_waits_for_others_a_request_waits_as_long_as_at_f
     for starts, patience_s, ends in ((0.0, 1.0, 1.0), (0.5, 0.2, 0.7), (0.6, 1.0, 1.0)):
         await asyncio.sleep(began + starts - loop.time())
         line.come_back(waits)
-        promise = Promise(waits.spec.prompt, 0, 9, 0.0, ("", 0, b"", b""), 0)
+        promise = Promise(waits.spec.prompt, 0, 9, 0.0, (Index(4).spaces.root, b""), 0)
         promises.append(promise)
         wait = PromiseWait(promise, 5, patience_s)
         line.stand_aside(waits, wait, loop.time(), lambda: ups.append(loop.time() - began))
