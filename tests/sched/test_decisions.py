@@ -13,6 +13,7 @@ from tests.world import World, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
 from tierkv.cache.node import Tier
+from tierkv.sched.fair_queue import WaitingLine
 from tierkv.sched.request import Computing, PromiseWait
 from tierkv.sched.worth import FetchPolicy
 
@@ -110,6 +111,32 @@ async def test_a_bug_where_a_chance_is_passed_by_keeps_no_blocks(
         await on.settle()
         assert on.service.verify() == []
         assert on.service.stats().running_requests == 0
+
+
+async def test_a_bug_where_a_start_is_counted_for_its_tenant_keeps_no_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given, is_broken = WaitingLine.given, False
+
+    def count(line: WaitingLine, tenant: str, num_blocks: int) -> None:
+        if is_broken:
+            raise ZeroDivisionError
+        given(line, tenant, num_blocks)
+
+    monkeypatch.setattr(WaitingLine, "given", count)
+    async with world(device_blocks=8) as on:
+        owner = await on.admit(tokens(24))
+        waits = asyncio.ensure_future(on.admit(tokens(24, 900)))
+        await until(lambda: on.service.scheduler.num_waiting == 1)
+        is_broken = True
+        on.service.end(owner)
+        for start in (waits, on.admit(tokens(24))):  # in its turn, and at once
+            with pytest.raises(ZeroDivisionError):
+                await finish(start)
+        is_broken = False
+        await on.settle()
+        assert on.service.stats().running_requests == 0
+        await on.ended(await on.admit(tokens(24)))
 
 
 async def test_a_chance_is_passed_by_once_however_long_there_is_no_room() -> None:

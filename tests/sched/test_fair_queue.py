@@ -17,7 +17,8 @@ numbers = count_up()
 def serve(line: WaitingLine) -> Waiting:
     first = line.next(anybody)
     assert first is not None
-    line.admitted(first, BLOCKS)
+    line.admitted(first)
+    line.given(first.tenant, BLOCKS)
     return first
 
 
@@ -96,5 +97,6 @@ async def test_one_that_is_overdue_and_may_not_go_holds_nobody_else_up() -> None
         first = line.next(lambda each: each.tenant != "full")
         assert first is not None
         assert first.tenant == "other"
-        line.admitted(first, BLOCKS)
+        line.admitted(first)
+        line.given(first.tenant, BLOCKS)
     assert serve(line).tenant == "full", "and it goes as soon as it may"

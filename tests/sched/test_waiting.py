@@ -92,7 +92,8 @@ async def test_the_next_is_the_first_of_all_in_the_order_of_the_rule(seed: int) 
             assert first is rule.first()
             assert first is not None
             num_blocks = rng.randrange(1, 9)
-            line.admitted(first, num_blocks)
+            line.admitted(first)
+            line.given(first.tenant, num_blocks)
             rule.admitted(first, num_blocks)
         elif what == "aside" and rule.in_turn:
             chosen = rng.choice(rule.in_turn)
@@ -165,7 +166,8 @@ async def test_the_cost_of_an_admission_does_not_grow_with_those_that_wait() -> 
         for _ in range(100):
             first = line.next(anybody)
             assert first is not None
-            line.admitted(first, 1)
+            line.admitted(first)
+            line.given(first.tenant, 1)
         return time.thread_time() - started
 
     short = min(seconds(100) for _ in range(5))

@@ -293,7 +293,8 @@ class Starts:
     """Starts requests: takes device slots and leases, and begins loads. A start that raises, be it
     by a bug, keeps nothing.
 
-    end: ends a request that has been begun.
+    given: counts what a request has got for its tenant's turns. end: ends a request that has been
+    begun.
     """
 
     def __init__(
@@ -302,8 +303,11 @@ class Starts:
         running: Running,
         loads: HostLoads,
         computing: Computing,
+        *,
+        given: Callable[[str, int], None],
         end: Callable[[Request], None],
     ) -> None:
+        self._given = given
         self._end = end
         self._tiers = tiers
         self._index = tiers.index
@@ -350,6 +354,7 @@ class Starts:
         try:
             if held.loads:
                 self._loads.used_by[request] = held.loads
+            self._given(spec.prompt.space, spec.num_blocks)
             self._note(request, match)
             if passes_by is not None:
                 self._computing.passed_by(passes_by)
@@ -793,11 +798,9 @@ class Admissions:
         if self._shared_waits.is_worth_it(wait):
             return None
         try:
-            request = self._starts.try_start(spec, plan, fetched, wait)
+            return self._starts.try_start(spec, plan, fetched, wait)
         except OutOfBlocksError:
             return None
-        self._line.given(spec.prompt.space, spec.num_blocks)
-        return request
 
     def join(self, waiting: Waiting) -> None:
         """It is in line from now on, and its outcome tells."""
@@ -864,7 +867,7 @@ class Admissions:
                 waiting.outcome.set_exception(error)
                 continue
             if request is not None:
-                self._line.admitted(waiting, waiting.spec.num_blocks)
+                self._line.admitted(waiting)
                 waiting.outcome.set_result(request)
         return most
 

@@ -325,12 +325,10 @@ class WaitingLine:
         self._served = max(self._served, before)
         self._given[tenant] = before + num_blocks
 
-    def admitted(self, waiting: Waiting, num_blocks: int) -> None:
-        """It leaves with `num_blocks`; those of lower priority that came before it have been
-        passed over."""
+    def admitted(self, waiting: Waiting) -> None:
+        """It leaves; those of lower priority that came before it have been passed over."""
         self._turns.served(waiting)
         self.leave(waiting)
-        self.given(waiting.tenant, num_blocks)
 
     def next(self, may_go: Callable[[Waiting], bool]) -> Waiting | None:
         """Who goes next. One that may not holds up its tenant, and nobody else."""

@@ -69,7 +69,14 @@ class Scheduler:
         self._preempted: set[Request] = set()  # until they are resumed or abandoned
         self.loads = HostLoads(tiers)
         self.computing = Computing(prefill or Prefill(), self._pump, tiers.decisions)
-        self._starts = Starts(tiers, self._running, self.loads, self.computing, self.end)
+        self._starts = Starts(
+            tiers,
+            self._running,
+            self.loads,
+            self.computing,
+            given=self._waiting.given,
+            end=self.end,
+        )
         self._growth = Growth(
             tiers,
             self._running,
