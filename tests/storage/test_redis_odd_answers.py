@@ -21,6 +21,7 @@ from tests.storage.values import get_one
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreCorruptError, StoreUnavailableError
 from tierkv.storage.protocol import GetStatus
+from tierkv.storage.redis import control
 from tierkv.storage.redis.control import Command, ControlReply, RedisNotifier, ask_once
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import parse_redis_url
@@ -102,17 +103,21 @@ class StumblingConnection:
 
     is_connected = True
 
-    def __init__(self) -> None:
-        self.is_heard = False
+    def __init__(self, *, takes_nothing: bool = False) -> None:
+        self.takes_nothing = takes_nothing
+        self.is_heard = self.is_left = False
 
     async def connect(self) -> None: ...
 
-    async def disconnect(self) -> None: ...
+    async def disconnect(self) -> None:
+        self.is_left = True
 
     def pack_commands(self, commands: Sequence[Command]) -> list[bytes]:
         return [repr(command).encode() for command in commands]
 
-    async def send_packed_command(self, command: list[bytes]) -> None: ...
+    async def send_packed_command(self, command: list[bytes]) -> None:
+        if self.takes_nothing:
+            await asyncio.Event().wait()
 
     async def read_response(self) -> bytes | int | list[ControlReply] | None:
         self.is_heard = True
@@ -122,21 +127,40 @@ class StumblingConnection:
             raise RedisConnectionError("cut")
 
 
-async def test_a_notifier_that_is_left_while_its_connection_fails_is_left() -> None:
-    connections: list[StumblingConnection] = []
+def notifier_over(
+    connections: list[StumblingConnection],
+) -> tuple[RedisNotifier, list[StumblingConnection]]:
+    to_come = iter(connections)
 
     async def connect() -> StumblingConnection:
-        connections.append(StumblingConnection())
-        return connections[-1]
+        return next(to_come)
 
     async def publish(topic: str, message: str) -> None: ...
 
-    notifier = RedisNotifier(connect, publish, url="redis://one")
+    return RedisNotifier(connect, publish, url="redis://one"), connections
+
+
+async def test_a_notifier_that_is_left_while_its_connection_fails_is_left() -> None:
+    notifier, connections = notifier_over([StumblingConnection()])
     async with asyncio.timeout(20):
         async with notifier.running():
             with notifier.listen("t:topic"):
-                await until(lambda: bool(connections and connections[0].is_heard), "an ear")
-    assert len(connections) == 1
+                await until(lambda: connections[0].is_heard, "an ear")
+    assert connections[0].is_left
+
+
+async def test_a_connection_that_takes_nothing_any_more_is_left_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As to a server that was stopped: what is to be sent waits in the socket for ever."""
+    monkeypatch.setattr(control, "_SILENT_S", 0.05)
+    notifier, connections = notifier_over(
+        [StumblingConnection(takes_nothing=True), StumblingConnection()]
+    )
+    async with notifier.running():
+        with notifier.listen("t:topic"):
+            await until(lambda: connections[1].is_heard, "another connection")
+        assert connections[0].is_left
 
 
 async def test_a_cancel_that_comes_as_a_connection_fails_is_not_forgotten() -> None:

@@ -14,7 +14,7 @@ import random
 from asyncio import StreamWriter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
-from typing import Protocol, TypedDict, cast
+from typing import Protocol, cast
 
 from redis.asyncio.connection import Connection, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
@@ -131,7 +131,7 @@ class RedisNotifier:
             self._asked = wanted
             self._live -= old
             if commands:
-                await connection.send_packed_command(connection.pack_commands(commands))
+                await _send(connection, commands)
             try:
                 async with asyncio.timeout(_PING_EVERY_S):
                     await self._topics.changed.wait()
@@ -139,8 +139,7 @@ class RedisNotifier:
                 if loop.time() - clock.at > _SILENT_S:
                     raise StoreUnavailableError(f"{self._url} is silent") from None
                 if self._asked:
-                    ping = connection.pack_commands([("PING",)])
-                    await connection.send_packed_command(ping)
+                    await _send(connection, [("PING",)])
                 else:
                     clock.at = loop.time()
 
@@ -170,6 +169,12 @@ class RedisNotifier:
                 self._url,
                 reason,
             )
+
+
+async def _send(connection: RedisConnection, commands: Sequence[Command]) -> None:
+    """Raises TimeoutError if the server takes nothing any more: nobody would look for answers."""
+    async with asyncio.timeout(_SILENT_S):
+        await connection.send_packed_command(connection.pack_commands(commands))
 
 
 class _Heard:
@@ -231,17 +236,6 @@ class _Tls(_BehavesWell, SSLConnection): ...
 class _Unix(_BehavesWell, UnixDomainSocketConnection): ...
 
 
-class _Options(TypedDict):
-    db: int
-    username: str | None
-    password: str | None
-    socket_connect_timeout: float
-    socket_timeout: None
-    retry: Retry
-    decode_responses: bool
-    protocol: int
-
-
 def connection_factory(
     address: Address,
     login: Login,
@@ -250,35 +244,26 @@ def connection_factory(
     connect_timeout_s: float,
 ) -> Callable[[], RedisConnection]:
     """Makes connections that are not connected yet."""
-    options = _Options(
-        db=login.db,
-        username=login.username,
-        password=login.password,
-        socket_connect_timeout=connect_timeout_s,
-        socket_timeout=None,  # the exchange's deadline covers every read and write
-        retry=Retry(NoBackoff(), 0),
-        decode_responses=False,
-        protocol=2,
-    )
-    socket_path = address.socket_path
-    if socket_path is not None:
-        return lambda: cast("RedisConnection", _Unix(path=socket_path, **options))
-    host, port = address.host, address.port
-    if tls is None:
-        return lambda: cast("RedisConnection", _Tcp(host=host, port=port, **options))
-    return lambda: cast(
-        "RedisConnection",
-        _Tls(
-            host=host,
-            port=port,
-            ssl_ca_certs=tls.ca,
-            ssl_certfile=tls.certificate,
-            ssl_keyfile=tls.key,
-            ssl_cert_reqs="required",
-            ssl_check_hostname=True,
-            **options,
-        ),
-    )
+    options: dict[str, object] = {
+        "db": login.db,
+        "username": login.username,
+        "password": login.password,
+        "socket_connect_timeout": connect_timeout_s,
+        "socket_timeout": None,  # the exchange's deadline covers every read and write
+        "retry": Retry(NoBackoff(), 0),
+        "decode_responses": False,
+        "protocol": 2,
+    }
+    kind: Callable[..., object] = _Tcp if tls is None else _Tls
+    if address.socket_path is not None:
+        kind = _Unix
+        options["path"] = address.socket_path
+    else:
+        options |= {"host": address.host, "port": address.port}
+    if tls is not None:
+        options |= {"ssl_ca_certs": tls.ca, "ssl_certfile": tls.certificate, "ssl_keyfile": tls.key}
+        options |= {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
+    return lambda: cast("RedisConnection", kind(**options))
 
 
 class Conversation:
