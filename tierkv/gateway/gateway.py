@@ -107,72 +107,51 @@ class GatewayMetrics:
     def __init__(self, nodes: Nodes, admission: Admission) -> None:
         self._exposition = Exposition(_State(nodes, admission))
         registry = self._exposition.registry
-        self._requests = Counter(
+        self.requests = Counter(
             "tierkv_gateway_requests",
             "Completions asked for, by how they ended",
             ("outcome",),
             registry=registry,
         )
-        self._tokens = Counter(
+        self.tokens = Counter(
             "tierkv_gateway_tokens", "Tokens generated for callers", registry=registry
         )
-        self._routed = Counter(
+        self.routed = Counter(
             "tierkv_gateway_routed",
             "Attempts: by hand-off, at one node alone, or going on after a node had failed",
             ("how",),
             registry=registry,
         )
-        self._failed = Counter(
+        self.failed = Counter(
             "tierkv_gateway_failed_attempts",
             "Attempts at a node that came to nothing, by why",
             ("node", "why"),
             registry=registry,
         )
-        self._hedges = Counter(
+        self.hedges = Counter(
             "tierkv_gateway_hedges",
             "Prefills that were given to a second node, the first being slow",
             registry=registry,
         )
-        self._first_token = Histogram(
+        self.first_token = Histogram(
             "tierkv_gateway_time_to_first_token_seconds",
             "From admission to a prompt's first token",
             buckets=_SECONDS,
             registry=registry,
         )
-        self._lag = Histogram(
+        self.lag = Histogram(
             "tierkv_gateway_event_loop_lag_seconds",
             "By how much the event loop came late to something due, 20 times a second",
             buckets=_SECONDS,
             registry=registry,
         )
         for outcome in OUTCOMES:
-            self._requests.labels(outcome)
+            self.requests.labels(outcome)
         for how in ROUTES:
-            self._routed.labels(how)
+            self.routed.labels(how)
         for node in nodes.all:
             for why in FAILURES:
-                self._failed.labels(node.url, why)
-
-    def count_request(self, outcome: str) -> None:
-        self._requests.labels(outcome).inc()
-
-    def observe_lag(self, late_s: float) -> None:
-        self._lag.observe(late_s)
-
-    def count_tokens(self, count: int) -> None:
-        self._tokens.inc(count)
-
-    def count_route(self, how: str) -> None:
-        self._routed.labels(how).inc()
-
-    def count_failure(self, url: str, why: str) -> None:
-        self._failed.labels(url, why).inc()
-
-    def count_hedge(self, count: int) -> None:
-        self._hedges.inc(count)
-
-    def observe_first_token(self, seconds: float) -> None:
-        self._first_token.observe(seconds)
+                self.failed.labels(node.url, why)
 
     def figures(self) -> dict[str, float]:
         """What the live page draws."""
@@ -258,7 +237,7 @@ class Backend:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        self.beat.on_beat = lambda late_s, _: self.metrics.observe_lag(late_s)
+        self.beat.on_beat = lambda late_s, _: self.metrics.lag.observe(late_s)
         async with (
             self.beat.running(),
             self.calls.running(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, Self
+from typing import Literal, Self
 
 import msgspec
 from msgspec.structs import replace
@@ -249,46 +249,19 @@ class TokenUsage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_details: CachedDetails
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """What all pieces of one answer have. created: Unix seconds."""
-
-    id: str
-    created: int
-    model: str
-
-
-class Shape(Protocol):
-    """One of the two kinds of answers. texts, finishes: of each prompt, in order."""
-
-    id_prefix: str
-
-    def whole(
-        self,
-        head: Head,
-        texts: Sequence[str],
-        finishes: Sequence[FinishReason | None],
-        usage: TokenUsage,
-    ) -> msgspec.Struct:
-        """All of an answer that is not streamed."""
-        ...
-
-    def piece(
-        self, head: Head, index: int, text: str, finish: FinishReason | None = None
-    ) -> msgspec.Struct:
-        """A piece of a stream, for prompt number `index`; the last one has a reason."""
-        ...
-
-    def usage(self, head: Head, usage: TokenUsage) -> msgspec.Struct:
-        """The piece of a stream after the last one."""
-        ...
+class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
+    content: str
+    role: Literal["assistant"] = "assistant"
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of text, or all of it where nothing is streamed."""
+    """What is generated for one prompt, or a piece of it: of a completion its text, of a chat a
+    message if it is whole, else a delta."""
 
-    text: str
+    text: str | msgspec.UnsetType = msgspec.UNSET
     index: int
+    message: ChatDelta | msgspec.UnsetType = msgspec.UNSET
+    delta: ChatDelta | msgspec.UnsetType = msgspec.UNSET
     logprobs: None = None
     finish_reason: FinishReason | None = None
 
@@ -297,110 +270,52 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """usage: null in pieces of a stream."""
 
     id: str
+    object: str
     created: int
     model: str
     choices: tuple[Choice, ...]
     usage: TokenUsage | None = None
-    object: str = "text_completion"
 
 
-class CompletionShape:
-    """Answers of /v1/completions."""
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What all pieces of one answer have. created: Unix seconds."""
 
-    id_prefix = "cmpl-"
-
-    def whole(
-        self,
-        head: Head,
-        texts: Sequence[str],
-        finishes: Sequence[FinishReason | None],
-        usage: TokenUsage,
-    ) -> Completion:
-        choices = (
-            Choice(text=text, index=index, finish_reason=finish)
-            for index, (text, finish) in enumerate(zip(texts, finishes, strict=True))
-        )
-        return self._made(head, tuple(choices), usage)
-
-    def piece(
-        self, head: Head, index: int, text: str, finish: FinishReason | None = None
-    ) -> Completion:
-        return self._made(head, (Choice(text=text, index=index, finish_reason=finish),), None)
-
-    def usage(self, head: Head, usage: TokenUsage) -> Completion:
-        return self._made(head, (), usage)
-
-    def _made(
-        self, head: Head, choices: tuple[Choice, ...], usage: TokenUsage | None
-    ) -> Completion:
-        return Completion(
-            id=head.id, created=head.created, model=head.model, choices=choices, usage=usage
-        )
-
-
-class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
-    content: str
-    role: Literal["assistant"] = "assistant"
-
-
-class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """message: where nothing is streamed; delta: a piece of it."""
-
-    index: int
-    message: ChatDelta | msgspec.UnsetType = msgspec.UNSET
-    delta: ChatDelta | msgspec.UnsetType = msgspec.UNSET
-    logprobs: None = None
-    finish_reason: FinishReason | None = None
-
-
-class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     id: str
-    object: Literal["chat.completion", "chat.completion.chunk"]
     created: int
     model: str
-    choices: tuple[ChatChoice, ...]
-    usage: TokenUsage | None = None
-
-
-class ChatShape:
-    """Answers of /v1/chat/completions."""
-
-    id_prefix = "chatcmpl-"
+    is_chat: bool
 
     def whole(
-        self,
-        head: Head,
-        texts: Sequence[str],
-        finishes: Sequence[FinishReason | None],
-        usage: TokenUsage,
-    ) -> ChatCompletion:
-        choice = ChatChoice(index=0, message=ChatDelta(content=texts[0]), finish_reason=finishes[0])
-        return ChatCompletion(
-            id=head.id,
-            object="chat.completion",
-            created=head.created,
-            model=head.model,
-            choices=(choice,),
-            usage=usage,
+        self, texts: Sequence[str], finishes: Sequence[FinishReason | None], usage: TokenUsage
+    ) -> Completion:
+        """All of an answer that is not streamed. texts, finishes: of each prompt, in order."""
+        choices = (
+            Choice(index=index, message=ChatDelta(content=text), finish_reason=finish)
+            if self.is_chat
+            else Choice(index=index, text=text, finish_reason=finish)
+            for index, (text, finish) in enumerate(zip(texts, finishes, strict=True))
         )
+        return self._of(tuple(choices), usage, "chat.completion")
 
-    def piece(
-        self, head: Head, index: int, text: str, finish: FinishReason | None = None
-    ) -> ChatCompletion:
-        choice = ChatChoice(index=index, delta=ChatDelta(content=text), finish_reason=finish)
-        return self._chunk(head, (choice,), None)
+    def piece(self, index: int, text: str, finish: FinishReason | None = None) -> Completion:
+        """A piece of a stream, for prompt number `index`; the last one has a reason."""
+        if self.is_chat:
+            choice = Choice(index=index, delta=ChatDelta(content=text), finish_reason=finish)
+        else:
+            choice = Choice(index=index, text=text, finish_reason=finish)
+        return self._of((choice,), None, "chat.completion.chunk")
 
-    def usage(self, head: Head, usage: TokenUsage) -> ChatCompletion:
-        return self._chunk(head, (), usage)
+    def usage(self, usage: TokenUsage) -> Completion:
+        """The piece of a stream after the last one."""
+        return self._of((), usage, "chat.completion.chunk")
 
-    def _chunk(
-        self, head: Head, choices: tuple[ChatChoice, ...], usage: TokenUsage | None
-    ) -> ChatCompletion:
-        return ChatCompletion(
-            id=head.id,
-            object="chat.completion.chunk",
-            created=head.created,
-            model=head.model,
+    def _of(self, choices: tuple[Choice, ...], usage: TokenUsage | None, kind: str) -> Completion:
+        return Completion(
+            id=self.id,
+            object=kind if self.is_chat else "text_completion",
+            created=self.created,
+            model=self.model,
             choices=choices,
             usage=usage,
         )

@@ -137,7 +137,7 @@ class PromptAnswer:
                 failure = task.result() if task.done() else None
                 task.cancel()
             self.cached_tokens = delivery.cached_tokens or 0
-            self._backend.metrics.count_tokens(self.num_tokens)
+            self._backend.metrics.tokens.inc(self.num_tokens)
             if self._stops.has_stopped:
                 self.finish_reason = "stop"
                 return
@@ -248,7 +248,7 @@ class Delivery:
         new = tokens[len(known) :]
         if new:
             if not self.tokens:
-                self.backend.metrics.observe_first_token(self.now() - self._started)
+                self.backend.metrics.first_token.observe(self.now() - self._started)
             self.speakers.add(node)
             self.tokens += new[: self.job.max_tokens - len(self.tokens)]
             self._changed.set()
@@ -264,7 +264,8 @@ class Delivery:
         if not (isinstance(error, HandoffRefusedError) and node in self.speakers):
             self._failed.add(node)
         why = {NodeFailedError: "node_failed", NodeBusyError: "node_busy"}
-        self.backend.metrics.count_failure(node.url, why.get(type(error), "handoff_refused"))
+        reason = why.get(type(error), "handoff_refused")
+        self.backend.metrics.failed.labels(node.url, reason).inc()
         self.spend(error)
 
     def spend(self, error: AttemptError) -> None:
@@ -414,7 +415,7 @@ async def _prefill(delivery: Delivery, ticket_id: str, held: Mapping[str, Held])
                 patience = None  # one helper is enough
                 # With the first token there, only storage is slow, as it would be for another.
                 other = None if delivery.tokens else prefills.next_node()
-                delivery.backend.metrics.count_hedge(int(other is not None))
+                delivery.backend.metrics.hedges.inc(int(other is not None))
             if other is not None:
                 running.add(tasks.create_task(prefills.at(other)))
     assert failure is not None, "the last one failed"
@@ -514,7 +515,7 @@ async def _attempt(delivery: Delivery, *, can_hand_off: bool) -> None:
     else:
         alone = _can_do_alone(prefilling, decoding, job.num_tokens, held)
         how = "handoff" if alone is None else "one_node"
-    delivery.backend.metrics.count_route(how)
+    delivery.backend.metrics.routed.labels(how).inc()
     if alone is None:
         await hand_over(delivery, held)
     else:

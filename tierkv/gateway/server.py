@@ -33,13 +33,10 @@ from tierkv.gateway.nodes import NodeState
 from tierkv.gateway.openai import (
     CachedDetails,
     ChatBody,
-    ChatShape,
     CompletionBody,
-    CompletionShape,
     Head,
     Model,
     ModelList,
-    Shape,
     TokenUsage,
 )
 from tierkv.gateway.prompts import CountedPrompt, too_long
@@ -72,31 +69,27 @@ class CompletionRoutes:
 
     @Route("POST", "/v1/completions", Access.WRITE)
     async def completions(self, request: web.BaseRequest) -> web.StreamResponse:
-        return await self._counted(request, CompletionBody, CompletionShape())
+        return await self._counted(request, CompletionBody)
 
     @Route("POST", "/v1/chat/completions", Access.WRITE)
     async def chat(self, request: web.BaseRequest) -> web.StreamResponse:
-        return await self._counted(request, ChatBody, ChatShape())
+        return await self._counted(request, ChatBody)
 
-    async def _counted(
-        self, request: web.BaseRequest, kind: type[B], shape: Shape
-    ) -> web.StreamResponse:
+    async def _counted(self, request: web.BaseRequest, kind: type[B]) -> web.StreamResponse:
         metrics = self._gateway.backend.metrics
         try:
-            response = await self._answer(request, kind, shape)
+            response = await self._answer(request, kind)
         except (asyncio.CancelledError, ConnectionError):
-            metrics.count_request("client_gone")
+            metrics.requests.labels("client_gone").inc()
             raise
         except Exception as error:  # counted, and answered by the router
             is_ours = failure_of(request, error).status >= HTTPStatus.INTERNAL_SERVER_ERROR
-            metrics.count_request("server_error" if is_ours else "client_error")
+            metrics.requests.labels("server_error" if is_ours else "client_error").inc()
             raise
-        metrics.count_request("ok")
+        metrics.requests.labels("ok").inc()
         return response
 
-    async def _answer(
-        self, request: web.BaseRequest, kind: type[B], shape: Shape
-    ) -> web.StreamResponse:
+    async def _answer(self, request: web.BaseRequest, kind: type[B]) -> web.StreamResponse:
         settings, backend = self._gateway.settings, self._gateway.backend
         prompts: list[CountedPrompt] = []
 
@@ -123,7 +116,7 @@ class CompletionRoutes:
                 PromptAnswer(job, backend, stops, min_tokens=body.min_tokens or 0)
                 async for job in in_turns(body.jobs(packed, *given))
             ]
-            writer = _Writer(request, settings.gateway.model, shape)
+            writer = _Writer(request, settings.gateway.model, is_chat=kind is ChatBody)
             if body.stream:
                 return await self._stream(writer, answers, with_usage=body.with_usage)
             return await self._whole(writer, answers)
@@ -143,9 +136,7 @@ class CompletionRoutes:
 
         await self._run(answers, say)
         finishes = [answer.finish_reason for answer in answers]
-        told = writer.shape.whole(
-            writer.head, ["".join(text) for text in texts], finishes, usage_of(answers)
-        )
+        told = writer.head.whole(["".join(text) for text in texts], finishes, usage_of(answers))
         return bodies.answer(writer.request, told)
 
     async def _stream(
@@ -170,7 +161,7 @@ class CompletionRoutes:
                 piece = await pieces.get()
                 if piece is not None:
                     index, text = piece
-                    await writer.write(writer.shape.piece(writer.head, index, text))
+                    await writer.write(writer.head.piece(index, text))
         failure = producer.result()
         if failure is not None:
             if not writer.has_begun:
@@ -179,10 +170,9 @@ class CompletionRoutes:
             await writer.write_line(msgspec.json.encode(failure_of(writer.request, failure)))
             return await writer.end()
         async for index, answer in in_turns(enumerate(answers)):
-            last = writer.shape.piece(writer.head, index, "", answer.finish_reason)
-            await writer.write(last)
+            await writer.write(writer.head.piece(index, "", answer.finish_reason))
         if with_usage:
-            await writer.write(writer.shape.usage(writer.head, usage_of(answers)))
+            await writer.write(writer.head.usage(usage_of(answers)))
         await writer.write_line(b"[DONE]")
         return await writer.end()
 
@@ -216,10 +206,10 @@ def usage_of(answers: Sequence[PromptAnswer]) -> TokenUsage:
 class _Writer:
     """Writes the pieces of one answer; the head goes out with the first."""
 
-    def __init__(self, request: web.BaseRequest, model: str, shape: Shape) -> None:
+    def __init__(self, request: web.BaseRequest, model: str, *, is_chat: bool) -> None:
         self.request = request
-        self.shape = shape
-        self.head = Head(f"{shape.id_prefix}{request[bodies.REQUEST_ID]}", int(time.time()), model)
+        name = f"{'chatcmpl' if is_chat else 'cmpl'}-{request[bodies.REQUEST_ID]}"
+        self.head = Head(name, int(time.time()), model, is_chat)
         self._response: web.StreamResponse | None = None
 
     @property
