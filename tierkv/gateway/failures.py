@@ -10,17 +10,7 @@ from aiohttp import web
 from msgspec.structs import asdict
 
 from tierkv.errors import TierKVError
-from tierkv.http.bodies import REQUEST_ID
-from tierkv.http.problems import (
-    FRAMING,
-    AnswerError,
-    Problem,
-    framing_problem,
-    headers_of,
-    log_if_unexpected,
-    problem_of,
-    problem_response,
-)
+from tierkv.http.problems import AnswerError, Problem, problem_of
 
 
 class GatewayError(AnswerError):
@@ -142,15 +132,3 @@ def failure_of(request: web.BaseRequest, error: Exception) -> Failure:
     param = error.param if isinstance(error, InvalidRequestError) else None
     told = OpenAIError(message=found.detail, type=kind, param=param, code=found.code)
     return Failure(**asdict(found), error=told)
-
-
-def fail(request: web.BaseRequest, error: Exception) -> web.Response:
-    """The answer that tells of `error`; what nobody expected is logged."""
-    log_if_unexpected(request, error)
-    if isinstance(error, FRAMING):
-        return framing_problem(error.status, request[REQUEST_ID])
-    failure = failure_of(request, error)
-    headers = headers_of(error, failure)
-    if failure.status == HTTPStatus.UNAUTHORIZED:
-        headers["WWW-Authenticate"] = "Bearer"
-    return problem_response(failure, headers)

@@ -25,7 +25,6 @@ from tierkv.gateway.failures import (
     GatewayShuttingDownError,
     NoNodesError,
     NoSuchModelError,
-    fail,
     failure_of,
 )
 from tierkv.gateway.gateway import Gateway
@@ -46,7 +45,7 @@ from tierkv.http import bodies, process
 from tierkv.http.bodies import EVENT_STREAM, open_stream, write
 from tierkv.http.callers import Access, Guard
 from tierkv.http.live import PageRoutes
-from tierkv.http.problems import log_if_unexpected
+from tierkv.http.problems import fail, log_if_unexpected
 from tierkv.http.process import LastResort, in_turns
 from tierkv.http.route import HttpRouter, Route, in_path, routes_of
 from tierkv.http.server import answering, bind, make_room_for
@@ -238,7 +237,7 @@ def router_of(gateway: Gateway, guard: Guard) -> HttpRouter:
     """
     kinds = [kind(gateway) for kind in (CompletionRoutes, ProbeRoutes, GatewayLiveRoutes)]
     table = [row for owner in (*kinds, PageRoutes()) for row in routes_of(owner)]
-    return HttpRouter(table, guard, fail, id_chars=_ID_CHARS)
+    return HttpRouter(table, guard, partial(fail, told=failure_of), id_chars=_ID_CHARS)
 
 
 class ProbeRoutes:

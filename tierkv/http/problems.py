@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 
 import msgspec
@@ -154,15 +154,6 @@ FRAMING = (web.HTTPVersionNotSupported, web.HTTPExpectationFailed)
 INTERNAL = (500, "internal_error", "tierkv has a bug")
 
 
-def fail(request: web.BaseRequest, error: Exception) -> web.Response:
-    """The answer that tells of `error`; what nobody expected is logged."""
-    log_if_unexpected(request, error)
-    if isinstance(error, FRAMING):
-        return framing_problem(error.status, request[REQUEST_ID])
-    found = problem_of(request, error)
-    return problem_response(found, headers_of(error, found) | _challenge(error))
-
-
 def problem_of(
     request: web.BaseRequest,
     error: Exception,
@@ -243,11 +234,26 @@ def _challenge(error: Exception) -> dict[str, str]:
     """The header that RFC 6750 asks for."""
     if isinstance(error, UnauthenticatedError):
         why = ', error="invalid_token"' if error.was_given else ""
+    elif isinstance(error, AnswerError) and error.status == HTTPStatus.UNAUTHORIZED:
+        why = ', error="invalid_token"'
     elif isinstance(error, ForbiddenError):
         why = ', error="insufficient_scope"'
     else:
         return {}
     return {hdrs.WWW_AUTHENTICATE: f'Bearer realm="tierkv"{why}'}
+
+
+def fail(
+    request: web.BaseRequest,
+    error: Exception,
+    told: Callable[[web.BaseRequest, Exception], Problem] = problem_of,
+) -> web.Response:
+    """The answer that tells of `error` what `told` makes of it; what nobody expected is logged."""
+    log_if_unexpected(request, error)
+    if isinstance(error, FRAMING):
+        return framing_problem(error.status, request[REQUEST_ID])
+    found = told(request, error)
+    return problem_response(found, headers_of(error, found) | _challenge(error))
 
 
 def problem_response(found: Problem, headers: Mapping[str, str]) -> web.Response:
