@@ -260,7 +260,7 @@ class SchedulerStats:
     reuse_gaps: of matches, since the end of what was matched had been used before.
     shared_waits: requests that waited for another one's blocks instead of computing them;
     lost_waits: those of them for whom they did not come in time.
-    missed_tokens: prompt tokens found nowhere, by why (see `MISS_REASONS`)."""
+    missed_tokens: prompt tokens found nowhere, by why (one of MISS_REASONS)."""
 
     admitted_requests: int = 0
     prompt_tokens: int = 0
