@@ -611,11 +611,18 @@ class _Fetch:
         self.matched_at = time.monotonic()
         tracing.tell("match", began_at, self.matched_at)
         # Where nothing is present the time for the answer is that for a shared tail, too.
-        if question is None or (present and not self._goes_on(keys[:present], question)):
+        if question is None:
             return
         if present:
-            groups = self.shared.groups
-            await groups.fetch(self.prompt, self.landed, keys[:present], self._arrived)
+            wanted = self._wanted(keys[:present], question)
+            if not wanted:
+                return
+            await self.shared.groups.fetch(self.prompt, self.landed, wanted, self._arrived)
+            if len(wanted) < present:  # and what follows these is computed
+                self.is_whole = self.landed.num_tokens == len(wanted) * self.prompt.block_size
+                if self.is_whole:
+                    self._ends(Fate.NOT_WORTH_IT, "computed, to learn how fast the engine is")
+                return
         if self.landed.problem is None:
             self.is_whole = True
         elif _is_gap(self.landed.problem):
@@ -691,15 +698,19 @@ class _Fetch:
             self.shared.estimator.note_answer(tokens, waited, in_time=in_time)
         return found
 
-    def _goes_on(self, keys: Sequence[StoredKey], question: Decision) -> bool:
-        """Whether to fetch `keys`, and then until when."""
+    def _wanted(self, keys: Sequence[StoredKey], question: Decision) -> Sequence[StoredKey]:
+        """Which of `keys`, the first or none, to fetch; and decides until when."""
         estimator, end = self.shared.estimator, self.landed.lease.num_blocks + len(keys)
         end_token = min(end * self.prompt.block_size, self.prompt.num_tokens)
         tokens = end_token - self.landed.lease.num_blocks * self.prompt.block_size
         decision = estimator.decide(tokens, self.policy, is_try=question.is_try)
-        if not decision.fetches:
+        if decision.fetches and self.policy is FetchPolicy.BEST_EFFORT and not question.is_try:
+            sample = estimator.sample_tokens(tokens, decision)
+            keys = self._without_sample(keys, sample)
+            tokens = sum(key.num_tokens for key in keys)
+        if not decision.fetches or not keys:
             self._refuse(decision)
-            return False
+            return []
         self.shared.tiers.decisions.fetch_storage += 1
         self.transfer = estimator.begin_transfer(tokens, self.deadline.now())
         if self.policy is not FetchPolicy.BEST_EFFORT:
@@ -709,7 +720,21 @@ class _Fetch:
             most_s = max(question.compute_s, question.give_up_s or 0.0)
             left_s = most_s - (self.deadline.now() - self.waits_since)
             self.deadline.until(min(decision.give_up_s, left_s))
-        return True
+        return keys
+
+    def _without_sample(self, keys: Sequence[StoredKey], sample: int) -> Sequence[StoredKey]:
+        """The first of `keys`, after which at least `sample` tokens of the prompt are computed; the
+        estimate is told how many they are."""
+        if not sample:
+            return keys
+        size, num_tokens = self.prompt.block_size, self.prompt.num_tokens
+        start = self.landed.lease.num_blocks
+        # Of whole blocks: only these are seen to be computed.
+        whole = max(self.prompt.num_blocks * size - sample, 0) // size - start
+        keys = keys[: max(whole, 0)]
+        rest = num_tokens - (start + len(keys)) * size
+        self.shared.estimator.prefill.sample = range(rest // size * size, rest + 1)
+        return keys
 
     def _arrived(self) -> None:
         self.deadline.arrived()

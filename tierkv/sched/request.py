@@ -162,12 +162,14 @@ class Computing:
             self._on_progress()
 
     def _observe(self, promise: Promise) -> None:
-        """What it took shows how fast the engine is, if it was most of the prompt: the few tokens
-        after a long match take as long as everything else that a request has to wait for."""
+        """What it took shows how fast the engine is, if it was most of the prompt, or is a sample:
+        the few tokens after a long match take as long as everything else that a request has to wait
+        for."""
         num_blocks = promise.stop - promise.begun_at
-        if 2 * num_blocks >= promise.stop:
+        num_tokens = num_blocks * promise.prompt.block_size
+        if 2 * num_blocks >= promise.stop or num_tokens in self.prefill.sample:
             took_s = asyncio.get_running_loop().time() - promise.begun
-            self.prefill.observe(num_blocks * promise.prompt.block_size, took_s)
+            self.prefill.observe(num_tokens, took_s)
 
     def _remove(self, promise: Promise) -> None:
         promises = self._promises[promise.key]

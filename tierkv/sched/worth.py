@@ -34,6 +34,12 @@ _OBSERVED_SLACK_S = 0.02
 _OBSERVED_LEAST_S = 0.1
 _MANY_TOKENS = 1024
 _MOST_OBSERVED = 64  # after as many more a sample counts by a thousandth
+# Samples of the engine's speed: what storage has of a prompt is fetched but for its last tokens,
+# which are computed. At first so many, of a share of the prompt each, after so many fetches.
+_FIRST_SAMPLES, _SAMPLE_SHARE, _FETCHES_BEFORE = 3, 1 / 64, 2
+# What was seen is believed of prompts so many times longer. One sample is so many times the last.
+_REACH = 4
+_MOST_SAMPLES = 6  # in a row, as from 1 / 64 to all, and the first; then one in PROBE_EVERY fetches
 _SURPRISE = 2.0  # times faster or slower than expected
 _TICK_S = 0.001  # of uvloop's clock: what takes less has taken nothing, or twice that
 
@@ -180,11 +186,14 @@ class Prefill:
         # Not in the line yet: it is fitted when somebody asks. Before so many nothing counts.
         self._observed: deque[tuple[int, float]] = deque(maxlen=_MOST_OBSERVED)
         self.is_told = False
+        self.num_samples = 0
+        self.most_tokens = 0  # of what the line is fitted to
+        self.sample = range(0)  # what a request computes though storage has it: so many tokens
 
     @property
     def _line(self) -> Line:
         while self._observed:
-            self._fitted.add(*self._observed.popleft())
+            self._add(*self._observed.popleft())
         return self._fitted
 
     @property
@@ -194,6 +203,11 @@ class Prefill:
     def seconds(self, tokens: int) -> float:
         """What so many tokens are expected to take; 0 as long as nothing is known."""
         return self._line.seconds(tokens)
+
+    def at_least(self, tokens: int) -> float:
+        """As `seconds`, but no more than is sure: see `Line.at_least`; and what is much longer than
+        all that was seen takes as long as what is somewhat longer."""
+        return self._line.at_least(min(tokens, _REACH * self.most_tokens))
 
     @property
     def seconds_of_one_more(self) -> float:
@@ -205,12 +219,23 @@ class Prefill:
         if not self.is_told:
             self._fitted, self.is_told = Line(), True
             self._observed.clear()
-        self._fitted.add(tokens, seconds)
+        self._add(tokens, seconds)
 
     def observe(self, tokens: int, seconds: float) -> None:
         """A request computed so many tokens in so long, whatever else it waited for."""
         if not self.is_told:
             self._observed.append((tokens, seconds))
+
+    def _add(self, tokens: int, seconds: float) -> None:
+        line = self._fitted
+        self.num_samples += 1
+        if tokens in self.sample:
+            self.sample = range(0)
+            if line.is_known and seconds > _SURPRISE * line.seconds(tokens) + _TICK_S:
+                return  # a few tokens beside a stall: they can only show that it is faster
+        line.add(tokens, seconds)
+        begins_anew = line.weight == 1.0
+        self.most_tokens = tokens if begins_anew else max(self.most_tokens, tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +271,8 @@ class Estimator:
         self._queued_bytes = 0.0
         self._arrived_bytes = 0.0  # since the start
         self._refused = 0
+        self._fetched = 0
+        self._samples_left = _MOST_SAMPLES
         self._regret = Regret(FIRST_TRY_S)
 
     def begin_anew(self) -> None:
@@ -304,6 +331,31 @@ class Estimator:
             return Decision(give_up_s, fetch_s, compute_s, reason)
         return Decision(0.0, fetch_s, compute_s, "computing is estimated to be faster")
 
+    def sample_tokens(self, tokens: int, decision: Decision) -> int:
+        """How many of `tokens`, which are fetched by `decision`, to compute all the same, so that
+        the engine's speed is known: 0 for most.
+
+        A node that finds all of its prompts in storage would not learn it, or wait too long for a
+        tier that is slower than thought. What is computed takes no longer than the fetch, as far as
+        is known; at first it is a few tokens.
+        """
+        prefill, fetch_s, compute_s = self.prefill, decision.fetch_s, decision.compute_s
+        self._fetched += 1
+        is_due = self._fetched % PROBE_EVERY == 0
+        self._samples_left = min(self._samples_left + is_due, _MOST_SAMPLES)
+        if not self._samples_left or self._fetched <= _FETCHES_BEFORE:
+            return 0
+        if prefill.num_samples < _FIRST_SAMPLES:
+            sample = int(tokens * _SAMPLE_SHARE)
+        elif prefill.at_least(tokens) < fetch_s <= compute_s:
+            sample = _REACH * prefill.most_tokens
+        elif is_due and fetch_s < compute_s:
+            sample = int(tokens * fetch_s / compute_s)
+        else:
+            return 0
+        self._samples_left -= 1
+        return min(max(sample, 1), tokens)
+
     def _other_policy(self, tokens: int, policy: FetchPolicy) -> Decision:
         compute_s, fetch_s = self.prefill.seconds(tokens), self._transfer_s(tokens)
         if policy is FetchPolicy.WAIT_COMPLETE:
@@ -322,9 +374,11 @@ class Estimator:
 
     def _give_up_s(self, fetch_s: float, compute_s: float) -> float:
         """Of a tier that is not known yet as long as computing takes; else what lies too far beyond
-        the estimate is another tier's."""
+        the estimate is another tier's. Twice the slack: who takes a fetch that needs just so long
+        has to see its end."""
         is_known = self._answers.is_known and self.transfer.is_known
-        give_up_s = min(compute_s, fetch_s + HEDGE * compute_s) if is_known else compute_s
+        most_s = compute_s + 2 * self._slack_s
+        give_up_s = min(most_s, fetch_s + HEDGE * compute_s) if is_known else most_s
         return give_up_s if self.prefill.is_told else max(give_up_s, _OBSERVED_LEAST_S)
 
     # Learning
