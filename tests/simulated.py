@@ -202,7 +202,7 @@ def simulated(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]
 
 @asynccontextmanager
 async def simulated_world(
-    rng: random.Random | None = None, /, *, values: MemoryStore | None = None, **settings: Any
+    rng: random.Random | None = None, values: MemoryStore | None = None, /, **settings: Any
 ) -> AsyncIterator[World]:
     """A running node with a memory store. rng: how far copies come. values: the store, if another
     node has filled it. settings: of CacheSettings."""

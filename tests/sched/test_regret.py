@@ -57,7 +57,8 @@ def node(
 ) -> AbstractAsyncContextManager[World]:
     """It has nothing and knows nothing, but what its store has."""
     return simulated_world(
-        values=values,
+        None,
+        values,
         device_blocks=128,
         host_blocks=256,
         host_write=THROUGH,
