@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 
 from tierkv.cache.history import Fate, History, HistoryEvent
@@ -75,13 +77,36 @@ def test_the_newest_of_what_happened_to_a_block_counts_whichever_run_it_went_wit
     assert [e.at if (e := history.find(prompt, n)) else None for n in range(4)] == [None, 9, 7, 7]
 
 
-def test_tokens_of_runs_are_kept_within_bytes() -> None:
-    history = History(capacity_bytes=100)
-    for n in range(50):
-        lose_from(1, Prompt.of([n, n, 1, 2, 3, 4], SIZE), history, at=float(n))
-    assert 1 <= len(history) <= 100 // 16
-    assert history.find(Prompt.of([49, 49, 1, 2, 3, 4], SIZE), 2) is not None
-    assert history.find(Prompt.of([0, 0, 1, 2, 3, 4], SIZE), 1) is None
+def test_of_runs_whose_tokens_are_forgotten_the_first_block_is_remembered() -> None:
+    history = History(capacity_bytes=4 * 424)  # of four runs
+    prompts = [Prompt.of([n, n, 1, 2, 3, 4, 5, 6], SIZE) for n in range(9)]
+    for n, prompt in enumerate(prompts):
+        lose_from(1, prompt, history, at=float(n))
+    inside = [e.at if (e := history.find(prompt, 2)) else None for prompt in prompts]
+    assert inside == [None] * 5 + [5.0, 6.0, 7.0, 8.0]
+    assert [e.at for prompt in prompts if (e := history.find(prompt, 1))] == list(range(9))
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 30], ids="runs of {} blocks".format)
+def test_what_is_remembered_of_blocks_that_went_takes_13_mb_at_most(blocks: int) -> None:
+    index, pool = Index(16), BlockPool("device", 64)
+    history = History(32_768 >> 4, (4 << 20) >> 4)  # a sixteenth of what it is
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for n in range(2_200):
+            prompt = Prompt.of([n] * 16 * (1 + blocks), 16)
+            lease = index.hold(index.spaces.root_of(prompt), 0)
+            slots = pool.allocate(prompt.num_blocks)
+            index.insert(Tier.DEVICE, lease, prompt, prompt.num_blocks, slots)
+            index.release(lease)
+            node = index.match(prompt).node
+            history.evicted(node, 1, node.num_blocks, Tier.DEVICE, n + 0.5)
+            pool.release(index.drop(Tier.DEVICE, node, 0, node.num_blocks))
+        assert tracemalloc.get_traced_memory()[0] - before < 13e6 / 16
+    finally:
+        tracemalloc.stop()
+    assert len(history) == 32_768 >> 4
 
 
 def test_the_oldest_events_are_forgotten_and_one_that_repeats_is_new() -> None:

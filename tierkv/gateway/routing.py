@@ -66,7 +66,7 @@ def choose_decode(nodes: Sequence[BackendNode], held: Mapping[str, Held]) -> Bac
 _CHUNK_TOKENS = 64
 _CHUNK_BYTES = _CHUNK_TOKENS * TOKEN_BYTES
 REMEMBERED_BYTES = 1024 * _CHUNK_BYTES  # of a prompt: some 2 ms of the loop's time
-_MOST_CHUNKS = 1 << 16  # about 4 million tokens, some 20 MB
+_MOST_CHUNKS = 1 << 16  # about 4 million tokens, some 10 MB
 
 
 class PrefixMemory:
@@ -76,14 +76,17 @@ class PrefixMemory:
     """
 
     def __init__(self, most_chunks: int = _MOST_CHUNKS) -> None:
-        self._seen: OrderedDict[int, dict[str, int]] = OrderedDict()
+        # By node and life; one tuple for all chunks of a prompt that only one node has seen.
+        self._seen: OrderedDict[int, tuple[tuple[str, int], ...]] = OrderedDict()
         self._most = most_chunks
 
     def remember(self, tokens: bytes, url: str, life: int) -> None:
         """The node at `url`, in that life of it, has the packed tokens, of which only the first
         65,536 count."""
+        alone = ((url, life),)
         for digest in _chain(tokens[:REMEMBERED_BYTES]):
-            self._seen.setdefault(digest, {})[url] = life
+            others = tuple([one for one in self._seen.get(digest, ()) if one[0] != url])
+            self._seen[digest] = (*others, *alone) if others else alone
             self._seen.move_to_end(digest)
         while len(self._seen) > self._most:
             self._seen.popitem(last=False)
@@ -97,8 +100,8 @@ class PrefixMemory:
         chunks = 0
         left = set(lives)
         for digest in _chain(tokens):
-            seen = self._seen.get(digest, {})
-            for url in [url for url in left if seen.get(url) != lives[url]]:
+            seen = self._seen.get(digest, ())
+            for url in [url for url in left if (url, lives[url]) not in seen]:
                 found[url] = chunks * _CHUNK_TOKENS
                 left.remove(url)
             if not left:
