@@ -34,8 +34,8 @@ class HistoryEvent(msgspec.Struct, frozen=True, gc=False):
 
 
 _NAMES = tuple(tier.name.lower() for tier in Tier)
-# Hash of the fingerprint, the block, and a hash of its tokens and media, and of those of some blocks
-# before it: what another prompt lost is not taken for this one's, nor is a whole prompt hashed.
+# Hash of the fingerprint, the block, and a hash of its tokens and media, and of those of some
+# blocks before it: what another prompt lost is not taken for this one's, nor is all of it hashed.
 _Key = int
 _BEFORE = 32  # blocks
 _MOST_BACK = 8192  # blocks before one that are looked at
