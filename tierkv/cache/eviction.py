@@ -102,8 +102,11 @@ class EvictionOrder:
 
     def offer(self, node: TreeNode) -> None:
         """Queue `node` if it can go."""
-        if not self.is_candidate(node):
-            return
+        if self.is_candidate(node):
+            self.queue(node)
+
+    def queue(self, node: TreeNode) -> None:
+        """Queue a candidate."""
         if self.memory is None:
             self._push(node)
             return

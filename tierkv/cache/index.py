@@ -194,8 +194,8 @@ class Tree:
             device += node.device.num_present
             if has_quotas:
                 self.offer(node)
-            elif not node.children_on_device:
-                on_device.offer(node)
+            elif not node.children_on_device and node.device.num_present:
+                on_device.queue(node)
             if node.host is not None:
                 host += node.host.num_present
                 if not has_quotas:
@@ -856,9 +856,9 @@ class Index:
         """Evict ready copies of run blocks [i, j) of an unheld node; returns their slots."""
         assert node.holders == 0, "a held copy is never evicted"
         copies, other = (node.on(tier), node.device) if tier is HOST else (node.device, node.host)
-        order = self.spaces.order[tier]
-        if order.memory is not None:
-            order.memory.evicted(node)
+        memory = self.spaces.order[tier].memory
+        if memory is not None:
+            memory.evicted(node)
         if (
             copies.uniform is _READY
             and j == node.num_blocks
@@ -866,19 +866,21 @@ class Index:
             and (other is None or not other.num_present)
         ):
             # The common case, a leaf's last blocks on their last tier: no state is needed between.
-            node.space.used[tier] -= j - i
+            tree, gone = self._tree, j - i
+            node.space.used[tier] -= gone
             if tier is HOST:
-                self._tree.count_unheld(node.space, 0, i - j)
+                tree.count_unheld(node.space, 0, -gone)
             else:
-                self._tree.count_unheld(node.space, i - j, 0)
+                tree.count_unheld(node.space, -gone, 0)
             if i:
                 node.cut(tier, i)
                 return copies.drop_ready(i)
-            parent = self._tree.unlink(node)
+            parent = tree.unlink(node)
             parent.count_present(tier, -1)
-            # Else there's nothing new for it.
-            if not (parent.children_on_host if tier is HOST else parent.children_on_device):
-                self._tree.offer(parent)
+            # Else there's nothing new for it, and never for a root, which has no copies.
+            last = not (parent.children_on_host if tier is HOST else parent.children_on_device)
+            if last and parent.parent is not None:
+                tree.offer(parent)
             return copies.drop_ready(0)
         had = self._tree.change(tier, node, i, j, Change.EVICT)
         self._tree.prune(node)
