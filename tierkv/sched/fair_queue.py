@@ -1,14 +1,9 @@
-"""Whose turn it is: by priority, then by tenant, then by arrival; in O(log n), nothing is sorted.
+"""Whose turn it is: by priority, then by tenant, then by arrival.
 
 Within one priority, tenants are served in turn by the blocks they were given: the one that was
 given least goes next. Within a tenant, the first that came. A priority that was passed over
 MAX_PASSED_OVER times by those that came later gives one turn, whatever the others' priority, so
 that it is slow and never stopped, and a backlog of low priority does not stop those above.
-
-    priority ── heap of tenants, by blocks given ── each tenant's requests, in the order of arrival
-
-What a tenant was given and the number of its first request only grow, so an entry of a heap is
-never too high: one that has become too low is put back where it belongs when it comes up.
 """
 
 from __future__ import annotations
@@ -16,176 +11,13 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from tierkv.sched.fetch import Fetched
 from tierkv.sched.request import Promise, PromiseWait, Request, RequestSpec
 
 MAX_PASSED_OVER = 32
-
-
-class Entry(Protocol):
-    """Who waits. number: in the order of arrival, another one for each."""
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def tenant(self) -> str: ...
-
-    @property
-    def priority(self) -> int: ...
-
-
-E = TypeVar("E", bound=Entry)
-_Place = tuple[int, int, str]  # given, number of the first, tenant
-
-
-class _Queue(Generic[E]):
-    """One tenant's, in the order of arrival, in which they may come back, too."""
-
-    __slots__ = ("_numbers", "members")
-
-    def __init__(self) -> None:
-        self.members: dict[int, E] = {}
-        self._numbers: list[int] = []  # a heap; of those that have left as well, till they come up
-
-    def add(self, entry: E) -> None:
-        self.members[entry.number] = entry
-        heapq.heappush(self._numbers, entry.number)
-
-    def first(self) -> int:
-        """The number of the first, of which there is one."""
-        while self._numbers[0] not in self.members:
-            heapq.heappop(self._numbers)
-        return self._numbers[0]
-
-
-class _Level(Generic[E]):
-    """Those of one priority. num_passed: how many were served before its first that came later."""
-
-    def __init__(self, given: Mapping[str, int]) -> None:
-        self.num_passed = 0
-        self._given = given
-        self._queues: dict[str, _Queue[E]] = {}
-        self._heap: list[_Place] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._queues)
-
-    def add(self, entry: E) -> None:
-        queue = self._queues.get(entry.tenant)
-        if queue is None:
-            queue = self._queues[entry.tenant] = _Queue()
-        queue.add(entry)
-        if queue.first() == entry.number:
-            place = (self._given.get(entry.tenant, 0), entry.number, entry.tenant)
-            heapq.heappush(self._heap, place)
-
-    def remove(self, entry: E) -> None:
-        queue = self._queues[entry.tenant]
-        del queue.members[entry.number]
-        if not queue.members:
-            del self._queues[entry.tenant]
-
-    def passed_by(self, entry: E) -> None:
-        """One of a higher priority is served."""
-        first = self._settled()
-        self.num_passed += first is not None and first[1] < entry.number
-
-    @property
-    def is_overdue(self) -> bool:
-        return self.num_passed >= MAX_PASSED_OVER
-
-    def first(self, may_go: Callable[[E], bool], refused: set[str]) -> E | None:
-        """The first whose tenant is not `refused`; one that may not go adds its tenant there."""
-        aside: list[_Place] = []
-        found: E | None = None
-        while found is None and (place := self._settled()) is not None:
-            tenant = place[2]
-            queue = self._queues[tenant]
-            entry = queue.members[queue.first()]
-            if tenant not in refused and may_go(entry):
-                found = entry
-                break
-            refused.add(tenant)
-            aside.append(heapq.heappop(self._heap))
-        for place in aside:
-            heapq.heappush(self._heap, place)
-        return found
-
-    def _settled(self) -> _Place | None:
-        """The top of the heap, once it is true."""
-        heap, queues = self._heap, self._queues
-        while heap:
-            given, number, tenant = heap[0]
-            queue = queues.get(tenant)
-            if queue is None:
-                heapq.heappop(heap)
-                continue
-            truth = (self._given.get(tenant, 0), queue.first(), tenant)
-            if truth == heap[0]:
-                return truth
-            if truth < (given, number, tenant):  # it came back, and was put on the heap again
-                heapq.heappop(heap)
-            else:
-                heapq.heapreplace(heap, truth)
-        return None
-
-    def __iter__(self) -> Iterator[E]:
-        for queue in self._queues.values():
-            yield from queue.members.values()
-
-
-class FairQueue(Generic[E]):
-    """given: blocks that each tenant was given; to be changed upwards only."""
-
-    def __init__(self, given: Mapping[str, int]) -> None:
-        self._given = given
-        self._levels: dict[int, _Level[E]] = {}
-
-    def add(self, entry: E) -> None:
-        level = self._levels.get(entry.priority)
-        if level is None:
-            level = self._levels[entry.priority] = _Level(self._given)
-            self._levels = dict(sorted(self._levels.items(), reverse=True))
-        level.add(entry)
-
-    def remove(self, entry: E) -> None:
-        level = self._levels[entry.priority]
-        level.remove(entry)
-        if not level:
-            del self._levels[entry.priority]
-
-    def served(self, entry: E) -> None:
-        """It is in turn still, and goes."""
-        for priority, level in self._levels.items():
-            if priority == entry.priority:
-                level.num_passed = 0
-            elif priority < entry.priority:
-                level.passed_by(entry)
-
-    def first(self, may_go: Callable[[E], bool]) -> E | None:
-        """Who goes next. One that may not go refuses the turn for its whole tenant: those behind
-        it wait too, or a big request would starve behind small ones of its own."""
-        refused: set[str] = set()
-        for level in self._in_order():
-            if (found := level.first(may_go, refused)) is not None:
-                return found
-        return None
-
-    def _in_order(self) -> list[_Level[E]]:
-        """The highest priority first, but for those that were passed over too often."""
-        levels = list(self._levels.values())
-        if any(level.is_overdue for level in levels):
-            levels.sort(key=lambda level: level.num_passed if level.is_overdue else 0, reverse=True)
-        return levels
-
-    def __iter__(self) -> Iterator[E]:
-        for level in self._levels.values():
-            yield from level
 
 
 @dataclass(slots=True, eq=False)
@@ -247,11 +79,25 @@ class Waiting:
             self.fetched.release()
 
 
-class WaitingLine:
-    """The line, in the order that `FairQueue` says: by priority, tenants in turn, by arrival.
+@dataclass(slots=True)
+class _Level:
+    """Those of one priority. queues: of each tenant the numbers of those that wait for a turn, a
+    heap, in which those that have left stay till they come up. num_passed: how many were served
+    before the first of them that came later."""
 
-    Nothing is sorted or scanned to admit one: O(log n). Those that wait for blocks that another
-    request computes stand aside, and come back to their old place.
+    queues: dict[str, list[int]] = field(default_factory=dict)
+    num_passed: int = 0
+
+    @property
+    def is_overdue(self) -> bool:
+        return self.num_passed >= MAX_PASSED_OVER
+
+
+class WaitingLine:
+    """The line. What a turn costs grows with the tenants that wait, not with those that wait.
+
+    Those that wait for blocks that another request computes stand aside, and come back to their old
+    place.
     """
 
     def __init__(self) -> None:
@@ -260,7 +106,7 @@ class WaitingLine:
         self._given: dict[str, int] = {}
         self._num_of_tenant: Counter[str] = Counter()
         self._num_ever = 0
-        self._turns: FairQueue[Waiting] = FairQueue(self._given)
+        self._levels: dict[int, _Level] = {}  # the highest priority first
         self._served = 0  # what the tenants that were served had been given before that, at most
         self._aside: dict[Promise, list[tuple[int, int]]] = {}  # heaps of (block, number)
         self._holding: list[Waiting] | None = None  # see last_holding
@@ -301,12 +147,18 @@ class WaitingLine:
         self._num_of_tenant[tenant] += 1
         self._line[waiting.number] = waiting
         self._by_id[waiting.spec.request_id] = waiting
-        self._turns.add(waiting)
+        self._queue(waiting)
         self._holding = None
 
+    def _queue(self, waiting: Waiting) -> None:
+        """It waits for a turn from now on, in its old place."""
+        level = self._levels.get(waiting.priority)
+        if level is None:
+            level = self._levels[waiting.priority] = _Level()
+            self._levels = dict(sorted(self._levels.items(), reverse=True))
+        heapq.heappush(level.queues.setdefault(waiting.tenant, []), waiting.number)
+
     def leave(self, waiting: Waiting) -> None:
-        if waiting.wait is None:
-            self._turns.remove(waiting)
         waiting.unpark()
         del self._line[waiting.number]
         del self._by_id[waiting.spec.request_id]
@@ -327,12 +179,47 @@ class WaitingLine:
 
     def admitted(self, waiting: Waiting) -> None:
         """It leaves; those of lower priority that came before it have been passed over."""
-        self._turns.served(waiting)
+        for priority, level in self._levels.items():
+            if priority == waiting.priority:
+                level.num_passed = 0
+            elif priority < waiting.priority and (firsts := self._firsts(level)):
+                level.num_passed += min(firsts)[1] < waiting.number
         self.leave(waiting)
 
     def next(self, may_go: Callable[[Waiting], bool]) -> Waiting | None:
-        """Who goes next. One that may not holds up its tenant, and nobody else."""
-        return self._turns.first(may_go)
+        """Who goes next. One that may not refuses the turn for its whole tenant: those behind it
+        wait too, or a big request would starve behind small ones of its own; and nobody else."""
+        found = {priority: self._firsts(level) for priority, level in self._levels.items()}
+        self._levels = {one: level for one, level in self._levels.items() if found[one]}
+        order = list(self._levels)
+        if any(level.is_overdue for level in self._levels.values()):  # goes before all that is not
+            passed = {one: level.num_passed for one, level in self._levels.items()}
+            order.sort(key=lambda one: -passed[one] if passed[one] >= MAX_PASSED_OVER else 0)
+        refused: set[str] = set()
+        for priority in order:
+            for _, number in sorted(found[priority]):
+                waiting = self._line[number]
+                if waiting.tenant not in refused:
+                    if may_go(waiting):
+                        return waiting
+                    refused.add(waiting.tenant)
+        return None
+
+    def _firsts(self, level: _Level) -> list[tuple[int, int]]:
+        """What each tenant that waits for a turn was given, and the number of its first."""
+        firsts = []
+        for tenant, numbers in list(level.queues.items()):
+            while numbers and not self._waits_for_turn(numbers[0]):
+                heapq.heappop(numbers)
+            if numbers:
+                firsts.append((self._given.get(tenant, 0), numbers[0]))
+            else:
+                del level.queues[tenant]
+        return firsts
+
+    def _waits_for_turn(self, number: int) -> bool:
+        waiting = self._line.get(number)
+        return waiting is not None and waiting.wait is None
 
     # Standing aside
 
@@ -340,7 +227,6 @@ class WaitingLine:
         self, waiting: Waiting, wait: PromiseWait, now: float, on_timeout: Callable[[], None]
     ) -> None:
         """It waits for blocks that another request computes; those behind it go on."""
-        self._turns.remove(waiting)
         waiting.park(wait, now, on_timeout)
         heapq.heappush(self._aside.setdefault(wait.promise, []), (wait.stop, waiting.number))
 
@@ -348,7 +234,7 @@ class WaitingLine:
         """It waits no more; what it waited for, if it did."""
         wait = waiting.unpark()
         if wait is not None:
-            self._turns.add(waiting)
+            self._queue(waiting)
         return wait
 
     def whose_wait_is_over(self) -> list[Waiting]:
@@ -400,8 +286,14 @@ class WaitingLine:
             for promise, count in waits.items()
             if promise.num_waiting != count
         )
-        in_turn = sorted(one.number for one in self._turns)
-        if in_turn != [one.number for one in self if one.wait is None]:
+        queued = {
+            number
+            for priority, level in self._levels.items()
+            for tenant, numbers in level.queues.items()
+            for number in filter(self._waits_for_turn, numbers)
+            if (self._line[number].priority, self._line[number].tenant) == (priority, tenant)
+        }
+        if sorted(queued) != [one.number for one in self if one.wait is None]:
             wrong.append("those that have a turn are not those that wait for one")
         if self._num_of_tenant != Counter(one.tenant for one in self):
             wrong.append("the tenants that wait are miscounted")
