@@ -21,7 +21,7 @@ from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.tickets import ClaimProblem, Ticket, TicketStatus, TicketView, look_at
 from tierkv.sched.copies import stored_beyond, tokens_beyond
 from tierkv.sched.events import CacheEvents
-from tierkv.sched.explain import Explanation, Surroundings, explain
+from tierkv.sched.explain import Explanation, explain
 from tierkv.sched.fetch import Fetched
 from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.settings import CacheSettings
@@ -700,19 +700,19 @@ def explain_now(
 ) -> Explanation:
     """See Service.explain. fingerprints: those of which the caller may hear. stored: blocks that
     storage has, if it was asked."""
-    fetcher, computing = parts.fetcher, parts.scheduler.computing
-
-    def is_fetching(asked: Prompt, block: int) -> bool:
-        if not fetcher.num_in_flight:
-            return False
-        keys = parts.tiers.copies.prompt_keys(asked)
-        return block < len(keys) and fetcher.is_fetching(keys[block], block)
-
-    around = Surroundings(
-        fetching=is_fetching,
-        computing=lambda match, asked: computing.find(match, asked, asked.num_blocks) is not None,
+    index, fetcher, computing = parts.index, parts.fetcher, parts.scheduler.computing
+    match = index.match(prompt)
+    at, keys = match.num_blocks, []
+    if fetcher.num_in_flight:
+        keys = parts.tiers.copies.prompt_keys(prompt)[at : at + 1]
+    return explain(
+        index,
+        prompt,
+        match,
+        parts.tiers.eviction.history,
+        fetching=any(fetcher.is_fetching(key, at) for key in keys),
+        computing=computing.find(match, prompt, prompt.num_blocks) is not None,
         fingerprints=fingerprints,
         stored=stored,
         now=asyncio.get_running_loop().time(),
     )
-    return explain(parts.index, prompt, parts.tiers.eviction.history, around)
