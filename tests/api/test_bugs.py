@@ -9,7 +9,7 @@ import pytest
 from tests.api.nodes import here
 from tierkv.refmodel.engine import ModelRun, ReferenceEngine
 from tierkv.sched import admission
-from tierkv.sched.admission import SharedWaits, Starts
+from tierkv.sched.admission import Admissions, Starts
 from tierkv.sched.request import Computing
 from tierkv.sched.scheduler import Scheduler
 from tierkv.service.session import Session
@@ -31,7 +31,7 @@ class PlantedError(Exception):
         (admission, "_matched"),
         (admission, "why_missed"),
         (Computing, "begin"),
-        (SharedWaits, "possible"),
+        (Admissions, "_possible_wait"),
         (Scheduler, "_insert"),
         (Scheduler, "_keep_tail"),
         (ModelRun, "begin"),

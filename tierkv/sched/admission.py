@@ -1,9 +1,9 @@
 """Where requests wait to be admitted, how they start, and the loads that they start with.
 
-A request waits for room on the device or within its tenant's quota and limits (`Admissions`), for
-blocks that another one computes (`SharedWaits`), or, once it runs, for more blocks (`Growth`).
-`Admissions` is told of every change of capacity and ends the waits of all three. What comes before,
-a request's wait for storage, ends in `fetch.py`.
+A request waits for room on the device or within its tenant's quota and limits, or for blocks that
+another one computes (`Admissions`), or, once it runs, for more blocks (`Growth`). `Admissions` is
+told of every change of capacity and ends the waits of all three. What comes before, a request's
+wait for storage, ends in `fetch.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import TypeGuard
 
 import msgspec
 import numpy as np
@@ -32,7 +31,6 @@ from tierkv.errors import (
 from tierkv.sched.events import Happening
 from tierkv.sched.fair_queue import Waiting, WaitingLine
 from tierkv.sched.fetch import Fetched
-from tierkv.sched.planner import AdmissionPlan, plan_admission
 from tierkv.sched.request import (
     NOTHING,
     Computing,
@@ -42,7 +40,7 @@ from tierkv.sched.request import (
     RequestSpec,
     Running,
 )
-from tierkv.sched.tenants import Limits, TenantLimits
+from tierkv.sched.tenants import TenantLimits
 from tierkv.sched.tiers import Tiers
 from tierkv.transfer.mover import Movement
 
@@ -330,21 +328,21 @@ class Starts:
     def try_start(
         self,
         spec: RequestSpec,
-        plan: AdmissionPlan,
+        match: Match,
         fetched: Fetched | None,
         passes_by: PromiseWait | None = None,
     ) -> Request:
-        """passes_by: a wait that it does without. Raises OutOfBlocksError, with nothing held, if it
-        has to wait for room."""
-        index, match = self._index, plan.match
+        """match: of this moment. passes_by: a wait that it does without. Raises OutOfBlocksError,
+        with nothing held, if it has to wait for room."""
+        index = self._index
         index.at(monotonic())
         lease = index.hold(match.node, match.num_blocks)
         held = _Held(lease)
         try:
             if match.num_blocks or match.partial:
-                request = self._with_cached(spec, plan, fetched, held)
+                request = self._with_cached(spec, match, fetched, held)
             else:
-                held.slots = self.take(lease.node.space, plan.num_private)
+                held.slots = self.take(lease.node.space, spec.num_blocks)
                 # An array of its own, which nobody hands on.
                 request = self._made(spec, lease, held.slots.copy(), NOTHING, ())
         except BaseException:  # no room, or a bug
@@ -364,13 +362,15 @@ class Starts:
         return request
 
     def _with_cached(
-        self, spec: RequestSpec, plan: AdmissionPlan, fetched: Fetched | None, held: _Held
+        self, spec: RequestSpec, match: Match, fetched: Fetched | None, held: _Held
     ) -> Request:
-        """One that has blocks of the index in its table, or a part of one copied into its own."""
-        index, lease, match = self._index, held.lease, plan.match
-        partial, num_loads = match.partial, plan.num_loads
+        """One that has blocks of the index in its table, or a part of one copied into its own. What
+        only the host has gets device slots of the index; the rest it will write itself."""
+        index, lease = self._index, held.lease
+        partial, num_loads = match.partial, match.host_blocks
         source = held.source = index.hold(partial.node, partial.block + 1) if partial else None
-        slots = held.slots = self.take(lease.node.space, num_loads + plan.num_private)
+        num_private = spec.num_blocks - match.num_blocks
+        slots = held.slots = self.take(lease.node.space, num_loads + num_private)
         held.slots, private = slots[:num_loads], slots[num_loads:]
         held.private = private
         first_load = match.num_blocks - num_loads
@@ -550,9 +550,8 @@ def _count_below(stop: int, ranges: Sequence[range]) -> int:
 class Growth:
     """Gives running requests more device blocks.
 
-    extending: requests that wait for more blocks right now. limits_of: the limits of a request's
-        tenant. let_go: makes one request that waits for admission, of one tenant or any, release
-        its fetched blocks; returns True if there was one.
+    extending: requests that wait for more blocks right now. line: who waits for admission, and may
+        have to let go what was fetched for it.
     """
 
     def __init__(
@@ -561,15 +560,15 @@ class Growth:
         running: Running,
         starts: Starts,
         *,
-        limits_of: Callable[[str], Limits],
-        let_go: Callable[[str | None], bool],
+        limits: TenantLimits,
+        line: WaitingLine,
     ) -> None:
         self._tiers = tiers
         self._index = tiers.index
         self._running = running
         self._starts = starts
-        self._limits_of = limits_of
-        self._let_go = let_go
+        self._limits = limits
+        self._line = line
         self.extending: list[Request] = []
         self._short_of_quota: set[Request] = set()  # of those, who wait for their own tenant only
 
@@ -614,7 +613,7 @@ class Growth:
         """Whether nothing but the device's room limits how it may grow, and nobody waits for it."""
         if self.extending or request.lease.node.space.has_quota:
             return False
-        return self._limits_of(request.spec.prompt.space).are_none
+        return self._limits.of(request.spec.prompt.space).are_none
 
     def _has_grown(self, request: Request, count: int) -> bool:
         """Whether it has its blocks at once: there is nothing to wait for, and nobody to tell."""
@@ -642,7 +641,7 @@ class Growth:
         """Raise at once what no waiting would change."""
         more = self._missing(request, tokens)
         total = len(request.block_table) + more
-        limits = self._limits_of(request.space)
+        limits = self._limits.of(request.space)
         space = request.lease.node.space
         for most, what in (
             (self._tiers.slots.pools[Tier.DEVICE].capacity, "the device holds"),
@@ -671,7 +670,7 @@ class Growth:
                 rivals = self._who_must_yield(space)
                 if not rivals:
                     return None
-                if self._let_go(space):
+                if self._line.let_go_of_last(space):
                     continue  # before one that runs gives up, those that wait let go
                 # The lowest priority yields, and among equals the last that came.
                 if request is min(reversed(rivals), key=lambda one: one.spec.priority):
@@ -686,67 +685,6 @@ class Growth:
         running = self._running
         rivals = [one for one in running.by_id.values() if space is None or one.space == space]
         return rivals if all(one in self.extending for one in rivals) else []
-
-
-class SharedWaits:
-    """Makes a request wait for blocks that another request computes, and ends that wait.
-
-    on_timeout: called when the wait's seconds are over and its request is back in line.
-    """
-
-    def __init__(
-        self,
-        line: WaitingLine,
-        computing: Computing,
-        stats: SchedulerStats,
-        on_timeout: Callable[[], None],
-    ) -> None:
-        self._line = line
-        self._computing = computing
-        self._stats = stats
-        self._on_timeout = on_timeout
-
-    def possible(
-        self, spec: RequestSpec, match: Match, give_up_at: float | None = None
-    ) -> PromiseWait | None:
-        """What could be waited for; `is_worth_it` says whether that is better than to start now.
-        give_up_at: when the last such wait of the request ends, on the loop's clock."""
-        if not spec.uses_cache or not self._computing.num_promises:
-            return None
-        now = asyncio.get_running_loop().time()
-        if give_up_at is not None and now >= give_up_at:
-            return None
-        stop = spec.max_cached_tokens // spec.prompt.block_size
-        return self._computing.possible_wait(match, spec.prompt, stop, now)
-
-    def is_worth_it(self, wait: PromiseWait | None) -> TypeGuard[PromiseWait]:
-        return wait is not None and self._computing.is_worth_it(wait)
-
-    def park(self, waiting: Waiting, wait: PromiseWait) -> None:
-        """It is in line, and stands aside from now on."""
-        self._stats.shared_waits += waiting.give_up_at is None
-        self._computing.waits()
-        now = asyncio.get_running_loop().time()
-        self._line.stand_aside(waiting, wait, now, lambda: self._wait_is_up(waiting))
-
-    def bring_back(self) -> None:
-        """Those whose blocks are there, or will not come, have their old place again."""
-        for waiting in self._line.whose_wait_is_over():
-            wait = self._line.come_back(waiting)
-            assert wait is not None, "it stood aside"
-            self._note(waiting, wait, was_worth_it=wait.promise.first >= wait.stop)
-
-    def _wait_is_up(self, waiting: Waiting) -> None:
-        wait = self._line.come_back(waiting)
-        assert wait is not None, "the timer ends with the wait"
-        waiting.give_up_at = 0.0  # no more of this: it computes
-        self._note(waiting, wait, was_worth_it=False)
-        self._on_timeout()
-
-    def _note(self, waiting: Waiting, wait: PromiseWait, *, was_worth_it: bool) -> None:
-        self._stats.lost_waits += not was_worth_it
-        waited_s = asyncio.get_running_loop().time() - waiting.parked_at
-        self._computing.note_wait(wait, waited_s, was_worth_it=was_worth_it)
 
 
 # Turns in line per turn of the loop: 2 to 19 ms, most where each copies a shared tail, after
@@ -767,7 +705,7 @@ class Admissions:
         starts: Starts,
         growth: Growth,
         limits: TenantLimits,
-        shared_waits: SharedWaits,
+        computing: Computing,
     ) -> None:
         self._tiers = tiers
         self._index = tiers.index
@@ -776,7 +714,8 @@ class Admissions:
         self._starts = starts
         self._growth = growth
         self._limits = limits
-        self._shared_waits = shared_waits
+        self._computing = computing
+        self._stats = starts.stats
         self.pauses: set[str] = set()  # why nobody is admitted
         self._is_pumping = False
         self._pumps_again = False
@@ -793,12 +732,12 @@ class Admissions:
         blocks that another one computes; else it has to `join`. Raises what makes it unfit."""
         if self.pauses or self._is_pumping or len(self._line) or not self._has_turn(spec):
             return None
-        plan = plan_admission(self._index, spec)
-        wait = self._shared_waits.possible(spec, plan.match)
-        if self._shared_waits.is_worth_it(wait):
+        match = self._match(spec)
+        wait = self._possible_wait(spec, match)
+        if wait is not None and self._computing.is_worth_it(wait):
             return None
         try:
-            return self._starts.try_start(spec, plan, fetched, wait)
+            return self._starts.try_start(spec, match, fetched, wait)
         except OutOfBlocksError:
             return None
 
@@ -842,7 +781,7 @@ class Admissions:
 
     def _admit_waiting(self, most: int) -> int:
         """Give up to `most` turns; how many there were, fewer if there is nothing more to do."""
-        self._shared_waits.bring_back()
+        self._bring_back()
         self._over_quota.clear()
         for num_turns in range(most):
             if self.is_paused:
@@ -876,14 +815,54 @@ class Admissions:
         unfit."""
         spec = waiting.spec
         self._limits.check(spec)
-        plan = plan_admission(self._index, spec)
-        wait = self._shared_waits.possible(spec, plan.match, waiting.give_up_at)
-        if self._shared_waits.is_worth_it(wait):
-            self._shared_waits.park(waiting, wait)
+        match = self._match(spec)
+        wait = self._possible_wait(spec, match, waiting.give_up_at)
+        if wait is not None and self._computing.is_worth_it(wait):
+            self._stats.shared_waits += waiting.give_up_at is None
+            self._computing.waits()
+            now = asyncio.get_running_loop().time()
+            self._line.stand_aside(waiting, wait, now, lambda: self._wait_is_up(waiting))
             return None
         if not waiting.uses_partial:
-            plan.match.partial = None
-        return self._starts.try_start(spec, plan, waiting.fetched, wait)
+            match.partial = None
+        return self._starts.try_start(spec, match, waiting.fetched, wait)
+
+    def _match(self, spec: RequestSpec) -> Match:
+        return self._index.match(spec.prompt, spec.max_cached_tokens if spec.uses_cache else 0)
+
+    # Waits for blocks that another request computes
+
+    def _possible_wait(
+        self, spec: RequestSpec, match: Match, give_up_at: float | None = None
+    ) -> PromiseWait | None:
+        """give_up_at: when the last such wait of the request ends, on the loop's clock."""
+        if not self._computing.num_promises or not spec.uses_cache:
+            return None
+        now = asyncio.get_running_loop().time()
+        if give_up_at is not None and now >= give_up_at:
+            return None
+        stop = spec.max_cached_tokens // spec.prompt.block_size
+        return self._computing.possible_wait(match, spec.prompt, stop, now)
+
+    def _bring_back(self) -> None:
+        """Those whose blocks are there, or will not come, have their old place again."""
+        for waiting in self._line.whose_wait_is_over():
+            self._come_back(waiting)
+
+    def _wait_is_up(self, waiting: Waiting) -> None:
+        self._come_back(waiting, is_up=True)
+        waiting.give_up_at = 0.0  # no more of this: it computes
+        self.pump()
+
+    def _come_back(self, waiting: Waiting, *, is_up: bool = False) -> None:
+        wait = self._line.come_back(waiting)
+        assert wait is not None, "it stood aside"
+        was_worth_it = not is_up and wait.promise.first >= wait.stop
+        self._stats.lost_waits += not was_worth_it
+        waited_s = asyncio.get_running_loop().time() - waiting.parked_at
+        self._computing.note_wait(wait, waited_s, was_worth_it=was_worth_it)
+
+    # Turns
 
     def _next(self) -> Waiting | None:
         """The first in line whose tenant may have one more running."""

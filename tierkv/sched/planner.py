@@ -1,38 +1,15 @@
-"""Decides what an admission needs and what may go to make room. Pure: nothing is changed here."""
+"""Decides what may go to make room, and what of it must be copied first. Pure: nothing is changed
+here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
 
-import msgspec
 import numpy as np
 
 from tierkv.cache.eviction import EvictionOrder, Victim, WriteRule
-from tierkv.cache.index import Index, Match
 from tierkv.cache.node import CopyState, Tier, TreeNode
-from tierkv.sched.request import RequestSpec
-
-
-class AdmissionPlan(msgspec.Struct, frozen=True):
-    """What admitting a request takes.
-
-    num_loads: blocks of the match that only the host has; they get device slots of the index.
-    num_private: blocks the request will write itself, the copy of a partial match included.
-    """
-
-    match: Match
-    num_loads: int
-    num_private: int
-
-
-def plan_admission(index: Index, spec: RequestSpec) -> AdmissionPlan:
-    match = index.match(spec.prompt, spec.max_cached_tokens if spec.uses_cache else 0)
-    return AdmissionPlan(
-        match=match,
-        num_loads=match.host_blocks,
-        num_private=spec.num_blocks - match.num_blocks,
-    )
 
 
 @dataclass(slots=True)

@@ -28,7 +28,6 @@ from tierkv.sched.admission import (
     Growth,
     HostLoads,
     SchedulerStats,
-    SharedWaits,
     Starts,
 )
 from tierkv.sched.events import Happening
@@ -81,8 +80,8 @@ class Scheduler:
             tiers,
             self._running,
             self._starts,
-            limits_of=self._limits.of,
-            let_go=self._waiting.let_go_of_last,
+            limits=self._limits,
+            line=self._waiting,
         )
         self._admissions = Admissions(
             tiers,
@@ -91,7 +90,7 @@ class Scheduler:
             starts=self._starts,
             growth=self._growth,
             limits=self._limits,
-            shared_waits=SharedWaits(self._waiting, self.computing, self.stats, self._pump),
+            computing=self.computing,
         )
         tiers.work.on_capacity(self._admissions.pump)
 
