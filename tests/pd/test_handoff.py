@@ -14,7 +14,7 @@ import pytest
 
 from tests.latch import finish, turns, until
 from tests.layouts import LAYOUTS
-from tests.pd.nodes import claim, pair, publish, settings, tokens
+from tests.pd.nodes import claim, claimed, pair, publish, settings, tokens
 from tests.storage.values import TurnedClock, put_one
 from tests.world import World, fingerprint, kv_of, world
 from tierkv.cache.keys import Fingerprint, Names, pack
@@ -78,10 +78,7 @@ async def test_what_was_published_is_claimed_byte_for_byte_tail_included(count: 
 async def test_a_claimed_prompt_grows_like_any_other() -> None:
     async with pair() as (prefill, decode):
         await publish(prefill, tokens(6))
-        request, _ = await finish(
-            decode.service.claim("claim", "ticket", decode.prompt(tokens(6)), max_new_tokens=4)
-        )
-        await finish(request.gate.all_layers(20))
+        request = await claimed(decode, tokens(6), new=4)
         grown = [*tokens(6), 42, 43, 44, 45]
         decode.compute(request, grown, 6)
         await finish(decode.service.commit(request, pack(grown)))
@@ -94,14 +91,7 @@ async def test_many_claims_at_once_get_one_fetch() -> None:
         await publish(prefill, tokens(16))
 
         async def one(number: int) -> None:
-            request, _ = await finish(
-                decode.service.claim(
-                    f"c{number}", "ticket", decode.prompt(tokens(16)), max_new_tokens=1
-                )
-            )
-            await finish(request.gate.all_layers(20))
-            decode.check_kv(request, tokens(16), 16)
-            decode.service.end(request)
+            decode.service.end(await claimed(decode, tokens(16), name=f"c{number}"))
 
         async with asyncio.TaskGroup() as group:
             for number in range(6):
@@ -111,20 +101,11 @@ async def test_many_claims_at_once_get_one_fetch() -> None:
 
 
 async def test_a_claim_that_comes_first_waits_for_the_ticket() -> None:
-    async with pair() as (prefill, decode):
-        async with asyncio.TaskGroup() as group:
-            claiming = group.create_task(
-                decode.service.claim(
-                    "claim", "ticket", decode.prompt(tokens(9)), max_new_tokens=0, deadline_s=20
-                )
-            )
-            await turns(20)
-            assert not claiming.done()
-            await publish(prefill, tokens(9))
-        request, _ = claiming.result()
-        await finish(request.gate.all_layers(20))
-        decode.check_kv(request, tokens(9), 9)
-        decode.service.end(request)
+    async with pair() as (prefill, decode), asyncio.TaskGroup() as group:
+        claiming = group.create_task(claim(decode, tokens(9), new=0, deadline_s=20))
+        await turns(20)
+        assert not claiming.done()
+        await publish(prefill, tokens(9))
 
 
 async def test_the_ticket_is_written_after_every_block() -> None:
@@ -164,10 +145,7 @@ async def test_a_store_that_fails_for_a_moment_costs_a_publish_only_that(failure
         prefill.the_store.fail_next(failures)
         await finish(prefill.service.publish(request, "t", [1]))
         await prefill.ended(request)
-        prompt = decode.prompt(tokens(9))
-        claimed, _ = await finish(decode.service.claim("c", "t", prompt, max_new_tokens=1))
-        assert claimed.cached_tokens == 9
-        await decode.ended(claimed)
+        await claim(decode, tokens(9), "t")
 
 
 async def test_a_full_store_is_not_asked_again_by_a_publish(
@@ -254,17 +232,7 @@ async def test_staging_is_reused_only_when_the_copy_into_it_has_ended() -> None:
             assert not publishing[2].done()
             prefill.latch.release()
         for number in (1, 2):
-            claimed, _ = await finish(
-                decode.service.claim(
-                    f"c{number}",
-                    f"t{number}",
-                    decode.prompt(tokens(9, 100 * number)),
-                    max_new_tokens=0,
-                )
-            )
-            await finish(claimed.gate.all_layers(20))
-            decode.check_kv(claimed, tokens(9, 100 * number), 9)
-            decode.service.end(claimed)
+            await claim(decode, tokens(9, 100 * number), f"t{number}", new=0)
         for request in requests:
             prefill.service.end(request)
         await prefill.settle()
@@ -379,15 +347,7 @@ async def test_a_block_that_is_gone_is_incomplete_or_recomputed(gone: int) -> No
         assert problem.reason == "incomplete"
         assert str(problem).endswith("not in storage")
         assert f"only {4 * gone} of 9" in str(problem)
-        request, _ = await finish(
-            decode.service.claim(
-                "again",
-                "ticket",
-                decode.prompt(tokens(9)),
-                max_new_tokens=0,
-                policy=ClaimPolicy.RECOMPUTE,
-            )
-        )
+        request = await claimed(decode, tokens(9), new=0, policy=ClaimPolicy.RECOMPUTE)
         assert request.cached_tokens == 4 * gone
         await decode.prefill(request, tokens(9))
         await decode.ended(request)
@@ -413,10 +373,7 @@ async def test_a_store_that_does_not_answer_is_unavailable_first_and_last() -> N
         decode.the_store.fail_next(10_000)
         assert (await refused(decode, tokens(9), deadline_s=SOON_S)).reason == "storage_unavailable"
         decode.the_store.fail_next(0)
-        request, _ = await finish(
-            decode.service.claim("again", "ticket", decode.prompt(tokens(9)), max_new_tokens=0)
-        )
-        await decode.ended(request)
+        await claim(decode, tokens(9), new=0)
 
 
 async def test_a_store_that_fails_after_the_ticket_was_read_is_unavailable() -> None:

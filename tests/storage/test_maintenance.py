@@ -249,10 +249,6 @@ def test_who_may_not_look_is_told_so(url: str, monkeypatch: pytest.MonkeyPatch) 
         run("ls", url)
 
 
-def test_a_time_that_is_no_number_is_wrong_usage(url: str) -> None:
-    assert run("ls", url, "--expires-within", "nan").exit_code == 2
-
-
 @pytest.mark.parametrize("trust", [Trust.SIGNED, Trust.SEALED])
 def test_damage_that_shows_without_a_key_is_told_without_one(url: str, trust: Trust) -> None:
     digest, other = bytes([20]) * 32, bytes([21]) * 32
@@ -285,17 +281,6 @@ def test_a_tail_filed_under_another_number_of_tokens_is_damaged(url: str) -> Non
         good = item(ONE, 9)  # 16 tokens
         damage(url, PutItem(f"{good.name}:partial:{tokens}", good.parts))
     assert "6 whole, 1 damaged" in run("verify", url).output
-
-
-def test_only_the_damaged_copy_of_a_layered_value_is_removed(tmp_path: Path) -> None:
-    urls = [(tmp_path / name).as_uri() for name in "ab"]
-    for one in urls:
-        asyncio.run(fill(one))
-    damage(urls[0], replace(item(ONE, 1), parts=(b"short",), keep_existing=False))
-    layered = f"layered:{urls[0]}|{urls[1]}"
-    assert "9 whole, 1 damaged" in run("verify", layered, "--remove-damaged").output
-    assert [answer("stat", one)["values"] for one in urls] == [5, 6]
-    assert "9 whole, 0 damaged" in run("verify", layered).output
 
 
 def test_what_only_one_of_several_stores_has_is_listed_counted_and_removed(
