@@ -562,7 +562,7 @@ async def test_answers_pass_through_unchanged(make: Make) -> None:
 
 def test_names_that_are_believed_no_more_take_no_memory() -> None:
     clock = TurnedClock()
-    missing, name = NegativeCache(0.5, 65_536, clock), ""
+    missing, name = NegativeCache(0.5, clock), ""
     tracemalloc.start()
     try:
         for number in range(20_000):
@@ -578,16 +578,6 @@ def test_names_that_are_believed_no_more_take_no_memory() -> None:
     assert missing.has(name)
     clock.now += 1.0
     assert not missing.has(name)
-
-
-@pytest.mark.parametrize("none", [{"negative_names": 0}, {"negative_ttl_s": 0.0}])
-async def test_where_nothing_is_believed_to_be_missing_the_store_is_asked_each_time(
-    make: Make, none: dict[str, float]
-) -> None:
-    pair = await make(**none)
-    for num_asked in (1, 2):
-        assert await pair.store.exists(NAMES) == 0
-        assert pair.faulty.num_operations == num_asked
 
 
 @pytest.mark.parametrize(

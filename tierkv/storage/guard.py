@@ -69,6 +69,8 @@ _SLOWEST = 4
 # Of round trips that were measured to be long, an operation may take so many: to connect, to log
 # in, to ask and, in a cluster, to be sent elsewhere.
 _ROUND_TRIPS = 4
+_MAX_WAITING_READS = 1024
+_MAX_MISSING = 65_536  # names
 
 T = TypeVar("T")
 
@@ -81,12 +83,12 @@ class ResilienceSettings:
     failures_to_open: failed operations in a row after which the store is left alone.
     probe_interval_s: how often it is then asked whether it is back.
     retries_per_operation: a budget, over all reads: 0.1 lets one read in ten be tried again.
-    max_reads, max_waiting_reads: reads at the store, and waiting for their turn.
+    max_reads: reads at the store; _MAX_WAITING_READS wait for their turn.
     write_batches, max_waiting_write_bytes: writes at the store (for each, where it is made of
         several), and waiting; beyond that the least valuable are dropped.
     full_pause_s: how long nothing is written after the store said it was full.
-    negative_ttl_s, negative_names: how long, and of how many names, "there is none" is believed; a
-        ticket that is found ends it, since then somebody has written.
+    negative_ttl_s: how long "there is none" is believed, of _MAX_MISSING names; a ticket that is
+        found ends it, since then somebody has written.
     """
 
     timeout_s: float = 0.3
@@ -96,20 +98,17 @@ class ResilienceSettings:
     probe_interval_s: float = 1.0
     retries_per_operation: Fixed[float] = 0.1
     max_reads: Fixed[int] = 64
-    max_waiting_reads: Fixed[int] = 1024
     write_batches: Fixed[int] = 2
     max_waiting_write_bytes: Fixed[int] = 512 << 20
     full_pause_s: Fixed[float] = 1.0
     negative_ttl_s: Fixed[float] = 0.5
-    negative_names: Fixed[int] = 65_536
 
     def __post_init__(self) -> None:
         positive = ("timeout_s", "write_timeout_s", "slowest_bytes_per_s", "probe_interval_s")
         all_above_zero("", self, *positive)
-        counts = ("failures_to_open", "max_reads", "max_waiting_reads", "write_batches")
-        all_at_least_one("", self, *counts)
+        all_at_least_one("", self, "failures_to_open", "max_reads", "write_batches")
         none_negative("", self, "retries_per_operation", "full_pause_s", "max_waiting_write_bytes")
-        none_negative("", self, "negative_ttl_s", "negative_names")
+        none_negative("", self, "negative_ttl_s")
 
 
 class GuardedStore(StoreWrapper):
@@ -138,7 +137,7 @@ class GuardedStore(StoreWrapper):
         self._refused = asyncio.Event()  # while there is one
         self._refused_bytes = 0
         self._probe_name = ""
-        self._missing = NegativeCache(settings.negative_ttl_s, settings.negative_names, clock)
+        self._missing = NegativeCache(settings.negative_ttl_s, clock)
         self._tokens = _MAX_TOKENS if settings.retries_per_operation else 0.0  # for retries
         self._random = random.Random()
         self._tasks: asyncio.TaskGroup | None = None
@@ -313,7 +312,7 @@ class GuardedStore(StoreWrapper):
         if too many wait for one, or if the breaker is open or opens meanwhile."""
         self._tokens = min(_MAX_TOKENS, self._tokens + self._settings.retries_per_operation)
         self._check_breaker()
-        if self._reads.num_waiting >= self._settings.max_waiting_reads:
+        if self._reads.num_waiting >= _MAX_WAITING_READS:
             self._num_refused += 1
             raise StoreUnavailableError(
                 f"{self.url} has {self._reads.num_waiting} operations waiting"
@@ -685,11 +684,10 @@ class _Meanwhile:
 
 class NegativeCache:
     """Names that a store has said it has no value of, so that not every request for the same prompt
-    asks it again. ttl_s: how long that is believed; max_names: of how many names."""
+    asks it again. ttl_s: how long that is believed."""
 
-    def __init__(self, ttl_s: float, max_names: int, clock: Clock) -> None:
+    def __init__(self, ttl_s: float, clock: Clock) -> None:
         self._ttl_s = ttl_s
-        self._max_names = max_names
         self._clock = clock
         self._until: OrderedDict[str, float] = OrderedDict()  # the next to end first
         # Of questions, by their first name: which of its names is missing, and until when.
@@ -716,9 +714,7 @@ class NegativeCache:
         now = self._clock.monotonic()
         self._ends[begin] = end, now + self._ttl_s
         self._ends.move_to_end(begin)
-        while self._ends and (
-            len(self._ends) > self._max_names or next(iter(self._ends.values()))[1] <= now
-        ):
+        while len(self._ends) > _MAX_MISSING or next(iter(self._ends.values()))[1] <= now:
             self._ends.popitem(last=False)
 
     def has(self, name: str) -> bool:
@@ -751,9 +747,7 @@ class NegativeCache:
         now = self._clock.monotonic()
         self._until[name] = now + self._ttl_s
         self._until.move_to_end(name)
-        while self._until and (
-            len(self._until) > self._max_names or next(iter(self._until.values())) <= now
-        ):
+        while len(self._until) > _MAX_MISSING or next(iter(self._until.values())) <= now:
             self._until.popitem(last=False)
 
     def forget(self, name: str) -> None:

@@ -90,7 +90,6 @@ class MooncakeSettings:
     """local_host: the address that providers reach this node at.
     num_threads: calls that read at a time, and as many that write. A call waits for its bytes
         without a pause and has a core to itself. 1 to 32, to 6 with long timeouts: see max_pieces.
-    local_buffer_bytes: of Mooncake's own, for values that are asked for one by one.
     replicas: copies of each value. connect_timeout_s: for the master, to be reached and to answer,
         and for a provider to move a byte (whole seconds, 10 at most); the package takes it from
         the environment, once (MC_RPC_TIMEOUT_MS, 30 s without; MC_TCP_PROGRESS_TIMEOUT_SEC).
@@ -99,7 +98,6 @@ class MooncakeSettings:
 
     local_host: str = "127.0.0.1"
     num_threads: Fixed[int] = 1
-    local_buffer_bytes: Fixed[int] = 64 << 20
     replicas: int = 1
     connect_timeout_s: Fixed[float] = 2.0
     protocol: str = "tcp"

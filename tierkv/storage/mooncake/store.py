@@ -54,6 +54,7 @@ from tierkv.storage.protocol import (
 # For one call's headers, tails and slices that are put together, which lie outside the pools. What
 # is beyond that stays where it is: over TCP it goes all the same.
 _SCRATCH_BYTES = 4 << 20
+_LOCAL_BUFFER_BYTES = 64 << 20  # of Mooncake's own, for values that are asked for one by one
 _MOST_READS = 10  # of a small value that is being replaced
 _NO_SPACE = -200
 _NOT_FOUND = -704
@@ -100,7 +101,7 @@ class MooncakeValues:
             settings.local_host,
             "P2PHANDSHAKE",
             0,  # memory is lent by providers, not by this node
-            settings.local_buffer_bytes,
+            _LOCAL_BUFFER_BYTES,
             settings.protocol,
             settings.rdma_devices,
             f"{address[0]}:{address[1]}",
