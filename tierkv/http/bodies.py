@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from random import getrandbits
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -162,14 +162,23 @@ class BodyReader:
         self.num_bytes -= num_bytes
 
 
+class OneAtATime(Protocol):
+    """A connection, which is told when the answer to its request is known."""
+
+    def is_answered(self, *, is_read: bool) -> None: ...
+
+
+CONNECTION = web.RequestKey("connection", OneAtATime)
 _COUNTED = web.RequestKey("counted", tuple[BodyReader, int])
 
 
 def let_go(request: web.BaseRequest) -> None:
-    """The request is answered: its body counts no more."""
+    """The request is answered: its body counts no more, and its connection may have another one."""
     if _COUNTED in request:
         reader, num_bytes = request[_COUNTED]
         reader.give_back(num_bytes)
+    if CONNECTION in request:
+        request[CONNECTION].is_answered(is_read=request.content.is_eof())
 
 
 def _joined(pieces: list[bytes]) -> bytes | bytearray:

@@ -33,6 +33,7 @@ from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import ContentEncodingError, HttpProcessingError, LineTooLong
 
 from tierkv.errors import ConfigError
+from tierkv.http.bodies import CONNECTION
 from tierkv.http.callers import Guard
 from tierkv.http.problems import framing_problem, overload_answer
 from tierkv.http.process import watching
@@ -263,8 +264,9 @@ async def serving(
 ) -> AsyncIterator[None]:
     """`handle` answers on `listeners` while the body runs; TCP ones speak TLS if there is some.
 
-    handle: returns every answer, also of what fails; raises ConnectionError where nobody is left.
-    It is cancelled when its client goes. At the end, answers under way have two seconds.
+    handle: returns every answer, also of what fails, and calls `let_go` then; raises
+    ConnectionError where nobody is left. It is cancelled when its client goes. At the end, answers
+    under way have two seconds.
     """
     loop = asyncio.get_running_loop()
 
@@ -277,19 +279,13 @@ async def serving(
     ) -> web.BaseRequest:
         assert isinstance(protocol, _Http), "no other protocol is made here"
         protocol.front.head_has_come()
-        return web.BaseRequest(
+        request = web.BaseRequest(
             message, payload, protocol, writer, task, loop, client_max_size=limits.max_body_bytes
         )
+        request[CONNECTION] = protocol.front
+        return request
 
-    async def answer(request: web.BaseRequest) -> web.StreamResponse:
-        protocol = request.protocol
-        try:
-            return await handle(request)
-        finally:
-            if isinstance(protocol, _Http):
-                protocol.front.is_answered(is_read=request.content.is_eof())
-
-    http = web.Server(answer, request_factory=make_request, handler_cancellation=True)
+    http = web.Server(handle, request_factory=make_request, handler_cancellation=True)
     shared = _Shared(http, limits, AcceptRate(loop))
     servers: list[asyncio.Server] = []
     async with background({"tierkv-http-deadlines": shared.keep_deadlines()}):
