@@ -62,7 +62,7 @@ class Machine:
         self.pools = {Tier.DEVICE: BlockPool("device", 14), Tier.HOST: BlockPool("host", 10)}
         policies = (make_policy(kind, 14), make_policy(kind, 10))
         self.index = Index(SIZE, ROOTS[""], policies)
-        self.index.spaces.open(Space("acme", ROOTS["acme"], quota=(5, 4)), kind)
+        self.index.spaces.open(Space("acme", ROOTS["acme"], quota=(5, 4)), (kind, kind))
         self.copies: dict[Tier, dict[Block, tuple[int, CopyState]]] = {t: {} for t in Tier}
         self.held: list[Held] = []
         self.moving: list[Moving] = []
@@ -364,13 +364,15 @@ class Machine:
         """A tenant's quota comes, goes or changes, whatever blocks it has by then."""
         name = self.rng.choice(["acme", "acme", ""])
         given = self.rng.choice([(5, 4), (2, None), (None, 3), (None, None)])
-        self.index.spaces.set_quota(self.index.spaces.root_named(name).space, given, self.kind)
+        self.index.spaces.set_quota(
+            self.index.spaces.root_named(name).space, given, (self.kind, self.kind)
+        )
 
     def open_or_close(self) -> None:
         """A tenant that comes by name, and goes again once nobody holds anything of it."""
         if "guest" not in self.tenants:
             self.tenants.append("guest")
-            self.index.spaces.open(Space("guest", ROOTS["guest"]), self.kind)
+            self.index.spaces.open(Space("guest", ROOTS["guest"]), (self.kind, self.kind))
             return
         root = self.index.spaces.root_named("guest")
         if root.holders or any(b[0] == "guest" for m in self.moving for b in m.blocks):

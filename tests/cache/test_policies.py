@@ -195,7 +195,7 @@ def test_s3fifo_lets_its_newcomers_overflow_at_once_when_the_tier_shrinks() -> N
 def test_a_quota_that_changes_has_its_share_protected() -> None:
     index = Index(1)
     space = Space("tenant", bytes(32), quota=(10, None))
-    index.spaces.open(space, EvictionKind.SLRU)
+    index.spaces.open(space, (EvictionKind.SLRU, EvictionKind.SLRU))
     index.spaces.set_quota(space, (5, None))
     order = index.spaces.own_order(space, Tier.DEVICE)
     assert order is not None

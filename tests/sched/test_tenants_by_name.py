@@ -8,7 +8,7 @@ import pytest
 
 from tests.latch import finish, turns, until
 from tests.world import GQA, World, fingerprint, world
-from tierkv.cache.eviction import WritePolicy
+from tierkv.cache.eviction import EvictionKind, WritePolicy
 from tierkv.cache.keys import Prompt, pack
 from tierkv.cache.node import Tier
 from tierkv.errors import (
@@ -240,6 +240,27 @@ async def test_what_a_tenant_was_given_is_its_own_still_after_others_took_its_pl
         here.service.close_fingerprint(space)  # by an operator, for good
         assert here.service.quota_of(here.service.space_of_tenant("a")) == (6, None)
         await run(here, "a", tokens(12))
+
+
+@pytest.mark.parametrize("host_eviction", [EvictionKind.LRU, EvictionKind.LFU])
+async def test_within_a_quota_each_tier_evicts_by_its_own_policy(
+    host_eviction: EvictionKind,
+) -> None:
+    async with world(
+        host_write=WritePolicy.WRITE_THROUGH,
+        device_eviction=EvictionKind.LRU,
+        host_eviction=host_eviction,
+        tenant_host_blocks=4,
+    ) as here:
+        for prompt in (tokens(8), tokens(8), tokens(8, 100), tokens(8, 200)):
+            await run(here, "acme", prompt)
+            await here.settle()
+        space = here.service.space_of_tenant("acme")
+        index = here.service.index
+        matched_block = index.match(Prompt.of(tokens(4), 4, space=space)).node
+        assert matched_block.end == matched_block.hits == 1
+        is_left = matched_block.num_present(Tier.HOST) == 1
+        assert is_left == (host_eviction is EvictionKind.LFU)
 
 
 async def test_a_quota_given_with_a_fingerprint_outlasts_that_it_is_closed_for_others() -> None:

@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from itertools import pairwise
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, assert_never
 
 from tierkv.cache.node import HOST, CopyState, Segment, Tier, TreeNode
 from tierkv.errors import ConfigError
@@ -537,14 +537,22 @@ class EvictionKind(Enum):
     COST = "cost"
 
 
+# Of the device and of the host.
+EvictionKinds = tuple[EvictionKind, EvictionKind]
+
+
 def make_policy(kind: EvictionKind, capacity: int) -> EvictionPolicy:
-    """A policy for one tier of `capacity` blocks."""
-    if kind is EvictionKind.LRU:
-        return Lru()
-    if kind is EvictionKind.LFU:
-        return Lfu()
-    if kind is EvictionKind.SLRU:
-        return Slru(_protected_of(capacity))
-    if kind is EvictionKind.S3FIFO:
-        return S3Fifo(capacity)
-    return CostAware()
+    """A policy for one tier, or for one tenant's quota of it, of `capacity` blocks."""
+    match kind:
+        case EvictionKind.LRU:
+            return Lru()
+        case EvictionKind.LFU:
+            return Lfu()
+        case EvictionKind.SLRU:
+            return Slru(_protected_of(capacity))
+        case EvictionKind.S3FIFO:
+            return S3Fifo(capacity)
+        case EvictionKind.COST:
+            return CostAware()
+        case _:
+            assert_never(kind)

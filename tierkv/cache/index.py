@@ -15,7 +15,13 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
-from tierkv.cache.eviction import EvictionKind, EvictionOrder, EvictionPolicy, make_policy
+from tierkv.cache.eviction import (
+    EvictionKind,
+    EvictionKinds,
+    EvictionOrder,
+    EvictionPolicy,
+    make_policy,
+)
 from tierkv.cache.keys import (
     DIGEST_BYTES,
     TOKEN_BYTES,
@@ -45,6 +51,8 @@ from tierkv.cache.node import (
 )
 from tierkv.errors import BadRequestError, OwnershipError
 
+_BY_USE: Final = (EvictionKind.LRU, EvictionKind.LRU)
+
 
 class Spaces:
     """The roots of the tree, one for each fingerprint's space, and the queues of what may go.
@@ -62,14 +70,15 @@ class Spaces:
         self._roots: dict[str, TreeNode] = {}
         self.root = self.open(Space(DEFAULT, root_digest))
 
-    def open(self, space: Space, kind: EvictionKind = EvictionKind.LRU) -> TreeNode:
-        """Let prompts of `space.name` in; returns its root. kind: how it evicts within a quota."""
+    def open(self, space: Space, kinds: EvictionKinds = _BY_USE) -> TreeNode:
+        """Let prompts of `space.name` in; returns its root. kinds: how each tier evicts within a
+        quota."""
         if space.name in self._roots:
             raise BadRequestError(f"fingerprint {space.name!r} is open already")
         root = TreeNode(0, None, space, TierCopies(0))
         self._roots[space.name] = root
         if space.has_quota:
-            self._open_own(space, kind)
+            self._open_own(space, kinds)
         return root
 
     def close(self, name: str) -> None:
@@ -80,7 +89,7 @@ class Spaces:
         del self._roots[name]
         self.own_orders.pop(name, None)
 
-    def set_quota(self, space: Space, quota: Quota, kind: EvictionKind = EvictionKind.LRU) -> None:
+    def set_quota(self, space: Space, quota: Quota, kinds: EvictionKinds = _BY_USE) -> None:
         """Another quota from now on; nothing is evicted here. Walks the tree of the space if it
         had none before, to queue its blocks."""
         space.quota = quota
@@ -90,7 +99,7 @@ class Spaces:
             for order in own:
                 order.resized(quota[order.tier] or 0)
         else:
-            self._open_own(space, kind)
+            self._open_own(space, kinds)
             pending = list(self._roots[space.name].children.values())
             while pending:
                 node = pending.pop()
@@ -100,10 +109,11 @@ class Spaces:
                         order.num_unheld += node.num_present(order.tier)
                     order.offer(node)
 
-    def _open_own(self, space: Space, kind: EvictionKind) -> None:
+    def _open_own(self, space: Space, kinds: EvictionKinds) -> None:
+        device, host = (make_policy(kinds[tier], space.quota[tier] or 0) for tier in TIERS)
         self.own_orders[space.name] = (
-            EvictionOrder(Tier.DEVICE, make_policy(kind, space.quota[0] or 0)),
-            EvictionOrder(Tier.HOST, make_policy(kind, space.quota[1] or 0)),
+            EvictionOrder(Tier.DEVICE, device),
+            EvictionOrder(Tier.HOST, host),
         )
 
     def root_of(self, prompt: Prompt) -> TreeNode:

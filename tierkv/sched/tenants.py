@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from tierkv.cache.eviction import EvictionKind
+from tierkv.cache.eviction import EvictionKinds
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Fingerprint
 from tierkv.cache.node import DEFAULT, BlockPool, Quota, Space, Tier, TreeNode, check_quota
@@ -119,7 +119,7 @@ class Tenants:
         on_close: Callable[[str], None],
         max_tenants: int,
         quota: Quota,
-        eviction: EvictionKind,
+        eviction: EvictionKinds,
     ) -> None:
         self._on_close = on_close
         self._tiers = tiers

@@ -220,7 +220,7 @@ class Parts:
             on_close=self.scheduler.forget_turns,
             max_tenants=settings.max_tenants,
             quota=settings.quota(),
-            eviction=settings.device_eviction,
+            eviction=(settings.device_eviction, settings.host_eviction),
         )
         self.lifecycle = Lifecycle(self.tiers, (settings.device_blocks, settings.host_slots))
         self._hand_over(made_of, direct, stats)
