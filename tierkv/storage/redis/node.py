@@ -318,8 +318,44 @@ class RedisAccess:
         )
 
 
+# Names are counted in so many parts at once: a gap among 1,000 is found in three exchanges, whose
+# names are 1,110 together. Halving takes ten exchanges and 2,000 names.
+_PARTS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class KeyCommand:
+    """A command about one name. make: a new request for it, each time it has to be sent."""
+
+    name: str
+    make: Callable[[], WireRequest]
+
+
+class Router(Protocol):
+    """Sends what concerns a name to the server that has it."""
+
+    def running(self) -> AbstractAsyncContextManager[None]: ...
+
+    def nodes(self) -> Sequence[RedisNode]:
+        """The servers that hold values, always in the same order."""
+
+    async def ping(self) -> None:
+        """Raises StoreUnavailableError unless all of them answer."""
+
+    async def carry_out(
+        self, calls: Sequence[KeyCommand], purpose: Purpose
+    ) -> list[Reply | Unanswered]:
+        """One reply per call. A cancel is raised when none of their buffers is in use any more."""
+
+    async def count_leading(self, names: Sequence[str]) -> int:
+        """How many of `names`, from the first on, have a value. Raises StoreUnavailableError."""
+
+    async def each(self, verb: str, names: Sequence[str], *more: int) -> list[int]:
+        """What `verb name more` says of each name, a number. Raises StoreUnavailableError."""
+
+
 class RedisNode:
-    """Connections are made when first needed."""
+    """One server; `Router` where all values are on it. Connections are made when first needed."""
 
     def __init__(self, locator: Locator, access: RedisAccess, clock: Clock, *, url: str) -> None:
         settings = access.settings
@@ -327,35 +363,25 @@ class RedisNode:
         self._locator = locator
         self._access = access
         self._clock = clock
-        dialer = Dialer(
+        reading = Dialer(
             locator, access.login, access.tls, settings.connect_timeout_s, access.pace,
             access.stats,
         )  # fmt: skip
-        # What asks is never held up by what writes.
         writing = replace(
-            dialer,
-            turn=access.turn,
+            reading,
+            turn=access.turn,  # what asks is never held up by what writes
             home_bytes=WRITING_BYTES,
             away_bytes=settings.write_connections * WRITING_BYTES,  # a long one on each
         )
-        dialers = {
-            Purpose.READ: dialer,
-            Purpose.WRITE: writing,
-            Purpose.QUESTION: replace(dialer, pace=access.question_pace),
-        }
-        numbers = {
-            Purpose.READ: settings.num_connections,
-            Purpose.WRITE: settings.write_connections,
-            Purpose.QUESTION: 1,
-        }
+        asking = replace(reading, pace=access.question_pace)
+
+        def pool(dialer: Dialer, count: int) -> ConnectionPool:
+            return ConnectionPool(dialer, num_connections=count, max_waiting=_MAX_WAITING, url=url)
+
         self.pools = {
-            purpose: ConnectionPool(
-                dialers[purpose],
-                num_connections=count,
-                max_waiting=_MAX_WAITING,
-                url=url,
-            )
-            for purpose, count in numbers.items()
+            Purpose.READ: pool(reading, settings.num_connections),
+            Purpose.WRITE: pool(writing, settings.write_connections),
+            Purpose.QUESTION: pool(asking, 1),
         }
 
     @asynccontextmanager
@@ -367,6 +393,12 @@ class RedisNode:
         ):
             yield
 
+    def nodes(self) -> Sequence[RedisNode]:
+        return (self,)
+
+    async def ping(self) -> None:
+        await self.ask("PING")
+
     async def ask(self, *command: str | int, num_bytes: int = 0) -> Reply:
         """One answer. Raises StoreUnavailableError, StoreCorruptError for another kind of value."""
         [outcome] = await self.pools[Purpose.QUESTION].ask(
@@ -377,6 +409,55 @@ class RedisNode:
     async def locate(self) -> Address:
         """Where it is just now. Raises StoreUnavailableError."""
         return await self._locator.locate()
+
+    async def carry_out(
+        self, calls: Sequence[KeyCommand], purpose: Purpose
+    ) -> list[Reply | Unanswered]:
+        outcomes = await finished(self.pools[purpose].begin(call.make() for call in calls))
+        return [outcome if isinstance(outcome, Unanswered) else outcome[-1] for outcome in outcomes]
+
+    async def count_leading(self, names: Sequence[str]) -> int:
+        found = 0
+        for part in cut(names, NAMES_PER_COMMAND):
+            leading = await self._count_leading(part)
+            found += leading
+            if leading < len(part):
+                break
+        return found
+
+    async def each(self, verb: str, names: Sequence[str], *more: int) -> list[int]:
+        if not names:
+            return []
+        request = question_each(verb, names, *more)
+        [outcome] = await self.pools[Purpose.QUESTION].ask([request])
+        if isinstance(outcome, Unanswered):
+            raise StoreUnavailableError(outcome.reason)
+        return [expect(int, understood(reply, (verb,))) for reply in outcome]
+
+    async def _count_leading(self, names: Sequence[str]) -> int:
+        """Counts per part, in one exchange; then the same within the first part with a gap. Where
+        an exchange takes long, each name is a part, and one exchange all it takes."""
+        present = 0
+        num_parts = len(names) if self._access.pace.extra_s else _PARTS
+        while True:
+            parts = list(cut(names, -(-len(names) // num_parts)))
+            for part, count in zip(parts, await self._counts(parts), strict=True):
+                if count < len(part):
+                    break
+                present += len(part)
+            else:
+                return present
+            if len(part) == 1:
+                return present
+            names = part
+
+    async def _counts(self, parts: Sequence[Sequence[str]]) -> list[int]:
+        """How many names of each part have a value."""
+        wire = b"".join([pack_all("EXISTS", part) for part in parts])
+        [outcome] = await self.pools[Purpose.QUESTION].ask([pipeline(wire, len(parts))])
+        if isinstance(outcome, Unanswered):
+            raise StoreUnavailableError(outcome.reason)
+        return [expect(int, understood(reply, ("EXISTS",))) for reply in outcome]
 
     async def list(
         self, address: Address, prefix: str, position: int, limit: int
@@ -473,106 +554,3 @@ def expect(kind: type[T], reply: object) -> T:
     if not isinstance(reply, kind):
         raise StoreUnavailableError(f"a Redis server does not answer {reply!r:.80} to this")
     return reply
-
-
-# Names are counted in so many parts at once: a gap among 1,000 is found in three exchanges, whose
-# names are 1,110 together. Halving takes ten exchanges and 2,000 names.
-_PARTS = 10
-
-
-@dataclass(frozen=True, slots=True)
-class KeyCommand:
-    """A command about one name. make: a new request for it, each time it has to be sent."""
-
-    name: str
-    make: Callable[[], WireRequest]
-
-
-class Router(Protocol):
-    """Sends what concerns a name to the server that has it."""
-
-    def running(self) -> AbstractAsyncContextManager[None]: ...
-
-    def nodes(self) -> Sequence[RedisNode]:
-        """The servers that hold values, always in the same order."""
-
-    async def ping(self) -> None:
-        """Raises StoreUnavailableError unless all of them answer."""
-
-    async def carry_out(
-        self, calls: Sequence[KeyCommand], purpose: Purpose
-    ) -> list[Reply | Unanswered]:
-        """One reply per call. A cancel is raised when none of their buffers is in use any more."""
-
-    async def count_leading(self, names: Sequence[str]) -> int:
-        """How many of `names`, from the first on, have a value. Raises StoreUnavailableError."""
-
-    async def each(self, verb: str, names: Sequence[str], *more: int) -> list[int]:
-        """What `verb name more` says of each name, a number. Raises StoreUnavailableError."""
-
-
-class OneNode:
-    """`Router` where all values are on one server."""
-
-    def __init__(self, node: RedisNode, pace: TransferTimeout) -> None:
-        self._node = node
-        self._pace = pace
-
-    def running(self) -> AbstractAsyncContextManager[None]:
-        return self._node.running()
-
-    def nodes(self) -> Sequence[RedisNode]:
-        return (self._node,)
-
-    async def ping(self) -> None:
-        await self._node.ask("PING")
-
-    async def carry_out(
-        self, calls: Sequence[KeyCommand], purpose: Purpose
-    ) -> list[Reply | Unanswered]:
-        pool = self._node.pools[purpose]
-        outcomes = await finished(pool.begin(call.make() for call in calls))
-        return [outcome if isinstance(outcome, Unanswered) else outcome[-1] for outcome in outcomes]
-
-    async def count_leading(self, names: Sequence[str]) -> int:
-        found = 0
-        for part in cut(names, NAMES_PER_COMMAND):
-            leading = await self._count_leading(part)
-            found += leading
-            if leading < len(part):
-                break
-        return found
-
-    async def each(self, verb: str, names: Sequence[str], *more: int) -> list[int]:
-        if not names:
-            return []
-        request = question_each(verb, names, *more)
-        [outcome] = await self._node.pools[Purpose.QUESTION].ask([request])
-        if isinstance(outcome, Unanswered):
-            raise StoreUnavailableError(outcome.reason)
-        return [expect(int, understood(reply, (verb,))) for reply in outcome]
-
-    async def _count_leading(self, names: Sequence[str]) -> int:
-        """Counts per part, in one exchange; then the same within the first part with a gap. Where
-        an exchange takes long, each name is a part, and one exchange all it takes."""
-        present = 0
-        num_parts = len(names) if self._pace.extra_s else _PARTS
-        while True:
-            parts = list(cut(names, -(-len(names) // num_parts)))
-            for part, count in zip(parts, await self._counts(parts), strict=True):
-                if count < len(part):
-                    break
-                present += len(part)
-            else:
-                return present
-            if len(part) == 1:
-                return present
-            names = part
-
-    async def _counts(self, parts: Sequence[Sequence[str]]) -> list[int]:
-        """How many names of each part have a value."""
-        wire = b"".join([pack_all("EXISTS", part) for part in parts])
-        [outcome] = await self._node.pools[Purpose.QUESTION].ask([pipeline(wire, len(parts))])
-        if isinstance(outcome, Unanswered):
-            raise StoreUnavailableError(outcome.reason)
-        return [expect(int, understood(reply, ("EXISTS",))) for reply in outcome]

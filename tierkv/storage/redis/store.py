@@ -42,7 +42,6 @@ from tierkv.storage.redis.control import (
 from tierkv.storage.redis.node import (
     NAMES_PER_COMMAND,
     KeyCommand,
-    OneNode,
     Purpose,
     RedisAccess,
     RedisNode,
@@ -368,7 +367,7 @@ def _router(url: RedisUrl, access: RedisAccess, clock: Clock) -> Router:
     locator: Locator = FixedAddress(url.addresses[0])
     if url.setup is Setup.SENTINEL:
         locator = SentinelLocator(url, access)
-    return OneNode(RedisNode(locator, access, clock, url=str(url)), access.pace)
+    return RedisNode(locator, access, clock, url=str(url))
 
 
 def _parse_cursor(cursor: str | None) -> list[int]:
