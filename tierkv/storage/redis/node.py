@@ -3,6 +3,7 @@ for questions, and its listing."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, MutableSequence, Sequence
@@ -409,6 +410,11 @@ class RedisNode:
     async def locate(self) -> Address:
         """Where it is just now. Raises StoreUnavailableError."""
         return await self._locator.locate()
+
+    async def control_connection(self) -> RedisConnection:
+        """One of redis-py's, not connected yet. Raises StoreUnavailableError."""
+        # In a thread: for each connection redis-py reads its own package's version.
+        return await asyncio.to_thread(self._access.connection(await self.locate()))
 
     async def carry_out(
         self, calls: Sequence[KeyCommand], purpose: Purpose

@@ -140,7 +140,6 @@ class RedisStore(BaseStore):
         self._settings = settings
         self._clock = clock
         self._router: Router | None = None
-        self._access: RedisAccess | None = None
         self._pace, self._question_pace = settings.pace, settings.pace
         self._num_puts = 0  # under way
         self.stats = WireStats()
@@ -169,7 +168,6 @@ class RedisStore(BaseStore):
             self._settings, login, files, context, self.stats, self._pace, self._question_pace
         )
         router = _router(self._url, access, self._clock)
-        self._access = access
         async with router.running():
             await router.ping()
             self._router = router
@@ -321,15 +319,11 @@ class RedisStore(BaseStore):
     async def _connect_to_hear(self) -> RedisConnection:
         """A connection to a server where every message arrives: any node of a cluster will do, but
         none that has left it."""
-        access = self._access
-        if access is None:
-            raise StoreUnavailableError(f"{self.url} is closed")
         failure: Exception = StoreUnavailableError(f"{self.url} has no servers")
         nodes = list(self._opened().nodes())
         random.shuffle(nodes)
         for node in nodes:
-            # In a thread: for each connection redis-py reads its own package's version.
-            connection = await asyncio.to_thread(access.connection(await node.locate()))
+            connection = await node.control_connection()
             try:
                 await connection.connect()
             except (RedisError, OSError) as error:
