@@ -20,8 +20,8 @@ KEEP_S = 60.0  # without a reader: so long a client may take to come back and mi
 
 @dataclass(slots=True)
 class Reader:
-    """What one client has seen: `number` of its feed's run `epoch`. num_lost: since it came; what
-    a client missed that came back too late is not known, and counts as one."""
+    """What one client has seen: event `number` of its feed's run `epoch`. num_lost: events that it
+    has missed; 1 if it came back too late to know how many."""
 
     epoch: int
     number: int
@@ -54,7 +54,7 @@ class EventFeed:
                 self._stop()
 
     def close(self) -> None:
-        """The node drains: nobody is told more than what has happened until now."""
+        """End every reading, after what has happened until now."""
         self._is_closed = True
         self._wake()
 

@@ -70,8 +70,8 @@ def ages(name: str, text: str, counts: AgeCounts) -> Metric:
 
 
 class _ProcessUse(Collector):
-    """What this process uses. `read` looks, in a thread: to count 10,000 connections takes 20 ms
-    (2-core x86-64 VM, 2026-11-25)."""
+    """Memory, CPU and files of this process. `read` counts them in a thread: 10,000 connections
+    take 20 ms (2-core x86-64 VM, 2026-11-25)."""
 
     def __init__(self) -> None:
         self._source = ProcessCollector(registry=None)
@@ -88,8 +88,8 @@ class _ProcessUse(Collector):
 
 
 class Exposition:
-    """What one process tells: what `collector` reads, what is counted in `registry`, and what the
-    process uses (`process_*`, `python_*`)."""
+    """The metrics of one process: those of `collector`, those counted in `registry`, and its own
+    use (`process_*`, `python_*`)."""
 
     def __init__(self, collector: Collector) -> None:
         self.registry = CollectorRegistry()
@@ -110,7 +110,7 @@ _ESTIMATED_TOKENS = 1024
 
 
 class NodeCollector(Collector):
-    """Reads the node's own counts when it is scraped; none of them is kept twice."""
+    """Reads the node's own counts when it is scraped."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -272,7 +272,7 @@ def _requests(stats: Stats) -> Iterator[Metric]:
 
 
 def _callers(node: Node) -> Iterator[Metric]:
-    """What is kept for those who call."""
+    """What is kept between calls."""
     desk = node.desk
     yield gauge(
         "tierkv_open_requests",
@@ -472,7 +472,7 @@ _LAG_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 1
 
 
 class Metrics:
-    """A registry of its own. Every combination of labels is there from the start, at 0."""
+    """The metrics of a node. Every combination of labels is there from the start, at 0."""
 
     def __init__(self, node: Node) -> None:
         self._exposition = Exposition(NodeCollector(node))

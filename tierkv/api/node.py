@@ -58,9 +58,9 @@ _ANSWERS_TTL_S = 300.0
 class Node:
     """Everything behind the HTTP interface. Use it inside `running()`, from one event loop.
 
-    device, store: for tests; the settings name them otherwise.
-    is_engine_attached: an engine in this process writes the device's memory and says over HTTP what
-        is in it. Where there is none, only the node's own model does.
+    device, store: for tests; by default those that the settings name.
+    is_engine_attached: an engine in this process writes the device's memory, and says over HTTP
+        what is in it; by default only the node's own model does.
     external: engines in other processes, instead of that model.
     """
 
@@ -149,8 +149,8 @@ class Node:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Opens all. At the end cuts off what work there still is, waits for publishes and copies,
-        checks the books, closes all.
+        """Opens everything. At the end: cuts off work under way, waits for publishes and copies,
+        recounts blocks and leases, closes everything.
 
         Raises StoreUnavailableError or ConfigError if the store cannot be used.
         """
@@ -206,8 +206,8 @@ class Node:
     def prompt(
         self, tokens: bytes, tenant: str, media: Sequence[MediaItem] = (), adapter: str = ""
     ) -> Prompt:
-        """Packed tokens as a prompt of this tenant and adapter, which shares nothing with those of
-        others. Raises BadRequestError if media lie beyond it."""
+        """The prompt of packed tokens, in the space of this tenant and adapter, which shares no
+        block with others. Raises BadRequestError if media lie beyond it."""
         space = self.space(tenant, adapter)
         return Prompt.of(tokens, self.settings.cache.block_size, media, space=space)
 
@@ -215,7 +215,7 @@ class Node:
         return request_name(self.space(tenant), request_id)
 
     def space(self, tenant: str, adapter: str = "") -> str:
-        """What the cache calls a tenant, and what it computes with an adapter."""
+        """The cache's name for the space of a tenant and adapter; "" is the node's own."""
         if not (tenant or adapter):
             return ""
         return self.service.space_of_tenant(tenant or self.settings.cache.tenant, adapter)
@@ -243,7 +243,7 @@ class Node:
         return self._working.call()
 
     def call(self) -> CallUnderWay:
-        """As `work`, for what belongs to a request under way: it may begin while draining."""
+        """As `work`, for a call about a request under way: it may begin while draining."""
         self.check_started()
         return self._working.call()
 
@@ -253,7 +253,7 @@ class Node:
         self.feed.close()
 
     def hurry(self) -> None:
-        """Wait for nobody's work any more, publishes included."""
+        """Do not wait for work under way any more, nor for publishes."""
         self.service.publishings.give_up()
         self._working.hurry()
 
@@ -313,8 +313,7 @@ def principal_of(request: web.BaseRequest) -> Principal:
 
 
 async def explained(node: Node, caller: Principal, prompt: Prompt) -> Explanation:
-    """What of `prompt` is cached. What others have is told to those only who may see the blocks of
-    all."""
+    """What of `prompt` is cached. Only an admin is told what other tenants have."""
     is_admin = caller.access >= Access.ADMIN
     deadline_s = node.settings.handoff.lookup_deadline_s
     found = await node.service.explain_with_storage(
@@ -354,11 +353,11 @@ class Routes:
         return bodies.name_request(request, given)
 
     def _key(self, request: web.BaseRequest) -> Key:
-        """Of what the path names, which belongs to the caller's tenant."""
+        """The key of the thing of the caller's tenant that the path names."""
         return principal_of(request).tenant, bodies.check_id(in_path(request, "id"), "the id")
 
     def _ticket(self, request: web.BaseRequest, ticket_id: str) -> str:
-        """What a ticket that the caller calls so is called on all nodes. Raises FieldError or
+        """The name on all nodes of the caller's ticket `ticket_id`. Raises FieldError or
         BadRequestError."""
         tenant = principal_of(request).tenant
         return ticket_name(bodies.check_id(ticket_id, "ticket_id"), tenant)

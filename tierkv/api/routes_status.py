@@ -181,7 +181,7 @@ Part = tuple["Health", str]
 
 
 class Health(Enum):
-    """What a probe sees of one dependency, or of the node as a whole."""
+    """The state of one dependency, or of the node as a whole."""
 
     OK = "ok"
     DEGRADED = "degraded"  # answers are right, but slower than they could be
@@ -220,7 +220,7 @@ def _of_service(node: Node) -> Part:
 
 
 async def _of_store(node: Node, state: StoreState) -> Part:
-    """A store that is left alone is not asked again: its breaker does that."""
+    """A store whose breaker is open is not pinged: the breaker probes it."""
     if state.is_left_alone:
         return Health.DEGRADED, (
             f"{state.part or state.url} is left alone ({state.circuit}) since it failed: "
@@ -308,7 +308,7 @@ class StatusRoutes(Routes):
 
 
 class OpenApiRoutes:
-    """table: all other routes; its own is told of too."""
+    """Serves the document of the routes in `table`, and of its own."""
 
     def __init__(self, table: list[Route]) -> None:
         self._table = [*table, *routes_of(self)]
@@ -385,7 +385,7 @@ class NodeLiveRoutes(Routes):
         return tenant is None or self._node.service.tenant_of(space) == tenant
 
     def _news(self, tenant: str | None) -> Iterator[list[tuple[str, bytes]]]:
-        """What one page has not been told yet, each time."""
+        """With each `next`: what one page has not been told yet."""
         timelines, version, refreshed = self._node.service.timelines, 0, 0
         while True:
             news = []
@@ -411,7 +411,7 @@ class NodeLiveRoutes(Routes):
         return self._told[key]
 
     def _told_prefixes(self, tenant: str | None) -> bytes:
-        """A space that the caller may not see has none of its runs told; they are whole trees."""
+        """The prefixes that the caller may see. A space is seen as a whole or not at all."""
         places = {-1: -1}
         told: list[Prefix] = []
         for at, one in enumerate(self._prefixes):
@@ -421,7 +421,7 @@ class NodeLiveRoutes(Routes):
         return msgspec.json.encode({"looked_at": self._num_runs, "runs": told})
 
     async def _refresh(self) -> float:
-        """What a browser need not see at once: health, limits, and the tree of what is cached."""
+        """Collect what takes longer: health, limits, and the tree of what is cached."""
         node = self._node
         self._state = msgspec.json.encode(await self._state_of(node))
         self._prefixes, self._num_runs = await prefixes(node.service.index)
@@ -467,8 +467,8 @@ def _measured_speeds(device: str, store_url: str | None) -> Mapping[str, float]:
 
 
 def _chosen(changed: list[Timeline]) -> list[Timeline]:
-    """Of many, those that took long, or do, and the newest that have ended. So who is told of one
-    that runs is told of its end as well: by then it took long."""
+    """Of many, the slow ones, and the newest that have ended. A request that was told of while it
+    ran is slow by its end, so its end is told, too."""
     if len(changed) <= _MOST_TOLD:
         return changed
     now = asyncio.get_running_loop().time()

@@ -39,11 +39,11 @@ class TokensEvent(msgspec.Struct, frozen=True):
 
 
 class _Stream:
-    """Tokens of a generation on their way to a client, as they come. It holds no more than the
-    request's max_tokens, and a slow reader does not slow the model.
+    """Tokens of a generation on their way to a client. It holds at most the request's max_tokens,
+    so a slow client does not slow the model.
 
-    response: once there was something to send. scope: around the work, which ends where the client
-    has gone; gone is how that was seen.
+    response: None until there is something to send. scope: around the work, which is ended if the
+    client has gone; gone: the error by which that was seen.
     """
 
     def __init__(self, request: web.BaseRequest) -> None:
@@ -61,12 +61,12 @@ class _Stream:
         self._changed.set()
 
     def end(self) -> None:
-        """No more will be told."""
+        """No more tokens come."""
         self._is_over = True
         self._changed.set()
 
     async def send(self) -> None:
-        """Send what is told, until the end."""
+        """Send tokens as they are told, until `end`."""
         sent = 0
         try:
             while not self._is_over or sent < len(self._tokens):
@@ -91,8 +91,8 @@ class _Stream:
 
 @dataclass(slots=True)
 class Answering:
-    """An answer on its way to being made. made: what this call, or an earlier one of its id, has
-    made. response: what the client gets, if that is not `made` itself."""
+    """made: the answer of this call, or of an earlier one of the same id, None so far. response:
+    the stream by which the client got it, None if it is not streamed."""
 
     job: GenerateRequest
     made: GenerateAnswer | None = None
@@ -107,10 +107,10 @@ class Answering:
 
 @asynccontextmanager
 async def streaming(request: web.BaseRequest, answer: Answering) -> AsyncIterator[None]:
-    """Send the tokens of `answer.job` while the body runs, which makes the answer. Raises what the
-    body does if that is before the first token; later it is told to the client.
+    """Stream the tokens of `answer.job` while the body runs, which makes the answer. What the body
+    raises comes out before the first token; later it is an event for the client.
 
-    A cancel, which is what a client that goes away causes, cancels the body.
+    A client that goes away cancels the body.
     """
     stream = _Stream(request)
     answer.job = replace(answer.job, on_tokens=stream.tell)
@@ -141,8 +141,8 @@ async def streaming(request: web.BaseRequest, answer: Answering) -> AsyncIterato
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What one body asks for: under which id, of which tenant, and whether it is what another call
-    of this id asked for (content). Whether the answer is streamed makes no difference to that."""
+    """What one body asks for. content: a digest of it, equal for calls that ask for the same,
+    streamed or not."""
 
     operation: str
     request_id: str
@@ -236,7 +236,7 @@ class WorkRoutes(Routes):
     async def _answering(
         self, request: web.BaseRequest, work: _Work, *, streams: bool
     ) -> AsyncIterator[Answering]:
-        """For the body to make the answer, unless it is known from when this was asked before."""
+        """Yields where the body puts the answer, unless an earlier call of this id has made it."""
         answer = Answering(work.job)
         key = (work.operation, work.tenant, work.request_id)
         async with (

@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 def content_of(body: PromptBody, tokens: bytes) -> bytes:
-    """A digest of all that a body asks for, whatever form its tokens and its id came in."""
+    """A digest of what a body asks for. The form of its tokens and its id make no difference."""
     rest = msgspec.structs.replace(body, prompt=None, tokens=None, request_id=None)
     digest = xxhash.xxh3_128(tokens)
     digest.update(repr(rest).encode())  # no encoder: a seed may be an integer of any size
@@ -90,13 +90,13 @@ class Once(Generic[T]):
     async def call(
         self, key: Hashable, content: bytes, *, stays_open: bool = True
     ) -> AsyncIterator[OnceCall[T]]:
-        """One call for the work of `key`. What is yielded has the result of an earlier call, or
-        None: then the body does the work, and sets it.
+        """One call for the work of `key`. Yields the result of an earlier call, or None: then the
+        body does the work, and sets the result.
 
         content: a digest of what is asked for. stays_open: the result stands for something that
-        ends with `let_go`. Raises DuplicateRequestError if the same key was
-        used for something else, and what the work that it waits for raises. If who does it is
-        cancelled, one of those that wait does it instead.
+        ends with `let_go`. Raises DuplicateRequestError if the key was used for something else, and
+        what an earlier call that it waits for raises. If that is cancelled, one that waits for it
+        does the work instead.
         """
         while (known := self._find(key)) is not None:
             if known.content != content:
@@ -128,7 +128,7 @@ class Once(Generic[T]):
             self.let_go(key)
 
     def let_go(self, key: Hashable) -> None:
-        """The result of `key` need not be kept for long any more."""
+        """Keep the result of `key` for `ttl_s` seconds more, at most."""
         entry = self._open.pop(key, None)
         if entry is None:
             return
@@ -169,9 +169,8 @@ Key = tuple[str, str]  # tenant, request id
 class HeldSession:
     """A request as callers know it. session: None once it has ended.
 
-    expires_at: on the loop's clock. num_calls: under way; the lease does not end under them.
-    ends_as: what to tell of it once it has ended.
-    """
+    expires_at: of the lease, on the loop's clock. num_calls: calls under way, during which the
+    lease does not end. ends_as: its state once it has ended."""
 
     key: Key
     session: Session | None
@@ -238,7 +237,7 @@ class HeldSession:
 
 
 class Leases:
-    """on_expired: called with a request that was not heard of for its `ttl_s`."""
+    """Leases of requests. on_expired: called with one that no call has named for its `ttl_s`."""
 
     def __init__(self, on_expired: Callable[[HeldSession], None]) -> None:
         self._on_expired = on_expired
@@ -261,7 +260,7 @@ class Leases:
             self.renew(held)
 
     def _look_again(self, held: HeldSession) -> None:
-        """Look at the lease when it would end; that it was renewed meanwhile costs nothing."""
+        """Look at the lease when it would end: so renewing it costs no timer."""
         loop = asyncio.get_running_loop()
         held.timer = loop.call_at(held.expires_at, self._look, held)
 
@@ -284,9 +283,9 @@ LOADS_S = 60.0  # how long `wait=loaded` waits; then the answer says that they a
 
 
 class Sessions:
-    """Begins, finds, renews and ends; what is left at the end of `running` is aborted.
+    """The requests of engines, by tenant and id. Those left at the end of `running` are aborted.
 
-    Requests of one tenant cannot be seen by another. on_end: called when a request has ended.
+    on_end: called when a request has ended.
     """
 
     def __init__(self, service: Service, on_end: Callable[[], None]) -> None:
@@ -393,7 +392,7 @@ class Sessions:
             held.matched = session.matched
 
     async def stream(self, held: HeldSession, ticket_id: str) -> bool:
-        """See Session.stream. No call of the request's: while it is computed, its lease may end."""
+        """See Session.stream."""
         held.running()
         with self._leases.called(held):
             return await held.open().stream(ticket_id)
@@ -405,7 +404,7 @@ class Sessions:
         first_tokens: Sequence[int],
         sampling: Mapping[str, str],
     ) -> Published:
-        """Publish once per ticket id; who goes away does not stop it. See Session.publish."""
+        """Publish once per ticket id; a cancel ends only the wait. See Session.publish."""
         session = held.open()
         try:
             publishing = session.publish(ticket_id, first_tokens, sampling=sampling)
@@ -417,8 +416,8 @@ class Sessions:
                 self._leases.renew(held)
 
     def room(self, num_tokens: int, *, deadline_s: float) -> deadline:
-        """Wait in it for room for `num_tokens`, no longer than `deadline_s` seconds; then it
-        raises OutOfBlocksError."""
+        """A deadline for a wait for room for `num_tokens`: raises OutOfBlocksError after
+        `deadline_s` seconds."""
 
         def late() -> OutOfBlocksError:
             needed = -(-num_tokens // self._service.settings.block_size)
@@ -430,8 +429,8 @@ class Sessions:
     # Ending
 
     async def end(self, held: HeldSession, state: State) -> None:
-        """Give everything back; no error if that has happened. To finish waits for what is being
-        published, anything else gives it up; a cancel ends only the wait."""
+        """Give everything back; no error if that has happened. FINISHED waits until the prompt is
+        published, other states give that up. A cancel ends only the wait."""
         if held.session is None:
             return
         over = held.session.over
@@ -479,7 +478,7 @@ class Pin:
 
 
 class PinBook:
-    """now: a clock that does not go back, the event loop's."""
+    """The pins of callers, by tenant and id. now: a clock that does not go back."""
 
     def __init__(self, service: Service, now: Callable[[], float]) -> None:
         self._service = service
@@ -513,7 +512,7 @@ class PinBook:
         return pin
 
     def all_of(self, tenant: str) -> list[Pin]:
-        """Those whose time is not over; the others are forgotten."""
+        """The tenant's pins whose time is not over; the others are forgotten."""
         now, pins = self._now(), self._pins.get(tenant, {})
         for pin_id in [pin_id for pin_id, pin in pins.items() if pin.ends_at <= now]:
             del pins[pin_id]
@@ -548,10 +547,10 @@ class PromptMovement:
 
 
 class PromptMovements:
-    """Those of one kind, by name. At the end of `running` those under way are given up.
+    """Movements of one kind, by name. Those under way at the end of `running` are given up.
 
-    kind: what one is called. move: does one, within so many seconds; tells which tokens it moved,
-    and why no more, None if that is all.
+    kind: its name. move: moves a prompt within so many seconds; returns which tokens it moved, and
+    why not more, None if that is all.
     """
 
     def __init__(self, service: Service, kind: str, move: Move) -> None:
@@ -601,7 +600,7 @@ class PromptMovements:
         return movement
 
     def cancel(self, key: Key) -> PromptMovement:
-        """Wait for it no more: what is on its way still arrives. No error if it is over. Raises
+        """Give it up; what is on its way still arrives. No error if it is over. Raises
         UnknownIdError."""
         movement = self.find(key)
         self._cancel(movement)
@@ -639,8 +638,8 @@ def prefetching(service: Service) -> Move:
 
 
 def backing_up(service: Service) -> Move:
-    """Stores what is cached here of a prompt, in whole blocks: it is admitted so far, as a request
-    that computes nothing, and stored as a publish would, without a ticket."""
+    """Stores what is cached here of a prompt, in whole blocks: admits them as a request that
+    computes nothing, and stores them as a publish does, without a ticket."""
     numbers = count(1)
 
     async def store(prompt: Prompt, deadline_s: float) -> tuple[range, str | None]:

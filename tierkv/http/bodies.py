@@ -68,7 +68,7 @@ class BodyTimeoutError(BadRequestError):
 
 
 class TooMuchInWorkError(TierKVError):
-    """The bodies of the requests under way fill what there is for them: ask again soon."""
+    """The bodies of requests under way use all of max_work_bytes: ask again soon."""
 
 
 class BodyReader:
@@ -83,8 +83,8 @@ class BodyReader:
     async def read(
         self, request: web.BaseRequest, kind: type[T], finish: Callable[[T], T] = lambda body: body
     ) -> T:
-        """The request's body as `kind`, by its content type, after `finish`, which may do what
-        takes time with it: a long one is decoded, and finished, in a thread.
+        """Decode the request's body as `kind`, by its content type; returns what `finish` makes of
+        it. A long body is decoded and finished in a thread.
 
         application/octet-stream is the packed tokens alone, with the other fields as query
         parameters. Raises BodyError, MediaTypeError, BodyTimeoutError, TooMuchInWorkError, what
@@ -182,7 +182,8 @@ def let_go(request: web.BaseRequest) -> None:
 
 
 def _joined(pieces: list[bytes]) -> bytes | bytearray:
-    """Of many, in steps: at once, 15 MiB would hold the interpreter for 20 ms. Takes them out."""
+    """`pieces` as one. Added one by one: joining 15 MiB at once holds the interpreter for 20 ms.
+    Empties `pieces`."""
     if len(pieces) == 1:
         return pieces.pop()
     pieces.reverse()
@@ -209,8 +210,8 @@ def _media_type(request: web.BaseRequest, kind: type) -> str:
 def from_query(
     request: web.BaseRequest, kind: type[T], more: Mapping[str, bytes] | None = None
 ) -> T:
-    """The query parameters, and `more`, as `kind`. Raises FieldError, also for one that is there
-    twice: see `_refuse_twins`."""
+    """The query parameters, and `more`, as `kind`. Raises FieldError, also for a parameter that is
+    given twice: see `_refuse_twins`."""
     if len(request.query) > len(set(request.query)):
         raise FieldError("a query parameter is given twice")
     try:
@@ -229,7 +230,7 @@ def _has_tokens(kind: type) -> bool:
 
 
 def _may_be_long(kind: type) -> frozenset[str]:
-    """The fields of `kind` that need not be decoded with it: its tokens, and what it leaves raw."""
+    """Fields of `kind` that may hold a long value: its tokens, and those of type msgspec.Raw."""
     if not issubclass(kind, msgspec.Struct):
         return frozenset()
     fields = msgspec.structs.fields(kind)
@@ -283,7 +284,7 @@ def _put_together(
     kind: type[T],
     most_tokens: int | None,
 ) -> T:
-    """fields: of a body, in which names stand for the `longs`, those that may be long."""
+    """The body of `fields`, with each of its `longs` in place of the name that stands for it."""
     raws = {
         name: fields[name] if long is None else msgspec.Raw(long)
         for name, long in longs.items()
@@ -306,8 +307,8 @@ def _put_together(
 
 
 class _Allowance:
-    """What a long body of this kind may have: taken off while it is looked at, so that one with too
-    much is refused before the rest of it is."""
+    """How much a long body may hold. Used up while it is scanned, so that one with too much is
+    refused before the rest of it is."""
 
     def __init__(self, kind: type, most_tokens: int | None) -> None:
         self._may_be_packed = _has_tokens(kind)  # in base64, of which a token takes 5.3 bytes
@@ -340,11 +341,10 @@ class _Allowance:
 def _without_long_values(
     raw: bytes | bytearray, allowance: _Allowance
 ) -> tuple[bytes | bytearray, dict[bytes, memoryview]]:
-    """JSON with a name, a text that nobody could know before, in place of each long array without
-    texts in it and of each long text; and what the names stand for. In pieces.
+    """The JSON text with a random name in place of each long text, and of each long array without
+    texts; and the values by name. It is scanned in pieces, and arrays are not parsed here.
 
-    Whether an array is one is not looked at: who takes it reads all of it. Raises BodyError, and
-    what `allowance` does.
+    Raises BodyError, and what `allowance` does.
     """
     view, parts, cut = memoryview(raw), list[bytes](), dict[bytes, memoryview]()
     done = at = 0
@@ -408,8 +408,8 @@ def _pieces(array: memoryview) -> Iterator[bytes]:
 
 
 def count_numbers(array: memoryview) -> int:
-    """How many there are in a JSON array of numbers, not looking at these; one, if there is none.
-    -1 if texts or arrays are in it."""
+    """The length of a JSON array of numbers, by its commas: 1 if it is empty. -1 if there are texts
+    or arrays in it. The numbers are not parsed."""
     commas = brackets = 0
     for piece in _pieces(array):
         commas += piece.count(b",")
@@ -420,8 +420,8 @@ def count_numbers(array: memoryview) -> int:
 
 
 def pack_numbers(array: memoryview) -> bytes:
-    """The packed tokens of a JSON array, in pieces between which other threads have their turns.
-    Raises FieldError, BadRequestError or msgspec.DecodeError if that is not what it is."""
+    """Pack a JSON array of tokens, in pieces, so that other threads run in between. Raises
+    FieldError, BadRequestError or msgspec.DecodeError if it is no such array."""
     at, end, packed = 1, len(array) - 1, list[bytes]()
     while at < end:
         size = _PIECE_BYTES
@@ -445,7 +445,7 @@ def pack_numbers(array: memoryview) -> bytes:
 
 
 def _refuse_long_array(raw: bytes | bytearray, most_tokens: int | None) -> None:
-    """Raise RequestTooLargeError if msgpack begins a list of more tokens: it is not read then."""
+    """Raise RequestTooLargeError if msgpack holds a longer list of tokens, before it is decoded."""
     at = raw.find(_LONG_ARRAY)
     if at >= 0 and most_tokens is not None:
         start = at + len(_LONG_ARRAY)
@@ -458,11 +458,11 @@ def _too_long(most_tokens: int) -> RequestTooLargeError:
 
 
 def _refuse_twins(raw: bytes | bytearray, fields: Mapping[str, msgspec.Raw]) -> None:
-    """Raise BodyError if an object of the JSON text has a key twice: readers differ in which they
-    take, so one that checks and one that acts could see two different bodies.
+    """Raise BodyError if an object of the JSON text has a key twice: decoders differ in which value
+    they take, so a proxy that checks and a node that acts could see two different bodies.
 
-    fields: the object's, of which a key that is there twice has but one value, so the text is
-    longer than what they come to. Only where it is (or is spaced unusually) all is read again.
+    fields: the decoded object. A key that was there twice has one value in it, so the text is
+    longer than its fields. Only then, or if spaced unusually, is the text decoded again.
     """
     if raw.count(b":") == len(fields):  # one for each key: none twice, and no inner object
         return
@@ -513,7 +513,7 @@ def check_id(text: str, field: str) -> str:
 
 
 def name_request(request: web.BaseRequest, given: str | None) -> str:
-    """The request's id from now on: `given`, if it is, or the one of its header, or a new one."""
+    """Make `given` the request's id, if there is one; returns the id."""
     if given is not None:
         request[REQUEST_ID] = check_id(given, "request_id")
     return request[REQUEST_ID]

@@ -204,7 +204,7 @@ def write(path: Path, content: AuthFile) -> None:
 
 @contextmanager
 def changing(path: Path) -> Iterator[None]:
-    """Alone with the file: another `tierkv token` waits until the body has ended."""
+    """Hold the file's lock: another `tierkv token` waits until the body has ended."""
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
@@ -242,7 +242,7 @@ class _Key:
     expires_at: float | None
 
 
-# Compared with where no token of that id is known, so that this takes as long as a wrong secret.
+# Compared with where the id is unknown, so that this takes as long as a wrong secret does.
 _NO_KEY = bytes(64)
 
 
@@ -268,7 +268,7 @@ class Keyring:
         return key.principal
 
     def by_certificate(self, names: Iterable[str]) -> Principal | None:
-        """Of the first name that is known, such as `DNS:prefill-1`."""
+        """The caller of the first name that is known, such as `DNS:prefill-1`."""
         return next((found for name in names if (found := self._certificates.get(name))), None)
 
     def by_uid(self, uid: int) -> Principal | None:
@@ -306,7 +306,7 @@ def ticket_name(ticket_id: str, tenant: str) -> str:
 
 
 def as_given(sentence: str) -> str:
-    """`sentence` with each quoted name as the id that its caller gave."""
+    """`sentence` with inner names replaced by the ids that callers gave."""
     return _IN_WORDS.sub("'", sentence)
 
 
@@ -319,7 +319,7 @@ _COMMON_NAME = "commonName"
 
 
 class Guard:
-    """Knows callers. Use it inside `running()`; outside of it, it knows nobody.
+    """Says who calls. Use it inside `running()`; outside of it, every caller is unknown.
 
     file: the auth file; None asks nobody who they are.
     """
@@ -359,7 +359,7 @@ class Guard:
         return _by_connection(request, keyring)
 
     def principal_of_token(self, token: str) -> Principal:
-        """Of who comes by another way than HTTP. Raises UnauthenticatedError."""
+        """As `principal_of`, of a token that came otherwise. Raises UnauthenticatedError."""
         if self._file is None:
             return ANYONE
         if self._keyring is None or not token:
@@ -418,7 +418,7 @@ def _names(certificate: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _by_user(peer: socket.socket, keyring: Keyring) -> Principal:
-    """Who can open the socket may call it: by its row, or as an admin if it is the node's user."""
+    """The caller of a Unix socket: its row, or an admin if it runs as the node's own user."""
     _, uid, _ = credentials(peer)
     if found := keyring.by_uid(uid):
         return found

@@ -66,8 +66,8 @@ def _name(name: str, labels: tuple[tuple[str, str], ...]) -> str:
 class LiveFeed:
     """Samples figures and keeps the last ones; use it inside `running()`. `close` ends all streams.
 
-    figures: by name; other names than before begin anew. refresh: called while somebody looks, for
-    what takes longer; returns after how many seconds it would be called again.
+    figures: by name; if the names change, the ring begins anew. refresh: called while a page is
+    open, for what takes longer; returns the seconds until it should be called again.
     """
 
     def __init__(self, *, every_s: float = EVERY_S, most: int = MOST_SAMPLES) -> None:
@@ -95,7 +95,7 @@ class LiveFeed:
                 self.close()
 
     def close(self) -> None:
-        """Nobody is told more than what has happened until now."""
+        """End every stream, after what has happened until now."""
         self._is_closed = True
         self._wake()
 
@@ -134,8 +134,8 @@ class LiveFeed:
     async def stream(self, request: web.BaseRequest, news: News) -> web.StreamResponse:
         """Samples as server-sent events until `close`; `news` with each turn of them.
 
-        A page that comes back with the last id that it got, goes on there. One that is slow gets
-        what has come meanwhile at once, and what the ring has lost not at all.
+        A page that comes back with the last id that it got goes on there. A slow one gets all
+        samples since then at once, as far back as the ring goes.
         """
         if request.method == hdrs.METH_HEAD:  # a body would be taken for the next answer
             return event_stream(request)
@@ -176,7 +176,7 @@ async def _nothing() -> float:
 
 @contextmanager
 def _survived(what: str) -> Iterator[None]:
-    """A page is not worth a node: what goes wrong in the body is logged, and that is all."""
+    """Log what the body raises, and go on: a page must not stop a node."""
     try:
         yield
     except Exception:
@@ -208,7 +208,7 @@ def _file(name: str) -> bytes | None:
 
 
 class PageRoutes:
-    """The page's files. They hold no data, so nobody is asked who it is."""
+    """The page's files. They hold no data, so they are public."""
 
     @Route("GET", "/", Access.PUBLIC, content_type="text/html")
     async def page(self, request: web.BaseRequest) -> web.Response:

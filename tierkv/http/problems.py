@@ -40,7 +40,7 @@ from tierkv.pd.tickets import ClaimProblem
 
 
 class UnknownIdError(BadRequestError):
-    """There is nothing of this id, or it is another tenant's, which is told in the same words."""
+    """There is nothing of this id, or it is another tenant's: both get the same words."""
 
 
 class WrongStateError(BadRequestError):
@@ -56,7 +56,7 @@ class NotReadyError(TierKVError):
 
 
 class AnswerError(TierKVError):
-    """One that brings what the others have a row for. status: of HTTP. code: for programs."""
+    """An error with its own status of HTTP, stable code and title, instead of a row of ERRORS."""
 
     status: int
     code: str
@@ -80,8 +80,7 @@ PASSING_REASONS = frozenset(
 
 
 class NoEngineError(BadRequestError):
-    """This node computes with a model of its own: nobody else writes its memory, or says what is in
-    it."""
+    """This node computes with its own model: no other engine may write its memory."""
 
 
 class WrongRoleError(BadRequestError):
@@ -160,7 +159,7 @@ def problem_of(
     *,
     what_is_here: str = "GET /openapi.json tells what there is",
 ) -> Problem:
-    """What an error means for the client. What nobody expected is told in no words of its own."""
+    """What an error means for the client. The text of an unexpected error is not told."""
     row = status, code, title = _row(error)
     if row == INTERNAL:
         detail = "Something unexpected happened; the log has the details."
@@ -171,7 +170,7 @@ def problem_of(
     found = Problem(
         title=title, status=status, detail=detail, code=code, request_id=request[REQUEST_ID]
     )
-    # What an error of these kinds carries besides its sentence, so that a client can raise it.
+    # Fields of these errors, so that a client can raise the same one.
     if isinstance(error, HandoffError):
         return msgspec.structs.replace(found, reason=error.reason)
     if isinstance(error, OutOfBlocksError):
@@ -210,7 +209,7 @@ def _sentence(request: web.BaseRequest, error: web.HTTPException, what_is_here: 
 
 
 def log_if_unexpected(request: web.BaseRequest, error: Exception) -> None:
-    """A traceback of what can only be a bug of ours."""
+    """Log an error that no row expects, with its traceback: it is a bug."""
     if _row(error) == INTERNAL:
         path = request.path[:200]
         log.error("request %s to %s failed", request[REQUEST_ID], path, exc_info=error)

@@ -31,10 +31,10 @@ _TICKS = 1200  # one minute
 
 
 class Heartbeat:
-    """Beats inside `running()`.
+    """Measures how late the event loop is, while `running()`: 20 times a second.
 
-    on_beat: told by how many seconds each beat was late, and in how many of these, at most, the
-    loop's thread was at work; in the rest it was not given a core, or waited in a system call.
+    on_beat: called with the seconds by which a beat was late, and with how many of these, at most,
+    the loop's thread had a core for; in the rest it waited for one, or in a system call.
     """
 
     def __init__(self, on_beat: Callable[[float, float], None] = lambda *_: None) -> None:
@@ -55,14 +55,14 @@ class Heartbeat:
 
     @property
     def late_s(self) -> float:
-        """By how much beats came late in all, with one that is late right now; short delays apart.
-        The difference of two readings is how late the loop was between them."""
+        """Seconds by which beats were late so far, one that is due now included; delays below 10 ms
+        do not count. The difference of two readings is how late the loop was between them."""
         now_late_s = 0.0 if self.age_s is None else self.age_s - TICK_S
         return self._late_s + (now_late_s if now_late_s > _SHORT_S else 0.0)
 
     @property
     def worst_lag_s(self) -> float:
-        """The longest that a beat of the last minute came late."""
+        """The longest delay of a beat in the last minute."""
         return max(self._late, default=0.0)
 
     async def _beat(self) -> None:
@@ -81,9 +81,8 @@ _MOST_LOOKS = 8  # where the loop is late for half of the time, that is all but 
 
 @asynccontextmanager
 async def patient_timeout(beat: Heartbeat, seconds: float) -> AsyncIterator[asyncio.Timeout]:
-    """As asyncio.timeout, plus the time by which this process' own loop was late meanwhile, and was
-    in that time, and so on a few times: nobody else is blamed for that, and one that is always
-    late comes to an end all the same. `beat` must be running."""
+    """As asyncio.timeout, but extended, up to 8 times, by the time for which this process' own loop
+    was late: a peer is not to blame for that. `beat` must be running."""
     loop = asyncio.get_running_loop()
     seen_s, num_looks = beat.late_s, 0
     timer: asyncio.TimerHandle
@@ -106,7 +105,7 @@ async def patient_timeout(beat: Heartbeat, seconds: float) -> AsyncIterator[asyn
 
 
 async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
-    """`items`, so many in each turn of the event loop: for lists that callers may make long."""
+    """Yield `items`, 64 in each turn of the event loop: for lists whose length callers choose."""
     for number, item in enumerate(items, 1):
         yield item
         if number % _ITEMS == 0:
@@ -128,8 +127,9 @@ _MIDDLE_TICKS = 5
 
 @asynccontextmanager
 async def short_collections() -> AsyncIterator[None]:
-    """What there is when this begins is looked through no more, what is new often, and the rest as
-    a whole seldom. What making it has left free goes back to the system: 8 MiB of a node's 84."""
+    """Keep pauses of the garbage collector short: what exists before the body is frozen, new
+    objects are collected often, all of them seldom. Memory that the start has freed goes back to
+    the system: 8 MiB of a node's 84."""
     before = gc.get_threshold()
     gc.collect()
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc's
@@ -190,8 +190,11 @@ class CallUnderWay:
 
 
 class Working:
-    """cut_off: makes what is raised in the middle of work whose time is up. num_open: what else is
-    waited for, besides calls; say `changed` when it may have become less."""
+    """The calls under way, for an end in order.
+
+    cut_off: makes the error that is raised in a call whose time is up. num_open: how many other
+    things `idle` waits for; call `changed` when there may be fewer.
+    """
 
     def __init__(
         self, cut_off: Callable[[], TierKVError], num_open: Callable[[], int] = lambda: 0
@@ -235,7 +238,7 @@ class Working:
 
 @contextmanager
 def told_to_end(hurry: Callable[[], None]) -> Iterator[asyncio.Event]:
-    """An event that SIGTERM and SIGINT set; a second signal calls `hurry`, on the loop."""
+    """An event that the first SIGTERM or SIGINT sets; a second one calls `hurry`."""
     told = asyncio.Event()
 
     def on_signal() -> None:
@@ -324,12 +327,10 @@ _Seen = tuple[tuple[int, int, int] | None, ...]
 async def watching(
     files: Sequence[Path], reload: Callable[[], Awaitable[None]], *, every_s: float
 ) -> AsyncIterator[None]:
-    """Calls `reload` before the body, and while it runs again after any of `files` has become
-    another one.
+    """Call `reload` before the body, and again whenever one of `files` has changed meanwhile.
 
-    What the first call raises comes out. A ConfigError of a later one is logged once; `reload` is
-    called again only after the next change.
-    """
+    Raises what the first call raises. A ConfigError of a later one is logged, and `reload` is
+    called again after the next change."""
     seen = await asyncio.to_thread(_look, files)  # first, or a change while reading would be missed
     await reload()
     async with background({"tierkv-watch": _watch(files, reload, seen, every_s)}):
@@ -356,7 +357,7 @@ def _look(files: Sequence[Path]) -> _Seen:
 
 
 def _identity(file: Path) -> tuple[int, int, int] | None:
-    """Of the file's content: another write or another file gives another one."""
+    """Differs after each write, and for another file of that name."""
     try:
         found = file.stat()
     except OSError:

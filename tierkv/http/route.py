@@ -106,9 +106,9 @@ class HttpRouter:
     """Answers requests from the table: names each, asks who calls, runs the row's handler, and
     turns whatever that raises into an answer.
 
-    guard: knows who may call; it must be running. fail: an answer that tells of an error.
-    count: told of each answer's path, as in the table, and status. id_chars: so much of the id in a
-    request's header is its id.
+    guard: says who calls; it must be running. fail: makes the answer to an error. count: called
+    with each answer's path, as in the table, and status. id_chars: the id of a request's header is
+    cut to so many.
     """
 
     def __init__(
@@ -164,8 +164,8 @@ class HttpRouter:
         return response
 
     def _admit(self, request: web.BaseRequest, place: _Path | None) -> Route:
-        """The row, if there is one and its caller may. To be told that there is none needs READ: a
-        stranger does not learn by trying which there are."""
+        """The row, if there is one and its caller may use it. To be told that there is none needs
+        READ, so that a stranger cannot find out which routes there are."""
         if request.version not in _SPOKEN:
             raise web.HTTPVersionNotSupported
         row = place.rows.get(request.method) if place else None
@@ -212,7 +212,7 @@ class _Path:
 
 
 async def _expected(request: web.BaseRequest) -> None:
-    """Let the client send its body, which it waits to be asked for."""
+    """Answer `Expect: 100-continue`: the client sends its body then."""
     if request.headers["Expect"].lower() != "100-continue":
         raise web.HTTPExpectationFailed
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -368,7 +368,7 @@ def _fields(kind: type | None) -> tuple[str, ...]:
 
 
 def _exact(schemas: dict[str, Json]) -> dict[str, Json]:
-    """With what the decoder does besides: bytes in JSON are base64, and nothing else."""
+    """The schemas, with the pattern of base64, which is all that the decoder takes for bytes."""
     for schema in schemas.values():
         _say_base64(schema)
     return schemas

@@ -355,7 +355,7 @@ class AcceptRate:
         return len(self._waiting)
 
     def lets_through(self) -> bool:
-        """Whether one more piece may be taken in this turn; if so, it counts as taken."""
+        """Whether one more piece may be taken in this turn of the loop; if so, it is counted."""
         if self._began is None:
             self._began = time.monotonic()
             self._loop.call_soon(self._loop.call_soon, self._next_turn)
@@ -390,7 +390,7 @@ class AcceptRate:
 
 
 class _Shared:
-    """What the connections of one server have in common.
+    """What the connections of one server share.
 
     heads, sends: connections whose request head is incomplete, or whose client takes nothing, with
     the time at which they are closed.
@@ -455,8 +455,8 @@ class _Http(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,  # noqa: ARG002 - aiohttp's words, which may quote the client
     ) -> web.StreamResponse:
-        """What aiohttp could not read, or an error that `handle` did not answer. Raises
-        ConnectionError where nobody is left to answer."""
+        """The answer to what aiohttp could not read, or to an error that `handle` raised. Raises
+        ConnectionError if the client has gone, or the answer has begun."""
         if isinstance(exc, ConnectionError):
             raise exc  # the client went while its answer was written, which is no error of ours
         request_id = uuid4().hex
@@ -470,7 +470,7 @@ class _Http(web.RequestHandler):
         return framing_problem(status, request_id)
 
     def log_exception(self, *args: object, **kw: object) -> None:
-        """What a client sends is not our bug, and gets one line; the rest gets its traceback."""
+        """Log a client's fault in one line, anything else with its traceback."""
         error = kw.get("exc_info")
         if isinstance(error, (HttpProcessingError, web.RequestPayloadError, ConnectionError)):
             log.info("a connection broke off in a bad body: %s", type(error).__name__)
@@ -479,8 +479,8 @@ class _Http(web.RequestHandler):
 
 
 class Connection(asyncio.Protocol):
-    """Hands the events of one connection on to aiohttp, when it is their turn: one turn of the
-    loop may find thousands of clients that come, send or go."""
+    """Passes the events of one connection on to aiohttp at the rate that `AcceptRate` allows: in
+    one turn of the loop thousands of clients may come, send or go."""
 
     __slots__ = (
         "_early",
@@ -523,7 +523,7 @@ class Connection(asyncio.Protocol):
             transport.resume_reading()
 
     def eof_received(self) -> bool:
-        """The client has gone. Closing takes a system call or two, so it has its turn as well."""
+        """The client has gone. Closing takes a system call or two, so it waits its turn, too."""
         transport, pace = self._transport, self._shared.pace
         is_tls = self._http.ssl_context is not None
         if transport is None or is_tls or pace.lets_through():
@@ -545,8 +545,8 @@ class Connection(asyncio.Protocol):
             shared.pace.wait(lambda: self._http.connection_lost(exc))
 
     def data_received(self, data: bytes) -> None:
-        """Now or, when enough was begun in this turn of the loop, in a later one; not much more is
-        read until then."""
+        """Pass `data` on now, or in a later turn of the loop if this one has begun enough; until
+        then, at most 64 KiB more are read."""
         shared, transport = self._shared, self._transport
         if not self._is_busy and self not in shared.heads:
             shared.heads[self] = time.monotonic() + shared.limits.head_timeout_s
