@@ -25,9 +25,8 @@ _told: ContextVar[Tell | None] = ContextVar("tierkv_told_of_failures", default=N
 
 @contextmanager
 def failures_told_to(tell: Tell) -> Iterator[None]:
-    """Groups that are entered in the body, of lifetimes that is, tell of a task that fails as
-    nobody expected, by its name and at once: who waits for the group hears of it only when all that
-    lives in it has ended."""
+    """Groups that are entered in the body call `tell` at once, with its name, when a task fails
+    with an unexpected error: the group itself raises only when all its tasks have ended."""
     _told.set(tell)
     try:
         yield
@@ -61,9 +60,9 @@ class _TellingGroup(asyncio.TaskGroup):
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """A TaskGroup whose single error comes out as it is, not in a group of one: who enters a
-    lifetime expects the errors of what lives in it. So does the first of several that are all
-    expected: a connection that is lost fails all who wait for it in the same turn of the loop."""
+    """A TaskGroup that raises a single error as it is, not in a group of one; and of several
+    expected errors the first: a connection that is lost fails all tasks that wait for it at
+    once."""
     tell = _told.get()
     try:
         async with asyncio.TaskGroup() if tell is None else _TellingGroup(tell) as group:
@@ -136,8 +135,8 @@ async def outlast(
 
 
 async def both(first: Awaitable[T], second: Awaitable[U]) -> tuple[T, U]:
-    """What the two return, done side by side: one round trip where each takes one. Raises a
-    TierKVError of theirs, the first's rather than the second's, when both have ended."""
+    """Run two awaitables at the same time; returns both results. When both have ended, raises the
+    TierKVError of the first, or else that of the second."""
     async with task_group() as group:
         beside = group.create_task(expected(second))
         found = await expected(first)
@@ -150,8 +149,8 @@ async def both(first: Awaitable[T], second: Awaitable[U]) -> tuple[T, U]:
 
 
 async def expected(work: Awaitable[T]) -> T | TierKVError:
-    """What `work` returns, or the TierKVError that it raises, as a value: for the task of a group
-    whose expected failure concerns who waits for it, not the group."""
+    """What `work` returns, or the TierKVError that it raises, as a value: for a task whose expected
+    failure must not cancel its group."""
     try:
         return await work
     except TierKVError as error:

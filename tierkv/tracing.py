@@ -113,7 +113,7 @@ def serving(name: str, headers: Mapping[str, str]) -> Iterator[Any]:
 
 
 def headers() -> dict[str, str]:
-    """What tells the one who is called which span calls; {} if nothing is traced."""
+    """Headers that tell a callee the current span; {} if nothing is traced."""
     parent = here()
     return {_PARENT: parent} if parent else {}
 
@@ -132,8 +132,8 @@ def here() -> str:
 
 
 def adopt(parent: str) -> None:
-    """The rest of this task belongs to the span `parent`, as a ticket names it, unless a caller has
-    named one: then that one's trace has both ends of the hand-off. The span so far is linked."""
+    """Make the rest of this task part of the span `parent`, as a ticket names it, unless a caller
+    has named a span: then that trace has both ends of the hand-off. The span so far is linked."""
     if _tracer is None or not parent or _has_caller.get():
         return
     from opentelemetry import context as contexts  # noqa: PLC0415 - it is loaded

@@ -41,8 +41,8 @@ class Progressing:
 
 @contextmanager
 def progress(doing: str, unit: str = "") -> Iterator[Progressing]:
-    """Say on stderr what is done, and how far it is, if that takes longer than a second and a
-    person looks on. Print nothing to stdout in between."""
+    """Show on stderr what is done, and how far it is, if it takes longer than a second and stderr
+    is a terminal. Print nothing to stdout in the body."""
     told = Progressing(doing, unit)
     if not sys.stderr.isatty():
         yield told

@@ -82,7 +82,7 @@ def _chosen(names: Sequence[str], known: Sequence[str], values: Mapping[str, Any
 
 
 def _say_what_is_not_read(environ: Mapping[str, str], known: Sequence[str]) -> None:
-    """A variable with one underline where two belong is nobody's: it may be anything else."""
+    """Name variables with one underscore where two belong: they are not read."""
     variables = {f"{_PREFIX}{name.replace('.', '__')}".upper(): name for name in known}
     single = {variable.replace("__", "_"): variable for variable in variables}
     for variable in environ:

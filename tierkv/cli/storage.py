@@ -51,8 +51,7 @@ forever_option = click.option(
 
 
 def with_store(url: str, prefix: str, work: Callable[[Store, Progressing], Awaitable[T]]) -> T:
-    """What `work` returns; on stderr, where that was less than the whole. It may tell how far it
-    is."""
+    """What `work` does with the store of `url`; says on stderr if that is a part of a cluster."""
     tls = click.get_current_context().find_object(TlsFiles) or TlsFiles()
     settings = StoreSettings(redis=replace(PATIENT, tls=tls), resilience=PATIENT_PARTS)
     store = open_store(url, settings, SystemClock())
@@ -76,8 +75,8 @@ def with_store(url: str, prefix: str, work: Callable[[Store, Progressing], Await
 def with_each_store(
     url: str, prefix: str, work: Callable[[Store, Progressing], Awaitable[T]]
 ) -> tuple[Sequence[T], int]:
-    """What `work` returns of each store that `url` is made of and that outlives a process, and of
-    how many others it was told on stderr why not. Raises if that is all of them."""
+    """What `work` returns of each store in `url` that outlives a process, and how many have failed,
+    which is said on stderr. Raises if all have."""
     found: list[T] = []
     failures: list[TierKVError] = []
     for part in [part for part in urls_in(url) if part != "memory://"] or [url]:
@@ -93,7 +92,7 @@ def with_each_store(
 
 
 def _refuse_what_is_not_there(store: Store) -> None:
-    """Looking makes nothing: a node that opens a store makes its directory. Raises ConfigError."""
+    """Raises ConfigError for a directory that does not exist: only a node makes it."""
     if isinstance(store, FileStore) and not store.is_made():
         raise ConfigError(
             f"there is no store at {store.url}: name the directory that a node was given, or "
@@ -115,7 +114,8 @@ async def _say_if_it_is_a_share(store: Store, prefix: str) -> None:
 
 
 def checked(prefix: str) -> str:
-    """The first field is meant whole: `tierkv` is not what another deployment calls `tierkv2`."""
+    """`prefix` with its first field whole: `tierkv` does not match `tierkv2` of another
+    deployment."""
     try:
         return check_prefix(prefix if ":" in prefix else f"{prefix}:")
     except TierKVError as error:

@@ -113,7 +113,7 @@ class AsyncClient:
     # How a node is
 
     async def livez(self) -> LiveAnswer:
-        """An answer at all is the point."""
+        """Answers as long as the node's event loop turns."""
         return await self._node.ask("GET", "/livez", LiveAnswer)
 
     async def readyz(self) -> ReadyAnswer:
@@ -209,7 +209,7 @@ class AsyncClient:
         return await self._node.ask("POST", "/v1/claims", ClaimAnswer, body=named(body))
 
     async def request(self, name: str) -> RequestAnswer:
-        """How it stands; this renews its lease."""
+        """Tell how it stands, and renew its lease."""
         return await self._node.ask("GET", "/v1/requests/{id}", RequestAnswer, name)
 
     async def explain_request(self, name: str) -> Explanation:
@@ -291,11 +291,11 @@ class AsyncClient:
         return await self._node.ask("GET", "/v1/tickets/{id}", TicketAnswer, name)
 
     async def forget_ticket(self, name: str) -> TicketAnswer:
-        """Nobody will claim it; its blocks live on as long as any."""
+        """Delete it: nobody will claim it. Its blocks stay until they expire."""
         return await self._node.ask("DELETE", "/v1/tickets/{id}", TicketAnswer, name)
 
     async def acknowledge(self, name: str) -> TicketAnswer:
-        """It has been claimed: its producer need not keep anything for it."""
+        """Say that it has been claimed: its producer need not keep anything for it."""
         return await self._node.ask("POST", "/v1/tickets/{id}/ack", TicketAnswer, name)
 
     # For those who run a node: tiers, quotas, blocks, life cycle, events

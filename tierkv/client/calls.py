@@ -96,7 +96,7 @@ class _Question(Generic[A]):
 
 
 class Calls:
-    """What the methods of the client are made of. Use it inside `running()`.
+    """Calls of a node's routes. Use it inside `running()`.
 
     timeout_s: of a whole call, its repetitions included; of a stream, see `stream`.
     """

@@ -120,10 +120,10 @@ class Events:
 
 
 class TokenStream(Generic[A]):
-    """Iterate over it for tokens as they come; after the last of them, `answer` is there.
+    """Iterate over it for tokens as they come; after the last one, `answer` is set.
 
     Leaving its `async with`, by a break, an error or a cancel, closes the connection, and the node
-    ends the work. How long you take between two tokens does not count.
+    ends the work. The time that you take between two tokens does not count.
     """
 
     def __init__(self, where: str, events: Events, kind: type[A]) -> None:

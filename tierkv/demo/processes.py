@@ -152,7 +152,7 @@ async def together(*starts: Coroutine[Any, Any, A]) -> list[A]:
 
 
 def last_words(log: Path) -> str:
-    """The last line of a log, which is where a node says why it ended."""
+    """The last line of a log, in which a node says why it ended."""
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
     return lines[-1].removeprefix("error: ") if lines else "it said nothing"
 
@@ -216,7 +216,7 @@ class Fleet:
         self._decode = decode
 
     async def complete_and_kill(self, prompt: str, max_tokens: int) -> FleetAnswer:
-        """Have the gateway answer, and kill (SIGKILL) the decode node that is at it when some
+        """Have the gateway answer, and kill (SIGKILL) the decode node that generates when some
         tokens have come. Raises DemoError if the answer does not come whole."""
         started = time.monotonic()
         first_token_s, text, event = 0.0, "", "no decode node was answering when looked at"

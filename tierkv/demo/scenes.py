@@ -36,9 +36,9 @@ class Scene:
 
 
 class DemoNodes:
-    """The demo's nodes: prefill and decode share a store and nothing else, not even memory; single
-    shares nothing; the second prefill and decode node also read each other's memory, and stand
-    behind the gateway of the last scene with the first two."""
+    """The demo's nodes. prefill and decode share a store and nothing else; single shares nothing;
+    prefill_2 and decode_2 also read each other's memory. The gateway is in front of all but
+    single."""
 
     def __init__(self, storage: str, config: Path, folder: Path) -> None:
         self._storage = storage

@@ -1,5 +1,5 @@
-"""What the gateway asks its nodes, over pooled connections, each wait with a deadline; and the
-probes that ask each node all the time whether it is ready and what it computes."""
+"""Calls of the gateway to its nodes, over pooled connections, each wait with a deadline; and the
+probes by which it knows whether a node is ready and what it computes."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ _RETRY_CODES = ("duplicate_request", "wrong_role", "body_timeout")
 
 
 class _Problem(msgspec.Struct):
-    """What of a node's problem the gateway looks at. Less than the client's own type, so that
-    nodes of another version are understood too."""
+    """The fields of a node's problem that the gateway reads. Fewer than the client's type has, so
+    that nodes of another version are understood, too."""
 
     code: str
     detail: str = ""
@@ -112,12 +112,12 @@ class NodeCalls:
 
     @property
     def late_s(self) -> float:
-        """By how much the gateway's own loop was late so far."""
+        """Seconds by which the gateway's own loop was late so far."""
         return self._beat.late_s
 
     async def trouble(self, node: BackendNode) -> str | None:
-        """What a node that takes work says is wrong with it, "" if nothing is; None if it takes no
-        work. Raises AttemptError if its probe is not answered."""
+        """What is wrong with a node, in its own words, "" if nothing is; None if it takes no work.
+        Raises AttemptError if it does not answer its probe."""
         reply = await self._probe(node, "/readyz?verbose")
         if reply.status != HTTPStatus.OK:
             return None
@@ -139,7 +139,7 @@ class NodeCalls:
             raise AttemptError(str(error)) from error
 
     async def fingerprint(self, node: BackendNode) -> dict[str, str] | None:
-        """What the node computes; None if it does not say. Raises AttemptError as `trouble`."""
+        """The node's fingerprint; None if it does not say. Raises AttemptError as `trouble`."""
         reply = await self._probe(node, "/version")
         if reply.status != HTTPStatus.OK:
             return None
@@ -149,7 +149,8 @@ class NodeCalls:
             return None
 
     async def lookup(self, node: BackendNode, job: Job) -> Held:
-        """What the node has of the prompt. Raises AttemptError; nobody is blamed for it."""
+        """What the node has of the prompt. Raises AttemptError, which does not count against the
+        node."""
         body = job.body({})
         try:
             async with asyncio.timeout(self._deadlines.lookup_s):
@@ -164,12 +165,11 @@ class NodeCalls:
     async def stream(
         self, node: BackendNode, path: str, job: Job, body: Body
     ) -> AsyncGenerator[ServerEvent, None]:
-        """The events of a node's answer to `body` up to `done`, which is the last. Close it when
-        done.
+        """The events of a node's answer to `body`, up to `done`. Close it afterwards.
 
         Raises AttemptError if the node fails, is busy, or refuses a hand-off, and
-        InvalidRequestError if the request can succeed at no node. What follows for the node's
-        standing is noted.
+        InvalidRequestError if the request can succeed at no node. A failure counts against the
+        node.
         """
         now = asyncio.get_running_loop().time
         try:
@@ -228,7 +228,7 @@ class NodeCalls:
             raise NodeFailedError(f"{node.url} does not stream: is it a tierkv node?")
 
     def _refuse(self, node: BackendNode, raw: bytes, status: int | None) -> NoReturn:
-        """Raise what a node's problem means for us."""
+        """Raise the error that a node's problem means for the gateway."""
         try:
             problem = msgspec.json.decode(raw, type=_Problem)
         except UNREADABLE as error:
@@ -269,7 +269,7 @@ class NodeCalls:
 
 
 async def _read_to_the_end(events: Events) -> None:
-    """Nothing follows, but a connection can be used again only when its answer was read whole."""
+    """Read what follows `done`: a connection is used again only if its answer was read whole."""
     with suppress(CallError, TimeoutError):
         async with asyncio.timeout(_END_S):
             while await events.next() is not None:
@@ -281,7 +281,7 @@ log = logging.getLogger("tierkv.gateway")
 
 @asynccontextmanager
 async def probing(nodes: Nodes, calls: NodeCalls, settings: HealthSection) -> AsyncIterator[None]:
-    """Every node has been asked once when the body begins, and is asked on until it ends."""
+    """Probe every node once before the body, and again and again while it runs."""
     probes = [_Probe(node, nodes, calls, settings) for node in nodes.all]
     async with asyncio.TaskGroup() as first:
         for probe in probes:

@@ -1,5 +1,5 @@
-"""What can go wrong between callers, the gateway and its nodes, named for what the gateway does
-about it, and the one body that both OpenAI's clients and readers of RFC 9457 understand."""
+"""Errors between callers, the gateway and its nodes, named for what the gateway does about them;
+and the body of an answer that both OpenAI's clients and readers of RFC 9457 understand."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class OverloadedError(GatewayError):
 
 
 class TooManyWaitingError(OverloadedError):
-    """So many wait already that waiting makes no sense."""
+    """As many prompts wait as may."""
 
     status = 429
     code = "too_many_requests"

@@ -43,7 +43,7 @@ class Admission:
         self.num_running = 0
 
     def check(self, num_prompts: int) -> None:
-        """Raise TooManyWaitingError if so many more would find no place to wait either."""
+        """Raise TooManyWaitingError if so many more can neither run nor wait."""
         free = self._limits.max_running - self.num_running - self.num_waiting
         if num_prompts > max(free, 0) + max(self._limits.max_queued - self.num_waiting, 0):
             raise TooManyWaitingError(
@@ -52,8 +52,8 @@ class Admission:
 
     @contextmanager
     def holding(self, num_bytes: int) -> Iterator[None]:
-        """Counts packed prompts while the body runs. Raises OverloadedError if they and those that
-        are held already would be too much memory."""
+        """Count the bytes of packed prompts while the body runs. Raises InvalidRequestError if they
+        are more than may be held at all, and OverloadedError if they are now."""
         if num_bytes > self._most_bytes:
             raise InvalidRequestError(
                 f"the prompts of one call have at most {self._most_bytes} bytes, packed",
@@ -163,7 +163,7 @@ class GatewayMetrics:
 
 
 class _State(Collector):
-    """Reads the gateway's own books when it is scraped; none of them is kept twice."""
+    """Reads the gateway's own counts when it is scraped."""
 
     def __init__(self, nodes: Nodes, admission: Admission) -> None:
         self._nodes = nodes
@@ -246,8 +246,8 @@ class Backend:
             yield
 
     async def who_holds(self, job: Job, nodes: Sequence[BackendNode]) -> dict[str, Held]:
-        """What each node has of the prompt, by URL: its own word if it comes in time, else what
-        we remember."""
+        """What each node has of the prompt, by URL: as it says itself, if it answers in time, else
+        as the gateway remembers."""
         remembered = self.memory.matched(job.tokens, {node.url: node.lives for node in nodes})
         held = {url: Held(near) for url, near in remembered.items()}
         if len(nodes) > 1 and job.num_tokens >= _SHORT_PROMPT:
@@ -264,7 +264,7 @@ class Backend:
             return None
 
     def remember(self, node: BackendNode, tokens: bytes, after: Sequence[int]) -> None:
-        """The node holds the packed `tokens` and those `after` them now."""
+        """Note that the node holds the packed `tokens` and those `after` them."""
         known = tokens if len(tokens) >= REMEMBERED_BYTES else tokens + pack(after)
         self.memory.remember(known, node.url, node.lives)
 
@@ -293,7 +293,7 @@ class Gateway:
                 await self.idle(grace_s=0)
 
     def states(self) -> dict[str, tuple[NodeState, str]]:
-        """By URL, with a word on it."""
+        """The state of each node by URL, and why it is in it."""
         now = asyncio.get_running_loop().time()
         return {node.url: (node.state(now), node.word(now)) for node in self.backend.nodes.all}
 
@@ -309,7 +309,7 @@ class Gateway:
         self.is_draining = True
 
     def hurry(self) -> None:
-        """Wait for nobody's work any more."""
+        """Do not wait for work under way any more."""
         self._working.hurry()
 
     async def idle(self, *, grace_s: float) -> None:

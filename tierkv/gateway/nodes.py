@@ -57,7 +57,7 @@ class BackendNode:
         return NodeState.READY if self._is_ready else NodeState.UNREADY
 
     def word(self, now: float) -> str:
-        """What an operator wants to know besides."""
+        """Why it is in this state, for an operator; "" if there is nothing to say."""
         match self.state(now):
             case NodeState.OTHER_MODEL:
                 return f"differs in {'; '.join(self.differs_in)}"
@@ -69,7 +69,7 @@ class BackendNode:
                 return self._trouble
 
     def has_failed(self, now: float) -> None:
-        """Leave it alone; the longer, the more often this has happened in a row."""
+        """Give it no work for a while, twice as long for each failure in a row."""
         self.num_failures += 1
         self._is_ready = True  # what it said before counts no more
         longest = self._settings.eject_most_s
@@ -83,8 +83,7 @@ class BackendNode:
         self._ejected_until = 0.0
 
     def says_ready(self, trouble: str = "") -> None:
-        """A probe was answered well. trouble: what the node says makes it slower than it could
-        be."""
+        """A probe was answered well. trouble: why the node is degraded, in its own words."""
         if self.num_failures:
             self.lives += 1
         self._is_ready = True
@@ -102,8 +101,8 @@ class BackendNode:
 
     @asynccontextmanager
     async def within(self, seconds: float) -> AsyncIterator[None]:
-        """Raises TimeoutError if the body takes longer, our own loop's delays apart, or when
-        `is_gone` cuts it off."""
+        """Raises TimeoutError if the body takes longer, delays of the gateway's own loop not
+        counted, or when `is_gone` cuts it off."""
         async with patient_timeout(self._beat, seconds) as scope:
             self._waits[scope] = asyncio.get_running_loop().time()
             try:
@@ -112,8 +111,8 @@ class BackendNode:
                 del self._waits[scope]
 
     def is_gone(self, now: float, *, silent_s: float) -> None:
-        """Nothing comes from it any more: cut off what has waited for it for `silent_s`, since a
-        machine that is gone does not even say that a connection is."""
+        """Cut off waits for it that have lasted `silent_s`: a machine that is gone does not close
+        its connections."""
         for scope, since in self._waits.items():
             if now - since >= silent_s and not scope.expired():
                 scope.reschedule(now)
@@ -150,9 +149,8 @@ class Nodes:
             raise ConfigError("the same node is given twice; for one that does both, give --both")
 
     def compare(self, node: BackendNode, fingerprint: dict[str, str] | None) -> None:
-        """Note what `node` computes, None if it does not say. A node gets no work as long as most
-        others, of those that have said it, compute something else; at a draw the first in the list
-        is right."""
+        """Note the fingerprint of `node`, None if it does not say. A node gets no work while it
+        differs from the most frequent fingerprint, of equally frequent ones from the first."""
         if fingerprint == node.fingerprint:
             return
         node.fingerprint = fingerprint
@@ -171,8 +169,8 @@ class Nodes:
 def usable(
     nodes: Iterable[BackendNode], now: float, avoid: Iterable[BackendNode] = ()
 ) -> list[BackendNode]:
-    """Those to choose from: the ready ones not to be avoided; if there are none, those that failed
-    and are not to be avoided, because a refused try costs less than a refused caller."""
+    """Nodes to choose from: those that are ready, without those to `avoid`; if there are none,
+    those that have failed, since a try that fails costs less than a caller that is refused."""
     left = [node for node in nodes if node not in set(avoid)]
     ready = [node for node in left if node.state(now) is NodeState.READY]
     return ready or [node for node in left if node.state(now) is NodeState.EJECTED]

@@ -1,5 +1,5 @@
-"""Prompts as they come in bodies: counted, and refused where they are too long, before any of their
-tokens is packed; then packed once, and sent to any number of nodes as they are."""
+"""Prompts of callers' bodies: counted, and refused if they are too long, before their tokens are
+packed; then packed once, and sent to any number of nodes."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Job:
         return count(self.tokens)
 
     def body(self, fields: Mapping[str, object], after: Sequence[int] = ()) -> Body:
-        """`fields`, and as `tokens` the prompt and the tokens `after` it, as msgpack. The prompt is
-        not copied, however often and of how many nodes it is asked."""
+        """A body in msgpack: `fields`, and as `tokens` the prompt and the tokens `after` it. The
+        prompt is not copied, however many nodes get it."""
         packed_after = pack(after)
         head = msgspec.msgpack.encode({**fields, "tokens": b""})
         assert head.endswith(_NO_BYTES), "the last value is empty"
@@ -56,7 +56,7 @@ class Job:
         return head.removesuffix(_NO_BYTES) + _BYTES.pack(0xC6, size), self.tokens, packed_after
 
     def work(self, fields: Mapping[str, object], after: Sequence[int] = ()) -> Body:
-        """As `body`, with how to go on from there."""
+        """As `body`, with the sampling, and streamed."""
         sampling = {"temperature": self.temperature, "top_k": self.top_k, "seed": self.seed}
         return self.body({**sampling, "stream": True, **fields}, after)
 
@@ -108,8 +108,8 @@ def text_prompt(text: str, most_tokens: int) -> CountedPrompt:
 
 
 def read_prompts(given: msgspec.Raw, *, most_prompts: int, most_tokens: int) -> list[CountedPrompt]:
-    """What `given`, a field of a body, has for prompts, counted. It costs no more memory than the
-    prompts that are not refused. Raises FieldError or InvalidRequestError."""
+    """Count the prompts of `given`, a field of a body. It takes no memory for prompts that are
+    refused. Raises FieldError or InvalidRequestError."""
     view = _as_json(given, most_tokens)
     start = bytes(view[:_START_BYTES])
     if start[:1] == b'"':
@@ -145,7 +145,7 @@ def _as_json(given: msgspec.Raw, most_tokens: int) -> memoryview:
 
 
 def _text(raw: bytes, most_tokens: int) -> CountedPrompt:
-    """raw: a JSON text, of which some may stand for less than they have bytes."""
+    """raw: a JSON text. An escape in it has more bytes than what it stands for."""
     longest = most_tokens * (ESCAPE_BYTES if b"\\" in raw else 1)
     if len(raw) - 2 > longest:
         raise too_long(most_tokens)

@@ -60,7 +60,8 @@ class StopFinder:
         self.has_stopped = False
 
     def feed(self, text: str) -> str:
-        """What can be shown now: nothing after the first stop string that is complete."""
+        """The text that can be shown now: nothing after the first complete stop text, nor what may
+        be the beginning of one."""
         if self.has_stopped:
             return ""
         if not self._stops:
@@ -82,7 +83,7 @@ class StopFinder:
         return "".join(shown)
 
     def rest(self) -> str:
-        """What was held back, now that nothing follows."""
+        """The text that was held back, when nothing follows."""
         held, self._held = self._held, ""
         return held
 
@@ -207,14 +208,15 @@ class Delivery:
     # For who delivers
 
     async def news(self, sent: int) -> Sequence[int]:
-        """Tokens from number `sent` on; none if something else has happened."""
+        """Wait for tokens from number `sent` on, or for the end of the work: then there may be
+        none."""
         if len(self.tokens) == sent:
             self._changed.clear()
             await self._changed.wait()
         return self.tokens[sent:]
 
     async def pause(self) -> None:
-        """Before trying again: longer with each attempt."""
+        """Wait before trying again, longer with each attempt."""
         await asyncio.sleep(min(_FIRST_PAUSE_S * 2.0**self.num_attempts, _LONGEST_PAUSE_S))
 
     def wake(self, _: object = None) -> None:
@@ -230,15 +232,15 @@ class Delivery:
         return asyncio.get_running_loop().time()
 
     def next_id(self) -> str:
-        """An id for one call, as no other has it: a node may still be ending an earlier one, and
-        a caller may use its own id twice."""
+        """A unique id for one call: a node may still be ending an earlier one, and a caller may use
+        its own id twice."""
         self._num_calls += 1
         return f"{self.job.request_id}.{self._nonce}.{self._num_calls}"
 
     def accept(self, node: BackendNode, offset: int, tokens: Sequence[int]) -> int:
-        """Take tokens that follow the first `offset`; the offset after them.
+        """Take tokens that follow the first `offset`; returns the offset after them.
 
-        Raises NodeFailedError if they are none, or not those that came before from elsewhere.
+        Raises NodeFailedError if the model does not have them, or another node gave other ones.
         """
         if not all(0 <= token < VOCAB_SIZE for token in tokens):
             raise self._blame(node, "answers tokens that the model does not have")
@@ -259,7 +261,7 @@ class Delivery:
         return NodeFailedError(f"{node.url} {what}")
 
     def note(self, node: BackendNode, error: AttemptError) -> None:
-        """An attempt came to nothing. Raises GatewayError if it was the last."""
+        """An attempt has failed. Raises GatewayError if it was the last."""
         # Who has computed the prompt and could not hand it over can go on with it.
         if not (isinstance(error, HandoffRefusedError) and node in self.speakers):
             self._failed.add(node)
@@ -280,11 +282,11 @@ class Delivery:
             ) from error
 
     def fresh(self, nodes: Sequence[BackendNode]) -> list[BackendNode]:
-        """Those to choose from that have not failed this prompt."""
+        """Nodes to choose from, without those that have failed this prompt."""
         return usable(nodes, self.now(), self._failed)
 
     def usable(self, nodes: Sequence[BackendNode]) -> list[BackendNode]:
-        """The fresh ones; when all have failed this prompt, all get another chance."""
+        """The fresh nodes; when all have failed this prompt, all get another chance."""
         if not (left := self.fresh(nodes)):
             self._failed.clear()
             left = self.fresh(nodes)
@@ -319,8 +321,8 @@ class Delivery:
             raise self._blame(node, f"answers nonsense: {error}") from error
 
     def learn(self, node: BackendNode, done: Done, after: Sequence[int] = ()) -> None:
-        """Note what an answer tells: what was cached, how fast the node is, what it holds now,
-        which is the prompt and the tokens `after` it."""
+        """Note what an answer tells: what was cached, how fast the node is, and that it holds the
+        prompt and the tokens `after` it now."""
         found = done.matched.device + done.matched.host
         found += done.matched.storage + done.matched.direct
         if self.cached_tokens is None:
@@ -423,7 +425,7 @@ async def _prefill(delivery: Delivery, ticket_id: str, held: Mapping[str, Held])
 
 
 def _is_the_nodes(failure: Failure | None) -> bool:
-    """Whether another node may do better."""
+    """Whether another node may succeed."""
     return isinstance(failure, AttemptError) and not isinstance(failure, HandoffRefusedError)
 
 
@@ -523,8 +525,8 @@ async def _attempt(delivery: Delivery, *, can_hand_off: bool) -> None:
 
 
 def _who_may_go_on(delivery: Delivery) -> list[BackendNode]:
-    """All nodes; but where nodes turned out to be of different models, only who began: another
-    one's tokens would make an answer that no node gives."""
+    """All nodes; but if nodes turned out to be of different models, only those whose tokens were
+    delivered: with another one's, the answer would be no model's."""
     everybody = delivery.backend.nodes.all
     if delivery.is_divided and delivery.speakers:
         return [node for node in everybody if node in delivery.speakers]

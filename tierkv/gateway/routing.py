@@ -32,7 +32,7 @@ class Held:
 
 
 def prefill_seconds(node: BackendNode, num_tokens: int, held: Held) -> float:
-    """How long a prompt given to this node now should take until its first token."""
+    """Seconds until the first token of a prompt that is given to this node now, as expected."""
     waiting = node.outstanding_tokens / node.rate + node.running * _CALL_COST_S
     return waiting + held.cost(num_tokens) / node.rate
 
@@ -40,7 +40,8 @@ def prefill_seconds(node: BackendNode, num_tokens: int, held: Held) -> float:
 def choose_prefill(
     nodes: Sequence[BackendNode], num_tokens: int, held: Mapping[str, Held]
 ) -> BackendNode:
-    """The node that should be done first; `held` is by URL. Of equals, the one with less to do."""
+    """The node with the shortest `prefill_seconds`; `held` is by URL. Of equals, the one with fewer
+    requests."""
     return min(
         nodes,
         key=lambda node: (

@@ -121,7 +121,7 @@ class CompletionRoutes:
             return await self._whole(writer, answers)
 
     async def _aside(self, num_bytes: int, work: Callable[[], T]) -> T:
-        """What `work` returns, which takes long for so many bytes: then in a thread, one by one."""
+        """What `work` returns. For many bytes it runs in a thread, one such at a time."""
         if num_bytes <= bodies.LARGE_BYTES:
             return work()
         async with self._long_one:
@@ -261,7 +261,7 @@ class ProbeRoutes:
 
     @Route("GET", "/livez", Access.PUBLIC)
     async def live(self, _: web.BaseRequest) -> ReadyAnswer:
-        """An answer at all is the point: the event loop turns."""
+        """Answers as long as the event loop turns."""
         return ReadyAnswer("ok")
 
     @Route("GET", "/readyz", Access.PUBLIC)
@@ -285,7 +285,7 @@ class ProbeRoutes:
 
     @Route("GET", "/version", Access.PUBLIC)
     async def version(self, _: web.BaseRequest) -> VersionAnswer:
-        """As a node's; a gateway has no blocks, hence no fingerprint."""
+        """As a node's, without a fingerprint: a gateway has no blocks."""
         return VersionAnswer(tierkv.__version__, "gateway", "gateway", {}, "")
 
     @Route("GET", "/metrics", Access.READ)
