@@ -35,7 +35,7 @@ async def test_a_tier_that_hangs_costs_a_share_of_computing() -> None:
         assert loop_time() - started < 2.0
         assert request.cached_tokens == 0
         found = here.service.explain(here.prompt(tokens(40)))
-        assert (found.reason, found.tier) == ("over deadline", "storage")
+        assert (found.reason, found.tier) == ("in flight", "storage")  # to find out how fast it is
         here.service.end(request)
         here.the_store.release()
         await here.settle()

@@ -14,7 +14,14 @@ from tests.world import World
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
 from tierkv.clock import SystemClock
-from tierkv.sched.worth import FIRST_TRY_S, MOST_IN_VAIN, SHARE, FetchPolicy
+from tierkv.sched.worth import (
+    FIRST_TRY_S,
+    MOST_IN_VAIN,
+    SHARE,
+    UNKNOWN_S,
+    UNKNOWN_SHARE,
+    FetchPolicy,
+)
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
 BEST, THROUGH = FetchPolicy.BEST_EFFORT, WritePolicy.WRITE_THROUGH
@@ -109,6 +116,27 @@ def test_a_node_takes_the_better_way_whatever_the_delay_of_its_store(
         assert sum(counted) <= len(counted) * (SHARE_MORE * best_s + MORE_S)
     lost_s = sum(took) - ALL * compute_s
     assert lost_s <= SHARE * ALL * compute_s + (MOST_IN_VAIN + 2) * compute_s + FIRST_TRY_S
+
+
+@pytest.mark.parametrize(("delay_s", "compute_s"), CASES)
+def test_an_engine_that_tells_its_speed_before_loses_next_to_nothing_from_the_first_request_on(
+    delay_s: float, compute_s: float, stored: MemoryStore
+) -> None:
+    """A fresh process: of its store nothing is known, and its first fetch finds out beside it."""
+
+    async def scene() -> list[float]:
+        async with node(BEST, stored) as here:
+            here.the_store.delay_s = delay_s
+            here.service.note_prefill(NUM_TOKENS, compute_s)
+            took = [await answers(here, at, compute_s, tells=True) for at in range(ALL)]
+            here.the_store.delay_s = 0.0
+            return took
+
+    [fetch_s] = simulate(takes_whole(delay_s, stored))
+    took = simulate(scene())
+    assert max(took) <= (1 + UNKNOWN_SHARE) * compute_s + UNKNOWN_S + 0.01
+    best_s = min(fetch_s, compute_s)
+    assert sum(took[FIRST:]) <= (ALL - FIRST) * (SHARE_MORE * best_s + MORE_S)
 
 
 @pytest.mark.parametrize("tells", [True, False], ids=["told", "observed"])

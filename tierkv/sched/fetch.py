@@ -107,18 +107,22 @@ class FetchGroups:
         landed: Landed,
         keys: Sequence[StoredKey],
         on_arrival: Callable[[], None],
+        *,
+        num_first: int = GROUP_BLOCKS,
     ) -> None:
         """Fetch `keys`, which follow what `landed` has, in order.
 
         Two groups are on their way at a time, so that the store does not wait while one is taken
-        in. on_arrival: called with each that was. What is missing is `landed.problem`.
+        in. num_first: blocks in the first one. on_arrival: called with each that was. What is
+        missing is `landed.problem`.
         """
         space = self._index.spaces.root_of(prompt).space
         before: asyncio.Task[bool] | None = None
         at = 0
         async with task_group() as tasks:
             while at < len(keys):
-                slots = await self.take(min(GROUP_BLOCKS, len(keys) - at), space)
+                most = GROUP_BLOCKS if at else num_first
+                slots = await self.take(min(most, len(keys) - at), space)
                 if slots is None:
                     if await _arrived(before):
                         landed.problem = NO_ROOM
@@ -517,7 +521,8 @@ class _Fetch:
 
     is_whole: all that storage has of it is here, but for the first tokens of another one's tail.
     fate: why it goes no further, where that is not the store's answer. waits_since: on the loop's
-    clock, if the request could compute instead and has not waited for nothing yet. matched_at: on
+    clock, if the request could compute instead and has not waited for nothing yet. hedge_s: see
+    Decision; hedge: when the request goes on. matched_at: on
     the monotonic clock, when it was known what the tiers and storage have; 0 before that.
     """
 
@@ -535,6 +540,9 @@ class _Fetch:
     claimed: list[_Run] = field(default_factory=list)
     transfer: Transfer | None = None
     waits_since: float | None = None
+    hedge_s: float | None = None
+    hedge: asyncio.TimerHandle | None = None
+    has_gone_on: bool = False
     matched_at: float = 0.0
     fate: Fate | None = None
     is_whole: bool = False
@@ -546,7 +554,7 @@ class _Fetch:
         self.landed = Landed(index.hold(match.node, match.num_blocks))
         self.first_token = match.num_blocks * index.block_size
         give_up_at = asyncio.get_running_loop().time() + deadline_s
-        scope, was_given_up = asyncio.timeout(deadline_s), False
+        scope, was_given_up, is_late = asyncio.timeout(deadline_s), False, False
         try:
             async with scope:
                 self.deadline = FetchDeadline(scope, deadline_s, self.policy, self._go_on)
@@ -555,6 +563,7 @@ class _Fetch:
                 finally:
                     self.deadline.end()
         except TimeoutError:
+            is_late = True
             if not self.is_whole:
                 self._ends(Fate.LATE, "storage took too long")
             # Before its deadline: the estimate was meant to end it.
@@ -567,7 +576,11 @@ class _Fetch:
             raise
         finally:
             self._finish_claims()
+            self.shared.estimator.num_finding_out -= self.has_gone_on
+            if self.hedge is not None:
+                self.hedge.cancel()
         landed = self.landed
+        self._learn_transfer(is_late=is_late)
         if self.outcome.done():  # the request went on without it
             for lease in (landed.tail, landed.lease):
                 if lease is not None:
@@ -589,7 +602,22 @@ class _Fetch:
             return
         self._ends(Fate.LATE, "storage took too long, and still uses the host slots")
         self._finish_claims()
-        self._learn(was_given_up=False)
+        self._learn_transfer(is_late=True)
+        self._tell_so_far(was_given_up=False)
+
+    def _go_on_meanwhile(self) -> None:
+        """A tier that is not known yet is not waited for any longer. The fetch goes on until its
+        own deadline, so that it is known then; what comes is found by later requests."""
+        if self.outcome.done():
+            return
+        self._ends(Fate.LATE, "storage is not known yet, and took too long")
+        self.has_gone_on = True
+        self.shared.estimator.num_finding_out += 1
+        self.deadline.until(None)
+        self._tell_so_far(was_given_up=True)
+
+    def _tell_so_far(self, *, was_given_up: bool) -> None:
+        self._learn(was_given_up=was_given_up)
         end = self.landed.tail or self.landed.lease
         self._tell(self.shared.tiers.index.hold(end.node, end.num_blocks))
 
@@ -617,7 +645,10 @@ class _Fetch:
             wanted = self._wanted(keys[:present], question)
             if not wanted:
                 return
-            await self.shared.groups.fetch(self.prompt, self.landed, wanted, self._arrived)
+            num_first = GROUP_BLOCKS if self.hedge is None else 1  # soon there is something to see
+            await self.shared.groups.fetch(
+                self.prompt, self.landed, wanted, self._arrived, num_first=num_first
+            )
             if len(wanted) < present:  # and what follows these is computed
                 self.is_whole = self.landed.num_tokens == len(wanted) * self.prompt.block_size
                 if self.is_whole:
@@ -644,7 +675,7 @@ class _Fetch:
             return keys, 0, None
         self.claimed.append(shared.claim(keys, start))
         self.deadline.until(question.give_up_s)
-        self._begin_to_wait()
+        self._begin_to_wait(question.hedge_s)
         if self.promised and not shared.storage.meets_other_sizes:  # else of which size is asked
             present = len(keys)
         else:
@@ -713,7 +744,7 @@ class _Fetch:
             return []
         self.shared.tiers.decisions.fetch_storage += 1
         self.transfer = estimator.begin_transfer(tokens, self.deadline.now())
-        if self.policy is not FetchPolicy.BEST_EFFORT:
+        if self.policy is not FetchPolicy.BEST_EFFORT or self.outcome.done():
             self.deadline.until(None)
         elif decision.give_up_s is not None and self.waits_since is not None:
             # From the question on never longer than computing takes, if that is known.
@@ -739,7 +770,13 @@ class _Fetch:
     def _arrived(self) -> None:
         self.deadline.arrived()
         if self.transfer is not None:
-            self.shared.estimator.arrived(self.transfer, self.landed.num_tokens)
+            estimator, now = self.shared.estimator, self.deadline.now()
+            estimator.arrived(self.transfer, self.landed.num_tokens)
+            if self.waits_since is not None and self.hedge_s is not None:
+                waited_s = now - self.waits_since
+                whole_s = estimator.on_course_s(self.transfer, waited_s, now)
+                if whole_s is not None:
+                    self._hedge(whole_s - waited_s + self.hedge_s)
         if self.fate is None:  # else the request has gone on without it
             self.on_arrival(self.landed.lease.num_blocks)
 
@@ -772,9 +809,18 @@ class _Fetch:
             if self.first_token + landed.num_tokens == self.prompt.num_tokens:
                 landed.problem = None  # what was missing came by another name
 
-    def _begin_to_wait(self) -> None:
+    def _begin_to_wait(self, hedge_s: float | None = None) -> None:
         if self.policy is FetchPolicy.BEST_EFFORT and self.waits_since is None:
             self.waits_since = self.deadline.now()
+        if hedge_s is not None and not self.outcome.done():
+            self.hedge_s = hedge_s
+            self._hedge(hedge_s)
+
+    def _hedge(self, seconds: float) -> None:
+        if self.hedge is not None:
+            self.hedge.cancel()
+        loop = asyncio.get_running_loop()
+        self.hedge = loop.call_later(seconds, self._go_on_meanwhile)
 
     def _refuse(self, decision: Decision) -> None:
         self.shared.tiers.decisions.recompute_storage += 1
@@ -787,6 +833,13 @@ class _Fetch:
 
     # What it came to
 
+    def _learn_transfer(self, *, is_late: bool) -> None:
+        transfer, self.transfer = self.transfer, None
+        if transfer is not None:
+            estimator = self.shared.estimator
+            estimator.arrived(transfer, self.landed.num_tokens)
+            estimator.end_transfer(transfer, self.deadline.now(), is_late=is_late)
+
     def _learn(self, *, was_given_up: bool) -> None:
         """For the estimate, for `explain`, and for the log."""
         now, tiers, estimator = self.deadline.now(), self.shared.tiers, self.shared.estimator
@@ -795,9 +848,6 @@ class _Fetch:
         tiers.decisions.recompute_late += is_late
         if self.waits_since is not None:
             estimator.note_wait(landed.num_tokens, now - self.waits_since)
-        if self.transfer is not None:
-            estimator.arrived(self.transfer, landed.num_tokens)
-            estimator.end_transfer(self.transfer, now, is_late=is_late)
         if problem is None:
             return
         fate = self.fate or _FATES.get(problem.status)

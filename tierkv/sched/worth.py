@@ -25,6 +25,10 @@ HEDGE = 0.25
 # same: a tier that got faster is noticed. That costs SHARE of computing at the most. It is a prime,
 # so that of small and big ones that come in turn not always the same are tried.
 PROBE_EVERY = 53
+# Of a tier that is not known yet, so long a request waits at the most, beside this share of what
+# computing takes, unless what has come by then is on course to be faster. Nobody notices it, and a
+# Redis on the same network has answered by then, and sent a block.
+UNKNOWN_S, UNKNOWN_SHARE = 0.1, 0.05
 # What all may wait, and one of them at the most, before anything is known of the engine's speed. In
 # ten times as much an H200 computes 300k tokens (8B model).
 FIRST_TRY_S = 1.0
@@ -241,13 +245,17 @@ class Prefill:
 @dataclass(frozen=True, slots=True)
 class Decision:
     """give_up_s: when to stop waiting and compute, 0 for at once, None for the deadline.
-    is_try: the tier is estimated to be too slow. The estimates and the reason are for `explain`."""
+    is_try: the tier is estimated to be too slow. The estimates and the reason are for `explain`.
+    hedge_s: after so long the request goes on, and the fetch goes on without it, so that the tier
+    is known then; unless what has come is on course: see `Estimator.on_course_s`. None: it waits.
+    """
 
     give_up_s: float | None
     fetch_s: float
     compute_s: float
     reason: str
     is_try: bool = False
+    hedge_s: float | None = None
 
     @property
     def fetches(self) -> bool:
@@ -273,6 +281,7 @@ class Estimator:
         self._refused = 0
         self._fetched = 0
         self._samples_left = _MOST_SAMPLES
+        self.num_finding_out = 0  # fetches that have gone on without their requests
         self._regret = Regret(FIRST_TRY_S)
 
     def begin_anew(self) -> None:
@@ -301,19 +310,24 @@ class Estimator:
             reason = "prefill speed not known yet: a try"
             return Decision(give_up_s, 0.0, 0.0, reason)
         fetch_s = self._answers.at_least(tokens) + self._transfer_s(tokens)
-        if not may_wait:
+        finds_out = self.num_finding_out > 0 and not self._is_tier_known
+        if finds_out or not may_wait:
             reason = "waiting for the tier has cost more than it has saved"
+            if finds_out:
+                reason = "the tier is not known yet, and a fetch under way finds out"
             return Decision(0.0, fetch_s, compute_s, reason)
         if self._is_faster(fetch_s, compute_s):
             give_up_s = self._give_up_s(fetch_s, compute_s)
             reason = "fetching is estimated to be faster"
-            return Decision(give_up_s, fetch_s, compute_s, reason)
+            hedge_s = None if self._is_tier_known else self._hedge_s(compute_s)
+            return Decision(give_up_s, fetch_s, compute_s, reason, hedge_s=hedge_s)
         self._refused += 1
         if self._refused % PROBE_EVERY:
             reason = "computing is estimated to be faster"
             return Decision(0.0, fetch_s, compute_s, reason)
         reason = "a try, whether it is still slower"
-        return Decision(compute_s, fetch_s, compute_s, reason, is_try=True)
+        hedge_s = self._hedge_s(compute_s)
+        return Decision(compute_s, fetch_s, compute_s, reason, is_try=True, hedge_s=hedge_s)
 
     def decide(
         self, tokens: int, policy: FetchPolicy | None = None, *, is_try: bool = False
@@ -376,10 +390,25 @@ class Estimator:
         """Of a tier that is not known yet as long as computing takes; else what lies too far beyond
         the estimate is another tier's. Twice the slack: who takes a fetch that needs just so long
         has to see its end."""
-        is_known = self._answers.is_known and self.transfer.is_known
         most_s = compute_s + 2 * self._slack_s
-        give_up_s = min(most_s, fetch_s + HEDGE * compute_s) if is_known else most_s
+        give_up_s = min(most_s, fetch_s + HEDGE * compute_s) if self._is_tier_known else most_s
         return give_up_s if self.prefill.is_told else max(give_up_s, _OBSERVED_LEAST_S)
+
+    @property
+    def _is_tier_known(self) -> bool:
+        return self._answers.is_known and self.transfer.is_known
+
+    def _hedge_s(self, compute_s: float) -> float | None:
+        """None as long as computing is only observed: then so much may be noise."""
+        return UNKNOWN_S + UNKNOWN_SHARE * compute_s if self.prefill.is_told else None
+
+    def on_course_s(self, transfer: Transfer, waited_s: float, now: float) -> float | None:
+        """When all of it will be here, in seconds from the request's question on, if it goes on as
+        since it began; None if computing takes less. waited_s: since that question."""
+        took_s = now - transfer.began
+        whole_s = waited_s - took_s + took_s * transfer.num_bytes / max(transfer.arrived_bytes, 1)
+        tokens = int(transfer.num_bytes / self.bytes_per_token)
+        return whole_s if whole_s < self.prefill.seconds(tokens) else None
 
     # Learning
 
