@@ -32,6 +32,11 @@ GQA = LAYOUTS["gqa"]
 BLOCK = GQA.block_size
 
 
+def tokens(count: int, base: int = 0) -> list[int]:
+    """So many, no two of them the same."""
+    return list(range(base, base + count))
+
+
 def kv_of(tokens: Sequence[int], layout: Layout) -> list[np.ndarray]:
     """For each plane uint8 [num_tokens, token_bytes]: what an engine computes, prefix and all."""
     planes = [np.zeros((len(tokens), plane.token_bytes or 0), np.uint8) for plane in layout.planes]

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.latch import PATIENCE_S, finish, turns, until
-from tests.world import BLOCK, World, background_tasks, world
+from tests.world import BLOCK, World, background_tasks, tokens, world
 from tierkv.cache.keys import Prompt, pack
 from tierkv.errors import (
     BadRequestError,
@@ -17,10 +17,6 @@ from tierkv.errors import (
     ShuttingDownError,
 )
 from tierkv.sched.request import Request
-
-
-def tokens(count: int, base: int = 0) -> list[int]:
-    return list(range(base, base + count))
 
 
 async def test_a_request_gets_blocks_for_its_prompt_and_all_it_may_generate() -> None:

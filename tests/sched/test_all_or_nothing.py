@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from tests.latch import finish, turns
-from tests.world import fingerprint, world
+from tests.world import fingerprint, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt, pack
-
-
-def tokens(count: int, base: int = 0) -> list[int]:
-    return list(range(base, base + count))
 
 
 async def test_a_tenant_that_waits_for_others_keeps_its_own_blocks_meanwhile() -> None:

@@ -7,14 +7,10 @@ import asyncio
 import pytest
 
 from tests.latch import ManualEvent, cancelled_at, finish, turns, until
-from tests.world import World, world
+from tests.world import World, tokens, world
 from tierkv.cache.keys import Prompt, pack
 from tierkv.errors import ShuttingDownError
 from tierkv.sched.request import Request
-
-
-def tokens(count: int, base: int = 0) -> list[int]:
-    return list(range(base, base + count))
 
 
 def slow(here: World, seconds_per_token: float = 1.0) -> None:

@@ -8,17 +8,13 @@ import pytest
 
 from tests.latch import finish
 from tests.sched.test_fetch import filled
-from tests.world import world
+from tests.world import tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
 from tierkv.gpu.protocol import Direction
 from tierkv.sched.events import CacheEvent, Happening, Subscription
 
 THROUGH, NONE = WritePolicy.WRITE_THROUGH, WritePolicy.NONE
-
-
-def tokens(count: int, base: int = 0) -> list[int]:
-    return list(range(base, base + count))
 
 
 async def heard(subscription: Subscription, count: int) -> list[CacheEvent]:

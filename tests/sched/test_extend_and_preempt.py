@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.latch import finish, turns, until
-from tests.world import World, world
+from tests.world import World, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt, pack
 from tierkv.errors import OutOfBlocksError, OwnershipError, RequestTooLargeError
@@ -16,10 +16,6 @@ from tierkv.sched.request import Request
 from tierkv.sched.tenants import Limits
 
 NONE = WritePolicy.NONE
-
-
-def tokens(count: int, base: int = 0) -> list[int]:
-    return list(range(base, base + count))
 
 
 async def test_a_request_grows_by_the_blocks_it_needs_and_no_more() -> None:

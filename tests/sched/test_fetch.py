@@ -10,7 +10,7 @@ import pytest
 
 from tests.latch import finish, turns, until
 from tests.storage.values import put_one
-from tests.world import World, fingerprint, world
+from tests.world import World, fingerprint, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
@@ -22,10 +22,6 @@ from tierkv.storage.protocol import GetItem, GetOutcome
 
 THROUGH = WritePolicy.WRITE_THROUGH
 PATIENT_S = 20.0
-
-
-def tokens(count: int, base: int = 0) -> list[int]:
-    return list(range(base, base + count))
 
 
 async def filled(*prompts: list[int]) -> MemoryStore:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.faulty import FaultyStore
 from tests.simulated import LoopClock, simulated, simulated_world
-from tests.world import World
+from tests.world import World, tokens
 from tierkv.cache.eviction import WritePolicy
 from tierkv.sched.copies import GROUP_BLOCKS
 from tierkv.sched.fetch import LEAVE_S, FetchDeadline
@@ -20,10 +20,6 @@ from tierkv.storage.protocol import GetItem, GetOutcome
 
 THROUGH = WritePolicy.WRITE_THROUGH
 NUM_TOKENS = 4 * 4 * GROUP_BLOCKS  # four groups of blocks of 4 tokens
-
-
-def tokens(count: int, base: int = 0) -> list[int]:
-    return list(range(base, base + count))
 
 
 async def stored(here: World, count: int = NUM_TOKENS) -> list[int]:

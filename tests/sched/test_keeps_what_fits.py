@@ -11,17 +11,13 @@ import pytest
 
 from tests.latch import finish
 from tests.simulated import simulate, simulated, simulated_world
-from tests.world import World, world
+from tests.world import World, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
 from tierkv.sched import copies
 from tierkv.sched.copies import LEAVING_PATIENCE_S
 
 NONE, THROUGH, BACK = WritePolicy.NONE, WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK
-
-
-def tokens(count: int, base: int = 0) -> list[int]:
-    return list(range(base, base + count))
 
 
 async def test_a_sleep_keeps_the_first_blocks_of_a_run_that_the_host_has_not_room_for() -> None:

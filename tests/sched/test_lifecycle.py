@@ -9,17 +9,13 @@ import pytest
 
 from tests.latch import finish, turns, until
 from tests.simulated import simulated, simulated_world
-from tests.world import world
+from tests.world import tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
 from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError, RequestTooLargeError
 from tierkv.sched import lifecycle, slots
 
 NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH
-
-
-def tokens(count: int, base: int = 0) -> list[int]:
-    return list(range(base, base + count))
 
 
 async def test_shrinking_evicts_what_can_go_and_growing_gives_it_back() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.latch import CopyLatch, ManualEvent, cancelled_at, finish, turns, until
-from tests.world import World, fingerprint, world
+from tests.world import World, fingerprint, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
 from tierkv.cache.node import Tier
@@ -23,10 +23,6 @@ from tierkv.service import Service
 from tierkv.transfer.mover import Movement
 
 LOAD, OFFLOAD = Direction.LOAD, Direction.OFFLOAD
-
-
-def tokens(count: int, base: int = 0) -> list[int]:
-    return list(range(base, base + count))
 
 
 @asynccontextmanager

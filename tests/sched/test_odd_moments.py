@@ -9,7 +9,7 @@ import pytest
 
 from tests.latch import ManualEvent, finish, turns, until
 from tests.sched.test_fetch import filled
-from tests.world import World, world
+from tests.world import World, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt, pack
 from tierkv.cache.node import Tier
@@ -27,10 +27,6 @@ from tierkv.sched.request import Request, RequestState
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
 NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH
-
-
-def tokens(count: int, base: int = 0) -> list[int]:
-    return [base + token for token in range(count)]
 
 
 async def preempted(on: World, prompt: list[int]) -> Request:

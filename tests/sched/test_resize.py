@@ -7,16 +7,12 @@ import asyncio
 import pytest
 
 from tests.latch import finish, turns, until
-from tests.world import GQA, world
+from tests.world import GQA, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
 from tierkv.errors import ConfigError, OwnershipError, RequestTooLargeError, ShuttingDownError
 
 THROUGH = WritePolicy.WRITE_THROUGH
-
-
-def tokens(count: int, base: int = 0) -> list[int]:
-    return [base + token for token in range(count)]
 
 
 async def test_the_host_grows_beyond_its_start_and_keeps_what_it_has() -> None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.latch import finish, turns, until
-from tests.world import world
+from tests.world import tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
 from tierkv.errors import ConfigError, OwnershipError
@@ -15,10 +15,6 @@ from tierkv.gpu.protocol import Direction
 from tierkv.sched.request import Request
 
 NONE = WritePolicy.NONE
-
-
-def tokens(count: int, base: int = 0) -> list[int]:
-    return list(range(base, base + count))
 
 
 async def test_what_is_only_on_the_device_survives_a_sleep_on_the_host() -> None:

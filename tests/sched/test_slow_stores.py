@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 
 from tests.simulated import simulate, simulated, simulated_world
-from tests.world import World
+from tests.world import World, tokens
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
 from tierkv.cache.node import Tier
@@ -19,10 +19,6 @@ from tierkv.sched.slots import STORE_PATIENCE_S
 from tierkv.sched.worth import MOST_AT_ONCE_S
 
 NONE, THROUGH, BACK = WritePolicy.NONE, WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK
-
-
-def tokens(count: int, base: int = 0) -> list[int]:
-    return list(range(base, base + count))
 
 
 async def longest_admission(here: World, num_requests: int, num_tokens: int = 16) -> float:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.latch import finish, turns, until
-from tests.world import GQA, World, fingerprint, world
+from tests.world import GQA, World, fingerprint, tokens, world
 from tierkv.cache.eviction import EvictionKind, WritePolicy
 from tierkv.cache.keys import Prompt, pack
 from tierkv.cache.node import Tier
@@ -21,10 +21,6 @@ from tierkv.sched.request import Request
 from tierkv.sched.tenants import Limits
 
 NONE = WritePolicy.NONE
-
-
-def tokens(count: int, base: int = 0) -> list[int]:
-    return list(range(base, base + count))
 
 
 async def admit(here: World, tenant: str, prompt: list[int], name: str = "r") -> Request:

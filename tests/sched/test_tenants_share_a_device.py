@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from tests.latch import finish, turns
-from tests.world import World, fingerprint, world
+from tests.world import World, fingerprint, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt, pack
 from tierkv.cache.node import Tier
@@ -21,10 +21,6 @@ from tierkv.sched.tenants import Limits
 
 NONE = WritePolicy.NONE
 ACME = dataclasses.replace(fingerprint(), tenant="acme")
-
-
-def tokens(count: int, base: int = 0) -> list[int]:
-    return list(range(base, base + count))
 
 
 async def admit(

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from tests.latch import finish, turns, until
-from tests.world import World, fingerprint, world
+from tests.world import World, fingerprint, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
@@ -24,10 +24,6 @@ from tierkv.sched.tenants import Limits
 
 NONE = WritePolicy.NONE
 ACME = dataclasses.replace(fingerprint(), tenant="acme")
-
-
-def tokens(count: int, base: int = 0) -> list[int]:
-    return [base + token for token in range(count)]
 
 
 async def admit(

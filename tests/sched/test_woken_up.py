@@ -13,7 +13,7 @@ import pytest
 
 from tests.latch import cancelled_at, turns, until
 from tests.simulated import simulate, simulated_world
-from tests.world import GQA, World, fingerprint
+from tests.world import GQA, World, fingerprint, tokens
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt, pack
 from tierkv.cache.node import Tier
@@ -23,10 +23,6 @@ from tierkv.sched.request import Request, RequestState
 NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH
 ACME = replace(fingerprint(), tenant="acme")
 Scene = Callable[[World], Awaitable[None]]
-
-
-def tokens(count: int, base: int = 0) -> list[int]:
-    return list(range(base, base + count))
 
 
 def play(scene: Scene, **settings: object) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.latch import finish, turns, until
-from tests.world import GQA, World, world
+from tests.world import GQA, World, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
 from tierkv.gpu.protocol import Direction
@@ -16,10 +16,6 @@ from tierkv.gpu.protocol import Direction
 NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH
 SELECTIVE, BACK = WritePolicy.SELECTIVE, WritePolicy.WRITE_BACK
 OFFLOAD = Direction.OFFLOAD
-
-
-def tokens(count: int, base: int = 0) -> list[int]:
-    return list(range(base, base + count))
 
 
 def on_host(here: World) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.latch import finish, turns, until
 from tests.sched.test_fetch import filled
-from tests.world import GQA, World, world
+from tests.world import GQA, World, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt, pack
 from tierkv.cache.node import Tier
@@ -20,10 +20,6 @@ from tierkv.storage import maintenance
 from tierkv.storage.protocol import Store
 
 NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH
-
-
-def tokens(count: int, base: int = 0) -> list[int]:
-    return list(range(base, base + count))
 
 
 # The end

@@ -6,17 +6,13 @@ import asyncio
 
 from tests.latch import finish, turns
 from tests.sched.test_fetch import filled
-from tests.world import world
+from tests.world import tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.settings import HandoffSettings
 
 NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH
-
-
-def tokens(count: int, base: int = 0) -> list[int]:
-    return list(range(base, base + count))
 
 
 async def test_blocks_on_their_way_to_the_device_are_looked_up_as_the_devices() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.latch import finish, turns
 from tests.sched.test_fetch import filled
-from tests.world import GQA, World, fingerprint, world
+from tests.world import GQA, World, fingerprint, tokens, world
 from tierkv.cache.eviction import EvictionKind, WritePolicy
 from tierkv.cache.keys import Prompt, pack
 from tierkv.clock import SystemClock
@@ -32,10 +32,6 @@ from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import Store
 
 THROUGH = WritePolicy.WRITE_THROUGH
-
-
-def tokens(count: int, base: int = 0) -> list[int]:
-    return list(range(base, base + count))
 
 
 async def run_for(here: World, tenant: str, prompt: list[int]) -> int:
