@@ -8,8 +8,8 @@ from dataclasses import asdict
 import pytest
 
 from tests.latch import finish, turns, until
-from tests.sched.test_fetch import filled, tokens
-from tests.world import World, world
+from tests.sched.test_fetch import filled
+from tests.world import World, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
 from tierkv.cache.node import Tier

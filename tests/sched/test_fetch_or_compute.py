@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.latch import finish, turns, until
-from tests.sched.test_fetch import filled, tokens
+from tests.sched.test_fetch import filled
 from tests.simulated import simulate, simulated_world
-from tests.world import World, world
+from tests.world import World, tokens, world
 from tierkv.errors import RequestAbortedError
 from tierkv.sched.worth import FIRST_TRY_S, PROBE_EVERY, FetchPolicy
 

@@ -8,7 +8,8 @@ import asyncio
 import pytest
 
 from tests.latch import finish, turns, until
-from tests.sched.test_loads import LOAD, tokens, with_host_copies
+from tests.sched.test_loads import LOAD, with_host_copies
+from tests.world import tokens
 from tierkv.errors import TransferError
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from tests.latch import finish, turns, until
 from tests.sched.test_events import everything
-from tests.sched.test_fetch import filled, tokens
+from tests.sched.test_fetch import filled
 from tests.sched.test_loads import with_host_copies
 from tests.simulated import simulate, simulated, simulated_world
-from tests.world import World, world
+from tests.world import World, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.gpu.protocol import Direction
 from tierkv.sched import lifecycle

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from tests.latch import finish
-from tests.sched.test_fetch import filled, tokens
+from tests.sched.test_fetch import filled
 from tests.simulated import simulate, simulated, simulated_world
-from tests.world import World, world
+from tests.world import World, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.sched.worth import MOST_IN_VAIN, SHARE
 
