@@ -52,22 +52,6 @@ def keys_beyond(index: Index, prompt: Prompt, match: Match) -> KeyRun:
     return KeyRun.of(prompt, last[-1] if last else match.node.space.root_digest, end)
 
 
-async def stored_beyond(
-    index: Index,
-    storage: StorageIO,
-    prompt: Prompt,
-    match: Match,
-    *,
-    piece_blocks: int = PIECE_BLOCKS,
-) -> tuple[int, int]:
-    """How many blocks, the tail included, and how many tokens follow `match` without a gap.
-
-    match: of this prompt, from this moment. Raises StoreUnavailableError.
-    """
-    found = await _follow(storage, keys_beyond(index, prompt, match), piece_blocks)
-    return found, _end_token(prompt, match, found) - match.num_blocks * prompt.block_size
-
-
 async def tokens_beyond(index: Index, storage: StorageIO, prompt: Prompt, match: Match) -> int:
     """How many tokens a fetch would bring: what follows `match` without a gap, and then the first
     tokens of a tail that another prompt left there; none for what is cached here in part already.
@@ -79,8 +63,8 @@ async def tokens_beyond(index: Index, storage: StorageIO, prompt: Prompt, match:
     if here >= prompt.num_tokens - start:
         return 0
     keys = keys_beyond(index, prompt, match)
-    found = await _follow(storage, keys, PIECE_BLOCKS)
-    num_tokens = _end_token(prompt, match, found) - start
+    found = await count_stored(storage, keys)
+    num_tokens = min((match.num_blocks + found) * prompt.block_size, prompt.num_tokens) - start
     if found == len(keys):
         return num_tokens
     block = match.num_blocks + found
@@ -95,8 +79,10 @@ async def tokens_beyond(index: Index, storage: StorageIO, prompt: Prompt, match:
     return num_tokens + shared
 
 
-async def _follow(storage: StorageIO, keys: KeyRun, piece_blocks: int) -> int:
-    """How many of `keys` storage has from the first on."""
+async def count_stored(
+    storage: StorageIO, keys: KeyRun, *, piece_blocks: int = PIECE_BLOCKS
+) -> int:
+    """How many of `keys` storage has from the first on. Raises StoreUnavailableError."""
     found = 0
     while found < len(keys):
         piece = keys[found : found + piece_blocks]
@@ -105,10 +91,6 @@ async def _follow(storage: StorageIO, keys: KeyRun, piece_blocks: int) -> int:
         if present < len(piece):
             break
     return found
-
-
-def _end_token(prompt: Prompt, match: Match, num_keys: int) -> int:
-    return min((match.num_blocks + num_keys) * prompt.block_size, prompt.num_tokens)
 
 
 GROUP_BLOCKS = 32  # how many blocks a background copy or a fetch moves at a time

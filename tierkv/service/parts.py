@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import operator
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -15,9 +14,9 @@ from tierkv.cache.eviction import WriteRule
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Fingerprint, Names
 from tierkv.cache.layout import Layout
-from tierkv.cache.node import BlockPool, Tier
+from tierkv.cache.node import BlockPool
 from tierkv.clock import Clock
-from tierkv.errors import ConfigError, InvariantError, OwnershipError, ShuttingDownError
+from tierkv.errors import ConfigError, InvariantError, ShuttingDownError
 from tierkv.gpu.protocol import Device, HostSlots, Planes
 from tierkv.pd.claims import Claims, Portions
 from tierkv.pd.direct.direct import Direct
@@ -337,47 +336,3 @@ async def opened(made_of: MadeOf, memory: Memory, storage: StorageTier) -> Async
         parts = Parts(made_of, mover, memory.host, storage)
         await stack.enter_async_context(parts.running())
         yield parts
-
-
-_WHY = "sleep"  # a pause of its own: who has paused the node finds it paused after the wake
-
-
-async def sleep(parts: Parts, memory: Memory, *, keeps_blocks: bool) -> None:
-    """See Service.sleep."""
-    with parts.lifecycle.alone(Tier.DEVICE):
-        parts.scheduler.pause(why=_WHY)
-        try:
-            await parts.lifecycle.empty_device(keeps_blocks=keeps_blocks)
-        except BaseException:
-            if not parts.lifecycle.is_asleep:
-                parts.scheduler.unpause(why=_WHY)
-            raise
-        with memory.changing():
-            try:
-                await parts.mover.suspend()  # goes to its end even if it is cancelled
-            finally:
-                memory.give_planes_back()
-
-
-async def wake(parts: Parts, memory: Memory, device_blocks: int | None) -> None:
-    """See Service.wake."""
-    with parts.lifecycle.alone(Tier.DEVICE), memory.changing():
-        if not parts.lifecycle.is_asleep:
-            raise OwnershipError("the device does not sleep")
-        before = parts.tiers.slots.pools[Tier.DEVICE].capacity
-        # An integer, perhaps NumPy's.
-        count = before if device_blocks is None else operator.index(device_blocks)
-        if count < 1:
-            raise ConfigError(f"a device has 1 block or more, not {count}")
-        planes = await memory.new_planes(count)
-        try:
-            await parts.mover.reopen(planes)
-        except BaseException:
-            try:
-                await parts.mover.suspend()
-            finally:
-                planes.close()
-            raise
-        memory.use(planes)
-        parts.lifecycle.refill_device(count)
-        parts.scheduler.unpause(why=_WHY)

@@ -5,21 +5,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 
-from tierkv.cache.keys import Fingerprint, Names, Prompt
+from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey
 from tierkv.cache.node import CopyState, Quota, Tier
 from tierkv.clock import Clock, SystemClock
-from tierkv.errors import HandoffError, ShuttingDownError, StoreUnavailableError, TierKVError
+from tierkv.errors import (
+    ConfigError,
+    HandoffError,
+    OwnershipError,
+    ShuttingDownError,
+    StoreUnavailableError,
+    TierKVError,
+)
 from tierkv.gpu.protocol import Device, Event, HostSlots, Planes
 from tierkv.observe import Lookup, Stats, Timelines
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import Handoff, Published, PublishStream
 from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.tickets import ClaimProblem, Ticket, TicketStatus, TicketView, look_at
-from tierkv.sched.copies import stored_beyond, tokens_beyond
+from tierkv.sched.copies import count_stored, keys_beyond, tokens_beyond
 from tierkv.sched.events import CacheEvents
 from tierkv.sched.explain import Explanation, explain
 from tierkv.sched.fetch import Fetched
@@ -27,7 +35,7 @@ from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.tenants import Limits
 from tierkv.service.kv_events import EventsSection, KvEventPublisher
-from tierkv.service.parts import MadeOf, Memory, Parts, check, host_memory, opened, sleep, wake
+from tierkv.service.parts import MadeOf, Memory, Parts, check, host_memory, opened
 from tierkv.storage import maintenance
 from tierkv.storage.protocol import Store
 from tierkv.tasks import failures_told_to, task_group
@@ -115,6 +123,7 @@ async def _outcome(work: Coroutine[None, None, Published]) -> Published | TierKV
 
 log = logging.getLogger("tierkv.service")
 
+_ASLEEP = "sleep"  # a pause of its own: who has paused the node finds it paused after the wake
 # A hand-off waits for 8 answers of its store one after the other, and in line with others for more:
 # of 20 at once over a store half a second away the last had its ticket after 9 s.
 _ROUND_TRIPS = 20
@@ -412,14 +421,47 @@ class Service:
         room; the rest, and with False all of them, is forgotten. Cancelling it undoes it. Raises
         OwnershipError if it sleeps already.
         """
-        await sleep(self._parts, self._memory, keeps_blocks=keeps_blocks)
+        lifecycle = self._parts.lifecycle
+        with lifecycle.alone(Tier.DEVICE):
+            self.scheduler.pause(why=_ASLEEP)
+            try:
+                await lifecycle.empty_device(keeps_blocks=keeps_blocks)
+            except BaseException:
+                if not lifecycle.is_asleep:
+                    self.scheduler.unpause(why=_ASLEEP)
+                raise
+            with self._memory.changing():
+                try:
+                    await self.mover.suspend()  # goes to its end even if it is cancelled
+                finally:
+                    self._memory.give_planes_back()
 
     async def wake(self, device_blocks: int | None = None) -> None:
         """Take device memory again, for `device_blocks`, None for as many as before, and admit,
         unless the node was paused.
         `planes` is another object then. Raises ConfigError, still asleep, if there is no room, and
         OwnershipError if it does not sleep."""
-        await wake(self._parts, self._memory, device_blocks)
+        lifecycle, memory = self._parts.lifecycle, self._memory
+        with lifecycle.alone(Tier.DEVICE), memory.changing():
+            if not lifecycle.is_asleep:
+                raise OwnershipError("the device does not sleep")
+            before = self.tiers.slots.pools[Tier.DEVICE].capacity
+            # An integer, perhaps NumPy's.
+            count = before if device_blocks is None else operator.index(device_blocks)
+            if count < 1:
+                raise ConfigError(f"a device has 1 block or more, not {count}")
+            planes = await memory.new_planes(count)
+            try:
+                await self.mover.reopen(planes)
+            except BaseException:
+                try:
+                    await self.mover.suspend()
+                finally:
+                    planes.close()
+                raise
+            memory.use(planes)
+            lifecycle.refill_device(count)
+            self.scheduler.unpause(why=_ASLEEP)
 
     def pause(self) -> None:
         """Admit nobody until `unpause`; see Scheduler.pause."""
@@ -623,24 +665,65 @@ class Service:
 
     async def lookup(self, prompt: Prompt) -> Lookup:
         """Where the prompt's tokens are right now. Changes nothing, and promises nothing."""
-        return await look_up(self._parts, prompt)
+        index, storage, size = self.index, self.tiers.copies.storage, prompt.block_size
+        match = index.match(prompt)
+        partial, is_on_device = match.partial, False
+        if partial is not None:  # looked at before the wait, after which it may be gone
+            [state] = index.states(Tier.DEVICE, partial.node, partial.block, partial.block + 1)
+            is_on_device = state is CopyState.READY
+        stored: int | None = 0
+        if storage is not None:
+            try:
+                stored = await tokens_beyond(index, storage, prompt, match)
+            except StoreUnavailableError:
+                stored = None
+        device = (match.device_blocks + match.loading_blocks) * size
+        host = match.host_blocks * size
+        if partial is not None and not stored:  # else storage has more of that block
+            if is_on_device:
+                device += partial.num_tokens
+            else:
+                host += partial.num_tokens
+        return Lookup(prompt.num_tokens, device, host, stored)
 
-    def explain(self, prompt: Prompt, *, names_fields: bool = False) -> Explanation:
+    def explain(
+        self, prompt: Prompt, *, names_fields: bool = False, stored: range | None = None
+    ) -> Explanation:
         """Which block of `prompt` is where on this node, what is missing first, and why.
 
         names_fields: say in which fields a fingerprint differs under which it is cached. Only for
-        an operator: it tells one tenant about another.
+        an operator: it tells one tenant about another. stored: blocks that storage has beyond the
+        local match, if it was asked.
         """
-        return explain_now(self._parts, prompt, self._fingerprints if names_fields else None)
+        match, fetcher = self.index.match(prompt), self.fetcher
+        at, keys = match.num_blocks, list[StoredKey]()
+        if fetcher.num_in_flight:
+            keys = self.tiers.copies.prompt_keys(prompt)[at : at + 1]
+        computing = self.scheduler.computing.find(match, prompt, prompt.num_blocks)
+        return explain(
+            self.index,
+            prompt,
+            match,
+            self.tiers.eviction.history,
+            fetching=any(fetcher.is_fetching(key, at) for key in keys),
+            computing=computing is not None,
+            fingerprints=self._fingerprints if names_fields else None,
+            stored=stored,
+            now=asyncio.get_running_loop().time(),
+        )
 
     async def explain_with_storage(
         self, prompt: Prompt, *, deadline_s: float, names_fields: bool = False
     ) -> Explanation:
         """`explain`, and what storage has beyond that; without that part if it does not answer
         within `deadline_s` seconds."""
-        stored = await stored_blocks(self._parts, prompt, deadline_s)
-        known = self._fingerprints if names_fields else None
-        return explain_now(self._parts, prompt, known, stored)
+        storage, match, stored = self.tiers.copies.storage, self.index.match(prompt), None
+        if storage is not None:
+            with suppress(StoreUnavailableError, TimeoutError):
+                async with asyncio.timeout(deadline_s):
+                    count = await count_stored(storage, keys_beyond(self.index, prompt, match))
+                    stored = range(match.num_blocks, match.num_blocks + count)
+        return self.explain(prompt, names_fields=names_fields, stored=stored)
 
     @property
     def events(self) -> CacheEvents:
@@ -654,65 +737,3 @@ class Service:
         """Recount leases, slots, states and orphans; what is wrong, in words, [] if nothing is.
         num_leases: that the caller holds."""
         return self._parts.verify(num_leases)
-
-
-async def look_up(parts: Parts, prompt: Prompt) -> Lookup:
-    """See Service.lookup."""
-    match, size = parts.index.match(prompt), prompt.block_size
-    partial = match.partial
-    is_on_device = False
-    if partial is not None:  # looked at before the wait, after which it may be gone
-        [state] = parts.index.states(Tier.DEVICE, partial.node, partial.block, partial.block + 1)
-        is_on_device = state is CopyState.READY
-    storage, stored = parts.tiers.copies.storage, 0
-    is_known = True
-    if storage is not None:
-        try:
-            stored = await tokens_beyond(parts.index, storage, prompt, match)
-        except StoreUnavailableError:
-            is_known = False
-    device = (match.device_blocks + match.loading_blocks) * size
-    host = match.host_blocks * size
-    if partial is not None and not stored:  # else storage has more of that block
-        if is_on_device:
-            device += partial.num_tokens
-        else:
-            host += partial.num_tokens
-    return Lookup(prompt.num_tokens, device, host, stored if is_known else None)
-
-
-async def stored_blocks(parts: Parts, prompt: Prompt, deadline_s: float) -> range | None:
-    """Which blocks storage has beyond the local match; None if it does not say so in time."""
-    storage, match = parts.tiers.copies.storage, parts.index.match(prompt)
-    if storage is not None:
-        with suppress(StoreUnavailableError, TimeoutError):
-            async with asyncio.timeout(deadline_s):
-                stored, _ = await stored_beyond(parts.index, storage, prompt, match)
-                return range(match.num_blocks, match.num_blocks + stored)
-    return None
-
-
-def explain_now(
-    parts: Parts,
-    prompt: Prompt,
-    fingerprints: Mapping[str, Fingerprint] | None,
-    stored: range | None = None,
-) -> Explanation:
-    """See Service.explain. fingerprints: those of which the caller may hear. stored: blocks that
-    storage has, if it was asked."""
-    index, fetcher, computing = parts.index, parts.fetcher, parts.scheduler.computing
-    match = index.match(prompt)
-    at, keys = match.num_blocks, []
-    if fetcher.num_in_flight:
-        keys = parts.tiers.copies.prompt_keys(prompt)[at : at + 1]
-    return explain(
-        index,
-        prompt,
-        match,
-        parts.tiers.eviction.history,
-        fetching=any(fetcher.is_fetching(key, at) for key in keys),
-        computing=computing.find(match, prompt, prompt.num_blocks) is not None,
-        fingerprints=fingerprints,
-        stored=stored,
-        now=asyncio.get_running_loop().time(),
-    )
