@@ -71,15 +71,14 @@ class DirectAsk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DirectAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks that lie where it says until the next question, the connection's end, or `held_s`
-    seconds later.
+    """Blocks that lie where it says until the next question, the connection's end, or the end of
+    the producer's patience.
 
     blocks: which are in the host tier. addresses: of their bytes, in the producer's memory.
-    headers: of the stored format, each made from the bytes as they lie there.
-    planes: the producer's device, if that was asked for and the claimer may have it. block_ids:
-    there, of the blocks from the question's first on.
-    was_held: until this answer, without a break, what the last one on this connection named was
-    held, and the device had not failed.
+    headers: of the stored format, each made from the bytes as they lie there. planes: the
+    producer's device, if that was asked for and the claimer may have it. block_ids: there, of the
+    blocks from the question's first on. was_held: until this answer, without a break, what the last
+    one on this connection named was held, and the device had not failed.
     """
 
     blocks: tuple[int, ...] = ()
@@ -87,7 +86,6 @@ class DirectAnswer(msgspec.Struct, frozen=True, kw_only=True):
     headers: tuple[bytes, ...] = ()
     planes: SharedPlanes | None = None
     block_ids: tuple[int, ...] = ()
-    held_s: float = 0.0
     was_held: bool = False
 
     def __post_init__(self) -> None:

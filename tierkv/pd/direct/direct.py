@@ -59,28 +59,61 @@ _FIRST_WORD_S = 2.0
 _SEND_S = 5.0
 
 
+_PLAIN = PlainCodec()
+
+
+@dataclass(slots=True)
+class ShownBlocks:
+    """What the last answer on one connection names. uid: who is at its other end, None if that is
+    not known."""
+
+    uid: int | None
+    leases: list[Lease] = field(default_factory=list)
+
+
 class DirectServer:
-    """The prefill node's side: tells claimers where the blocks of its tickets lie, on a TCP port
-    and, for this machine, a Unix socket, both opened at the first offer.
+    """The prefill node's side: tells claimers in which host slots or device blocks a prompt lies,
+    on a TCP port and, for this machine, a Unix socket, both opened at the first offer.
 
     What an answer holds is let go with the claimer's connection, whoever ends it, or when nothing
-    more was asked for `held_s` seconds. port: 0 takes a free one.
+    more was asked for `held_s` seconds.
     """
 
-    def __init__(self, answers: Answers, *, host: str, port: int, held_s: float) -> None:
-        self._answers = answers
-        self._where = (host, port)
+    def __init__(  # noqa: PLR0913 - what it shows, to whom, and where
+        self,
+        tiers: Tiers,
+        slices: Slices,
+        slots: HostSlots,
+        *,
+        where: tuple[str, int],
+        machine: str,
+        planes: ShownPlanes | None,
+        held_s: float,
+        on_blocks: Callable[[int], None],
+    ) -> None:
+        """where: host and port; port 0 takes a free one. planes: this node's, None if it shows
+        none. on_blocks: called with the number of blocks that a claimer was told of."""
+        self._tiers = tiers
+        self._slices = slices
+        self._slots = slots
+        self._where = where
+        self._machine = machine
+        self._planes = planes
         self._held_s = held_s
+        self._on_blocks = on_blocks
+        self._threads = WorkerThreads("direct hand-off", 1)
         self._secret = os.urandom(32)
+        self._prompts: dict[str, Prompt] = {}  # by the name of their offer
         self._listener: socket.socket | None = None
         self._near: socket.socket | None = None  # the same for processes of this machine
         self._wanted = asyncio.Event()
         self._claimers: set[asyncio.Task[None]] = set()
+        self.num_leases = 0  # for claimers, right now
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Leaving ends every connection and what it holds."""
-        async with self._answers.running():
+        async with self._threads.running():
             try:
                 async with task_group() as group:
                     serving = group.create_task(self._serve(group), name="tierkv-direct")
@@ -88,33 +121,28 @@ class DirectServer:
                         yield
                     finally:
                         serving.cancel()
-                        self._answers.prompts.clear()
+                        self._prompts.clear()
             finally:
                 for one in (self._listener, self._near):
                     if one is not None:  # after the server, which counts on it
                         one.close()
 
-    @property
-    def num_leases(self) -> int:
-        """ShownBlocks for claimers, right now."""
-        return self._answers.num_leases
-
     def offer(self, offer: str, prompt: Prompt) -> DirectAddress:
         """Tell who has this address where the prompt's blocks are, until `forget`. offer: a name
         that no other prompt has. Raises ConfigError if this node cannot listen."""
         listener = self._listener or self._listen()
-        self._answers.prompts[offer] = prompt
+        self._prompts[offer] = prompt
         host, port = listener.getsockname()[:2]
         secret = secret_of(self._secret, offer)
         name = "" if self._near is None else name_of(self._near)
         return DirectAddress(host=host, port=port, secret=secret, offer=offer, name=name)
 
     def is_offered(self, offer: str) -> bool:
-        return offer in self._answers.prompts
+        return offer in self._prompts
 
     def forget(self, offer: str) -> None:
         """No new answers for it. What is held meanwhile ends with its connection."""
-        self._answers.prompts.pop(offer, None)
+        self._prompts.pop(offer, None)
 
     def _listen(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._where[0] else socket.AF_INET
@@ -163,7 +191,7 @@ class DirectServer:
             while True:
                 async with asyncio.timeout(left_s):
                     ask = await channel.next_ask(self._secret)
-                answer = await self._answers.answer(ask, held)
+                answer = await self._answer(ask, held)
                 async with asyncio.timeout(_SEND_S):
                     await channel.send_answer(answer, secret_of(self._secret, ask.offer))
                 left_s = self._held_s
@@ -172,85 +200,38 @@ class DirectServer:
         except StoreCorruptError as error:
             log.warning("refused to tell a claimer where blocks are: %s", error)
         finally:
-            self._answers.let_go(held)
+            self._let_go(held)
             channel.close()
 
-
-_PLAIN = PlainCodec()
-
-
-@dataclass(slots=True)
-class ShownBlocks:
-    """What the last answer on one connection names. uid: who is at its other end, None if that is
-    not known."""
-
-    uid: int | None
-    leases: list[Lease] = field(default_factory=list)
-
-
-class Answers:
-    """What claimers are told: in which host slots or device blocks a prompt lies.
-
-    prompts: of each offer, by the offer's name. planes: this node's, None if it shows none.
-    on_blocks: called with the number of blocks that a claimer was told of.
-    """
-
-    def __init__(  # noqa: PLR0913 - what it shows, and to whom
-        self,
-        tiers: Tiers,
-        slices: Slices,
-        slots: HostSlots,
-        *,
-        machine: str,
-        planes: ShownPlanes | None,
-        held_s: float,
-        on_blocks: Callable[[int], None],
-    ) -> None:
-        self._tiers = tiers
-        self._slices = slices
-        self._slots = slots
-        self._machine = machine
-        self._planes = planes
-        self._held_s = held_s
-        self._on_blocks = on_blocks
-        self._threads = WorkerThreads("direct hand-off", 1)
-        self.prompts: dict[str, Prompt] = {}
-        self.num_leases = 0
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        async with self._threads.running():
-            yield
-
-    async def answer(self, ask: DirectAsk, held: ShownBlocks) -> DirectAnswer:
-        """What of it is whole, held by a lease that is put into `held` in place of the last."""
-        was_held = bool(held.leases) and self._tiers.mover.device.failure is None
-        self.let_go(held)
-        answer = await self._answer(ask, held)
-        self._on_blocks(len(answer.blocks) + len(answer.block_ids))
-        return msgspec.structs.replace(answer, held_s=self._held_s, was_held=was_held)
-
-    def let_go(self, held: ShownBlocks) -> None:
-        for lease in held.leases:
-            self._tiers.index.release(lease)
-            self.num_leases -= 1
-        if held.leases:
-            held.leases.clear()
-            self._tiers.work.capacity_changed()
+    # What claimers are told
 
     async def _answer(self, ask: DirectAsk, held: ShownBlocks) -> DirectAnswer:
-        prompt = self.prompts.get(ask.offer)
+        """What of it is whole, held by a lease that is put into `held` in place of the last."""
+        was_held = bool(held.leases) and self._tiers.mover.device.failure is None
+        self._let_go(held)
+        prompt = self._prompts.get(ask.offer)
         if prompt is None or not 0 <= ask.first < ask.stop <= ask.first + MAX_BLOCKS:
-            return DirectAnswer()
-        if ask.machine:
-            return await self._on_device(ask, prompt, held)
-        return await self._on_host(ask, prompt, held)
+            answer = DirectAnswer()
+        elif ask.machine:
+            answer = await self._on_device(ask, prompt, held)
+        else:
+            answer = await self._on_host(ask, prompt, held)
+        self._on_blocks(len(answer.blocks) + len(answer.block_ids))
+        return msgspec.structs.replace(answer, was_held=was_held)
 
     def _hold(self, prompt: Prompt, stop: int, held: ShownBlocks) -> Lease:
         index = self._tiers.index
         held.leases.append(index.hold(index.match(prompt).node, stop))
         self.num_leases += 1
         return held.leases[-1]
+
+    def _let_go(self, held: ShownBlocks) -> None:
+        for lease in held.leases:
+            self._tiers.index.release(lease)
+            self.num_leases -= 1
+        if held.leases:
+            held.leases.clear()
+            self._tiers.work.capacity_changed()
 
     async def _on_device(self, ask: DirectAsk, prompt: Prompt, held: ShownBlocks) -> DirectAnswer:
         stop = min(ask.stop, self._tiers.index.match(prompt).device_blocks)
@@ -264,7 +245,7 @@ class Answers:
             planes = await self._threads.run(self._planes.describe)
         except ConfigError as error:
             log.warning("the device's blocks are not shown: %s", error)
-            self.let_go(held)
+            self._let_go(held)
             return DirectAnswer()
         ids = self._tiers.index.slots(Tier.DEVICE, node, ask.first, stop)
         return DirectAnswer(planes=planes, block_ids=tuple(ids.tolist()))
@@ -568,18 +549,16 @@ class Direct:
         )
 
     def _new_server(self, host: str) -> DirectServer:
-        held_s = self._settings.direct_lease_s
-        answers = Answers(
+        return DirectServer(
             self._tiers,
             self._storage.slices,
             self._slots,
+            where=(host or _LOOPBACK, self._settings.direct_port),
             machine=self._machine,
             planes=self._planes,
-            held_s=held_s,
+            held_s=self._settings.direct_lease_s,
             on_blocks=self._count_shown,
         )
-        port = self._settings.direct_port
-        return DirectServer(answers, host=host or _LOOPBACK, port=port, held_s=held_s)
 
     def _count_shown(self, num_blocks: int) -> None:
         self._stats.shown_blocks += num_blocks
