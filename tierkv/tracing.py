@@ -26,7 +26,7 @@ from typing import Any
 
 from tierkv.errors import how_to_install
 
-log = logging.getLogger("tierkv.tracing")
+log = logging.getLogger(__name__)
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PARENT = "traceparent"

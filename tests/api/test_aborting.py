@@ -57,7 +57,7 @@ async def test_ends_repeats_and_leases_are_counted() -> None:
             assert (await on.client.post("/v1/requests", body)).status == 200
         assert await count('tierkv_repeated_requests_total{kind="request"}') == 2
         assert await count("tierkv_open_requests") == 1
-        await until(lambda: on.node.desk.num_open == 0, "the end of its lease")
+        await until(lambda: on.node.sessions.num_open == 0, "the end of its lease")
         assert await count("tierkv_expired_leases_total") == 1
         work = {"prompt": "hello", "max_tokens": 1, "request_id": "w"}
         for _ in range(3):

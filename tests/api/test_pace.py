@@ -139,7 +139,7 @@ async def test_clients_that_ask_and_go_leave_nothing_behind(num_rounds: int) -> 
                 for number, (_, writer) in enumerate(pairs):
                     writer.write(message("/v1/requests?ttl_s=1", b"\7\0\0\0", f"r{number}"))
                 await asyncio.sleep(0)
-        await until(lambda: on.node.desk.num_open == 0, "what was admitted to expire")
+        await until(lambda: on.node.sessions.num_open == 0, "what was admitted to expire")
         await on.settle()
 
 

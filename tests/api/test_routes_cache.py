@@ -290,7 +290,7 @@ async def test_a_published_prompt_is_claimed_whole() -> None:
         assert claimed.body["producer"] == on.node.name
         again = await on.client.post("/v1/claims", body)
         assert again.body == claimed.body
-        assert on.node.desk.num_open == 1
+        assert on.node.sessions.num_open == 1
         await on.client.post("/v1/requests/c/finish", {})
         await on.settle()
 
@@ -374,7 +374,7 @@ async def test_a_request_aborted_while_it_is_published_leaves_nothing() -> None:
 
 
 def _is_publishing(on: Here) -> bool:
-    return bool(on.node.desk.find(("", "r")).open().is_publishing)
+    return bool(on.node.sessions.find(("", "r")).open().is_publishing)
 
 
 async def test_a_claim_that_finds_no_room_until_its_deadline_is_told_to_come_again() -> None:

@@ -66,7 +66,7 @@ async def test_a_client_that_goes_in_the_middle_of_an_admission_leaves_nothing(
                 await until(lambda: service.stats().waiting_requests == 0, "nobody that waits")
                 await on.client.ask("DELETE", f"/v1/requests/all{trial}")
         async with asyncio.timeout(20):
-            while on.node.desk.num_open:  # noqa: ASYNC110 - leases of 0.3 s end by themselves
+            while on.node.sessions.num_open:  # noqa: ASYNC110 - leases of 0.3 s end by themselves
                 await asyncio.sleep(0.01)
         await on.settle()
         assert on.node.num_working == 0

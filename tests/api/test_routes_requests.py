@@ -128,9 +128,9 @@ async def test_a_client_that_goes_while_it_waits_for_loads_leaves_no_request() -
         await bring_to_host(on)
         on.latch.hold(Direction.LOAD)
         waiting = asyncio.ensure_future(admit(on.client, "r", wait="loaded"))
-        await until(lambda: on.node.desk.num_open == 1, "a request that waits for its loads")
+        await until(lambda: on.node.sessions.num_open == 1, "a request that waits for its loads")
         waiting.cancel()
-        await until(lambda: on.node.desk.num_open == 0, "the end of the request")
+        await until(lambda: on.node.sessions.num_open == 0, "the end of the request")
         on.latch.release()
         await on.settle()
 
@@ -142,7 +142,7 @@ async def test_a_prompt_on_the_host_is_loaded_before_the_answer_if_asked_for() -
         answer = await admit(on.client, "polling")
         assert (answer.body["loads"], answer.body["matched"]["host"]) == ("loading", 32)
         waiting = asyncio.ensure_future(admit(on.client, "waiting", wait="loaded"))
-        await until(lambda: on.node.desk.num_open == 2, "a request that waits for its loads")
+        await until(lambda: on.node.sessions.num_open == 2, "a request that waits for its loads")
         assert not waiting.done()
         on.latch.release()
         assert (await waiting).body["loads"] == "loaded"
@@ -288,7 +288,7 @@ async def test_bad_admissions_are_refused(change: Json, status: int) -> None:
         answer = await admit(on.client, **change)
         assert answer.status == status
         assert answer.code
-        assert on.node.desk.num_open == 0
+        assert on.node.sessions.num_open == 0
         await on.settle()
 
 
@@ -308,4 +308,4 @@ async def test_what_an_engine_leaves_behind_does_not_hold_up_the_end_of_the_node
         await admit(on.client)
         await admit(on.client, "preempted")
         await on.client.ask("POST", "/v1/requests/preempted/preempt")
-    assert on.node.desk.num_open == 0
+    assert on.node.sessions.num_open == 0

@@ -87,8 +87,8 @@ async def test_who_waits_is_told_when_the_prompt_will_not_come(end: str) -> None
                 assert (await on.client.ask("DELETE", "/v1/requests/r")).status == 200
         refused = claimed.result()
         assert (refused.status, refused.body["reason"]) == (502, "producer_failed")
-        await until(lambda: on.node.desk.num_open == 0, "its end")
-        assert on.node.desk.num_expired == (end == "expire")
+        await until(lambda: on.node.sessions.num_open == 0, "its end")
+        assert on.node.sessions.num_expired == (end == "expire")
         await on.settle()
 
 

@@ -144,27 +144,27 @@ def test_a_measured_rate_changes_the_choice() -> None:
 def test_a_node_that_fails_is_left_alone_longer_each_time() -> None:
     one, now, waits = node(), 0.0, []
     for _ in range(6):
-        one.has_failed(now)
+        one.note_failure(now)
         start = now
         while one.state(now) is NodeState.EJECTED:
             now += 0.5
         waits.append(now - start)
     assert waits == [1, 2, 4, 8, 8, 8]
-    one.has_worked()
-    one.has_failed(now)
+    one.note_success()
+    one.note_failure(now)
     assert one.state(now + 1) is NodeState.READY
 
 
 def test_failures_at_the_same_time_are_one_death() -> None:
     one = node()
     for _ in range(10):
-        one.has_failed(0.0)
+        one.note_failure(0.0)
     assert one.state(1.0) is NodeState.READY
 
 
 def test_a_good_probe_ends_the_ejection_and_begins_a_new_life() -> None:
     one = node()
-    one.has_failed(0.0)
+    one.note_failure(0.0)
     assert (one.state(0.5), one.lives) == (NodeState.EJECTED, 0)
     one.says_ready()
     assert (one.state(0.5), one.lives) == (NodeState.READY, 1)
@@ -172,7 +172,7 @@ def test_a_good_probe_ends_the_ejection_and_begins_a_new_life() -> None:
 
 def test_those_that_failed_are_tried_when_nobody_else_is_left_and_draining_ones_never() -> None:
     ready, failed, draining = node("a"), node("b"), node("c")
-    failed.has_failed(0.0)
+    failed.note_failure(0.0)
     draining.says_unready()
     everybody = [ready, failed, draining]
     assert usable(everybody, 0.1) == [ready]

@@ -24,7 +24,7 @@ async def test_only_a_store_that_is_late_is_warned_of(
     is_told: bool,
 ) -> None:
     monkeypatch.setattr(fetch, "LEAVE_S", 20.0)  # this store leaves as soon as it is told to
-    caplog.set_level(logging.DEBUG, "tierkv.fetcher")
+    caplog.set_level(logging.DEBUG, "tierkv.sched.fetch")
     async with world(
         with_store=True,
         storage_write=WritePolicy.WRITE_THROUGH,

@@ -50,7 +50,7 @@ from tierkv.storage.factory import StorageSettings, StoreSettings
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.pool_host import HostKVCache
 
-log = logging.getLogger("tierkv.adapters.sglang")
+log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _Ints = npt.NDArray[np.int64]

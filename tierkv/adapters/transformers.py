@@ -61,7 +61,7 @@ from tierkv.ranks.worker_planes import WorkerPlanes
 from tierkv.sched.settings import CacheSettings
 from tierkv.storage.factory import StoreSettings, open_store
 
-log = logging.getLogger("tierkv.adapters.transformers")
+log = logging.getLogger(__name__)
 
 Planes = Sequence[npt.NDArray[np.uint8]]
 Ids = npt.NDArray[np.int32]

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TierKVConnector", "TierKVTier"]
 
-log = logging.getLogger("tierkv.adapters.vllm")
+log = logging.getLogger(__name__)
 
 
 class TierKVTier(SecondaryTierManager):

@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-log = logging.getLogger("tierkv.adapters.vllm")
+log = logging.getLogger(__name__)
 
 # Saves are begun in every fourth step: the first of a step takes some 80 us of the scheduler's
 # thread, whose caches the model has emptied since, and each further one 30.

@@ -103,9 +103,9 @@ class Node:
             lambda: ShuttingDownError(
                 f"this node {self._why_ends('was stopped')} before the request was done"
             ),
-            lambda: self.desk.num_open,
+            lambda: self.sessions.num_open,
         )
-        self.desk = Sessions(self.service, self._working.changed)
+        self.sessions = Sessions(self.service, self._working.changed)
         self.prefetches = PromptMovements(self.service, "prefetch", prefetching(self.service))
         self.backups = PromptMovements(self.service, "backup", backing_up(self.service))
         self.pins = PinBook(self.service, lambda: asyncio.get_running_loop().time())
@@ -158,7 +158,7 @@ class Node:
             async with (
                 self.service.running(),
                 self._engines(),
-                self.desk.running(),
+                self.sessions.running(),
                 self.prefetches.running(),
                 self.backups.running(),
                 self.feed.running(),
@@ -366,7 +366,7 @@ class Routes:
         """Raises UnknownIdError."""
         key = self._key(request)
         request[bodies.REQUEST_ID] = key[1]
-        return self._node.desk.find(key)
+        return self._node.sessions.find(key)
 
     def _prompt(self, request: web.BaseRequest, body: PromptBody) -> Prompt:
         """In the space of the caller's tenant and adapter. Raises FieldError or BadRequestError."""

@@ -56,10 +56,10 @@ class RequestRoutes(Routes):
 
             async def begin(session: Session) -> None:
                 num_tokens = prompt.num_tokens + body.max_new_tokens
-                async with node.desk.room(num_tokens, deadline_s=body.deadline_s):
+                async with node.sessions.room(num_tokens, deadline_s=body.deadline_s):
                     await session.admit()
 
-            held = await node.desk.begin(
+            held = await node.sessions.begin(
                 (tenant, request_id),
                 content_of(body, prompt.tokens),
                 spec,
@@ -83,13 +83,13 @@ class RequestRoutes(Routes):
         async with node.call():
             tenant, request_id = self._key(request)
             bodies.name_request(request, request_id)
-            if not node.desk.has((tenant, request_id)):
+            if not node.sessions.has((tenant, request_id)):
                 # It waits for its blocks, or the engine of this node computes it; that is told.
                 if not node.service.abort(node.request_name(request_id, tenant)):
                     raise UnknownIdError(f"there is no request {request_id!r}")
                 return EndAnswer(request_id=request_id, state=State.ABORTED, computed_tokens=0)
             held = self._held(request)
-            await node.desk.end(held, State.ABORTED)
+            await node.sessions.end(held, State.ABORTED)
         return _end_answer(held)
 
     @Route(
@@ -106,7 +106,7 @@ class RequestRoutes(Routes):
         async with self._node.call():
             held = self._held(request)
             body = await self._read_optional(request, CommitBody)
-            await self._node.desk.commit(held, body.packed(held.running().spec.prompt.tokens))
+            await self._node.sessions.commit(held, body.packed(held.running().spec.prompt.tokens))
         return _answer(request, held)
 
     @Route("POST", f"{_PATH}/extend", Access.WRITE, body=ExtendBody, answer=RequestAnswer)
@@ -116,7 +116,7 @@ class RequestRoutes(Routes):
         async with self._node.call():
             held = self._held(request)
             body = await self._read(request, ExtendBody)
-            await self._node.desk.extend(held, body.num_tokens, deadline_s=body.deadline_s)
+            await self._node.sessions.extend(held, body.num_tokens, deadline_s=body.deadline_s)
         return _answer(request, held)
 
     @Route("POST", f"{_PATH}/preempt", Access.WRITE, answer=RequestAnswer)
@@ -125,7 +125,7 @@ class RequestRoutes(Routes):
         self._node.check_engine()
         async with self._node.call():
             held = self._held(request)
-            await self._node.desk.preempt(held)
+            await self._node.sessions.preempt(held)
         return _answer(request, held)
 
     @Route(
@@ -142,7 +142,7 @@ class RequestRoutes(Routes):
         async with self._node.work():
             held = self._held(request)
             body = await self._read_optional(request, ResumeBody)
-            await self._node.desk.resume(
+            await self._node.sessions.resume(
                 held, max_new_tokens=body.max_new_tokens, deadline_s=body.deadline_s
             )
         return _answer(request, held)
@@ -164,8 +164,10 @@ class RequestRoutes(Routes):
             held = self._held(request)
             body = await self._read_optional(request, CommitBody)
             if not body.is_empty and held.state is not State.FINISHED:
-                await self._node.desk.commit(held, body.packed(held.running().spec.prompt.tokens))
-            await self._node.desk.end(held, State.FINISHED)
+                await self._node.sessions.commit(
+                    held, body.packed(held.running().spec.prompt.tokens)
+                )
+            await self._node.sessions.end(held, State.FINISHED)
         return _end_answer(held)
 
 
@@ -218,7 +220,9 @@ class HandoffRoutes(Routes):
             ticket_id = held.key[1] if body.ticket_id is None else body.ticket_id
             name = self._ticket(request, ticket_id)
             with self._metrics.handing("publish"):
-                published = await node.desk.publish(held, name, body.first_tokens, body.sampling)
+                published = await node.sessions.publish(
+                    held, name, body.first_tokens, body.sampling
+                )
         ticket = published.ticket
         return PublishAnswer(
             request_id=held.key[1],
@@ -249,7 +253,7 @@ class HandoffRoutes(Routes):
             ticket_id = held.key[1] if body.ticket_id is None else body.ticket_id
             name = self._ticket(request, ticket_id)
             with self._metrics.handing("publish"):
-                streams = await node.desk.stream(held, name)
+                streams = await node.sessions.stream(held, name)
         return StreamAnswer(request_id=held.key[1], ticket_id=ticket_id, streams=streams)
 
     @Route("POST", "/v1/claims", Access.WRITE, body=ClaimBody, answer=ClaimAnswer)
@@ -274,7 +278,7 @@ class HandoffRoutes(Routes):
                 await session.claim(ticket, body.policy, body.deadline_s, body.sampling)
 
             with self._metrics.handing("claim"):
-                held = await node.desk.begin(
+                held = await node.sessions.begin(
                     (principal_of(request).tenant, request_id),
                     content_of(body, prompt.tokens),
                     spec,

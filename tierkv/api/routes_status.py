@@ -80,7 +80,7 @@ class LifeRoutes(Routes):
             is_asleep=service.is_asleep,
             running_requests=len(service.scheduler.running_requests),
             waiting_requests=service.scheduler.num_waiting,
-            open_requests=self._node.desk.num_open,
+            open_requests=self._node.sessions.num_open,
         )
 
     @Route(

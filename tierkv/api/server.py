@@ -67,7 +67,7 @@ def router_of(node: Node, guard: Guard) -> HttpRouter:
     return HttpRouter(table, guard, fail, metrics.count_answer)
 
 
-log = logging.getLogger("tierkv.server")
+log = logging.getLogger(__name__)
 
 
 def run(

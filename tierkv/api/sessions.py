@@ -160,7 +160,7 @@ class Once(Generic[T]):
             del past[oldest]
 
 
-log = logging.getLogger("tierkv.desk")
+log = logging.getLogger(__name__)
 
 Key = tuple[str, str]  # tenant, request id
 

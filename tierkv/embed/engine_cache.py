@@ -62,7 +62,7 @@ from tierkv.service.kv_events import EventsSection
 from tierkv.storage.protocol import Store
 from tierkv.transfer.tier import StorageOptions
 
-log = logging.getLogger("tierkv.engine")
+log = logging.getLogger(__name__)
 
 _CLOSE_S = 60.0
 _MOST_CALLS = 1 << 20  # all are this cache's own, and what they hold is bounded

@@ -66,7 +66,7 @@ from tierkv.service import Service
 from tierkv.storage.codec import seal, unseal
 from tierkv.tasks import task_group
 
-log = logging.getLogger("tierkv.engines")
+log = logging.getLogger(__name__)
 
 MAGIC = b"TKEH"
 VERSION = 1

@@ -28,7 +28,7 @@ from tierkv.storage.protocol import GetStatus, PutStatus
 from tierkv.tasks import abandonable
 from tierkv.transfer.storage_io import StorageIO
 
-log = logging.getLogger("tierkv.engine")
+log = logging.getLogger(__name__)
 
 _AT_ONCE = 32  # blocks that one exchange with the store moves, as elsewhere
 _FEWEST_ASKED = 64  # blocks that storage is asked for at once, at least; each time so many times

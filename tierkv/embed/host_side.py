@@ -52,7 +52,7 @@ from tierkv.service import Service
 from tierkv.tasks import abandonable, background, both
 from tierkv.transfer.storage_io import StorageIO
 
-log = logging.getLogger("tierkv.engine")
+log = logging.getLogger(__name__)
 
 _CLOSING_S = 5.0  # what was saved last is stored in that time, or not at all
 _NO_SLOTS: Ids = np.zeros(0, np.int32)

@@ -56,7 +56,7 @@ class EmbedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         none_negative("embed", self, "grace_s")
 
 
-log = logging.getLogger("tierkv.embed")
+log = logging.getLogger(__name__)
 
 _LOOK_AT_DEVICE_S = 0.05  # a device that is lost has no way to call
 _UNWIND_S = 2.0  # a service that failed may wait for a copy; who asked it hears of it before that

@@ -175,10 +175,10 @@ class NodeCalls:
         try:
             async with aclosing(self._events(node, path, job, body)) as events:
                 async for event in events:
-                    node.has_worked()
+                    node.note_success()
                     yield event
         except NodeFailedError:
-            node.has_failed(now())
+            node.note_failure(now())
             raise
 
     async def _events(
@@ -276,7 +276,7 @@ async def _read_to_the_end(events: Events) -> None:
                 pass
 
 
-log = logging.getLogger("tierkv.gateway")
+log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
@@ -330,10 +330,10 @@ class _Probe:
             if self._calls.late_s > late_before_s and self._excused < _EXCUSES:
                 self._excused += 1
                 return  # the fault may be ours; it is asked again soon
-            node.has_failed(now())
+            node.note_failure(now())
             self._unanswered += 1
             if self._unanswered >= self._settings.gone_after_probes:
-                node.is_gone(now(), silent_s=self._settings.probe_timeout_s)
+                node.cut_off_waits(now(), silent_s=self._settings.probe_timeout_s)
         self._tell(node.state(now()))
 
     def _tell(self, state: NodeState) -> None:

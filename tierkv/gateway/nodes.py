@@ -68,7 +68,7 @@ class BackendNode:
             case NodeState.READY:
                 return self._trouble
 
-    def has_failed(self, now: float) -> None:
+    def note_failure(self, now: float) -> None:
         """Give it no work for a while, twice as long for each failure in a row."""
         self.num_failures += 1
         self._is_ready = True  # what it said before counts no more
@@ -78,7 +78,7 @@ class BackendNode:
             doublings = min(self.num_failures - 1, 16)
             self._ejected_until = now + min(self._settings.eject_s * 2**doublings, longest)
 
-    def has_worked(self) -> None:
+    def note_success(self) -> None:
         self.num_failures = 0
         self._ejected_until = 0.0
 
@@ -102,7 +102,7 @@ class BackendNode:
     @asynccontextmanager
     async def within(self, seconds: float) -> AsyncIterator[None]:
         """Raises TimeoutError if the body takes longer, delays of the gateway's own loop not
-        counted, or when `is_gone` cuts it off."""
+        counted, or when `cut_off_waits` cuts it off."""
         async with patient_timeout(self._beat, seconds) as scope:
             self._waits[scope] = asyncio.get_running_loop().time()
             try:
@@ -110,7 +110,7 @@ class BackendNode:
             finally:
                 del self._waits[scope]
 
-    def is_gone(self, now: float, *, silent_s: float) -> None:
+    def cut_off_waits(self, now: float, *, silent_s: float) -> None:
         """Cut off waits for it that have lasted `silent_s`: a machine that is gone does not close
         its connections."""
         for scope, since in self._waits.items():

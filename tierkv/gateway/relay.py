@@ -159,7 +159,7 @@ class PromptAnswer:
         return "".join(text)
 
 
-log = logging.getLogger("tierkv.gateway")
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -257,7 +257,7 @@ class Delivery:
         return offset + len(tokens)
 
     def _blame(self, node: BackendNode, what: str) -> NodeFailedError:
-        node.has_failed(self.now())
+        node.note_failure(self.now())
         return NodeFailedError(f"{node.url} {what}")
 
     def note(self, node: BackendNode, error: AttemptError) -> None:

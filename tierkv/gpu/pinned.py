@@ -19,7 +19,7 @@ from tierkv.gpu.cuda import Gpu
 from tierkv.gpu.driver import DriverError, load_driver
 from tierkv.gpu.protocol import Ids
 
-log = logging.getLogger("tierkv.gpu")
+log = logging.getLogger(__name__)
 
 _PAGE = mmap.PAGESIZE  # 64 KiB on some machines
 _MAP_HUGETLB = 0x40000 | 21 << 26  # pages of 2 MiB, whatever size is the machine's default

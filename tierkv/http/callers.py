@@ -310,7 +310,7 @@ def as_given(sentence: str) -> str:
     return _IN_WORDS.sub("'", sentence)
 
 
-log = logging.getLogger("tierkv.auth")
+log = logging.getLogger(__name__)
 
 PRINCIPAL = web.RequestKey("principal", Principal)
 

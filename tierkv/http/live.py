@@ -36,7 +36,7 @@ from tierkv.http.callers import Access
 from tierkv.http.route import Route, in_path
 from tierkv.tasks import background
 
-log = logging.getLogger("tierkv.live")
+log = logging.getLogger(__name__)
 
 EVERY_S = 0.5
 MOST_SAMPLES = 1200  # ten minutes, some 0.5 MB

@@ -63,7 +63,7 @@ class AnswerError(TierKVError):
     title: str
 
 
-log = logging.getLogger("tierkv.api")
+log = logging.getLogger(__name__)
 
 PROBLEM_JSON = "application/problem+json"
 _RETRY_AFTER_S = 1

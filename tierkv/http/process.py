@@ -151,7 +151,7 @@ async def _collect() -> None:
             gc.collect(generation)
 
 
-log = logging.getLogger("tierkv.server")
+log = logging.getLogger(__name__)
 
 
 class CallUnderWay:

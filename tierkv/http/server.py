@@ -159,7 +159,7 @@ def make_room_for(connections: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-_tls_log = logging.getLogger("tierkv.tls")
+log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
@@ -180,7 +180,7 @@ async def server_tls(settings: TlsSection) -> AsyncIterator[ssl.SSLContext | Non
 
     async def reload() -> None:
         await asyncio.to_thread(_load, context, settings)
-        _tls_log.info("the certificate of %s is in use", settings.cert)
+        log.info("the certificate of %s is in use", settings.cert)
 
     files = [Path(name) for name in (settings.cert, settings.key, settings.client_ca) if name]
     async with watching(files, reload, every_s=settings.reload_s):
@@ -205,8 +205,6 @@ def _load(context: ssl.SSLContext, settings: TlsSection) -> None:
                     f"tls.client_ca {settings.client_ca} cannot be used: {error}"
                 ) from error
 
-
-log = logging.getLogger("tierkv.http")
 
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 

@@ -367,7 +367,7 @@ def _blocks_of(hint: object) -> int | None:
     return None
 
 
-log = logging.getLogger("tierkv.handoff")
+log = logging.getLogger(__name__)
 
 # Whoever would rather compute than wait gives up a store that has said nothing for so long, or that
 # is gone: one that is left alone is asked each second whether it is back.
@@ -403,7 +403,7 @@ class Claims:
         tickets: Tickets,
         scheduler: Scheduler,
         fetcher: Fetcher,
-        arriving: Arrivals,
+        arrivals: Arrivals,
         *,
         source: PeerSource,
         portions: Portions,
@@ -413,7 +413,7 @@ class Claims:
         self._tickets = tickets
         self._scheduler = scheduler
         self._fetcher = fetcher
-        self._arriving = arriving
+        self._arrivals = arrivals
         self._source = source
         self._portions = portions
         self._fetch_deadline_s = fetch_deadline_s
@@ -434,7 +434,7 @@ class Claims:
         give_up_at = asyncio.get_running_loop().time() + deadline_s
         ticket: Ticket | None = None
         ticket_at = 0.0
-        async with self._arriving.wait(spec) as arrival:
+        async with self._arrivals.wait(spec) as arrival:
             if policy is ClaimPolicy.RECOMPUTE_ALL:
                 alone = msgspec.structs.replace(spec, needs_logits=True, uses_cache=False)
                 request = await self._scheduler.admit(alone)

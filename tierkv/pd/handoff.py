@@ -134,7 +134,7 @@ class Staging:
             self._waiting.popleft()
 
 
-log = logging.getLogger("tierkv.handoff")
+log = logging.getLogger(__name__)
 
 
 class PublishWait(Enum):

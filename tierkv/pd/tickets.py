@@ -204,7 +204,7 @@ class SmallValues:
         return outcome.status is PutStatus.STORED
 
 
-log = logging.getLogger("tierkv.handoff")
+log = logging.getLogger(__name__)
 
 _BEATS_PER_LEASE = 3
 _MAX_LEASE_BYTES = 64

@@ -21,7 +21,7 @@ from tierkv.ranks.link import (
 )
 from tierkv.ranks.memory import SharedSlots, join
 
-log = logging.getLogger("tierkv.worker")
+log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 _COPY_DEADLINE_S = 600.0

@@ -50,7 +50,7 @@ from tierkv.ranks.link import (
 )
 from tierkv.ranks.memory import SharedSlots, digest_of, join, pieces, side_by_side
 
-log = logging.getLogger("tierkv.ranks")
+log = logging.getLogger(__name__)
 
 _ASK_AGAIN_S = 0.05  # a worker that waits for the scheduler's side
 _ANSWER_S = 5.0  # between a connection and the hello, and between that and the memory

@@ -58,7 +58,7 @@ from tierkv.ranks.link import (
 )
 from tierkv.ranks.memory import pieces, shared_slots, side_by_side
 
-log = logging.getLogger("tierkv.workers")
+log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _HELLO_S = 2.0  # a worker says it as soon as it has connected; who says nothing keeps no other out

@@ -174,7 +174,7 @@ class ModelRun:
         )
 
 
-log = logging.getLogger("tierkv.engine")
+log = logging.getLogger(__name__)
 
 _COMMIT_EVERY_TOKENS = 64  # generated ones; a commit costs far less than a step of the model
 

@@ -98,7 +98,7 @@ PIECE_BYTES = 8 << 20  # or more of small ones, if a copy to the host: 0.15 ms o
 LEAVING_PATIENCE_S = 1.0  # how long a host that shrinks waits for a store to take such a group
 _SHARE_BEING_STORED = 4  # one of so many host slots, see Tiers
 _MOST_TO_STORE = 4096  # groups that wait for the store; what comes then is not stored this time
-log = logging.getLogger("tierkv.tiers")
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)

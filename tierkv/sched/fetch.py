@@ -280,7 +280,7 @@ def _ending_in(prompt: Prompt, num_blocks: int, tail: Tail) -> Prompt:
     return Prompt(tokens, prompt.block_size, extras, prompt.space)
 
 
-log = logging.getLogger("tierkv.fetcher")
+log = logging.getLogger(__name__)
 
 _FATES = {GetStatus.DAMAGED: Fate.DAMAGED, GetStatus.FAILED: Fate.FAILED}
 # How long a store that was told to stop may take to leave the buffers before the request goes on

@@ -17,7 +17,7 @@ from tierkv.errors import ShuttingDownError
 from tierkv.sched.worth import Allowance
 from tierkv.tasks import task_group
 
-log = logging.getLogger("tierkv.tiers")
+log = logging.getLogger(__name__)
 STORE_PATIENCE_S = 0.25  # how long who needs room waits for a store to be done with blocks
 CLOSING_PATIENCE_S = 5.0  # how often closing says what it still waits for
 

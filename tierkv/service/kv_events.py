@@ -30,7 +30,7 @@ from tierkv.errors import ConfigError, how_to_install
 from tierkv.sched.events import CacheEvent, CacheEvents, ExternalId, Happening
 from tierkv.tasks import background
 
-log = logging.getLogger("tierkv.events")
+log = logging.getLogger(__name__)
 
 _ENDPOINT = re.compile(r"tcp://(?P<host>\*|\[[0-9a-fA-F:.]+\]|[\w.-]+):\d{1,5}|ipc://.+")
 

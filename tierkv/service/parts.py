@@ -211,11 +211,11 @@ class Parts:
             take=self.scheduler.take_device,
         )
         self.fetcher = Fetcher(self.tiers, storage.io, self.estimator, source=direct.offers)
-        self.arriving = Arrivals()
+        self.arrivals = Arrivals()
         self.tenants = Tenants(
             self.tiers,
             made_of.fingerprints,
-            lambda name: self.scheduler.is_used_by(name) or self.arriving.is_used_by(name),
+            lambda name: self.scheduler.is_used_by(name) or self.arrivals.is_used_by(name),
             on_close=self.scheduler.forget_turns,
             max_tenants=settings.max_tenants,
             quota=settings.quota(),
@@ -268,7 +268,7 @@ class Parts:
             tickets,
             self.scheduler,
             self.fetcher,
-            self.arriving,
+            self.arrivals,
             source=direct,
             portions=Portions(self.scheduler, storage, staging),
             fetch_deadline_s=made_of.settings.fetch_deadline_s,

@@ -42,7 +42,7 @@ from tierkv.tasks import failures_told_to, task_group
 from tierkv.transfer.storage_io import StorageIO
 from tierkv.transfer.tier import StorageOptions, StorageTier, StoreState
 
-handoff_log = logging.getLogger("tierkv.handoff")
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -117,11 +117,9 @@ async def _outcome(work: Coroutine[None, None, Published]) -> Published | TierKV
     try:
         return await work
     except TierKVError as error:
-        handoff_log.warning("a prompt was not published: %s", error)
+        log.warning("a prompt was not published: %s", error)
         return error
 
-
-log = logging.getLogger("tierkv.service")
 
 _ASLEEP = "sleep"  # a pause of its own: who has paused the node finds it paused after the wake
 # A hand-off waits for 8 answers of its store one after the other, and in line with others for more:
@@ -249,7 +247,7 @@ class Service:
         self.mover, self.index, self.tiers = parts.mover, parts.index, parts.tiers
         self.scheduler, self.fetcher = parts.scheduler, parts.fetcher
         self.estimator, self.tenants = parts.estimator, parts.tenants
-        self._arriving = parts.arriving
+        self._arrivals = parts.arrivals
 
     @property
     def planes(self) -> Planes:
@@ -268,7 +266,7 @@ class Service:
     def drain(self) -> None:
         """Take no new requests; `running()` then ends once the running ones have."""
         self.is_draining = True
-        self._parts.arriving.drain()
+        self._parts.arrivals.drain()
         self.scheduler.drain()
 
     # Storage
@@ -501,7 +499,7 @@ class Service:
     async def fetched(self, spec: RequestSpec) -> Fetched:
         """What storage has of a prompt that the tiers lack, on the host; `admit` releases it."""
         self.scheduler.check(spec)
-        async with self._arriving.wait(spec) as arrival:
+        async with self._arrivals.wait(spec) as arrival:
             fetched = await self.fetcher.fetch(
                 spec.prompt,
                 deadline_s=self.settings.fetch_deadline_s,
@@ -540,7 +538,7 @@ class Service:
 
     def abort(self, request_id: str) -> bool:
         """Nobody wants this request any more; whether there was one. See Scheduler.abort."""
-        return self._arriving.abort(request_id) or self.scheduler.abort(request_id)
+        return self._arrivals.abort(request_id) or self.scheduler.abort(request_id)
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """The engine took so long to compute so many prompt tokens. From these the node learns

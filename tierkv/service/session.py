@@ -37,7 +37,7 @@ from tierkv.pd.tickets import ClaimProblem, Ticket
 from tierkv.sched.request import Matched, Request, RequestSpec, RequestState
 from tierkv.service.service import Publishing, Service
 
-log = logging.getLogger("tierkv.session")
+log = logging.getLogger(__name__)
 
 
 class Session:

@@ -307,7 +307,7 @@ def _identity(parent: bytes) -> ValueIdentity:
     return ValueIdentity(bytes(LAYOUT_DIGEST_BYTES), parent, _NOT_A_BLOCK)
 
 
-log = logging.getLogger("tierkv.storage")
+log = logging.getLogger(__name__)
 _MAX_FOUND = 65_536
 _FAR_S = 0.1  # a question that took longer goes together with the one that may follow it
 _MAX_COPIES = 4  # of one value that are read, as long as they are damaged

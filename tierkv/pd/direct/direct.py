@@ -52,7 +52,7 @@ from tierkv.storage.codec import Codec, PlainCodec
 from tierkv.tasks import task_group
 from tierkv.transfer.storage_io import Slices, StorageIO
 
-log = logging.getLogger("tierkv.handoff")
+log = logging.getLogger(__name__)
 
 _MAX_CLAIMERS = 256
 _FIRST_WORD_S = 2.0

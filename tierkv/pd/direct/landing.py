@@ -27,7 +27,7 @@ from tierkv.sched.tiers import Tiers
 from tierkv.storage.base import WorkerThreads
 from tierkv.tasks import background
 
-log = logging.getLogger("tierkv.handoff")
+log = logging.getLogger(__name__)
 
 CLOSE_UNUSED_S = 10.0
 _ROOM_S = 2.0

@@ -185,7 +185,7 @@ def _only_to(host: str) -> bytes:
     return b"".join(_INSTRUCTION.pack(*one) for one in program)
 
 
-log = logging.getLogger("tierkv.handoff")
+log = logging.getLogger(__name__)
 
 _HIT = GetOutcome(GetStatus.HIT, is_direct=True)
 _ABSENT = GetOutcome(GetStatus.MISS)
