@@ -368,7 +368,7 @@ class Guard:
 
     def admit(self, request: web.BaseRequest, needed: Access) -> None:
         """Set `request[PRINCIPAL]`. Raises UnauthenticatedError or ForbiddenError."""
-        if needed is Access.PUBLIC:
+        if self._file is None or needed is Access.PUBLIC:
             request[PRINCIPAL] = ANYONE if self._file is None else NOBODY
             return
         caller = self.principal_of(request)
