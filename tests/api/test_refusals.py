@@ -22,7 +22,7 @@ from tierkv.cache.keys import Prompt
 from tierkv.errors import BadRequestError, HandoffError
 from tierkv.http.bodies import JSON, MSGPACK, OCTETS, REQUEST_ID, decode
 from tierkv.http.callers import RoleName
-from tierkv.http.problems import ERRORS, HTTP_CODES, PROBLEMS, headers_of, problem_of
+from tierkv.http.problems import ERRORS, HTTP_CODES, PROBLEMS, problem_headers, problem_of
 from tierkv.pd.tickets import ClaimProblem
 
 HUGE = "9" * 5000
@@ -144,7 +144,7 @@ def test_only_what_a_producer_or_a_store_failed_at_is_a_bad_gateway(problem: Cla
     assert (found.status, found.code) == (others.get(problem.value, 502), "handoff_failed")
     assert found.reason == problem.value
     if found.status == 503:
-        assert "Retry-After" in headers_of(HandoffError(problem.value, "why"), found)
+        assert "Retry-After" in problem_headers(HandoffError(problem.value, "why"), found)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -17,9 +18,14 @@ from tierkv.gateway.settings import GatewaySettings
 from tierkv.http.process import log_to_stderr
 
 _Decorator = Callable[[Any], Any]
-F = TypeVar("F")
 
-_WHO_MAY_CALL: tuple[_Decorator, ...] = (
+
+def _all_of(*options: _Decorator) -> _Decorator:
+    # Reversed, as the help lists them in the order in which decorators stand.
+    return lambda command: reduce(lambda inner, option: option(inner), reversed(options), command)
+
+
+_who_may_call = _all_of(
     click.option(
         "--auth",
         "auth_file",
@@ -34,7 +40,7 @@ _WHO_MAY_CALL: tuple[_Decorator, ...] = (
         help="Clients must bring a certificate that one of these signed (mutual TLS).",
     ),
 )
-_LAST: tuple[_Decorator, ...] = (
+_insecure_and_log_level = _all_of(
     click.option(
         "--insecure",
         is_flag=True,
@@ -74,7 +80,7 @@ def _settings_in(
 
 def _address(port: int) -> _Decorator:
     """--host and --port, whose default is `port`."""
-    host_and_port = (
+    return _all_of(
         click.option("--host", help="The address to listen on.  [default: 127.0.0.1]"),
         click.option(
             "--port",
@@ -82,22 +88,6 @@ def _address(port: int) -> _Decorator:
             help=f"The port to listen on; 0 takes a free one.  [default: {port}]",
         ),
     )
-    return lambda command: _with(command, host_and_port)
-
-
-def _who_may_call(command: F) -> F:
-    """--auth, --tls-cert, --tls-key, --client-ca."""
-    return _with(command, _WHO_MAY_CALL)
-
-
-def _insecure_and_log_level(command: F) -> F:
-    return _with(command, _LAST)
-
-
-def _with(command: F, options: Sequence[_Decorator]) -> F:
-    for option in reversed(options):  # the help lists them in the order given
-        command = option(command)
-    return command
 
 
 @click.command()

@@ -215,13 +215,15 @@ def log_if_unexpected(request: web.BaseRequest, error: Exception) -> None:
         log.error("request %s to %s failed", request[REQUEST_ID], path, exc_info=error)
 
 
-def headers_of(error: Exception, found: Problem) -> dict[str, str]:
+def problem_headers(error: Exception, found: Problem) -> dict[str, str]:
     headers = {REQUEST_ID_HEADER: found.request_id}
     not_now = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS)
     if found.status in not_now or found.reason in PASSING_REASONS:
         headers["Retry-After"] = str(_RETRY_AFTER_S)
     if isinstance(error, web.HTTPMethodNotAllowed):
         headers[hdrs.ALLOW] = _allowed(error)
+    if (why := _challenge(error, found)) is not None:
+        headers[hdrs.WWW_AUTHENTICATE] = f'Bearer realm="tierkv"{why}'
     return headers
 
 
@@ -229,17 +231,12 @@ def _allowed(error: web.HTTPMethodNotAllowed) -> str:
     return ", ".join(sorted(error.allowed_methods))
 
 
-def _challenge(error: Exception) -> dict[str, str]:
-    """The header that RFC 6750 asks for."""
-    if isinstance(error, UnauthenticatedError):
-        why = ', error="invalid_token"' if error.was_given else ""
-    elif isinstance(error, AnswerError) and error.status == HTTPStatus.UNAUTHORIZED:
-        why = ', error="invalid_token"'
-    elif isinstance(error, ForbiddenError):
-        why = ', error="insufficient_scope"'
-    else:
-        return {}
-    return {hdrs.WWW_AUTHENTICATE: f'Bearer realm="tierkv"{why}'}
+def _challenge(error: Exception, found: Problem) -> str | None:
+    """What RFC 6750 asks the header WWW-Authenticate to say; None if there is to be none."""
+    if found.status == HTTPStatus.UNAUTHORIZED:
+        is_new = isinstance(error, UnauthenticatedError) and not error.was_given
+        return "" if is_new else ', error="invalid_token"'
+    return ', error="insufficient_scope"' if isinstance(error, ForbiddenError) else None
 
 
 def fail(
@@ -252,7 +249,7 @@ def fail(
     if isinstance(error, FRAMING):
         return framing_problem(error.status, request[REQUEST_ID])
     found = told(request, error)
-    return problem_response(found, headers_of(error, found) | _challenge(error))
+    return problem_response(found, problem_headers(error, found))
 
 
 def problem_response(found: Problem, headers: Mapping[str, str]) -> web.Response:
