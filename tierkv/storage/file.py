@@ -90,18 +90,16 @@ _MAX_EVICTIONS = 3
 
 
 class ValueFiles:
-    """Blocking, safe from several threads and beside other processes on the same directory.
+    """Values as files. Blocking, safe from several threads and beside other processes.
+
+    A file holds a value's bytes and nothing else. Its modification time is when the value expires,
+    0 (1970) for never, so that a listing need not open files; a file copied without its times
+    counts as expired. A visible file never changes: it is written elsewhere and renamed, over the
+    old one if there is one. Whoever does that, or removes an expired file, holds the lock of its
+    directory while looking and acting.
 
     syncs: each value is on the disk itself before it is visible, and its directory entry when put
         returns. direct: large values are written past the page cache.
-
-    A file holds a value's bytes and nothing else. Its modification time is when the value expires,
-    0 (1970) for never; so expiry costs no byte, is there the moment the file is, and shows in a
-    listing without opening the file. A file copied without its times counts as expired.
-
-    A visible file never changes. It becomes visible by `rename`, over the old one if there is one.
-    Whoever does that or removes a file because of what it is (there already, or expired) holds the
-    lock of its directory while looking and acting.
     """
 
     def __init__(
@@ -675,11 +673,9 @@ class FileSettings:
 class FileStore(BaseStore):
     """`Store` in files below a directory, which any number of processes may share.
 
-    All file work is done in the store's own threads: some for reads and questions, others for what
-    these shall not wait behind. A cancelled caller is held until the thread that has its buffers is
-    done with them.
-    There is no deadline here: no system call on a file has one, and a read that hangs has its
-    buffers for as long. A directory that somebody removes is made again for the next value.
+    Files are used in threads of the store: some for reads and questions, others for all else. There
+    are no deadlines: a read that hangs has its buffers for as long, and holds a cancelled caller. A
+    directory that somebody removes is made again for the next value.
     """
 
     def __init__(self, root: Path, settings: FileSettings, clock: Clock) -> None:

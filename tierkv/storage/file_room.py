@@ -454,9 +454,8 @@ class Room:
 
     def make_more(self, num_bytes: int, num_evictions: int, remove: Callable[[str], bool]) -> bool:
         """The disk refused what should fit: it is out of inodes, or there is a quota. Evict a
-        share, unless that was done since there were `num_evictions`; whether to try again. Not
-        where no space is to be kept free: there it is full when the system says so. Raises OSError.
-        """
+        share, unless another has since there were `num_evictions`; whether to try again. With
+        min_free_bytes 0 nothing is evicted: the disk is full when it says so. Raises OSError."""
         with self._lock:
             if self._min_free_bytes and num_evictions == self.num_evictions:
                 with locked_directory(str(self._root / WRITERS)):

@@ -95,14 +95,13 @@ class Dialer:
 class ConnectionPool:
     """`num_connections` connections, opened when first needed and again after a failure.
 
-    A connection that fails takes the requests with it that wait for one: the server that is silent
-    for one is silent for all. What one carried that its peer ended is sent once more, over another,
-    and one that is not to be had costs nobody an answer while others work.
+    With a connection whose server is silent all requests fail, those that wait too. What was on one
+    that the peer ended is sent once more, over another. While some connections work, requests wait
+    for them if no new one is to be had.
     """
 
     def __init__(self, dialer: Dialer, *, num_connections: int, max_waiting: int, url: str) -> None:
-        """max_waiting: requests that may wait for a connection, over all callers; one batch more
-        where fewer do, so that no batch is too large."""
+        """max_waiting: requests that may wait when a batch comes; it may be of any size."""
         self._dialer = dialer
         self.num_connections = num_connections
         self._max_retries = min(num_connections, _MAX_RETRIES)
@@ -133,8 +132,8 @@ class ConnectionPool:
         return await finished(self.begin(requests))
 
     def begin(self, requests: Iterable[WireRequest]) -> list[WireRequest]:
-        """Have `requests` carried out; their outcomes tell the rest. The server has the first ones
-        to work on while others are made."""
+        """Have `requests` carried out: see their outcomes. The first ones are sent while the others
+        are made."""
         refusal = None
         if not self._is_open:
             refusal = f"{self._url} is closed"
@@ -203,8 +202,8 @@ class ConnectionPool:
             await idle
 
     def fill(self, wire: Wire) -> None:
-        """Begin on `wire` what it may carry now: a turn of the loop later the server would have had
-        nothing to do meanwhile. what is left is for tasks that are idle."""
+        """Begin on `wire` what it may carry now, as the server would have nothing to do until the
+        next turn of the loop. What is left is for tasks that are idle."""
         while wire.has_room and (request := self._take()) is not None:
             wire.submit(request, since=asyncio.get_running_loop().time())
         wire.send()
@@ -213,8 +212,8 @@ class ConnectionPool:
         self._wake_one()
 
     def _begin_at_once(self) -> None:
-        """Give connections that are open what they may carry now: until their tasks are awake, a
-        turn of the loop later, the server would have nothing to do."""
+        """Give open connections what they may carry now: the server would have nothing to do until
+        their tasks are awake, a turn of the loop later."""
         for wire in list(self._wires):
             while self._may_begin(wire):
                 request = self._take()
@@ -226,7 +225,8 @@ class ConnectionPool:
                     return
 
     def _may_begin(self, wire: Wire) -> bool:
-        """One request on each that is idle, and long writes one behind the other, see above."""
+        """Whether `wire` gets the next request at once: an idle one does, and to a server here
+        a long write goes behind another, see WRITING_BYTES."""
         if not (self._waiting and wire.is_ready and wire.has_room and self._dialer.turn.left > 0):
             return False
         return wire.is_idle or (self._window.is_at_home and self._waiting[0].is_long_write)
@@ -302,8 +302,8 @@ class ConnectionPool:
                 )
 
     def take_back(self, requests: Sequence[WireRequest], failure: Unanswered) -> None:
-        """Try again what was on a connection that the peer ended, and what a new one was to
-        carry as long as others work; fail the rest."""
+        """Try again what was on a connection that the peer ended, and, as long as others work, what
+        was for a new one; fail the rest."""
         reason = f"{self._url} {failure.reason}"
         may_retry = failure.is_over and self._is_open
         serves = may_retry and failure.is_new and self._serves()

@@ -292,8 +292,8 @@ Outcome = list[Reply] | Unanswered
 
 
 class Batch:
-    """Requests that one caller waits for, who is woken when all have ended: a future for each would
-    take as long as all the rest that is done for it."""
+    """Requests of one caller, who is woken when all have ended: a future for each would take as
+    long as all else that is done for it."""
 
     __slots__ = ("_num_open", "ended")
 
@@ -426,8 +426,7 @@ class Turn:
         self.left -= num_bytes
 
     def when_next(self, go_on: Callable[[], None]) -> None:
-        """Nothing is left: call `go_on` as the next one begins. What else has to be done by then
-        may take the loop as long as it takes the server to run out of work."""
+        """Call `go_on` as the next turn begins, before the loop's other work."""
         self._waiting.append(go_on)
 
     def _begin(self) -> None:
@@ -515,8 +514,8 @@ class Wire:
     def submit(self, request: WireRequest, *, since: float) -> None:
         """`send` sends `request`, as soon as what is before it has been sent.
 
-        since: when it could have been sent, had there been a connection. That the connection had to
-        be made counts towards the time it has, of which it keeps at least half.
+        since: when it could have been sent, had there been a connection: to make one takes at most
+        half of the time that the request has.
         """
         assert not self.is_lost, "who submits looks before"
         if not self._in_flight:
@@ -725,8 +724,8 @@ class Wire:
         self.close(Unanswered(f"did not answer within {oldest.allowed_s * 1000:.0f} ms"))
 
     def _lose(self, why: str) -> None:
-        """The peer ended the connection. What it may have seen is asked again, too, but for what
-        would not be answered the same."""
+        """The peer ended the connection: all is to be sent again but what would not be answered the
+        same."""
         for place, waiting in enumerate(self._in_flight):
             # The oldest one's digest may have taken a part of the value. That nothing was heard
             # does not tell that nothing was done: a server that ends a connection drops answers.
