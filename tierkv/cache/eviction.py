@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from itertools import pairwise
-from typing import Final, NamedTuple, Protocol, assert_never
+from typing import Final, NamedTuple, assert_never
 
 from tierkv.cache.node import HOST, CopyState, Segment, Tier, TreeNode
 from tierkv.errors import ConfigError
@@ -275,27 +275,29 @@ class EvictionOrder:
         return wrong
 
 
-class EvictionPolicy(Protocol):
+class EvictionPolicy:
     """What it promises: ranks are integers, the lowest goes first; asking changes nothing that
-    another answer depends on. That leaves go before their parents is not its business."""
+    another answer depends on. That leaves go before their parents is not its business.
 
-    @property
-    def has_memory(self) -> bool:
-        """Whether `queued`, `evicted` and `forget` are to be called."""
+    has_memory: whether `queued`, `evicted` and `forget` are to be called. has_second_chances:
+    whether `spares` is to be asked.
+    """
 
-    @property
-    def has_second_chances(self) -> bool:
-        """Whether `spares` is to be asked."""
-
-    def spares(self, node: TreeNode) -> bool:
-        """Asked of the run that would go next: True if its rank has changed now, so that another
-        one may. Asked again without a match between, it says False."""
+    has_memory = False
+    has_second_chances = False
 
     def rank(self, node: TreeNode) -> int:
         """Of a run nobody holds, since its last use."""
+        raise NotImplementedError
 
-    def queued(self, node: TreeNode) -> list[TreeNode]:
+    def spares(self, node: TreeNode) -> bool:  # noqa: ARG002
+        """Asked of the run that would go next: True if its rank has changed now, so that another
+        one may. Asked again without a match between, it says False."""
+        return False
+
+    def queued(self, node: TreeNode) -> list[TreeNode]:  # noqa: ARG002
         """`node` can go from now on. Returns the runs whose rank that has changed."""
+        return []
 
     def evicted(self, node: TreeNode) -> None:
         """Blocks of `node` went."""
@@ -303,46 +305,27 @@ class EvictionPolicy(Protocol):
     def forget(self, node: TreeNode) -> None:
         """`node` is no more."""
 
-    def resized(self, capacity: int) -> list[TreeNode]:
+    def resized(self, capacity: int) -> list[TreeNode]:  # noqa: ARG002
         """The tier has `capacity` blocks from now on. Returns the runs whose rank that has
         changed."""
-
-
-class _Stateless:
-    has_memory = False
-    has_second_chances = False
-
-    def spares(self, node: TreeNode) -> bool:  # noqa: ARG002 - the protocol's
-        return False
-
-    def queued(self, node: TreeNode) -> list[TreeNode]:  # noqa: ARG002 - the protocol's
-        return []
-
-    def evicted(self, node: TreeNode) -> None:
-        pass
-
-    def forget(self, node: TreeNode) -> None:
-        pass
-
-    def resized(self, capacity: int) -> list[TreeNode]:  # noqa: ARG002 - the protocol's
         return []
 
 
-class Lru(_Stateless):
+class Lru(EvictionPolicy):
     """Least recently used first."""
 
     def rank(self, node: TreeNode) -> int:
         return node.last_used
 
 
-class Lfu(_Stateless):
+class Lfu(EvictionPolicy):
     """Least often matched first, the least recently used among equals."""
 
     def rank(self, node: TreeNode) -> int:
         return (node.hits << _AGE_BITS) + node.last_used
 
 
-class Slru(_Stateless):
+class Slru(EvictionPolicy):
     """Segmented LRU: what was never matched goes before what was, so that one long scan cannot
     wash out what is shared. The protected segment is bounded; its oldest fall back.
 
@@ -395,7 +378,7 @@ def _protected_of(capacity: int) -> int:
     return int(capacity * _PROTECTED_SHARE)
 
 
-class CostAware(_Stateless):
+class CostAware(EvictionPolicy):
     """Greedy-dual: value = floor + matches x recompute cost per byte; the least valuable goes, and
     its value becomes the floor, which is how the others age.
 
@@ -426,8 +409,9 @@ class CostAware(_Stateless):
         self._at.pop(node.uid, None)
 
 
-class S3Fifo:
-    """An EvictionPolicy. capacity: blocks of the tier."""
+class S3Fifo(EvictionPolicy):
+    """Of a small queue what was not matched goes, what was goes on to the main one (Yang et al.,
+    2023). capacity: blocks of the tier."""
 
     has_memory = True
     has_second_chances = True
