@@ -270,7 +270,7 @@ async def test_what_is_broken_is_named(broken: Callable[[World, Request], Undo])
         ("in_flight", "blocks are marked as in flight"),
         ("queued", "bytes are counted as queued for fetches"),
         ("at_work", "copies that make room are counted"),
-        ("loading", "blocks are listed as loading"),
+        ("loading", "loads are listed"),
     ],
 )
 async def test_what_must_be_over_when_nothing_runs_is_named(what: str, words: str) -> None:
@@ -293,7 +293,7 @@ async def test_what_must_be_over_when_nothing_runs_is_named(what: str, words: st
         elif what == "at_work":
             undo = service.tiers.work.begin_storing("")
         elif what == "loading":
-            undo = put(service.scheduler.loads, "_number_of", np.array([0, 7]))
+            undo = put(service.scheduler.loads, "_active", {7: None})
         else:
             shared = service.fetcher._shared
             undo = partial(shared.finish, shared.claim(here.keys(range(16)), 0))

@@ -16,7 +16,6 @@ from time import monotonic
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from tierkv.cache.history import Fate, History, HistoryEvent
 from tierkv.cache.index import Lease, Match
@@ -78,7 +77,6 @@ class Load:
 
     above: loads of blocks higher on the path. They settle first, and if one fails this one does,
         since a block is on the device only with its whole path. below: the other direction.
-    number: not 0, and no other one's.
     num_users: requests whose block tables name the slots.
     settled: resolved, whatever the result, once the index knows it.
     """
@@ -88,7 +86,6 @@ class Load:
     stop: int
     slots: Ids
     movement: Movement
-    number: int
     above: tuple[Load, ...]
     settled: asyncio.Future[None]
     below: list[Load] = field(default_factory=list)
@@ -126,19 +123,20 @@ class HostLoads:
         self._tiers = tiers
         self._index = tiers.index
         self.used_by: dict[Request, list[Load]] = {}
-        self._by_number: dict[int, Load] = {}
-        self._last_number = 0
-        self._number_of = np.zeros(0, np.int64)  # by device slot, 0 where none writes it
+        # By the first slot that each writes, in the order of their paths: above comes before below.
+        self._active: dict[int, Load] = {}
 
     def findings(self) -> list[str]:
         """What is wrong, in words, when nothing is on its way."""
-        num_slots = np.count_nonzero(self._number_of)
-        return [f"nothing runs, but {num_slots} blocks are listed as loading"] if num_slots else []
+        return [f"nothing runs, but {len(self._active)} loads are listed"] if self._active else []
 
     def of(self, slots: Ids) -> list[Load]:
-        """The loads that write `slots`, each once, in the order of `slots`."""
-        numbers = self._numbers()[slots]
-        return [self._by_number[one] for one in dict.fromkeys(numbers[numbers != 0].tolist())]
+        """The loads that write `slots`, which are of blocks of a path in a row, and with any block
+        of a load have its first: what is before that is not on its way."""
+        if not self._active:
+            return []
+        wanted = set(slots.tolist())
+        return [load for first, load in self._active.items() if first in wanted]
 
     def join(self, path: Lease, first: int, stop: int) -> list[Load]:
         """The loads that bring path blocks [first, stop), with one more user each."""
@@ -172,14 +170,12 @@ class HostLoads:
         above = tuple(self.of(index.slots(Tier.DEVICE, path.node, 0, first)))
         lease = index.hold_as_is(path.node)
         index.change(Tier.DEVICE, path.node, first, stop, Change.RESERVE, slots=slots)
-        self._last_number += 1
         load = Load(
             lease=lease,
             first=first,
             stop=stop,
             slots=slots,
             movement=self._tiers.mover.load(host, device),
-            number=self._last_number,
             above=above,
             settled=asyncio.get_running_loop().create_future(),
         )
@@ -187,8 +183,7 @@ class HostLoads:
             load.movement.when_ended(lambda: index.release(beside.source))
         for upper in above:
             upper.below.append(load)
-        self._by_number[load.number] = load
-        self._numbers()[slots] = load.number
+        self._active[int(slots[0])] = load
         self._tiers.copies.num_loads += 1
         end = self._tiers.work.begin(path.node.space.name)
         load.movement.when_ended(lambda: self._settle(load, end))
@@ -210,7 +205,7 @@ class HostLoads:
         has_failed = load.movement.has_failed
         self._tiers.eviction.stats.failed_transfers += has_failed
         if not (has_failed or load.is_failed):
-            self._forget(load)
+            del self._active[int(load.slots[0])]
             self._index.change(Tier.DEVICE, load.lease.node, load.first, load.stop, Change.ARRIVE)
             node = load.lease.node
             self._tiers.events.tell(Happening.LOADED, "device", node, load.first, load.stop)
@@ -231,18 +226,7 @@ class HostLoads:
             self._fail(lower)
         self._index.change(Tier.DEVICE, load.lease.node, load.first, load.stop, Change.FAIL)
         self._tiers.slots.lend(Tier.DEVICE, load.slots)
-        self._forget(load)
-
-    def _forget(self, load: Load) -> None:
-        self._number_of[load.slots] = 0
-        del self._by_number[load.number]
-
-    def _numbers(self) -> npt.NDArray[np.int64]:
-        """The device may have grown."""
-        more = self._tiers.slots.pools[Tier.DEVICE].capacity - len(self._number_of)
-        if more > 0:
-            self._number_of = np.concatenate([self._number_of, np.zeros(more, np.int64)])
-        return self._number_of
+        del self._active[int(load.slots[0])]
 
     def _give_if_unused(self, load: Load) -> None:
         """A failed load's slots are free once its copy has ended and no table names them."""
