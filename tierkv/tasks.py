@@ -19,15 +19,15 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
-Tell = Callable[[str, BaseException], None]
-_told: ContextVar[Tell | None] = ContextVar("tierkv_told_of_failures", default=None)
+OnFailure = Callable[[str, BaseException], None]
+_told: ContextVar[OnFailure | None] = ContextVar("tierkv_told_of_failures", default=None)
 
 
 @contextmanager
-def failures_told_to(tell: Tell) -> Iterator[None]:
-    """Groups that are entered in the body call `tell` at once, with its name, when a task fails
-    with an unexpected error: the group itself raises only when all its tasks have ended."""
-    _told.set(tell)
+def failures_told_to(on_failure: OnFailure) -> Iterator[None]:
+    """Groups that are entered in the body call `on_failure` at once, with the task's name, when one
+    fails with an unexpected error: the group itself raises only when all its tasks have ended."""
+    _told.set(on_failure)
     try:
         yield
     finally:
@@ -35,9 +35,9 @@ def failures_told_to(tell: Tell) -> Iterator[None]:
 
 
 class _TellingGroup(asyncio.TaskGroup):
-    def __init__(self, tell: Tell) -> None:
+    def __init__(self, on_failure: OnFailure) -> None:
         super().__init__()
-        self._tell = tell
+        self._on_failure = on_failure
 
     def create_task(
         self,
@@ -55,7 +55,7 @@ class _TellingGroup(asyncio.TaskGroup):
             return
         error = task.exception()
         if error is not None and not isinstance(error, TierKVError):
-            self._tell(task.get_name(), error)
+            self._on_failure(task.get_name(), error)
 
 
 @asynccontextmanager

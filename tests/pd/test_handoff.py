@@ -22,9 +22,10 @@ from tierkv.cache.layout import Layout, attention_layout
 from tierkv.errors import HandoffError, OwnershipError, StoreCorruptError
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.claims import ClaimPolicy
-from tierkv.pd.handoff import GROUP_BLOCKS, NUM_GROUPS, Staging
+from tierkv.pd.handoff import NUM_GROUPS, Staging
 from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.tickets import ClaimProblem, Ticket
+from tierkv.sched.copies import GROUP_BLOCKS
 from tierkv.storage import codec
 from tierkv.storage.codec import HEADER_BYTES
 from tierkv.storage.protocol import PutItem, PutOutcome, PutStatus

@@ -17,8 +17,9 @@ from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError
 from tierkv.gpu.protocol import Direction
 from tierkv.pd import claims
-from tierkv.pd.handoff import GROUP_BLOCKS, NUM_GROUPS
+from tierkv.pd.handoff import NUM_GROUPS
 from tierkv.pd.settings import DirectPath, HandoffSettings
+from tierkv.sched.copies import GROUP_BLOCKS
 from tierkv.sched.request import Request
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import GetStatus, Store

@@ -19,7 +19,7 @@ from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.claims import ClaimPolicy
-from tierkv.pd.handoff import GROUP_BLOCKS
+from tierkv.sched.copies import GROUP_BLOCKS
 from tierkv.sched.fetch import SharedTails
 from tierkv.storage.base import StoreWrapper
 from tierkv.storage.memory import MemorySettings, MemoryStore

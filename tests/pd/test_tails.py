@@ -179,6 +179,7 @@ async def test_a_damaged_list_is_a_miss_and_never_a_wrong_byte(seed: int) -> Non
         await put_one(first.the_store, name, bytes(content), keep_existing=False)
         matched = await second.run(tokens(BLOCK + 4))  # checks every cached byte
         assert matched.storage_tokens == BLOCK
+        assert second.storage_stats.damaged_lists == 1
 
 
 async def test_a_list_that_names_what_is_gone_is_a_miss() -> None:

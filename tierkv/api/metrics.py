@@ -410,8 +410,8 @@ def storage(stats: Stats) -> Iterator[Metric]:
     )
     yield total(
         "tierkv_integrity_failures",
-        "Stored blocks that were not what was written",
-        counts.damaged_blocks,
+        "Stored blocks, and lists of tails, that were not what was written",
+        counts.damaged_blocks + counts.damaged_lists,
     )
 
 

@@ -346,7 +346,7 @@ class Routes:
     async def _read_optional(self, request: web.BaseRequest, kind: type[T]) -> T:
         return await self._node.bodies.read_optional(request, kind)
 
-    def _name(self, request: web.BaseRequest, given: str | None) -> str:
+    def _request_id(self, request: web.BaseRequest, given: str | None) -> str:
         """The request's id: of the body, of Idempotency-Key, of X-Request-Id, or a new one."""
         if given is None:
             given = request.headers.get(IDEMPOTENCY_HEADER)
@@ -356,7 +356,7 @@ class Routes:
         """The key of the thing of the caller's tenant that the path names."""
         return principal_of(request).tenant, bodies.check_id(in_path(request, "id"), "the id")
 
-    def _ticket(self, request: web.BaseRequest, ticket_id: str) -> str:
+    def _ticket_name(self, request: web.BaseRequest, ticket_id: str) -> str:
         """The name on all nodes of the caller's ticket `ticket_id`. Raises FieldError or
         BadRequestError."""
         tenant = principal_of(request).tenant

@@ -43,7 +43,7 @@ class LookRoutes(Routes):
         """Tell where a prompt's leading tokens are cached."""
         async with self._node.work():
             body = await self._read_prompt(request, LookupBody)
-            request_id = self._name(request, body.request_id)
+            request_id = self._request_id(request, body.request_id)
             found = await self._node.service.lookup(self._prompt(request, body))
         return LookupAnswer.of(request_id, found)
 
@@ -52,7 +52,7 @@ class LookRoutes(Routes):
         """Tell which block of a prompt is where, what is missing first, and why."""
         async with self._node.work():
             body = await self._read_prompt(request, LookupBody)
-            self._name(request, body.request_id)
+            self._request_id(request, body.request_id)
             return await explained(self._node, principal_of(request), self._prompt(request, body))
 
     @Route("GET", "/v1/requests/{id}/explain", Access.WRITE, answer=Explanation)
@@ -80,7 +80,7 @@ class PrefetchRoutes(Routes):
         """Begin to bring what storage has of a prompt to the host."""
         async with self._node.work():
             body = await self._read_prompt(request, PrefetchBody)
-            key = (principal_of(request).tenant, self._name(request, body.request_id))
+            key = (principal_of(request).tenant, self._request_id(request, body.request_id))
             prompt = self._prompt(request, body)
             movement = await _begun(self._node.prefetches, key, body, prompt)
         return _accepted(request, "/v1/prefetches/", movement.key[1], _prefetched(movement))
@@ -115,7 +115,7 @@ class BackupRoutes(Routes):
         """Begin to store what is cached here of a prompt, in whole blocks."""
         async with self._node.work():
             body = await self._read_prompt(request, BackupBody)
-            key = (principal_of(request).tenant, self._name(request, body.request_id))
+            key = (principal_of(request).tenant, self._request_id(request, body.request_id))
             prompt = self._prompt(request, body)
             movement = await _begun(self._node.backups, key, body, prompt)
         return _accepted(request, "/v1/backups/", movement.key[1], _backed_up(movement))
@@ -239,7 +239,7 @@ class TicketRoutes(Routes):
         """Forget a ticket; its blocks stay until their time is over."""
         async with self._node.call():
             answer = await self._state(request)
-            await self._node.service.forget_ticket(self._ticket_name(request))
+            await self._node.service.forget_ticket(self._ticket_in_path(request))
         return answer
 
     @Route("POST", f"{_TICKET}/ack", Access.WRITE, answer=TicketAnswer)
@@ -247,7 +247,7 @@ class TicketRoutes(Routes):
         """Say that a ticket was claimed, so that its producer holds nothing for it."""
         async with self._node.call():
             tickets = self._handoff().tickets
-            ticket = await tickets.read(self._ticket_name(request))
+            ticket = await tickets.read(self._ticket_in_path(request))
             if ticket is None:
                 raise self._unknown(request)
             await tickets.acknowledge(ticket)
@@ -259,15 +259,15 @@ class TicketRoutes(Routes):
             raise StoreUnavailableError("this node has no storage tier, and so no tickets")
         return handoff
 
-    def _ticket_name(self, request: web.BaseRequest) -> str:
-        return self._ticket(request, in_path(request, "id"))
+    def _ticket_in_path(self, request: web.BaseRequest) -> str:
+        return self._ticket_name(request, in_path(request, "id"))
 
     def _unknown(self, request: web.BaseRequest) -> UnknownIdError:
         return UnknownIdError(f"there is no ticket {in_path(request, 'id')!r}")
 
     async def _state(self, request: web.BaseRequest) -> TicketAnswer:
         """Raises UnknownIdError and StoreUnavailableError."""
-        handoff, name = self._handoff(), self._ticket_name(request)
+        handoff, name = self._handoff(), self._ticket_in_path(request)
         found = await self._node.service.ticket_state(name)
         if found.state is Standing.NOT_YET:
             raise self._unknown(request)

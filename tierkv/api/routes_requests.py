@@ -42,7 +42,7 @@ class RequestRoutes(Routes):
         node = self._node
         async with node.work():
             body = await self._read_prompt(request, AdmitBody)
-            request_id = self._name(request, body.request_id)
+            request_id = self._request_id(request, body.request_id)
             prompt = self._prompt(request, body)
             tenant = principal_of(request).tenant
 
@@ -218,7 +218,7 @@ class HandoffRoutes(Routes):
             held = self._held(request)
             body = await self._read_optional(request, PublishBody)
             ticket_id = held.key[1] if body.ticket_id is None else body.ticket_id
-            name = self._ticket(request, ticket_id)
+            name = self._ticket_name(request, ticket_id)
             with self._metrics.handing("publish"):
                 published = await node.sessions.publish(
                     held, name, body.first_tokens, body.sampling
@@ -251,7 +251,7 @@ class HandoffRoutes(Routes):
             held = self._held(request)
             body = await self._read_optional(request, StreamBody)
             ticket_id = held.key[1] if body.ticket_id is None else body.ticket_id
-            name = self._ticket(request, ticket_id)
+            name = self._ticket_name(request, ticket_id)
             with self._metrics.handing("publish"):
                 streams = await node.sessions.stream(held, name)
         return StreamAnswer(request_id=held.key[1], ticket_id=ticket_id, streams=streams)
@@ -263,9 +263,9 @@ class HandoffRoutes(Routes):
         node = self._node
         async with node.work():
             body = await self._read_prompt(request, ClaimBody)
-            request_id = self._name(request, body.request_id)
+            request_id = self._request_id(request, body.request_id)
             prompt = self._prompt(request, body)
-            ticket = self._ticket(request, body.ticket_id)
+            ticket = self._ticket_name(request, body.ticket_id)
 
             spec = RequestSpec(
                 node.request_name(request_id, principal_of(request).tenant),

@@ -140,7 +140,7 @@ async def streaming(request: web.BaseRequest, answer: Answering) -> AsyncIterato
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _Asked:
     """What one body asks for. content: a digest of it, equal for calls that ask for the same,
     streamed or not."""
 
@@ -164,12 +164,14 @@ class WorkRoutes(Routes):
         """Generate with the reference model, from the cache as far as it goes."""
         async with self._node.work():
             body = await self._read_prompt(request, GenerateBody)
-            work = self._work(request, "generate", body, body.max_tokens, uses_cache=body.use_cache)
-        async with self._answering(request, work, streams=body.stream) as answer:
+            asked = self._asked(
+                request, "generate", body, body.max_tokens, uses_cache=body.use_cache
+            )
+        async with self._answering(request, asked, streams=body.stream) as answer:
             if answer.made is None:
                 generation = await self._node.engine.generate(answer.job)
                 self._metrics.observe("generate", generation)
-                answer.made = GenerateAnswer.of(work.request_id, generation)
+                answer.made = GenerateAnswer.of(asked.request_id, generation)
         return answer.result
 
     @Route(
@@ -180,19 +182,19 @@ class WorkRoutes(Routes):
         self._check_role(Role.PREFILL)
         async with self._node.work():
             body = await self._read_prompt(request, PrefillBody)
-            work = self._work(request, "prefill", body)
-            ticket_id = work.request_id if body.ticket_id is None else body.ticket_id
-            name = self._ticket(request, ticket_id)
-        async with self._answering(request, work, streams=body.stream) as answer:
+            asked = self._asked(request, "prefill", body)
+            ticket_id = asked.request_id if body.ticket_id is None else body.ticket_id
+            ticket_name = self._ticket_name(request, ticket_id)
+        async with self._answering(request, asked, streams=body.stream) as answer:
             if answer.made is None:
                 with self._metrics.handing("publish"):
                     prefilled = await self._node.engine.prefill(
-                        answer.job, name, waits_for=body.wait
+                        answer.job, ticket_name, waits_for=body.wait
                     )
                 self._metrics.observe("prefill", prefilled.generation)
                 block_size = self._node.settings.cache.block_size
                 answer.made = PrefillAnswer.of_prefill(
-                    work.request_id, prefilled, ticket_id, block_size
+                    asked.request_id, prefilled, ticket_id, block_size
                 )
         return answer.result
 
@@ -202,21 +204,21 @@ class WorkRoutes(Routes):
         self._check_role(Role.DECODE)
         async with self._node.work():
             body = await self._read_prompt(request, DecodeBody)
-            work = self._work(request, "decode", body, body.max_tokens)
-            name = self._ticket(request, body.ticket_id)
-        async with self._answering(request, work, streams=body.stream) as answer:
+            asked = self._asked(request, "decode", body, body.max_tokens)
+            ticket_name = self._ticket_name(request, body.ticket_id)
+        async with self._answering(request, asked, streams=body.stream) as answer:
             if answer.made is None:
                 with self._metrics.handing("claim"):
                     generation, ticket = await self._node.engine.decode(
-                        answer.job, name, policy=body.policy, deadline_s=body.deadline_s
+                        answer.job, ticket_name, policy=body.policy, deadline_s=body.deadline_s
                     )
                 self._metrics.observe("decode", generation)
                 answer.made = DecodeAnswer.of_ticket(
-                    work.request_id, generation, body.ticket_id, ticket
+                    asked.request_id, generation, body.ticket_id, ticket
                 )
         return answer.result
 
-    def _work(
+    def _asked(
         self,
         request: web.BaseRequest,
         operation: str,
@@ -224,25 +226,25 @@ class WorkRoutes(Routes):
         max_tokens: int = 1,
         *,
         uses_cache: bool = True,
-    ) -> _Work:
-        request_id = self._name(request, body.request_id)
+    ) -> _Asked:
+        request_id = self._request_id(request, body.request_id)
         prompt = self._prompt(request, body)
-        name = self._node.request_name(request_id, principal_of(request).tenant)
-        job = job_of(body, name, prompt, max_tokens, uses_cache=uses_cache)
+        request_name = self._node.request_name(request_id, principal_of(request).tenant)
+        job = job_of(body, request_name, prompt, max_tokens, uses_cache=uses_cache)
         content = content_of(msgspec.structs.replace(body, stream=False), prompt.tokens)
-        return _Work(operation, request_id, principal_of(request).tenant, content, job)
+        return _Asked(operation, request_id, principal_of(request).tenant, content, job)
 
     @asynccontextmanager
     async def _answering(
-        self, request: web.BaseRequest, work: _Work, *, streams: bool
+        self, request: web.BaseRequest, asked: _Asked, *, streams: bool
     ) -> AsyncIterator[Answering]:
         """Yields where the body puts the answer, unless an earlier call of this id has made it."""
-        answer = Answering(work.job)
-        key = (work.operation, work.tenant, work.request_id)
+        answer = Answering(asked.job)
+        key = (asked.operation, asked.tenant, asked.request_id)
         async with (
             streaming(request, answer) if streams else nullcontext(),
             self._node.work(),
-            self._node.answers.call(key, work.content, stays_open=False) as call,
+            self._node.answers.call(key, asked.content, stays_open=False) as call,
         ):
             answer.made = call.made
             yield answer

@@ -63,7 +63,8 @@ class _Entry(Generic[T]):
 
 @dataclass(slots=True)
 class OnceCall(Generic[T]):
-    """made: the result, once there is one."""
+    """made: the result of an earlier call, to be answered as it is; where it is None, the body
+    makes the result and sets it."""
 
     made: T | None = None
 
@@ -609,7 +610,7 @@ class PromptMovements:
     def _cancel(self, movement: PromptMovement) -> None:
         if movement.task is not None and movement in self._running:
             movement.task.cancel()
-            self._is_over(movement, PrefetchState.CANCELLED)
+            self._end(movement, PrefetchState.CANCELLED)
 
     async def _run(self, movement: PromptMovement, prompt: Prompt, deadline_s: float) -> None:
         try:
@@ -617,9 +618,9 @@ class PromptMovements:
         except TierKVError as error:
             movement.problem = str(error)
         is_whole = movement.problem is None
-        self._is_over(movement, PrefetchState.DONE if is_whole else PrefetchState.PARTIAL)
+        self._end(movement, PrefetchState.DONE if is_whole else PrefetchState.PARTIAL)
 
-    def _is_over(self, movement: PromptMovement, state: PrefetchState) -> None:
+    def _end(self, movement: PromptMovement, state: PrefetchState) -> None:
         movement.state = state
         self._running.discard(movement)
         self._once.let_go(movement.key)

@@ -25,7 +25,7 @@ from tierkv.errors import (
     TierKVError,
     TransferError,
 )
-from tierkv.pd.handoff import GROUP_BLOCKS, Group, Staging
+from tierkv.pd.handoff import Group, Staging
 from tierkv.pd.source import PeerSource, Supply
 from tierkv.pd.tickets import (
     PROGRESS,
@@ -36,6 +36,7 @@ from tierkv.pd.tickets import (
     Tickets,
     check_id,
 )
+from tierkv.sched.copies import GROUP_BLOCKS
 from tierkv.sched.fetch import NO_ROOM, Fetched, Fetcher, Source
 from tierkv.sched.request import Arrivals, Request, RequestSpec
 from tierkv.sched.scheduler import Scheduler

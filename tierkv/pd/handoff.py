@@ -48,13 +48,13 @@ from tierkv.pd.tickets import (
     check_id,
     check_written,
 )
+from tierkv.sched.copies import GROUP_BLOCKS
 from tierkv.sched.request import Request
 from tierkv.sched.tiers import Tiers
 from tierkv.tasks import abandonable, both, task_group
 from tierkv.transfer.mover import Movement
 from tierkv.transfer.storage_io import StorageIO
 
-GROUP_BLOCKS = 32
 NUM_GROUPS = 2  # one is filled from the device while another goes to storage
 STAGING_BLOCKS = GROUP_BLOCKS * NUM_GROUPS
 _FIRST_BLOCKS = 8

@@ -261,7 +261,8 @@ _NO_SLOTS = np.empty(0, np.int32)
 
 
 class _Held(msgspec.Struct):
-    """What a start has taken. slots: nothing moves into them; into private ones, `movements`."""
+    """What a start has taken and has to give back if it fails. slots: nothing moves into them; into
+    private ones, `movements`. Who takes one over (a load, a copy) blanks its field here."""
 
     lease: Lease
     source: Lease | None = None

@@ -93,7 +93,7 @@ async def count_stored(
     return found
 
 
-GROUP_BLOCKS = 32  # how many blocks a background copy or a fetch moves at a time
+GROUP_BLOCKS = 32  # how many a background copy, a fetch, a publish or a portion moves at a time
 PIECE_BYTES = 8 << 20  # or more of small ones, if a copy to the host: 0.15 ms of PCIe 5
 LEAVING_PATIENCE_S = 1.0  # how long a host that shrinks waits for a store to take such a group
 _SHARE_BEING_STORED = 4  # one of so many host slots, see Tiers

@@ -49,7 +49,8 @@ log = logging.getLogger(__name__)
 class Publishing:
     """One prompt on its way out under one ticket.
 
-    stream: where it goes out while it is computed; None once all of it is computed.
+    stream: where it goes out while it is computed. None: all of it is computed, be it that the
+        stream was told so, that it was told to fail, or that there never was one; `task` goes on.
     refused: why the task was cancelled, if it was.
     """
 

@@ -231,7 +231,7 @@ class GetStatus(Enum):
 class PutStatus(Enum):
     STORED = "stored"  # durable as far as this store promises durability
     EXISTED = "existed"  # there was a value already; it was left as it was
-    FULL = "full"  # the store takes nothing now, such as for want of room: do not retry soon
+    FULL = "full"  # it refuses what is written now (no room, a replica ...): do not retry soon
     FAILED = "failed"  # the store did not answer, or not in time; it may or may not have stored
 
 

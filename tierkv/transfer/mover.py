@@ -53,14 +53,14 @@ _MOST_NAP_S = 0.001
 _NAP_SHARE = 0.01
 
 
-Tell = Callable[[TransferError | None], None]
+OnDone = Callable[[TransferError | None], None]
 
 
 class _Pending(msgspec.Struct, eq=False):
     """tell: called once, when `event` is done, or has failed with that."""
 
     event: Event
-    tell: Tell
+    on_done: OnDone
     is_long: bool
 
     @property
@@ -93,7 +93,7 @@ class EventPoller:
                     yield
                 finally:  # an error of the body would cancel it
                     self._is_running = False
-                    self._tell()
+                    self._wake_up()
                     await outlast({polling}, on_cancel=lambda: None)
         finally:
             watcher.shutdown(wait=False)  # nothing is left for it to look at
@@ -110,7 +110,7 @@ class EventPoller:
         """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def tell(error: TransferError | None) -> None:
+        def resolve(error: TransferError | None) -> None:
             if future.done():
                 return
             if error is None:
@@ -119,38 +119,39 @@ class EventPoller:
                 future.set_exception(error)
 
         if (outcome := _outcome(event)) is not None:
-            tell(outcome[0])
+            resolve(outcome[0])
         else:
-            self.then(event, tell, is_long=is_long)
+            self.then(event, resolve, is_long=is_long)
         return future
 
-    def then(self, event: Event, tell: Tell, *, is_long: bool = False) -> None:
-        """Call `tell`, on the loop, in a later turn of it, when `event` is done, or has failed with
-        what `tell` is given. is_long: as in `done`. An error that `tell` raises is the poller's."""
+    def then(self, event: Event, on_done: OnDone, *, is_long: bool = False) -> None:
+        """Call `on_done`, on the loop, in a later turn of it, when `event` is done, or has failed
+        with what `on_done` is given. is_long: as in `done`. An error that it raises is the
+        poller's."""
         if not self._is_running:
             raise ShuttingDownError("the event poller is not running")
         line = self._lines.get(event.line)
         if line is None:
-            self._lines[event.line] = [_Pending(event, tell, is_long)]
+            self._lines[event.line] = [_Pending(event, on_done, is_long)]
         else:
-            insort(line, _Pending(event, tell, is_long), key=attrgetter("position"))
+            insort(line, _Pending(event, on_done, is_long), key=attrgetter("position"))
         self._num_pending += 1
-        self._tell()
+        self._wake_up()
 
-    def tell_now(self, event: Event, tell: Tell) -> bool:
-        """Whether `event` is over, so that `tell` was called at once: for who has come in a turn of
-        the loop of its own. An error that `tell` raises is the poller's, too."""
+    def then_now(self, event: Event, on_done: OnDone) -> bool:
+        """Whether `event` is over, so that `on_done` was called at once: for who has come in a turn
+        of the loop of its own. An error that `on_done` raises is the poller's, too."""
         outcome = _outcome(event)
         if outcome is None or not self._is_running:
             return False
         try:
-            tell(outcome[0])
+            on_done(outcome[0])
         except BaseException as error:  # noqa: BLE001 - it is raised in the poller's task
             self._failure = error
-            self._tell()
+            self._wake_up()
         return True
 
-    def _tell(self) -> None:
+    def _wake_up(self) -> None:
         self._eager_until = time.monotonic() + _EAGER_S
         self._has_news = True
         self._wake.set()
@@ -163,7 +164,7 @@ class EventPoller:
             lines, self._lines, self._num_pending = self._lines, {}, 0
             for one in (one for line in lines.values() for one in line):
                 failure = DeviceFailedError(f"the poller failed: {error!r}")
-                asyncio.get_running_loop().call_soon(one.tell, failure)  # each for itself
+                asyncio.get_running_loop().call_soon(one.on_done, failure)  # each for itself
             raise
 
     async def _poll_on(self, watcher: ThreadPoolExecutor) -> None:
@@ -196,7 +197,7 @@ class EventPoller:
                 self._num_pending -= 1
                 if not line:
                     del self._lines[key]
-                one.tell(outcome[0])
+                one.on_done(outcome[0])
 
     def _watch(self, firsts: Sequence[_Pending]) -> None:
         """On the watching thread: return when one of these is done or failed, or there is news."""
@@ -513,7 +514,7 @@ class Mover:
         try:
             if counts is Direction.LOAD and not error and loop.time() >= self._times_from:
                 self._time_layers(events, is_long=is_long)
-            if counts is not None or not self.poller.tell_now(events[-1], end):
+            if counts is not None or not self.poller.then_now(events[-1], end):
                 self.poller.then(events[-1], end, is_long=is_long)
         except ShuttingDownError as failure:  # the poller has failed, and so does the service
             loop.call_soon(end, TransferError(str(failure)))

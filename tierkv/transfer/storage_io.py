@@ -203,6 +203,7 @@ class TailLists:
         *,
         deadline_s: float,
         ttl_s: float | None,
+        stats: StorageStats,
         used: Callable[[Sequence[str]], object] = lambda _: None,
     ) -> None:
         self._store = store
@@ -214,7 +215,7 @@ class TailLists:
         self._ttl_s = ttl_s
         # Who adds to one list in this process takes turns; a few locks for all lists.
         self._turns = [asyncio.Lock() for _ in range(_LANES)]
-        self.num_damaged = 0
+        self._stats = stats
 
     async def note(self, keys: Sequence[StoredKey]) -> None:
         """List those of `keys` that are tails, which are stored. Never fails: see above."""
@@ -289,7 +290,7 @@ class TailLists:
             codec.decode(value[:size], payload, _identity(parent))
             entries = msgspec.msgpack.decode(payload, type=list[_Entry])
         except (StoreCorruptError, msgspec.DecodeError, RecursionError):
-            self.num_damaged += 1
+            self._stats.damaged_lists += 1
             return []
         return [
             Tail(parent, entry.tokens, entry.extra)
@@ -343,6 +344,7 @@ class StorageStats:
     flushed_bytes: int = 0
     skipped_blocks: int = 0  # were in the store already
     damaged_blocks: int = 0
+    damaged_lists: int = 0  # of tails
     failed_reads: int = 0
     failed_writes: int = 0
 
@@ -394,6 +396,7 @@ class StorageIO:
             self._codecs,
             deadline_s=deadline_s,
             ttl_s=block_ttl_s,
+            stats=self.stats,
             used=self._toucher.used if self._toucher is not None else lambda _: None,
         )
 
@@ -597,8 +600,8 @@ class StorageIO:
     ) -> list[PutOutcome]:
         """Write host slots to the store, which stay as they are until this returns.
 
-        worth: of each block: if there are too many writes, those worth least are dropped. None:
-            somebody waits for them.
+        worth: of each block: if there are too many writes, those worth least are dropped. None is
+            worth most: somebody waits for them.
         notes_tails: list the tails among them, too; else the caller does, with `tails.note`.
         """
         values = [_WAITED_FOR] * len(keys) if worth is None else worth
@@ -772,7 +775,8 @@ class Values:
         ]
 
     def _later(self, key: StoredKey, part: Slice, slot: int, worth: float) -> PutItem | None:
-        """The value of a block whose header is made by who sends it."""
+        """The value of a block whose header is made by who sends it; None if there is no such
+        header: of a tail, which is cut first, or by a codec that has to look at the bytes."""
         payload = part.host.array[slot].data
         header = None
         if not key.is_tail:
