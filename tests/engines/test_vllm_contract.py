@@ -28,7 +28,7 @@ USED = {
     ],
     ("v1/core/sched/output.py", "SchedulerOutput"): [
         "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "preempted_req_ids",
-        "kv_connector_block_state",
+        "kv_connector_block_state", "total_num_scheduled_tokens",
     ],
     ("v1/core/sched/output.py", "CachedRequestData"): ["resumed_req_ids", "new_block_ids"],
     ("v1/core/sched/output.py", "NewRequestData"): ["req_id", "block_ids"],
@@ -56,6 +56,7 @@ USED = {
     ("multimodal/inputs.py", "MultiModalFeatureSpec"): ["identifier", "mm_position"],
     ("multimodal/inputs.py", "PlaceholderRange"): ["offset", "length"],
     ("lora/request.py", "LoRARequest"): ["lora_name", "lora_path"],
+    ("config/scheduler.py", "SchedulerConfig"): ["max_num_batched_tokens"],
     ("config/kv_transfer.py", "KVTransferConfig"): [
         "engine_id", "kv_role", "kv_load_failure_policy", "kv_connector_extra_config",
         "is_kv_producer", "is_kv_consumer",

@@ -19,9 +19,10 @@ import hashlib
 import itertools
 import logging
 import os
+import struct
 import tempfile
+import time
 import uuid
-from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -61,7 +62,7 @@ from tierkv.cache.layout import Layout, Plane
 from tierkv.cache.shards import ShardScheme
 from tierkv.clock import SystemClock
 from tierkv.config import from_mapping
-from tierkv.embed.engine_cache import EngineCache, Polled
+from tierkv.embed.engine_cache import EngineCache
 from tierkv.embed.external import NodeHost
 from tierkv.embed.host_side import EngineCacheSettings
 from tierkv.errors import ConfigError, DeviceFailedError, TierKVError, TransferError
@@ -93,8 +94,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Saves are begun in every fourth step: the first of a step takes some 80 us of the scheduler's
-# thread, whose caches the model has emptied since, and each further one 30.
+# thread, whose caches the model has emptied since, and each further one 30. A step that computes
+# more tokens than these takes long itself, and has much to save.
 _SAVES_EVERY = 4
+_MUCH = 1024
+_MOST_UNDER_WAY = 8  # steps
+_HEARD_AT = 2  # of those four steps: what copies have ended is looked at, unless somebody waits
 _SAVES_AT_ONCE = 12
 _BACKLOG_TURNS = 2  # in so many turns those that wait are begun, if they are more
 # A request saves when it has so many tokens that are not saved, and at its end: a save costs the
@@ -115,6 +120,7 @@ _COUNTS = {
 _ROLE = "kv"  # of a layer's plane
 TICKET = "tierkv_ticket"  # among a request's kv_transfer_params
 _HOST_BYTES = 4 << 30
+_SAVE_BLOCKS = 256  # at least so many host slots are kept ready for saves
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -129,6 +135,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     revision: of the model's weights, if instances with other weights share the store under the same
         model name.
     saves_generated: also save blocks of generated tokens, for prompts that continue them.
+    fetch_policy: best_effort fetches what computing is estimated to take longer for, and gives up
+        in time; wait_complete all there is.
     fetch_deadline_s: so long a request waits for the store before it computes.
     claim_deadline_s: so long a decode instance waits for a prefill instance's ticket.
     publish_deadline_s: so long storing a prompt with its ticket may take.
@@ -146,6 +154,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     ttl_s: float | None = 86_400.0
     revision: str = ""
     saves_generated: bool = True
+    fetch_policy: FetchPolicy = FetchPolicy.BEST_EFFORT
     fetch_deadline_s: float = 2.0
     claim_deadline_s: float = 10.0
     publish_deadline_s: float = 30.0
@@ -477,6 +486,14 @@ class _SchedulerSide:
         self._plans = StepPlans()
         self._counts: Counter[str] = Counter()
         self._has_heard = False  # since the last plan was made
+        self._computes_much = False
+        self._has_store = bool(settings.store or settings.node)
+        # Of steps under way: prompt tokens they compute, and when they were planned.
+        self._computing: deque[tuple[int, float]] = deque(maxlen=_MOST_UNDER_WAY)
+        self._heard_at = 0.0
+        self._has_told = False  # how fast this engine computes
+        self._reports: list[Finished] = []  # of ranks, that nobody has been told
+        self._unpublished: set[str] = set()  # whose tickets are on their way
 
     @property
     def cache(self) -> EngineCache:
@@ -505,11 +522,12 @@ class _SchedulerSide:
         self._main = main_group(self._groups)
         self._has_windows = any(group.kind is not GroupKind.FULL for group in self._groups)
         layout = self._groups[self._main].layout
+        most_tokens = config.scheduler_config.max_num_batched_tokens
         rules = CacheSettings(
             block_size=layout.block_size,
             storage_write=WritePolicy.WRITE_THROUGH if settings.store else WritePolicy.NONE,
             fetch_deadline_s=settings.fetch_deadline_s,
-            fetch_policy=FetchPolicy.WAIT_COMPLETE,
+            fetch_policy=settings.fetch_policy,
         )
         name = f"vllm-{config.kv_transfer_config.engine_id}"
         node = NodeHost(settings.node, name=name, key=settings.node_key) if settings.node else None
@@ -524,7 +542,11 @@ class _SchedulerSide:
             cache=rules,
             node=node,
             store=settings.open,
-            settings=EngineCacheSettings(expires_s=settings.expires_s),
+            settings=EngineCacheSettings(
+                expires_s=settings.expires_s,
+                # Slots of two steps: those of one are saved while others are made ready.
+                save_blocks=max(_SAVE_BLOCKS, 2 * most_tokens // layout.block_size),
+            ),
             handoff=settings.handoff(),
             storage=StorageOptions(scheme=scheme, peer_sizes=settings.other_ranks),
             ranks=RankSocket(_socket_path(config), shards=shards),
@@ -569,6 +591,9 @@ class _SchedulerSide:
             tracked.claims = None
             self._counts["lost_tickets"] += 1
             return None
+        if found.problem is not None:
+            log.debug("request %r is computed from token %d on: %s",
+                      name, found.num_there, found.problem)  # fmt: skip
         tracked.num_local = num_computed
         tracked.found = found.blocks
         tracked.saved = [found.num_there // group.block_size for group in self._groups]
@@ -595,8 +620,7 @@ class _SchedulerSide:
         if params:
             if params.get("do_remote_prefill") and self._finds:
                 tracked.claims = params.get(TICKET)
-            has_store = self.settings.store or self.settings.node
-            if params.get("do_remote_decode") and self._saves and has_store:
+            if params.get("do_remote_decode") and self._saves and self._has_store:
                 tracked.publishes = params.get(TICKET) or uuid.uuid4().hex
         return tracked
 
@@ -682,15 +706,12 @@ class _SchedulerSide:
     def plan(self, step: SchedulerOutput) -> StepPlans:
         """What this step's workers do beside computing."""
         if not self._has_heard:
-            self._take(self.cache.poll())
+            self._poll()
         self._has_heard = False
         self._step += 1
+        self._computes_much = step.total_num_scheduled_tokens > _MUCH
         for name in step.preempted_req_ids or ():
-            self._filling.pop(name, None)
-            tracked = self._tracked.get(name)
-            if tracked is not None:
-                tracked.due = None
-                self._plans.must_wait |= tracked.has_saves
+            self._preempted(name)
         if self._saves:
             for new in step.scheduled_new_reqs:
                 self._begin(new.req_id)
@@ -700,11 +721,22 @@ class _SchedulerSide:
                 self._wait_for_new(step)
             if self._is_turn():
                 self._begin_saves(step)
+        if self._has_store and step.num_scheduled_tokens:
+            # But for drafts, a request that decodes has one token.
+            num_tokens = step.total_num_scheduled_tokens - len(step.num_scheduled_tokens)
+            self._computing.append((num_tokens, time.perf_counter()))
         self.cache.flush()
         if self._plans.is_nothing:
             return _NOTHING
         plans, self._plans = self._plans, StepPlans()
         return plans
+
+    def _preempted(self, name: str) -> None:
+        self._filling.pop(name, None)
+        tracked = self._tracked.get(name)
+        if tracked is not None:
+            tracked.due = None
+            self._plans.must_wait |= tracked.has_saves
 
     def _begin(self, name: str) -> None:
         tracked = self._tracked.get(name)
@@ -713,7 +745,7 @@ class _SchedulerSide:
 
     def _is_turn(self) -> bool:
         """Whether saves are begun in this step."""
-        if self._step % _SAVES_EVERY == 0:
+        if self._computes_much or self._step % _SAVES_EVERY == 0:
             return bool(self._ending or self._filling or self._is_due())
         return any(map(self._is_urgent, self._filling.values()))
 
@@ -814,6 +846,8 @@ class _SchedulerSide:
             )
         except DeviceFailedError:  # a rank is lost, and told so
             return False
+        if tracked.publishes is not None:
+            self._unpublished.add(name)
         if plan is not None:
             tracked.has_saves = True
             self._plans.saves.append((name, plan))
@@ -870,7 +904,14 @@ class _SchedulerSide:
     def hear(self, output: KVConnectorOutput) -> None:
         """What the workers report after a step."""
         told = output.kv_connector_worker_meta
-        self._take(self.cache.poll(told.reports if told is not None else ()))
+        if told is not None:
+            self._reports += told.reports
+        is_turn = self._computes_much or self._step % _SAVES_EVERY == _HEARD_AT
+        if self._computing:
+            self._tell_speed(is_turn=is_turn)
+        is_awaited = is_turn or self._unpublished or not self._tracked
+        if is_awaited or any(one.problem for one in self._reports):
+            self._poll()
         self._has_heard = True
         for name in output.finished_recving or ():
             tracked = self._tracked.get(name)
@@ -879,7 +920,19 @@ class _SchedulerSide:
         if not self._tracked:  # there may be no further step for a while
             self.cache.flush()
 
-    def _take(self, polled: Polled) -> None:
+    def _tell_speed(self, *, is_turn: bool) -> None:
+        """What a step took with its prompt tokens, from which is judged what is worth fetching."""
+        num_tokens, planned_at = self._computing.popleft()
+        now = time.perf_counter()
+        seconds = now - max(planned_at, self._heard_at)  # the next may be planned before this ends
+        self._heard_at = now
+        if num_tokens >= self.settings.least_tokens and (is_turn or not self._has_told):
+            self._has_told = True
+            self.cache.note_prefill(num_tokens, seconds)
+
+    def _poll(self) -> None:
+        reports, self._reports = self._reports, []
+        polled = self.cache.poll(reports)
         for name in polled.saved:
             tracked = self._tracked.get(name)
             if tracked is not None:
@@ -894,6 +947,7 @@ class _SchedulerSide:
             if is_problem:
                 log.warning("request %r is not handed over: %s", name, outcome)
             self._counts["failed_publishes" if is_problem else "published_prompts"] += 1
+            self._unpublished.discard(name)
             self.cache.release(name)
 
     def take_counts(self) -> TierKVStats | None:
@@ -984,7 +1038,7 @@ class _SchedulerSide:
 def _packed(tokens: list[int]) -> bytes:
     """As `pack`, of tokens that vLLM has checked. NumPy would give the GIL up, and get it back only
     when another thread lets it go."""
-    return array("i", tokens).tobytes()
+    return struct.pack(f"{len(tokens)}i", *tokens)
 
 
 def _named(table: Sequence[int], group: CacheGroup) -> Sequence[int]:
