@@ -5,7 +5,12 @@ from __future__ import annotations
 import gc
 import weakref
 
+import aiohttp
+import pytest
+
+from tests.api.nodes import here
 from tests.latch import until
+from tierkv.http import process
 from tierkv.http.process import short_collections
 
 
@@ -28,3 +33,48 @@ async def test_a_cycle_is_found_though_nothing_else_is_made_and_the_settings_com
         await until(lambda: gone() is None, "the older cycle to be found")
     assert gc.get_threshold() == before
     assert gc.get_freeze_count() == 0
+
+
+async def test_a_cycle_that_two_collections_have_seen_alive_is_found_by_the_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under steady load the collector alone never looks through its last generation."""
+    monkeypatch.setattr(process, "_ALL_S", 0.05)
+    async with short_collections():
+        old = Cycle()
+        gc.collect(1)
+        gone = weakref.ref(old)
+        del old
+        await until(lambda: gone() is None, "the oldest cycle to be found")
+
+
+async def test_requests_and_connections_leave_no_cycles_for_the_collector() -> None:
+    """Of prompts that begin the same, so that blocks are copied within the device; storage is asked
+    for each, and each comes over a connection of its own."""
+    words = "a prompt that others share the beginning of, "
+    async with here(is_engine_attached=False) as on:
+
+        async def ask(number: int) -> None:
+            body = {"prompt": f"{words * 4}{number}{words}", "max_tokens": 2}
+            async with (
+                aiohttp.ClientSession() as session,
+                session.post(f"{on.client.url}/v1/generate", json=body) as response,
+            ):
+                assert response.status == 200
+
+        await ask(0)  # makes what stays
+        await on.settle()
+        gc.collect()
+        gc.disable()
+        try:
+            for number in range(1, 9):
+                await ask(number)
+            await on.settle()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            left = {type(one) for one in gc.garbage if type(one).__module__.startswith("tierkv")}
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+    assert left == set()

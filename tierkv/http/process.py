@@ -83,25 +83,30 @@ _MOST_LOOKS = 8  # where the loop is late for half of the time, that is all but 
 async def patient_timeout(beat: Heartbeat, seconds: float) -> AsyncIterator[asyncio.Timeout]:
     """As asyncio.timeout, but extended, up to 8 times, by the time for which this process' own loop
     was late: a peer is not to blame for that. `beat` must be running."""
-    loop = asyncio.get_running_loop()
-    seen_s, num_looks = beat.late_s, 0
-    timer: asyncio.TimerHandle
     async with asyncio.timeout(None) as scope:
-
-        def look() -> None:
-            nonlocal seen_s, num_looks, timer
-            late_s, seen_s = beat.late_s - seen_s, beat.late_s
-            num_looks += 1
-            if late_s > 0 and num_looks <= _MOST_LOOKS:
-                timer = loop.call_later(late_s, look)
-            elif not scope.expired():
-                scope.reschedule(loop.time())
-
-        timer = loop.call_later(seconds, look)
+        looks = _Looks(beat, scope, seconds)
         try:
             yield scope
         finally:
-            timer.cancel()
+            looks.timer.cancel()
+
+
+class _Looks:
+    """timer: of the next one. No closure: one that names itself is a cycle for each call."""
+
+    def __init__(self, beat: Heartbeat, scope: asyncio.Timeout, seconds: float) -> None:
+        self._beat, self._scope = beat, scope
+        self._seen_s, self._num = beat.late_s, 0
+        self._loop = asyncio.get_running_loop()
+        self.timer = self._loop.call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        late_s, self._seen_s = self._beat.late_s - self._seen_s, self._beat.late_s
+        self._num += 1
+        if late_s > 0 and self._num <= _MOST_LOOKS:
+            self.timer = self._loop.call_later(late_s, self._look)
+        elif not self._scope.expired():
+            self._scope.reschedule(self._loop.time())
 
 
 async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
@@ -123,6 +128,11 @@ _THRESHOLDS = (5_000, 2, 8_000)
 # 0.17 s to look through. So it is looked through by the clock, too.
 _YOUNG_S = 0.05
 _MIDDLE_TICKS = 5
+# By the clock, what is open has soon lived through two collections, and the threshold of the last
+# generation is not reached. So all is looked through once in a while: seldom where that frees
+# little, and for a thousandth of the time at most.
+_ALL_S, _ALL_SELDOM_S = 60.0, 3600.0
+_LITTLE = 10_000  # objects, about 1 MB
 
 
 @asynccontextmanager
@@ -145,10 +155,16 @@ async def short_collections() -> AsyncIterator[None]:
 
 
 async def _collect() -> None:
+    every_s, next_at = _ALL_S, time.monotonic() + _ALL_S
     while True:
         for generation in (0,) * (_MIDDLE_TICKS - 1) + (1,):
             await asyncio.sleep(_YOUNG_S)
             gc.collect(generation)
+        if (began := time.monotonic()) < next_at:
+            continue
+        is_little = gc.collect() < _LITTLE
+        every_s = min(2 * every_s, _ALL_SELDOM_S) if is_little else _ALL_S
+        next_at = began + max(every_s, 1000 * (time.monotonic() - began))
 
 
 log = logging.getLogger(__name__)

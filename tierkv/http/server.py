@@ -537,10 +537,12 @@ class Connection(asyncio.Protocol):
         self._transport = None
         shared.heads.pop(self, None)
         shared.sends.pop(self, None)
+        http = self._http
+        del self._http  # it holds this, and nothing comes for it any more
         if shared.pace.lets_through():
-            self._http.connection_lost(exc)
+            http.connection_lost(exc)
         else:
-            shared.pace.wait(lambda: self._http.connection_lost(exc))
+            shared.pace.wait(lambda: http.connection_lost(exc))
 
     def data_received(self, data: bytes) -> None:
         """Pass `data` on now, or in a later turn of the loop if this one has begun enough; until

@@ -502,8 +502,9 @@ class FetchDeadline:
             self._reschedule(self._last)
 
     def end(self) -> None:
-        """The fetch has ended: it cannot be stuck any more."""
+        """The fetch has ended: it cannot be stuck any more, nor is it held any more."""
         self._timer.cancel()
+        self._on_stuck = _nothing
 
     def _reschedule(self, when: float) -> None:
         when = min(when, self._last)
@@ -513,6 +514,9 @@ class FetchDeadline:
 
     def _timer_at(self, when: float) -> asyncio.TimerHandle:
         return self._loop.call_at(when + LEAVE_S, self._on_stuck)
+
+
+def _nothing() -> None: ...
 
 
 @dataclass(slots=True, eq=False)

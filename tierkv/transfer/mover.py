@@ -357,7 +357,7 @@ class Movement:
     def end(self, error: TransferError | None) -> None:
         """Called once, by the mover."""
         self.has_ended, self._error = True, error
-        calls = iter(self._on_end)
+        calls, self._on_end = iter(self._on_end), []  # they hold what holds this
         try:
             for call in calls:
                 call()
@@ -469,8 +469,9 @@ class Mover:
         loop, submission = asyncio.get_running_loop(), self._submitter.submit(submit)
         movement = Movement(submission, len(source_ids) * self._block_bytes)
         self.num_in_flight += 1
+        followed = [movement]  # taken out: a future keeps its callbacks, and the movement keeps it
         submission.add_done_callback(
-            lambda _: loop.call_soon_threadsafe(self._follow, movement, None)
+            lambda _: loop.call_soon_threadsafe(self._follow, followed.pop(), None)
         )
         return movement
 
