@@ -128,17 +128,22 @@ class NodeCollector(Collector):
         )
         is_ready = node.service.is_ready and not node.is_draining
         yield gauge("tierkv_ready", "1 while the node takes requests", (), {(): int(is_ready)})
+        yield from self.shown()
+        yield _load_layers(node.service.stats().load_layers)
+        yield from _kv_events(node)
+        yield from stores(node.service.storage_state())
+
+    def shown(self) -> Iterator[Metric]:
+        """Those from which the live page takes its figures, twice a second."""
+        node = self._node
         stats = node.service.stats()
         yield from _tiers(stats, node.service.fingerprint.layout.block_bytes)
-        yield _load_layers(stats.load_layers)
         yield from _requests(stats)
         yield from _engine(node)
         yield from _callers(node)
-        yield from _kv_events(node)
         yield from _handoffs(stats)
         yield from _estimates(node)
         yield from storage(stats)
-        yield from stores(node.service.storage_state())
 
 
 def _kv_events(node: Node) -> Iterator[Metric]:

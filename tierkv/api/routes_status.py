@@ -351,7 +351,7 @@ class NodeLiveRoutes(Routes):
         self._state = b"{}"
         self._refreshed = 0
         self._told: dict[tuple[str | None, int, int], bytes] = {}
-        node.live.figures = lambda: figures_of(collector.collect(), _FIGURES)
+        node.live.figures = lambda: figures_of(collector.shown(), _FIGURES)
         node.live.refresh = self._refresh
 
     @Route("GET", "/live/stream", Access.READ, content_type=EVENT_STREAM)
