@@ -269,7 +269,7 @@ async def test_with_an_auth_file_only_its_callers_are_served(tmp_path: Path) -> 
         ):
             asked = await on.caller.ask({"prompt": PROMPT}, **headers)
             assert asked.status == status
-            assert ("WWW-Authenticate" in asked.headers) == (status == 401)
+            assert ("WWW-Authenticate" in asked.headers) == (status in (401, 403))
             assert (asked.error is None) == (status == 200)
         assert (await on.caller.get("/readyz"))[0] == 200
         assert (await on.caller.get("/metrics"))[0] == 401
