@@ -120,35 +120,6 @@ async def test_a_guard_that_is_not_running_knows_nobody(callers: Callers) -> Non
         guard.principal_of(request)
 
 
-async def test_tenants_do_not_see_each_others_blocks(callers: Callers) -> None:
-    one = await callers.token(RoleName.WRITE, "one")
-    two = await callers.token(RoleName.WRITE, "two")
-    async with guarded(callers) as on:
-
-        async def ask(token: str, path: str, **fields: object) -> Answer:
-            headers = {"Authorization": f"Bearer {token}"}
-            body = {"prompt": "the same words " * 20, **fields}
-            return await on.client.ask("POST", path, json=body, headers=headers)
-
-        admitted = await ask(one, "/v1/requests", request_id="mine")
-        assert admitted.status == 200, admitted.body
-        for token, status in ((two, 404), (one, 200)):
-            headers = {"Authorization": f"Bearer {token}"}
-            commit = await on.client.ask(
-                "POST", "/v1/requests/mine/commit", json={}, headers=headers
-            )
-            assert commit.status == status, commit.body
-        assert (await ask(one, "/v1/lookup")).body["device_tokens"] > 0
-        assert (await ask(two, "/v1/lookup")).body["device_tokens"] == 0
-        for field in ("tenant", "principal", "namespace"):
-            refused = await ask(two, "/v1/lookup", **{field: "one"})
-            assert (refused.status, refused.code) == (422, "invalid_body")
-        ended = await on.client.ask(
-            "DELETE", "/v1/requests/mine", headers={"Authorization": f"Bearer {two}"}
-        )
-        assert ended.code == "unknown_id"
-
-
 # The file
 
 

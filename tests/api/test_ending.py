@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 import aiohttp
 import pytest
@@ -13,6 +13,7 @@ from tests.api.nodes import Answer, Here, here
 from tests.latch import finish, turns, until
 from tierkv.clock import SystemClock
 from tierkv.gpu.protocol import Direction
+from tierkv.http import process
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
 LONG = {"prompt": "hello", "max_tokens": 1000}
@@ -137,3 +138,36 @@ async def test_a_claim_that_waits_for_its_ticket_is_told_when_the_node_ends(path
         await finish(on.node.idle(grace_s=0.01))
         assert ((await claiming).status, (await claiming).code) == (503, "shutting_down")
         await on.settle()
+
+
+class Stubborn:
+    """What serves, and has work that does not end when it is cut off."""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        yield
+
+    def drain(self) -> None: ...
+    def hurry(self) -> None: ...
+
+    async def idle(self, *, grace_s: float) -> None:
+        await asyncio.sleep(grace_s)
+        await asyncio.Event().wait()
+
+
+async def test_work_that_does_not_end_when_it_is_cut_off_does_not_keep_a_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closing, told = asyncio.Event(), asyncio.Event()
+    told.set()
+    monkeypatch.setattr(process, "told_to_end", lambda _: nullcontext(told))
+    listening, url = nullcontext("http://node"), list[str]()
+    serving = process.serve(
+        Stubborn(), "it", listening, url.append, grace_s=0.01, on_closing=closing.set
+    )
+    task = asyncio.create_task(serving)
+    await finish(closing.wait())
+    assert not task.done()
+    assert url == ["http://node"]
+    task.cancel()
+    await asyncio.wait([task])
