@@ -832,7 +832,6 @@ class Toucher:
         self._seen: OrderedDict[str, float] = OrderedDict()  # name -> when it was noted last
         self._due: OrderedDict[str, None] = OrderedDict()
         self._came = asyncio.Event()
-        self.num_touched = 0
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -873,7 +872,7 @@ class Toucher:
             names = [self._due.popitem(last=False)[0] for _ in range(count)]
             try:
                 async with asyncio.timeout(_DEADLINE_S):
-                    self.num_touched += await self._store.touch(names, ttl_s=self._ttl_s)
+                    await self._store.touch(names, ttl_s=self._ttl_s)
             except (TimeoutError, StoreUnavailableError) as error:
                 log.debug("%d stored blocks were not touched: %s", len(names), error)
                 for name in names:

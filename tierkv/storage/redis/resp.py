@@ -132,10 +132,6 @@ class Replies:
         self._own: bytearray | None = None
         self._digest: Digest | None = None  # of the value that is still to come
 
-    @property
-    def num_wanted(self) -> int:
-        return len(self._wanted)
-
     def expect(
         self, into: tuple[memoryview, ...] | int = _MAX_VALUE_BYTES, digest: Digest | None = None
     ) -> None:
