@@ -20,6 +20,7 @@ from tierkv.errors import ConfigError, HandoffError, StoreUnavailableError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.settings import CacheSettings
+from tierkv.sched.worth import FetchPolicy
 from tierkv.service import Service
 from tierkv.storage.codec import TenantCodecs, Trust
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
@@ -61,6 +62,7 @@ async def tier(
             device_blocks=32,
             host_blocks=32,
             storage_write=WritePolicy.WRITE_THROUGH,
+            fetch_policy=FetchPolicy.WAIT_COMPLETE,  # a test computes in no time
         ),
         HandoffSettings(),
         store,
