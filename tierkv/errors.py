@@ -84,7 +84,8 @@ class StoreDownError(StoreUnavailableError):
 
 
 class StoreCorruptError(StoreError):
-    """A stored value is not what was written: drop the key, compute instead."""
+    """Bytes are not what was written: of a stored value (drop the key, compute instead), or of a
+    message of another process of ours."""
 
 
 class HandoffError(TierKVError):

@@ -432,7 +432,8 @@ class _Shared:
         return None
 
     def claim(self, keys: Sequence[StoredKey], start: int) -> _Run:
-        """Who wants one of `keys` waits until `finish`."""
+        """Mark `keys` as being fetched, by a call here, not by a ticket: who wants one of them
+        waits until `finish`."""
         run = _Run(start, keys, asyncio.get_running_loop().create_future())
         self.in_flight.append(run)
         return run
