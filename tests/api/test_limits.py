@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import gzip
+import http.client
 import json
 import logging
 import ssl
@@ -341,6 +342,45 @@ async def test_bodies_beyond_what_may_be_in_work_are_refused_until_others_are_do
         await until(lambda: on.node.bodies.num_bytes == 0, "all to be done")
         answer = await on.client.ask("POST", "/v1/lookup", data=half + b"}", headers=headers)
         assert answer.status == 200
+        await on.settle()
+
+
+def posted(url: str, path: str, body: bytes) -> tuple[int, str | None]:
+    """Status and Retry-After, as one learns them who sends a whole body before they read."""
+    connection = http.client.HTTPConnection(url.partition("://")[2], timeout=60)
+    try:
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        answer.read()
+        return answer.status, answer.headers["Retry-After"]
+    finally:
+        connection.close()
+
+
+async def test_who_sends_all_of_a_long_body_before_they_read_learn_that_they_may_try_again() -> (
+    None
+):
+    """120 MB of refused bodies at once, which are read at 50 MB/s at the most."""
+    body = b'{"prompt": "a"}' + b" " * 12_000_000
+    async with here(max_work_bytes=1_000_000, max_body_bytes=13_000_000) as on:
+        asking = [asyncio.to_thread(posted, on.client.url, "/v1/lookup", body) for _ in range(10)]
+        assert await asyncio.gather(*asking) == [(503, "1")] * 10
+        assert on.node.bodies.num_bytes == 0
+        await on.settle()
+
+
+async def test_a_refused_body_of_which_no_more_comes_is_closed_and_one_that_has_come_is_not() -> (
+    None
+):
+    head = HEAD + b"Content-Length: 2000000\r\n\r\n"
+    async with here(max_work_bytes=1_000_000) as on, connected(on.client.url) as (reader, writer):
+        writer.write(head + b" " * 2_000_000 + LIVE)
+        answered = await reader.readuntil(b"HTTP/1.1 200 OK\r\n")
+        assert answered.startswith(b"HTTP/1.1 503 ")
+        status, problem = await exchange(on.client.url, head + b" ")
+        assert (status, problem["code"]) == (503, "too_much_in_work")
+        writer.write(LIVE)
+        await reader.readuntil(b"HTTP/1.1 200 OK\r\n")
         await on.settle()
 
 

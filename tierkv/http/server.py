@@ -12,6 +12,7 @@ import asyncio
 import errno
 import ipaddress
 import logging
+import math
 import os
 import resource
 import socket
@@ -212,7 +213,10 @@ MAX_LINE_BYTES = 8_192
 MAX_FIELD_BYTES = 16_384  # another number than a line's: by it the two errors are told apart
 MAX_FIELDS = 100
 _LAST_ANSWERS_S = 2.0  # for answers that are on their way when the work is done
-_LINGER_S = 1.0  # a refused body is read on for so long, or its sender would not see the answer
+# A refused body is read on while its sender sends, or who sends all before they read would see a
+# reset, not the answer: so long without a byte, so long at the most, and so many times the most
+# bytes that a body may have. 30 of 15 MiB at once take 9 s.
+_LINGER_IDLE_S, _LINGER_S, _LINGER_BODIES = 2.0, 60.0, 4
 _REFUSAL_S = 0.5  # how long an excess connection may take to read that it is one
 # One read of 256 KiB of a refused body every so often: 50 MB/s of all of them together. 50 clients
 # that send 15 MiB each whatever they are told made a turn of the loop 10 to 20 ms longer.
@@ -283,7 +287,19 @@ async def serving(
         request[CONNECTION] = protocol.front
         return request
 
+<<<<<<< HEAD
     http = web.Server(handle, request_factory=make_request, handler_cancellation=True)
+=======
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        protocol = request.protocol
+        try:
+            return await handle(request)
+        finally:
+            if isinstance(protocol, _Http):
+                protocol.front.is_answered(request.content)
+
+    http = web.Server(answer, request_factory=make_request, handler_cancellation=True)
+>>>>>>> 3e20c4a (HTTP: a refused body is read on while its sender sends, so that its answer can be read)
     shared = _Shared(http, limits, AcceptRate(loop))
     servers: list[asyncio.Server] = []
     async with background({"tierkv-http-deadlines": shared.keep_deadlines()}):
@@ -390,8 +406,8 @@ class AcceptRate:
 class _Shared:
     """What the connections of one server share.
 
-    heads, sends: connections whose request head is incomplete, or whose client takes nothing, with
-    the time at which they are closed.
+    heads, sends: connections whose request head or refused body is incomplete, or whose client
+    takes nothing, with the time at which they are closed.
     """
 
     def __init__(self, http: web.Server, limits: ConnectionLimits, pace: AcceptRate) -> None:
@@ -485,7 +501,8 @@ class Connection(asyncio.Protocol):
         "_http",
         "_is_busy",
         "_is_counted",
-        "_is_refused",
+        "_refused",
+        "_refused_bytes",
         "_shared",
         "_transport",
     )
@@ -496,7 +513,8 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._is_counted = False
         self._is_busy = False  # with a request whose head has come
-        self._is_refused = False  # what comes is a body that nobody reads
+        self._refused: StreamReader | None = None  # what comes is a body that nobody reads
+        self._refused_bytes = 0
         self._early = b""  # came before its turn
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -548,13 +566,15 @@ class Connection(asyncio.Protocol):
         """Pass `data` on now, or in a later turn of the loop if this one has begun enough; until
         then, at most 64 KiB more are read."""
         shared, transport = self._shared, self._transport
-        if not self._is_busy and self not in shared.heads:
+        if self._refused is not None:
+            shared.heads[self] = math.inf  # it waits for its turn
+        elif not self._is_busy and self not in shared.heads:
             shared.heads[self] = time.monotonic() + shared.limits.head_timeout_s
-        if not self._early and not self._is_refused and shared.pace.lets_through():
+        if not self._early and self._refused is None and shared.pace.lets_through():
             self._http.data_received(data)
             return
         if not self._early:
-            wait = shared.read_refused if self._is_refused else shared.pace.wait
+            wait = shared.pace.wait if self._refused is None else shared.read_refused
             wait(self._take_early)
         self._early += data
         if transport is not None and len(self._early) >= _MOST_EARLY_BYTES:
@@ -568,15 +588,32 @@ class Connection(asyncio.Protocol):
         if len(data) >= _MOST_EARLY_BYTES:
             transport.resume_reading()
         self._http.data_received(data)
+        if self._refused is not None:
+            self._read_refused(len(data), transport)
+
+    def _read_refused(self, num_bytes: int, transport: asyncio.Transport) -> None:
+        """So much more of a refused body has come."""
+        assert self._refused is not None, "there is one"
+        self._refused_bytes += num_bytes
+        if self._refused.is_eof():
+            self._refused = None
+            self._shared.heads.pop(self, None)
+        elif self._refused_bytes > _LINGER_BODIES * self._shared.limits.max_body_bytes:
+            transport.close()
+        else:
+            self._shared.heads[self] = time.monotonic() + _LINGER_IDLE_S
 
     def head_has_come(self) -> None:
         """What comes until `is_answered` belongs to a request whose head is whole."""
-        self._is_busy, self._is_refused = True, False
+        self._is_busy, self._refused = True, None
         self._shared.heads.pop(self, None)
 
-    def is_answered(self, *, is_read: bool) -> None:
-        """is_read: all of its body has come."""
-        self._is_busy, self._is_refused = False, not is_read
+    def is_answered(self, body: StreamReader) -> None:
+        """body: of the request; what of it has not come yet, nobody reads."""
+        self._is_busy = False
+        if not body.is_eof():
+            self._refused, self._refused_bytes = body, 0
+            self._shared.heads[self] = time.monotonic() + _LINGER_IDLE_S
 
     def pause_writing(self) -> None:
         self._http.pause_writing()
@@ -590,7 +627,9 @@ class Connection(asyncio.Protocol):
     def cut_off(self) -> None:
         """Close it: it is late."""
         if self._transport is not None:
-            log.info("a client sent no whole head, or took nothing, in time: it is cut off")
+            log.info(
+                "a client sent no more of what it began, or took nothing, in time: it is cut off"
+            )
             self._transport.abort()
 
 
