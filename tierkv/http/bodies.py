@@ -10,7 +10,7 @@ from random import getrandbits
 from typing import Protocol, TypeVar
 
 import msgspec
-from aiohttp import web
+from aiohttp import StreamReader, web
 
 from tierkv.cache.keys import pack
 from tierkv.errors import BadRequestError, RequestTooLargeError, TierKVError
@@ -165,7 +165,7 @@ class BodyReader:
 class OneAtATime(Protocol):
     """A connection, which is told when the answer to its request is known."""
 
-    def is_answered(self, *, is_read: bool) -> None: ...
+    def is_answered(self, body: StreamReader) -> None: ...
 
 
 CONNECTION = web.RequestKey("connection", OneAtATime)
@@ -178,7 +178,7 @@ def let_go(request: web.BaseRequest) -> None:
         reader, num_bytes = request[_COUNTED]
         reader.give_back(num_bytes)
     if CONNECTION in request:
-        request[CONNECTION].is_answered(is_read=request.content.is_eof())
+        request[CONNECTION].is_answered(request.content)
 
 
 def _joined(pieces: list[bytes]) -> bytes | bytearray:

@@ -215,8 +215,9 @@ MAX_FIELDS = 100
 _LAST_ANSWERS_S = 2.0  # for answers that are on their way when the work is done
 # A refused body is read on while its sender sends, or who sends all before they read would see a
 # reset, not the answer: so long without a byte, so long at the most, and so many times the most
-# bytes that a body may have. 30 of 15 MiB at once take 9 s.
-_LINGER_IDLE_S, _LINGER_S, _LINGER_BODIES = 2.0, 60.0, 4
+# bytes that a body may have. 30 of 15 MiB at once take 9 s. Of more than so many the oldest goes:
+# each holds up to 256 KiB.
+_LINGER_IDLE_S, _LINGER_S, _LINGER_BODIES, _MOST_LINGERING = 2.0, 60.0, 4, 128
 _REFUSAL_S = 0.5  # how long an excess connection may take to read that it is one
 # One read of 256 KiB of a refused body every so often: 50 MB/s of all of them together. 50 clients
 # that send 15 MiB each whatever they are told made a turn of the loop 10 to 20 ms longer.
@@ -287,19 +288,7 @@ async def serving(
         request[CONNECTION] = protocol.front
         return request
 
-<<<<<<< HEAD
     http = web.Server(handle, request_factory=make_request, handler_cancellation=True)
-=======
-    async def answer(request: web.BaseRequest) -> web.StreamResponse:
-        protocol = request.protocol
-        try:
-            return await handle(request)
-        finally:
-            if isinstance(protocol, _Http):
-                protocol.front.is_answered(request.content)
-
-    http = web.Server(answer, request_factory=make_request, handler_cancellation=True)
->>>>>>> 3e20c4a (HTTP: a refused body is read on while its sender sends, so that its answer can be read)
     shared = _Shared(http, limits, AcceptRate(loop))
     servers: list[asyncio.Server] = []
     async with background({"tierkv-http-deadlines": shared.keep_deadlines()}):
@@ -322,6 +311,8 @@ async def serving(
             for server in servers:
                 server.close()
             await asyncio.sleep(0)  # what has come already is begun
+            for refused in tuple(shared.refused):
+                refused.cut_off()
             http.pre_shutdown()
             await http.shutdown(_LAST_ANSWERS_S)
 
@@ -362,7 +353,7 @@ class AcceptRate:
         self._per_turn = _FIRST_PER_TURN
         self._left = _FIRST_PER_TURN
         self._began: float | None = None  # this turn, on a monotonic clock; None: nothing came yet
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._waiting: deque[Callable[[], object]] = deque()
 
     @property
     def num_waiting(self) -> int:
@@ -378,7 +369,7 @@ class AcceptRate:
         self._left -= 1
         return True
 
-    def wait(self, go_on: Callable[[], None]) -> None:
+    def wait(self, go_on: Callable[[], object]) -> None:
         """Call `go_on` in a later turn, when those that came before it have been called."""
         self._waiting.append(go_on)
 
@@ -406,8 +397,8 @@ class AcceptRate:
 class _Shared:
     """What the connections of one server share.
 
-    heads, sends: connections whose request head or refused body is incomplete, or whose client
-    takes nothing, with the time at which they are closed.
+    heads, sends, refused: connections whose request head is incomplete, whose client takes nothing,
+    or whose refused body is read on, with the time at which they are closed.
     """
 
     def __init__(self, http: web.Server, limits: ConnectionLimits, pace: AcceptRate) -> None:
@@ -418,16 +409,26 @@ class _Shared:
         self.num_refused = 0
         self.heads: dict[Connection, float] = {}
         self.sends: dict[Connection, float] = {}
-        self._refused: deque[Callable[[], None]] = deque()
+        self.refused: dict[Connection, float] = {}
+        self._refused: deque[Connection] = deque()
 
-    def read_refused(self, go_on: Callable[[], None]) -> None:
-        """Call `go_on`, which takes what has come of a refused body, when it is its turn."""
-        self._refused.append(go_on)
+    def linger(self, connection: Connection) -> None:
+        """Read its refused body on, for a while."""
+        self.refused[connection] = time.monotonic() + _LINGER_IDLE_S
+        if len(self.refused) > _MOST_LINGERING:
+            oldest = next(iter(self.refused))
+            del self.refused[oldest]
+            oldest.cut_off()
+
+    def read_refused(self, connection: Connection) -> None:
+        """It takes what has come of a refused body when it is its turn."""
+        self._refused.append(connection)
         if len(self._refused) == 1:
             asyncio.get_running_loop().call_later(_LINGER_EVERY_S, self._next_refused)
 
     def _next_refused(self) -> None:
-        self._refused.popleft()()
+        while self._refused and not self._refused.popleft().take_early():
+            pass  # that one has gone
         if self._refused:
             asyncio.get_running_loop().call_later(_LINGER_EVERY_S, self._next_refused)
 
@@ -437,7 +438,7 @@ class _Shared:
         while True:
             await asyncio.sleep(min(_MOST_LOOK_S, shortest_s / 4))
             now = time.monotonic()
-            for waiting in (self.heads, self.sends):
+            for waiting in (self.heads, self.sends, self.refused):
                 for connection in [one for one, end in waiting.items() if end <= now]:
                     del waiting[connection]
                     connection.cut_off()
@@ -555,6 +556,8 @@ class Connection(asyncio.Protocol):
         self._transport = None
         shared.heads.pop(self, None)
         shared.sends.pop(self, None)
+        shared.refused.pop(self, None)
+        self._early, self._refused = b"", None
         http = self._http
         del self._http  # it holds this, and nothing comes for it any more
         if shared.pace.lets_through():
@@ -566,30 +569,33 @@ class Connection(asyncio.Protocol):
         """Pass `data` on now, or in a later turn of the loop if this one has begun enough; until
         then, at most 64 KiB more are read."""
         shared, transport = self._shared, self._transport
-        if self._refused is not None:
-            shared.heads[self] = math.inf  # it waits for its turn
+        if self in shared.refused:
+            shared.refused[self] = math.inf  # it waits for its turn
         elif not self._is_busy and self not in shared.heads:
             shared.heads[self] = time.monotonic() + shared.limits.head_timeout_s
         if not self._early and self._refused is None and shared.pace.lets_through():
             self._http.data_received(data)
             return
-        if not self._early:
-            wait = shared.pace.wait if self._refused is None else shared.read_refused
-            wait(self._take_early)
+        if not self._early and self._refused is not None:
+            shared.read_refused(self)
+        elif not self._early:
+            shared.pace.wait(self.take_early)
         self._early += data
         if transport is not None and len(self._early) >= _MOST_EARLY_BYTES:
             transport.pause_reading()
 
-    def _take_early(self) -> None:
+    def take_early(self) -> bool:
+        """Take what has come before its turn; False if the client has gone meanwhile."""
         data, self._early = self._early, b""
         transport = self._transport
         if transport is None or transport.is_closing():
-            return  # gone meanwhile
+            return False
         if len(data) >= _MOST_EARLY_BYTES:
             transport.resume_reading()
         self._http.data_received(data)
         if self._refused is not None:
             self._read_refused(len(data), transport)
+        return True
 
     def _read_refused(self, num_bytes: int, transport: asyncio.Transport) -> None:
         """So much more of a refused body has come."""
@@ -597,23 +603,24 @@ class Connection(asyncio.Protocol):
         self._refused_bytes += num_bytes
         if self._refused.is_eof():
             self._refused = None
-            self._shared.heads.pop(self, None)
+            self._shared.refused.pop(self, None)
         elif self._refused_bytes > _LINGER_BODIES * self._shared.limits.max_body_bytes:
             transport.close()
-        else:
-            self._shared.heads[self] = time.monotonic() + _LINGER_IDLE_S
+        elif self in self._shared.refused:
+            self._shared.refused[self] = time.monotonic() + _LINGER_IDLE_S
 
     def head_has_come(self) -> None:
         """What comes until `is_answered` belongs to a request whose head is whole."""
         self._is_busy, self._refused = True, None
         self._shared.heads.pop(self, None)
+        self._shared.refused.pop(self, None)
 
     def is_answered(self, body: StreamReader) -> None:
         """body: of the request; what of it has not come yet, nobody reads."""
         self._is_busy = False
         if not body.is_eof():
             self._refused, self._refused_bytes = body, 0
-            self._shared.heads[self] = time.monotonic() + _LINGER_IDLE_S
+            self._shared.linger(self)
 
     def pause_writing(self) -> None:
         self._http.pause_writing()
