@@ -38,7 +38,7 @@ _DEADLINE_S = 120.0
 
 
 # A node whose engine is this benchmark: it commits what nothing has computed.
-_SERVE = """
+SERVE = """
 import os
 from tierkv.api.server import run
 from tierkv.api.settings import NodeSettings
@@ -74,7 +74,7 @@ def server(device_blocks: int) -> Iterator[Server]:
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryFile() as log:
         child = subprocess.Popen(
-            [sys.executable, "-c", _SERVE],
+            [sys.executable, "-c", SERVE],
             stdout=subprocess.PIPE,
             stderr=log,
             env=os.environ | settings,

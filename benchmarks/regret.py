@@ -1,115 +1,148 @@
-"""Fetch or compute: what requests take on a real node whose store answers late, in real time.
+"""Fetch or compute: what requests take at real nodes whose Redis is far away, in real time.
 
-    python benchmarks/regret.py [--quick] [--json] [--requests 40] [--compute 0.1 0.32 1]
-        [--delays 0 0.02 0.06 0.09 0.15 0.2 0.3 0.6]
+    python benchmarks/regret.py [--quick] [--json] [--requests 40] [--compute 0.1 0.3 1 2.4]
+        [--delays 0 0.02 0.06 0.09 0.3 0.6] [--model]
 
-For each time that an engine takes to compute 2,400 tokens, and each delay of a call to the store: a
-fetch that is waited for whatever it takes, computing, and the requests of a node that decides
-(best_effort), whose engine tells its speed or tells nothing, from the tenth on.
+A node is a process that is asked over HTTP; between it and a real Redis a proxy delays each answer.
+For each time that an engine takes to compute 2,400 tokens, and each delay: a fetch that is waited
+for whatever it takes, computing, and the requests of a node that decides (best_effort) and knows
+nothing at first, from the tenth on. All prompts are in Redis. The engine tells nothing: it is
+observed from admission to commit, which this benchmark asks for as an engine does. With --model the
+node computes with the reference model instead, and its engine tells its speed.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import statistics
-from collections.abc import AsyncIterator, Sequence
+import sys
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
-from benchmarks.bench import row, show
-from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.keys import Fingerprint, Prompt
-from tierkv.cache.layout import attention_layout
-from tierkv.clock import SystemClock
-from tierkv.gpu.cpu import CpuDevice
-from tierkv.pd.settings import HandoffSettings
-from tierkv.sched.settings import CacheSettings
-from tierkv.sched.worth import FetchPolicy
-from tierkv.service import Service
-from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.protocol import GetItem, GetOutcome
+import aiohttp
 
-NUM_TOKENS = 2400
-SIZE, LEARNING = 16, 10
-LAYOUT = attention_layout(
-    num_layers=2, num_kv_heads=1, head_dim=64, dtype="float16", item_bytes=2, block_size=SIZE
-)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.api import SERVE
+from benchmarks.bench import Row, row, show
+from tests.redis_proxy import Proxy, redis_proxy
+from tests.redis_server import RedisServer, redis_server
+
+NUM_TOKENS, SIZE, LEARNING = 2400, 16, 10
+REFERENCE = "import sys; from tierkv.cli import main; sys.argv[1:] = ['serve']; main()"
 
 
-class LateStore(MemoryStore):
-    """A memory store that takes `delay_s` longer for what a fetch asks of it."""
+class Node:
+    """One process. computes_s: what its engine takes for a whole prompt, None for a node that
+    computes itself."""
 
-    delay_s = 0.0
+    def __init__(self, url: str, http: aiohttp.ClientSession, computes_s: float | None) -> None:
+        self.url, self.http, self.computes_s = url, http, computes_s
 
-    async def exists(self, names: Sequence[str]) -> int:
-        await asyncio.sleep(self.delay_s)
-        return await super().exists(names)
+    async def post(self, path: str, **body: object) -> dict[str, Any]:
+        async with self.http.post(self.url + path, json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            found: dict[str, Any] = await answer.json()
+            return found
 
-    async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        await asyncio.sleep(self.delay_s)
-        return await super().get_into(items)
+    async def takes(self, number: int, *, uses_cache: bool = True) -> float:
+        """How long a request takes until its prompt is committed; or, of a node that computes
+        itself, has its first token."""
+        loop = asyncio.get_running_loop()
+        body = {"tokens": prompt_of(number), "use_cache": uses_cache}
+        began = loop.time()
+        if self.computes_s is None:
+            await self.post("/v1/generate", max_tokens=1, **body)
+            return loop.time() - began
+        here = await self.post("/v1/requests", request_id=f"r{number}", max_new_tokens=0, **body)
+        rest = NUM_TOKENS - here["cached_tokens"]
+        await asyncio.sleep(self.computes_s * rest / NUM_TOKENS)
+        await self.post(f"/v1/requests/r{number}/commit")
+        took_s = loop.time() - began
+        await self.post(f"/v1/requests/r{number}/finish")
+        return took_s
 
 
-def prompt_of(number: int) -> Prompt:
-    start = 10_000 * number
-    return Prompt.of(list(range(start, start + NUM_TOKENS)), SIZE)
+def prompt_of(number: int) -> list[int]:
+    return [(7 * at + number) % 251 for at in range(NUM_TOKENS)]
 
 
 @asynccontextmanager
-async def node(policy: FetchPolicy, delay_s: float, num_prompts: int) -> AsyncIterator[Service]:
-    """A node whose store has every prompt, and which has none and knows nothing."""
-    clock = SystemClock()
-    store = LateStore(MemorySettings(), clock)
-    settings = CacheSettings(
-        block_size=SIZE,
-        device_blocks=1024,
-        host_blocks=1024,
-        host_write=WritePolicy.WRITE_THROUGH,
-        storage_write=WritePolicy.WRITE_THROUGH,
-        fetch_policy=policy,
-        fetch_deadline_s=60.0,
+async def node(
+    url: str, computes_s: float | None, policy: str = "best_effort", hidden: int = 64
+) -> AsyncIterator[Node]:
+    """A node that has nothing and knows nothing."""
+    settings = {
+        "CACHE__BLOCK_SIZE": SIZE,
+        "CACHE__DEVICE_BLOCKS": 1024,
+        "CACHE__HOST_BLOCKS": 1024,
+        "CACHE__HOST_WRITE": "write_through",
+        "CACHE__STORAGE_WRITE": "write_through",
+        "CACHE__FETCH_POLICY": policy,
+        "CACHE__FETCH_DEADLINE_S": 60,
+        "MODEL__HIDDEN": hidden,
+        "NODE__PORT": 0,
+        "STORAGE__URL": url,
+    }
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", REFERENCE if computes_s is None else SERVE),
+        stdout=asyncio.subprocess.PIPE,
+        env=os.environ | {f"TIERKV_{name}": str(value) for name, value in settings.items()},
     )
-    who = Fingerprint("regret", LAYOUT)
-    service = Service(CpuDevice(), who, settings, HandoffSettings(), store, clock=clock)
-    async with service.running():
+    try:
+        assert child.stdout is not None, "it is a pipe"
+        address = (await child.stdout.readline()).decode().split()[-1]
+        async with aiohttp.ClientSession() as http:
+            yield Node(address, http, computes_s)
+    finally:
+        child.terminate()
+        await child.wait()
+
+
+async def fill(redis: RedisServer, num_prompts: int, computes_s: float | None, hidden: int) -> None:
+    redis.execute("FLUSHALL")
+    async with node(redis.url, computes_s, hidden=hidden) as filler:
         for number in range(num_prompts):
-            prompt = prompt_of(number)
-            request = await service.admit(f"f{number}", prompt, max_new_tokens=0, uses_cache=False)
-            await service.commit(request, prompt.tokens)
-            service.end(request)
-            while service.tiers.work.num_tasks:  # noqa: ASYNC110 - nobody tells of it
-                await asyncio.sleep(0.001)
-        service.reset()
-        store.delay_s = delay_s
-        yield service
+            await filler.takes(number)
 
 
-async def takes(service: Service, number: int, compute_s: float, *, tells: bool) -> float:
-    """How long a request takes until its prompt is committed. compute_s: of a whole one."""
-    loop, prompt = asyncio.get_running_loop(), prompt_of(number)
-    began = loop.time()
-    request = await service.admit(f"r{number}", prompt, max_new_tokens=0)
-    await request.gate.all_layers(20.0)
-    rest = NUM_TOKENS - request.cached_tokens
-    rest_s = compute_s * rest / NUM_TOKENS
-    await asyncio.sleep(rest_s)
-    if tells and rest:
-        service.note_prefill(rest, rest_s)
-    await service.commit(request, prompt.tokens)
-    took_s = loop.time() - began
-    service.end(request)
-    return took_s
-
-
-async def run(delay_s: float, num_requests: int, compute_s: float, *, tells: bool) -> list[float]:
-    async with node(FetchPolicy.BEST_EFFORT, delay_s, num_requests) as service:
-        numbers = range(num_requests)
-        return [await takes(service, number, compute_s, tells=tells) for number in numbers]
-
-
-async def fetched(delay_s: float) -> float:
-    async with node(FetchPolicy.WAIT_COMPLETE, delay_s, 3) as service:
-        return statistics.median([await takes(service, at, 0.0, tells=False) for at in range(3)])
+async def measured(
+    redis: RedisServer,
+    proxy: Proxy,
+    chosen: argparse.Namespace,
+    computes_s: float | None,
+    hidden: int,
+) -> list[Row]:
+    """Of one engine: computing, and for each delay fetching and a node that decides."""
+    num_requests = chosen.requests
+    await fill(
+        redis, num_prompts=num_requests, computes_s=None if computes_s is None else 0, hidden=hidden
+    )
+    proxy.latency_s = 0.0
+    async with node(redis.url, computes_s, hidden=hidden) as computing:
+        took = [await computing.takes(at, uses_cache=False) for at in range(5)][1:]
+    whole = row(f"computing: {statistics.median(took) * 1e3:.0f} ms", [s * 1e3 for s in took], "ms")
+    rows = [whole]
+    for proxy.latency_s in chosen.delays:
+        about = f"{proxy.latency_s * 1e3:.0f} ms a call"
+        async with node(proxy.url, computes_s, "wait_complete", hidden) as waiting:
+            took = [await waiting.takes(at) for at in range(4)][1:]
+        fetch = row(f"{about}: fetch, whatever it takes", [s * 1e3 for s in took], "ms")
+        async with node(proxy.url, computes_s, hidden=hidden) as deciding:
+            took = [await deciding.takes(at) for at in range(num_requests)]
+        best = min(fetch, whole, key=lambda one: one.value)
+        mean_ms = statistics.mean(took[LEARNING:]) * 1e3
+        what = f"{about}: mean from the 10th on, worst {max(took[LEARNING:]) * 1e3:.0f}"
+        rows += [
+            fetch,
+            row(what, [mean_ms], "ms", against=best, most=1.1 + 20 / best.value),
+            row(f"{about}: the first ten together", [sum(took[:LEARNING]) * 1e3], "ms"),
+        ]
+    return rows
 
 
 async def main() -> None:
@@ -117,35 +150,24 @@ async def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--requests", type=int, default=40)
-    parser.add_argument("--compute", type=float, nargs="*", default=[0.1, 0.32, 1.0])
-    delays = [0.0, 0.02, 0.06, 0.09, 0.15, 0.2, 0.3, 0.6]
+    parser.add_argument("--compute", type=float, nargs="*", default=[0.1, 0.3, 1.0, 2.4])
+    delays = [0.0, 0.02, 0.06, 0.09, 0.3, 0.6]
     parser.add_argument("--delays", type=float, nargs="*", default=delays)
-    parser.add_argument("--quick", action="store_true", help="20 requests, 320 ms, two delays")
+    parser.add_argument("--model", action="store_true", help="the node computes itself")
+    parser.add_argument("--hidden", type=int, nargs="*", default=[64, 512], help="of its model")
+    parser.add_argument("--quick", action="store_true", help="20 requests, 300 ms, two delays")
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
-    num_requests, delays, computing = chosen.requests, chosen.delays, chosen.compute
     if chosen.quick:
-        num_requests, delays, computing = 20, [0.0, 0.2], [0.32]
-    rows = []
-    fetches = [await fetched(delay_s) for delay_s in delays]
-    for compute_s in computing:
-        compute = row(f"compute {compute_s * 1e3:.0f} ms", [compute_s * 1e3], "ms")
-        rows.append(compute)
-        for delay_s, fetch_s in zip(delays, fetches, strict=True):
-            about = f"{delay_s * 1e3:.0f} ms a call"
-            fetch = row(f"{about}: fetch, whatever it takes", [fetch_s * 1e3], "ms")
-            best = min(fetch, compute, key=lambda one: one.value)
-            rows.append(fetch)
-            for tells in (True, False):
-                took = await run(delay_s, num_requests, compute_s, tells=tells)
-                what = (
-                    f"{about}: {'told its speed' if tells else 'observed'}, mean from the 10th on"
-                )
-                most = 1.1 + 20 / best.value  # 1.1 x the better one, and 20 ms
-                mean_ms = statistics.mean(took[LEARNING:]) * 1e3
-                rows.append(row(what, [mean_ms], "ms", against=best, most=most))
-                first = f"{about}: the first ten together"
-                rows.append(row(first, [sum(took[:LEARNING]) * 1e3], "ms"))
+        chosen.requests, chosen.delays, chosen.compute, chosen.hidden = 20, [0.0, 0.2], [0.3], [64]
+    engines: list[tuple[float | None, int]] = [(compute_s, 64) for compute_s in chosen.compute]
+    if chosen.model:
+        engines = [(None, hidden) for hidden in chosen.hidden]
+    rows: list[Row] = []
+    with redis_server() as redis:
+        async with redis_proxy(redis.port) as proxy:
+            for computes_s, hidden in engines:
+                rows += await measured(redis, proxy, chosen, computes_s, hidden)
     show(rows, as_json=chosen.json)
 
 

@@ -15,12 +15,15 @@ _PIECE_BYTES = 64 << 10
 
 @dataclass
 class Proxy:
-    """delay_s: before each piece of an answer. bytes_per_s: of answers, None for no limit.
+    """delay_s: before each piece of an answer. latency_s: so much later each piece goes on, while
+    more comes: of a network, where a delay is of a server. bytes_per_s: of answers, None for no
+    limit.
     cut_after: bytes of answers after which a connection is closed, None for never.
     """
 
     port: int = 0
     delay_s: float = 0.0
+    latency_s: float = 0.0
     bytes_per_s: float | None = None
     cut_after: int | None = None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -51,6 +54,11 @@ class Proxy:
                 await writer.drain()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.latency_s:
+            loop = asyncio.get_running_loop()
+            while piece := await reader.read(_PIECE_BYTES):
+                loop.call_later(self.latency_s, writer.write, piece)
+            return
         left = self.cut_after
         with contextlib.suppress(ConnectionError):
             while piece := await reader.read(_PIECE_BYTES):

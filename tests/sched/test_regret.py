@@ -76,16 +76,23 @@ def node(
 
 
 async def answers(
-    here: World, number: int, whole_s: float = COMPUTE_S, *, tells: bool, stall_s: float = 0.0
+    here: World,
+    number: int,
+    whole_s: float = COMPUTE_S,
+    *,
+    tells: bool,
+    stall_s: float = 0.0,
+    exponent: float = 1.0,
 ) -> float:
     """How long a request takes until all of its prompt is committed: seconds. whole_s: what
-    computing all of it takes."""
+    computing all of it takes, of which the first tokens take a share by `exponent`."""
     loop, prompt = asyncio.get_running_loop(), prompt_of(number)
     began = loop.time()
     request = await here.admit(prompt)
     await request.gate.all_layers(20.0)
     rest = NUM_TOKENS - request.cached_tokens
-    compute_s = whole_s * rest / NUM_TOKENS + (stall_s if rest > 1 else 0.0)
+    share = 1 - (request.cached_tokens / NUM_TOKENS) ** exponent
+    compute_s = whole_s * share + (stall_s if rest > 1 else 0.0)
     await asyncio.sleep(compute_s)
     if tells and rest > 1:  # as the reference model, which does not tell of a prompt's last token
         here.service.note_prefill(rest, compute_s)
@@ -137,6 +144,25 @@ def test_an_engine_that_tells_its_speed_before_loses_next_to_nothing_from_the_fi
     assert max(took) <= (1 + UNKNOWN_SHARE) * compute_s + UNKNOWN_S + 0.01
     best_s = min(fetch_s, compute_s)
     assert sum(took[FIRST:]) <= (ALL - FIRST) * (SHARE_MORE * best_s + MORE_S)
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["told", "observed"])
+@pytest.mark.parametrize("exponent", [1.5, 2.0])
+def test_a_node_knows_its_engine_though_the_last_tokens_take_longer_than_the_first(
+    exponent: float, tells: bool, stored: MemoryStore
+) -> None:
+    async def scene() -> list[float]:
+        async with node(BEST, stored) as here:
+            here.the_store.delay_s = 0.225  # a fetch takes 0.45 s
+            took = [
+                await answers(here, at, COMPUTE_S, tells=tells, exponent=exponent)
+                for at in range(ALL)
+            ]
+            here.the_store.delay_s = 0.0
+            return took
+
+    took = simulate(scene())
+    assert sum(took[FIRST:]) <= (ALL - FIRST) * (SHARE_MORE * COMPUTE_S + MORE_S)
 
 
 @pytest.mark.parametrize("tells", [True, False], ids=["told", "observed"])

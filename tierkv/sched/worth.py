@@ -210,8 +210,11 @@ class Prefill:
 
     def at_least(self, tokens: int) -> float:
         """As `seconds`, but no more than is sure: see `Line.at_least`; and what is much longer than
-        all that was seen takes as long as what is somewhat longer."""
-        return self._line.at_least(min(tokens, _REACH * self.most_tokens))
+        all that was seen takes as long as what is somewhat longer, and half of that, as the last
+        tokens of a prompt, which attend to all before them, take up to twice as long as others."""
+        known = self.most_tokens
+        seconds = self._line.at_least(min(tokens, _REACH * known))
+        return seconds if tokens < _REACH / 2 * known else seconds / 2
 
     @property
     def seconds_of_one_more(self) -> float:
