@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tierkv.adapters.transformers import TierKVCache
+from tierkv.sched.worth import FetchPolicy
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("model", help="a name or a path, or 'tiny' for one with random weights")
@@ -23,13 +24,13 @@ if chosen.model == "tiny":  # its tokens are bytes
     torch.manual_seed(7)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_attention_heads=8, **sizes)).eval()
-    tokenizer = None
+    tokenizer, policy = None, FetchPolicy.WAIT_COMPLETE  # though it would be computed faster
 else:
     model = AutoModelForCausalLM.from_pretrained(chosen.model, dtype="auto", device_map="auto")
-    tokenizer = AutoTokenizer.from_pretrained(chosen.model)
+    tokenizer, policy = AutoTokenizer.from_pretrained(chosen.model), FetchPolicy.BEST_EFFORT
 
 messages: list[dict[str, str]] = []
-with TierKVCache.for_model(model, chosen.store) as cache:
+with TierKVCache.for_model(model, chosen.store, fetch_policy=policy) as cache:
     while said := input("you> "):
         messages.append({"role": "user", "content": said})
         if tokenizer is None:

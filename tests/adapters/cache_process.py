@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.adapters.test_transformers_cache import LENGTH, MIB, generate, plain
+from tests.adapters.test_transformers_cache import ALL, LENGTH, MIB, generate, plain
 from tests.adapters.tiny import prompt_of, rows_of
 from tierkv.adapters.transformers import TierKVCache
 
 
 def main(store: str, output: str) -> None:
     model = plain()
-    with TierKVCache.for_model(model, store, host_bytes=16 * MIB) as cache:
+    with TierKVCache.for_model(model, store, host_bytes=16 * MIB, fetch_policy=ALL) as cache:
         tokens = generate(model, prompt_of(LENGTH), past_key_values=cache)
         np.savez(f"{output}.npz", *rows_of(cache))
         hit = asdict(cache.last_hit)

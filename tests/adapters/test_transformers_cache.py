@@ -40,11 +40,13 @@ from tierkv.adapters.transformers import PromptHit, TierKVCache
 from tierkv.errors import BadRequestError, ConfigError, LayoutError, StoreUnavailableError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import BlockCopy, Direction, HostSlots, Lane, Planes
+from tierkv.sched.worth import FetchPolicy
 
 __all__ = ["empty_redis", "module_redis"]
 
 ROOT = Path(__file__).parents[2]
 LENGTH, NEW = 200, 12  # three full blocks and a tail of 8
+ALL = FetchPolicy.WAIT_COMPLETE  # a tiny model computes faster than a store answers
 MIB = 1 << 20
 
 
@@ -292,7 +294,9 @@ def other_process(store: str, output: Path) -> dict[str, Any]:
 def test_a_fresh_process_finds_it_in_the_store(empty_redis: RedisServer, tmp_path: Path) -> None:
     model, prompt = plain(), prompt_of(LENGTH)
     expected = generate(model, prompt)
-    with TierKVCache.for_model(model, empty_redis.url, host_bytes=16 * MIB) as cache:
+    with TierKVCache.for_model(
+        model, empty_redis.url, host_bytes=16 * MIB, fetch_policy=ALL
+    ) as cache:
         assert generate(model, prompt, past_key_values=cache) == expected
         rows = rows_of(cache)
     found = other_process(empty_redis.url, tmp_path / "facts")
@@ -319,10 +323,10 @@ def test_models_of_other_weights_share_nothing(tmp_path: Path) -> None:
     model, other = plain(), plain()
     with torch.no_grad():
         other.model.layers[1].mlp.up_proj.weight[3, 5] += 1.0
-    with TierKVCache.for_model(model, store, host_bytes=16 * MIB) as cache:
+    with TierKVCache.for_model(model, store, host_bytes=16 * MIB, fetch_policy=ALL) as cache:
         generate(model, prompt, past_key_values=cache)
     for one, hits in ((other, False), (plain(), True)):
-        with TierKVCache.for_model(one, store, host_bytes=16 * MIB) as cache:
+        with TierKVCache.for_model(one, store, host_bytes=16 * MIB, fetch_policy=ALL) as cache:
             assert generate(one, prompt, past_key_values=cache) == generate(one, prompt)
             assert bool(cache.last_hit.storage) is hits
     with TierKVCache.for_model(plain(), store, host_bytes=16 * MIB, tenant="other") as cache:
@@ -337,11 +341,15 @@ def test_a_redis_that_dies_hangs_or_forgets_costs_time_and_no_token() -> None:
     model, texts = plain(), [prompt_of(LENGTH, seed=seed) for seed in range(6)]
     expected = [generate(model, text) for text in texts]
     with redis_server() as server:
-        with TierKVCache.for_model(model, server.url, host_bytes=16 * MIB) as cache:
+        with TierKVCache.for_model(
+            model, server.url, host_bytes=16 * MIB, fetch_policy=ALL
+        ) as cache:
             for text, tokens in zip(texts, expected, strict=True):
                 assert generate(model, text, past_key_values=cache) == tokens
         # Nothing on the host; what is in the store goes away in between.
-        with TierKVCache.for_model(model, server.url, host_bytes=16 * MIB) as cache:
+        with TierKVCache.for_model(
+            model, server.url, host_bytes=16 * MIB, fetch_policy=ALL
+        ) as cache:
             began = time.monotonic()
             for number, fault in enumerate(
                 [None, lambda: server.execute("FLUSHALL"), server.pause, None, server.kill, None]

@@ -59,6 +59,7 @@ from tierkv.pd.settings import HandoffSettings
 from tierkv.ranks.memory import EnginePlanes
 from tierkv.ranks.worker_planes import WorkerPlanes
 from tierkv.sched.settings import CacheSettings
+from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.factory import StoreSettings, open_store
 
 log = logging.getLogger(__name__)
@@ -200,6 +201,8 @@ _FIND_S = 12.0  # the service itself ends a lookup after 10
 _SLOTS_S = 0.1
 _ANSWER_S = 2.0
 _SAMPLES = 64  # of each weight
+# Prompts that are computed to know the model's speed before its first one, until that took so long.
+_SPEED_TOKENS, _SPEED_S = (32, 128, 512), 0.1
 # Newer versions of transformers call the argument `cache`.
 _ARGUMENTS = ("cache", "past_key_values")
 _ARGUMENT = (
@@ -398,6 +401,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
         ttl_s: float | None = 86_400.0,
         revision: str | None = None,
         tenant: str = "",
+        fetch_policy: FetchPolicy = FetchPolicy.BEST_EFFORT,
         settings: StoreSettings | None = None,
         device: Device | None = None,
     ) -> Self:
@@ -408,6 +412,8 @@ class TierKVCache(Cache):  # type: ignore[misc]
         revision: names the weights. If it is None their content does, which takes a pass over them:
             models share KV if their configuration and every weight are the same.
         tenant: what was stored under another name is not found.
+        fetch_policy: BEST_EFFORT fetches what is estimated to be faster than computing,
+            WAIT_COMPLETE all there is.
         device: that the model is on; if it is None, one is made for PyTorch's current stream.
 
         Raises LayoutError if the model's cache is not keys and values of every token, ConfigError
@@ -425,6 +431,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
         )
         rules = CacheSettings(
             block_size=block_size,
+            fetch_policy=fetch_policy,
             storage_write=WritePolicy.NONE if store is None else WritePolicy.WRITE_THROUGH,
         )
         device = _device_of(like[0].device) if device is None else device
@@ -446,6 +453,8 @@ class TierKVCache(Cache):  # type: ignore[misc]
         most_kept = int(host_bytes * _MOST_KEPT) // fingerprint.layout.block_bytes
         made = cls(model, like, room, fingerprint.layout, _Moves(device, planes, engine, most_kept))
         engine.open()
+        for num_tokens, seconds in _speeds(model) if store is not None else ():
+            engine.note_prefill(num_tokens, seconds)
         _install(model)
         return made
 
@@ -905,14 +914,35 @@ def _rope_types(value: object) -> Iterator[str]:
             yield from _rope_types(one)
 
 
-def _states_of_one_token(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Keys and values of each layer, [1, heads, 1, dim], as the model itself makes them."""
+def _computed(model: PreTrainedModel, num_tokens: int) -> DynamicCache:
     cache = DynamicCache(config=model.config)
     taken = inspect.signature(model.forward).parameters
-    name = _ARGUMENT if _ARGUMENT in taken else "past_key_values"
+    arguments: dict[str, Any] = {_ARGUMENT if _ARGUMENT in taken else "past_key_values": cache}
+    if "logits_to_keep" in taken:
+        arguments["logits_to_keep"] = 1
     with torch.no_grad():
-        ids = torch.zeros((1, 1), dtype=torch.long, device=model.device)
-        model(input_ids=ids, use_cache=True, **{name: cache})
+        ids = torch.zeros((1, num_tokens), dtype=torch.long, device=model.device)
+        model(input_ids=ids, use_cache=True, **arguments)
+    return cache
+
+
+def _speeds(model: PreTrainedModel) -> Iterator[tuple[int, float]]:
+    """Tokens, and the seconds that computing them took."""
+    timer, most = _Timer(model.device), getattr(model.config, "max_position_embeddings", None)
+    spent = 0.0
+    for num_tokens in _SPEED_TOKENS:
+        if spent < _SPEED_S and num_tokens < (most or _SPEED_TOKENS[-1] + 1):
+            timer.start(num_tokens)
+            _computed(model, num_tokens)
+            timer.stop()
+            [(_, took)] = timer.read()
+            spent += took
+            yield num_tokens, took
+
+
+def _states_of_one_token(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Keys and values of each layer, [1, heads, 1, dim], as the model itself makes them."""
+    cache = _computed(model, 1)
     empty = [at for at, layer in enumerate(cache.layers) if not layer.is_initialized]
     if empty:
         raise LayoutError(f"the model keeps nothing of layers {empty} in its cache")
