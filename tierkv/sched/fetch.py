@@ -615,7 +615,8 @@ class _Fetch:
         own deadline, so that it is known then; what comes is found by later requests."""
         if self.outcome.done():
             return
-        self._ends(Fate.LATE, "storage is not known yet, and took too long")
+        if not self.is_whole:
+            self._ends(Fate.LATE, "storage is not known yet, and took too long")
         self.has_gone_on = True
         self.shared.estimator.num_finding_out += 1
         self.deadline.until(None)
