@@ -486,7 +486,7 @@ class FetchDeadline:
         self._deadline_s = deadline_s
         self._on_stuck = on_stuck
         self._loop = asyncio.get_running_loop()
-        self._last = self.now() + deadline_s
+        self._last = self._when = self.now() + deadline_s
         self._timer = self._timer_at(self._last)
 
     def now(self) -> float:
@@ -509,9 +509,11 @@ class FetchDeadline:
 
     def _reschedule(self, when: float) -> None:
         when = min(when, self._last)
-        self._scope.reschedule(when)
-        self._timer.cancel()
-        self._timer = self._timer_at(when)
+        if when != self._when:
+            self._when = when
+            self._scope.reschedule(when)
+            self._timer.cancel()
+            self._timer = self._timer_at(when)
 
     def _timer_at(self, when: float) -> asyncio.TimerHandle:
         return self._loop.call_at(when + LEAVE_S, self._on_stuck)
