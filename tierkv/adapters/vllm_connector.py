@@ -1031,6 +1031,8 @@ class _SchedulerSide:
 
     def close(self) -> None:
         if self._cache is not None:
+            if self._reports:  # what they are of is kept
+                self._poll()
             self._cache.close()
         self._adapters.close()
 
