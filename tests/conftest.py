@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import signal
 from collections.abc import Callable, Iterator
 
 # Its pytest plugin would import it at the end of a run, where the stack is so deep that CPython
@@ -31,6 +32,12 @@ def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> dict[str, LoopFactory]:
     return {"uvloop": uvloop.new_event_loop}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A run that is told to end says what it has found so far, as one that is interrupted does."""
+    if not hasattr(config, "workerinput"):  # pytest-xdist's, of a worker
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's

@@ -128,6 +128,23 @@ def test_a_key_twice_is_refused_in_a_long_body(raw: bytes) -> None:
         read(raw)
 
 
+@pytest.mark.parametrize("large_bytes", [12, 1 << 20], ids=["long", "short"])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        b'[{"role":"user","content":"aaaaaaaaaaaaaaaaaa","content":"b"}]',
+        b'[{"role":"user","content":[{"type":"text","text":"a","text":"b"}]}]',
+        b'[ {"role": "user", "role": "user", "content": "a"}]',
+    ],
+)
+def test_a_key_twice_is_refused_in_objects_of_a_list(
+    messages: bytes, large_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "LARGE_BYTES", large_bytes)
+    with pytest.raises(BodyError, match="twice"):
+        read(b'{"messages":' + messages + b"}", ChatBody)
+
+
 @pytest.mark.parametrize(
     "body", [{"tokens": [1] * 21}, {"prompt": "a" * 121}, {"request_id": "a", "prompt": '"' * 61}]
 )

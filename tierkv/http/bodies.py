@@ -466,10 +466,10 @@ def _refuse_twins(raw: bytes | bytearray, fields: Mapping[str, msgspec.Raw]) -> 
     """
     if raw.count(b":") == len(fields):  # one for each key: none twice, and no inner object
         return
-    values = [memoryview(value) for value in fields.values()]
+    values = [bytes(value) for value in fields.values()]
     size = sum(map(len, values)) + sum(len(key.encode()) for key in fields) + 4 * len(fields) + 1
     is_plain = len(raw) in (size, size + 2 * len(fields) - 1)  # {"a":1,"b":2} or {"a": 1, "b": 2}
-    if is_plain and not any(value[:1].tobytes() == b"{" for value in values):
+    if is_plain and not any(value[:1] in b"{[" and b"{" in value for value in values):
         return
     json.loads(raw, object_pairs_hook=_no_twins, parse_int=len)  # of a long one, no number
 
