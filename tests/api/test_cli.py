@@ -99,6 +99,7 @@ def test_help_does_not_wait_for_heavy_imports() -> None:
         ["nothing"],
         ["generate"],
         ["generate", "a", "--max-tokens", "0"],
+        ["completion"],
         ["token", "new", "--file", "a", "--name", "a", "--role", "read", "--expires", "9999999d"],
     ],
 )
@@ -186,6 +187,28 @@ async def test_no_node_at_the_url_is_one_sentence(url: str, tmp_path: Path) -> N
     assert (status, out) == (1, "")
     assert err.startswith("error: ")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1", "http://", "http://:80", "http://a:99999"])
+@pytest.mark.parametrize("command", [["top"], ["gateway", "--both"]], ids=["top", "gateway"])
+def test_what_is_no_url_is_said_at_once(command: list[str], url: str) -> None:
+    """Not tried again and again."""
+    found = CliRunner().invoke(main, [*command, url])
+    assert (found.exit_code, found.stdout) == (1, "")
+    assert found.stderr == (
+        f"error: {url!r} is not the URL of a node, such as http://127.0.0.1:8100 or unix:/PATH\n"
+    )
+
+
+async def test_https_to_a_node_without_tls_says_which_url_it_may_be(tmp_path: Path) -> None:
+    async with process(tmp_path) as node:
+        asked = node.url.replace("http://", "https://")
+        status, out, err = await run_to_end(tmp_path, "stats", "--url", asked)
+    assert (status, out) == (1, "")
+    assert err == (
+        f"error: no node answers at {asked}: "
+        "it speaks no TLS: its URL may begin with http://, not https://\n"
+    )
 
 
 def test_a_node_loads_no_client_of_a_store_that_it_does_not_use() -> None:

@@ -38,7 +38,8 @@ class _WrongUsage(_Failure):
     def of(cls, error: click.UsageError) -> Self:
         """Click's own words, in one line."""
         help_at = error.ctx.command_path if error.ctx is not None else "tierkv"
-        return cls(f"{error.format_message().rstrip('.')}; see {help_at} --help")
+        said = " ".join(error.format_message().split())
+        return cls(f"{said.rstrip('.')}; see {help_at} --help")
 
 
 class _InterruptedError(_Failure):

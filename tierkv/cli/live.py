@@ -19,6 +19,7 @@ from tierkv.api.settings import masked_url
 from tierkv.cli.output import json_option, print_json
 from tierkv.cli.target import ask_node, default_url, tls_options
 from tierkv.client import AsyncClient, CallError, Retries
+from tierkv.client.http import node_url
 from tierkv.errors import TierKVError
 from tierkv.http.problems import NotReadyError
 from tierkv.tasks import run_until_stopped
@@ -304,8 +305,10 @@ def top(
     JSON array a line for each.
     """
 
+    asked = [node_url(url) for url in urls or (default_url(),)]  # one that is none never answers
+
     async def watch() -> None:
-        looks = _looks(urls or (default_url(),), ca, cert, interval)
+        looks = _looks(asked, ca, cert, interval)
         if as_json:
             await _print_each(looks, count, _as_json)
         elif sys.stdout.isatty():

@@ -12,7 +12,7 @@ import msgspec
 
 from tierkv.api.types import GenerateBody, LookupBody
 from tierkv.cli.output import json_option, print_json
-from tierkv.cli.target import Target, node_options
+from tierkv.cli.target import LONG_S, Target, node_options
 from tierkv.client import AsyncClient
 from tierkv.errors import ConfigError, InvariantError
 from tierkv.sched.explain import Explanation
@@ -58,7 +58,7 @@ def generate(  # noqa: PLR0913 - its options
         seed=seed,
         use_cache=not no_cache,
     )
-    answer = node.ask(lambda client: client.generate(body))
+    answer = node.ask(lambda client: client.generate(body), timeout_s=LONG_S)
     _print(answer, answer.text, as_json=as_json)
 
 
@@ -134,7 +134,7 @@ def verify(*, node: Target, as_json: bool) -> None:
 
     Exits with 1 if anything is wrong.
     """
-    answer = node.ask(AsyncClient.verify)
+    answer = node.ask(AsyncClient.verify, timeout_s=LONG_S)
     _print(answer, "\n".join(answer.findings) or "nothing is wrong", as_json=as_json)
     if answer.findings:
         raise InvariantError(("the node's books are not in order",))

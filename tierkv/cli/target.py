@@ -20,7 +20,8 @@ A = TypeVar("A")
 _Command = Callable[..., None]
 
 _TOKEN = "TIERKV_TOKEN"
-_TIMEOUT_S = 300.0  # a person watches, and may end it
+_TIMEOUT_S = 30.0
+LONG_S = 300.0  # for what may take long: a person watches, and may end it
 _URL = "http://127.0.0.1:8100"
 
 
@@ -60,8 +61,14 @@ class Target:
     ca: Path | None
     cert: Path | None
 
-    def ask(self, call: Callable[[AsyncClient], Coroutine[None, None, A]]) -> A:
-        return run_until_stopped(ask_node(self.url, call, ca=self.ca, cert=self.cert))
+    def ask(
+        self,
+        call: Callable[[AsyncClient], Coroutine[None, None, A]],
+        *,
+        timeout_s: float = _TIMEOUT_S,
+    ) -> A:
+        asked = ask_node(self.url, call, ca=self.ca, cert=self.cert, timeout_s=timeout_s)
+        return run_until_stopped(asked)
 
 
 def tls_options(command: _Command) -> _Command:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
+from yarl import URL
 
 from tierkv import tracing
 from tierkv.client.errors import (
@@ -71,7 +72,11 @@ def node_url(given: str) -> str:
         return given
     if "@" in given:
         raise ConfigError("the URL of a node has no user or password in it: callers have a token")
-    if not given.startswith(("http://", "https://")):
+    try:
+        is_one = given.startswith(("http://", "https://")) and bool(URL(given).host)
+    except ValueError:  # no port is as large, say
+        is_one = False
+    if not is_one:
         raise ConfigError(
             f"{given!r} is not the URL of a node, such as http://127.0.0.1:8100 or unix:/PATH"
         )
@@ -211,6 +216,8 @@ def translated(where: str) -> Iterator[None]:
 
 def _why(error: OSError) -> str:
     """In the system's words: those of asyncio and aiohttp name the address again."""
+    if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
+        return "it speaks no TLS: its URL may begin with http://, not https://"
     if error.errno is None or isinstance(error, (ssl.SSLError, socket.gaierror)):
         return error.strerror or str(error)
     return os.strerror(error.errno)
