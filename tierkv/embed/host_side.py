@@ -386,9 +386,7 @@ class HostSide:
             on_open=lambda _: None,
         )
         async with background({"tierkv-fetch-ahead": self._fetch_ahead(prompt, ahead)}):
-            return await watch.ticket(
-                deadline_s=self._service.handoff_settings.claim_deadline_s
-            ), watch.keys
+            return await watch.ticket(deadline_s=self._service.claim_deadline_s), watch.keys
 
     async def _fetch_ahead(self, prompt: Prompt, ahead: _Ahead) -> None:
         """Bring to the host what is published of a prompt whose ticket is to come, until cancelled.

@@ -23,7 +23,8 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     host_write: when a block is copied to the host. storage_write: when it is stored.
     host_after_hits, storage_after_hits: how many hits it takes, with write_through_selective.
     background_copy_bytes: copies down by rule that may be on their way at once.
-    fetch_deadline_s: how long a request waits for storage before it computes instead.
+    fetch_deadline_s: how long a request waits for storage before it computes instead; by policy
+        (see `FetchPolicy`), since the last arrival or in all.
     fetch_policy: whether it waits so long, or only while that is estimated to be faster than
         computing, which the engine tells (Service.note_prefill), or else is observed.
     tenant: the name of who owns the blocks of this node; others' have other keys.

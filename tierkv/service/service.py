@@ -582,12 +582,18 @@ class Service:
         """`claim`, for who has the whole of it in one."""
         self._the_handoff()
         if deadline_s is None:
-            latencies = [store.health.latency_s for store in self._storage_tier.stores]
-            patience_s = _ROUND_TRIPS * max(latencies, default=0.0)
-            deadline_s = self._made_of.handoff.claim_deadline_s + patience_s
+            deadline_s = self.claim_deadline_s
         return self._parts.claims.claim(
             spec, ticket_id, policy=policy, deadline_s=deadline_s, sampling=sampling or {}
         )
+
+    @property
+    def claim_deadline_s(self) -> float:
+        """How long a claim waits if nobody says: as the settings say, and longer by what a store
+        as slow as the slowest of ours is now needs to answer."""
+        latencies = [store.health.latency_s for store in self._storage_tier.stores]
+        patience_s = _ROUND_TRIPS * max(latencies, default=0.0)
+        return self._made_of.handoff.claim_deadline_s + patience_s
 
     @property
     def handoff(self) -> Handoff | None:
