@@ -25,7 +25,7 @@ from tests.embed.tp_engine import BLOCKS, ROOT, Rank, TpEngine
 from tests.latch import PATIENCE_S
 from tests.world import BLOCK, GQA
 from tierkv.api.types import AdmitBody, GenerateBody
-from tierkv.cache.groups import CacheGroup, GroupKind
+from tierkv.cache.groups import CacheGroup, GroupKind, as_groups
 from tierkv.cache.keys import Fingerprint, Prompt, pack
 from tierkv.cache.layout import Layout, Plane
 from tierkv.client import Client, RemoteError
@@ -151,6 +151,32 @@ def test_what_one_engine_saved_another_loads_from_the_host_tier_they_share(
             assert client.stats() == two.cache.stats().wait(PATIENCE_S)
 
 
+def test_engines_share_a_quarter_of_a_node_s_slots_for_saves_equally(tmp_path: Path) -> None:
+    """One alone has all of it; when others come or go it hears of its part as it asks for more."""
+    with node(tmp_path / "node") as at, ExitStack() as stack:
+
+        def come(name: str) -> NodeHost:
+            host = NodeHost(at.path, name=name)
+            host.open(Fingerprint("model", GQA), as_groups([GQA]))
+            stack.callback(host.close)
+            return host
+
+        def taken(host: NodeHost, has: int) -> int:
+            [found] = host.call("reserve", [host.most_reserved[0] - has]).wait(PATIENCE_S)
+            return len(found)
+
+        hosts = [come(f"engine {number}") for number in range(4)]
+        assert [host.most_reserved[0] for host in hosts] == [SLOTS // n for n in (4, 8, 12, 16)]
+        assert taken(hosts[0], has=0) == SLOTS // 16, "it was told of a quarter"
+        assert taken(hosts[0], has=SLOTS // 16) == 0
+        assert taken(hosts[1], has=SLOTS // 16 + 1) == 0, "it has more than its part"
+        for host in hosts[1:]:
+            host.close()
+        until(lambda: at.log.count("all it held is given back") == 3)
+        assert taken(hosts[0], has=SLOTS // 16) == SLOTS // 4 - SLOTS // 16
+        assert hosts[0].most_reserved[0] == SLOTS // 4
+
+
 def test_an_engine_that_is_killed_takes_nothing_with_it(tmp_path: Path) -> None:
     """Its promise and its slots are given back, and what it saved is found."""
     with node(tmp_path / "node") as at, engine(at, "other") as on:
@@ -168,7 +194,8 @@ def test_an_engine_that_is_killed_takes_nothing_with_it(tmp_path: Path) -> None:
         on.cache.release("c")
         on.until(lambda: on.cache.reset().wait(PATIENCE_S) == 0)
         with at.client() as client:
-            assert client.stats().host.used == SLOTS // 16, "slots that the living one keeps ready"
+            left = SLOTS // 4 - len(HERE)
+            assert client.stats().host.used == left, "slots that the living one keeps ready"
 
 
 def test_slots_wait_for_the_last_rank_of_an_engine_that_was_killed(tmp_path: Path) -> None:

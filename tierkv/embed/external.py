@@ -77,7 +77,6 @@ _ASK_AGAIN_S = 0.05
 _NEVER_S = 1e8  # a promise to an engine expires there, where its load is planned
 _SETTLE_S = 1.0  # after the last process let go: a GPU's driver ends its copies a little later
 _GRACE_S = 5.0  # for calls under way when an engine closes
-_RESERVED = 16  # an engine has at most one in so many host slots ready for saves
 _MOST_CALLS = 1 << 20
 _NUMBER_BITS = 48  # of the numbers that an engine gives its publishes
 _METHODS = frozenset(
@@ -99,7 +98,7 @@ class EngineHello(msgspec.Struct, frozen=True, tag="engine"):
 
 class NodeMemory(msgspec.Struct, frozen=True, tag="node"):
     """Of each group the slots and their bytes, with a descriptor for each, and one more: who holds
-    that may copy. most_reserved: see HostSide."""
+    that may copy. most_reserved: see HostSizes; an answer to `reserve` says what it is by then."""
 
     num_slots: tuple[int, ...]
     block_bytes: tuple[int, ...]
@@ -357,6 +356,8 @@ class NodeHost:
             value = self._promise(value, expires)
         elif call.kind == "count":
             value = HostPromise(value[1], problem=value[4])
+        elif call.kind == "reserve":  # before the engine can ask again
+            value, self.most_reserved = value
         elif call.kind == "stats":
             value = msgspec.convert(value, Stats)
         else:
@@ -385,6 +386,7 @@ class EngineListener:
         self._why_not = why_not
         self._first: tuple[socket.socket, EngineHello] | None = None
         self._numbers = itertools.count(1)
+        self._num_here = 0  # engines that have not given all back
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
@@ -405,9 +407,11 @@ class EngineListener:
         return self._first[1]
 
     @asynccontextmanager
-    async def serving(self, side: HostSide, sizes: HostSizes) -> AsyncIterator[None]:
+    async def serving(
+        self, side: HostSide, sizes: HostSizes, settings: EngineCacheSettings
+    ) -> AsyncIterator[None]:
         """Let engines of these sizes' fingerprint use the tier, in the body."""
-        self._sizes = sizes
+        self._sizes, self._settings = sizes, settings
         async with task_group() as group:
             accepting = group.create_task(self._accept(side), name="tierkv-engines")
             yield
@@ -453,15 +457,18 @@ class EngineListener:
         mine, theirs = socket.socketpair()
         with mine:
             with theirs:
-                welcomed = await asyncio.to_thread(self._welcome, come, side, theirs)
+                self._num_here += 1
+                most_reserved = self._share()
+                welcomed = await asyncio.to_thread(self._welcome, come, side, theirs, most_reserved)
             if not welcomed:
+                self._num_here -= 1
                 end.close()
                 return
             log.info("engine %s has come", hello.name)
             for one in (end, mine):
                 one.settimeout(0)
             reader, writer = await asyncio.open_unix_connection(sock=end)
-            engine = _Engine(next(self._numbers), hello.name, side)
+            engine = _Engine(next(self._numbers), hello.name, side, most_reserved, self._share)
             try:
                 await engine.answer_all(reader, writer)
             finally:
@@ -470,10 +477,19 @@ class EngineListener:
             await loop.sock_recv(mine, 1)  # ends when the last of them has let go
             await asyncio.sleep(_SETTLE_S)
             await engine.give_back()
+            self._num_here -= 1
             log.info("engine %s has gone, and all it held is given back", hello.name)
 
+    def _share(self) -> list[int]:
+        """By group, host slots for saves that an engine may have ready now."""
+        return self._sizes.most_reserved(self._settings, self._num_here)
+
     def _welcome(
-        self, come: tuple[socket.socket, EngineHello], side: HostSide, theirs: socket.socket
+        self,
+        come: tuple[socket.socket, EngineHello],
+        side: HostSide,
+        theirs: socket.socket,
+        most_reserved: Sequence[int],
     ) -> bool:
         """Hand an engine the memory; False if its blocks are not this tier's, or it has gone."""
         end, hello = come
@@ -488,10 +504,7 @@ class EngineListener:
             memory = NodeMemory(
                 tuple(host.num_slots for host in hosts),
                 tuple(group.layout.block_bytes for group in sizes.groups),
-                tuple(
-                    max(min(most, host.num_slots // _RESERVED), 1)
-                    for most, host in zip(side.most_reserved, hosts, strict=True)
-                ),
+                tuple(most_reserved),
             )
             descriptors = [*(host.descriptor for host in hosts), theirs.fileno()]
             link.send(seal(MAGIC, VERSION, memory), descriptors=descriptors)
@@ -518,12 +531,22 @@ def _difference(mine: Fingerprint, theirs: Fingerprint) -> str:
 
 
 class _Engine:
-    """What one engine holds of the tier, and its calls. number: another one for each that came."""
+    """What one engine holds of the tier, and its calls. number: another one for each that came.
+    told: how many slots for saves it may have ready, as it was told last. share: how many now."""
 
-    def __init__(self, number: int, name: str, side: HostSide) -> None:
+    def __init__(
+        self,
+        number: int,
+        name: str,
+        side: HostSide,
+        told: Sequence[int],
+        share: Callable[[], Sequence[int]],
+    ) -> None:
         self._number = number
         self._name = name
         self._side = side
+        self._told = told
+        self._share = share
         self._known: dict[int, HostPromise] = {}  # by number
         self._numbers: dict[object, int] = {}
         self._lent: list[set[int]] = [set() for _ in side.slots]
@@ -589,13 +612,12 @@ class _Engine:
             args[2] = _NEVER_S
         elif method in {"publish", "finish", "fail"}:
             args[0] += self._number << _NUMBER_BITS
+        elif method == "reserve":
+            return await self._reserve(*args)
         result = await getattr(self._side, method)(*args)
         if method in {"promise", "count"}:
             return self._promised(result, is_held=method == "promise")
-        if method == "reserve":
-            for lent, slots in zip(self._lent, result, strict=True):
-                lent.update(slots)
-        elif method == "keep":
+        if method == "keep":
             for some in args[1]:
                 self._lent[some.group].difference_update(some.slots.tolist())
             for lent, slots in zip(self._lent, result.unused, strict=True):
@@ -603,6 +625,15 @@ class _Engine:
         elif method in {"free", "loaded"}:
             del self._known[self._numbers.pop(args[0])]
         return _packed(result, self._numbers)
+
+    async def _reserve(self, counts: Sequence[int]) -> list[Any]:
+        """counts: what it was told, less what it has. The slots, and what it may have now."""
+        told, self._told = self._told, self._share()
+        parts = zip(counts, told, self._told, strict=True)
+        found = await self._side.reserve([count + now - before for count, before, now in parts])
+        for lent, slots in zip(self._lent, found, strict=True):
+            lent.update(slots)
+        return [found, self._told]
 
     def _promised(self, promise: HostPromise, *, is_held: bool) -> list[Any]:
         number = 0
@@ -643,8 +674,9 @@ class ExternalEngines:
     @asynccontextmanager
     async def running(self, service: Service) -> AsyncIterator[None]:
         """Serve them, while the service runs."""
-        self._side = await self.sizes.open(service, EngineCacheSettings())
-        async with self._listener.serving(self._side, self.sizes):
+        settings = EngineCacheSettings()
+        self._side = await self.sizes.open(service, settings)
+        async with self._listener.serving(self._side, self.sizes, settings):
             yield
         await self._side.give_back()
 

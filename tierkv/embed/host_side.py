@@ -152,6 +152,12 @@ class HostSizes:
             host_max_blocks=0,
         )
 
+    def most_reserved(self, settings: EngineCacheSettings, num_engines: int = 1) -> list[int]:
+        """By group, host slots that each of so many engines has ready for saves at most: together
+        they have no more than a quarter of all."""
+        most, parts = settings.save_blocks, 4 * num_engines
+        return [max(min(most, count // parts), 1) for count in self.num_slots]
+
     def beside(self) -> list[tuple[Fingerprint, int]]:
         """Of the groups that are not in the index, for `Service`."""
         return [
@@ -167,7 +173,7 @@ class HostSizes:
             self.groups,
             main=self.indexed,
             most_promised=[max(int(settings.most_promised * n), 1) for n in self.num_slots],
-            most_reserved=[max(min(settings.save_blocks, n // 4), 1) for n in self.num_slots],
+            most_reserved=self.most_reserved(settings),
             max_failures=settings.max_failures,
             max_events=settings.max_events,
         )
