@@ -31,6 +31,7 @@ from tierkv.cache.layout import Layout, Plane
 from tierkv.client import Client, RemoteError
 from tierkv.embed import EngineCache, Finished, NodeHost, RankSocket, WorkerPlanes
 from tierkv.embed.engine_cache import Found
+from tierkv.embed.host_side import HostSide
 from tierkv.errors import ConfigError, TierKVError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.handoff import Published
@@ -162,7 +163,7 @@ def test_engines_share_a_quarter_of_a_node_s_slots_for_saves_equally(tmp_path: P
             return host
 
         def taken(host: NodeHost, has: int) -> int:
-            [found] = host.call("reserve", [host.most_reserved[0] - has]).wait(PATIENCE_S)
+            [found] = host.call(HostSide.reserve, [host.most_reserved[0] - has]).wait(PATIENCE_S)
             return len(found)
 
         hosts = [come(f"engine {number}") for number in range(4)]

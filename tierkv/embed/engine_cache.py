@@ -23,10 +23,10 @@ import time
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import numpy as np
 
@@ -61,6 +61,9 @@ from tierkv.service import Service
 from tierkv.service.kv_events import EventsSection
 from tierkv.storage.protocol import Store
 from tierkv.transfer.tier import StorageOptions
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -122,10 +125,15 @@ class LocalHost:
         self._side: HostSide = opening.wait(_CLOSE_S)
         self.slots, self.most_reserved = self._side.slots, self._side.most_reserved
 
-    def call(self, method: str, *args: Any) -> Call[Any]:  # noqa: ANN401 - the method's own
-        """Ask `HostSide` for its method of this name."""
-        asked = getattr(self._side, method)
-        return self._embedded.run(method, lambda _: asked(*args))
+    def call(
+        self,
+        method: Callable[Concatenate[HostSide, P], Awaitable[T]],
+        *args: P.args,
+        **named: P.kwargs,
+    ) -> Call[T]:
+        """Ask the tier. Never blocks."""
+        side = self._side
+        return self._embedded.run(method.__name__, lambda _: method(side, *args, **named))
 
     def poll(self) -> list[Call[Any]]:
         """The calls that have been answered and that nobody has taken."""
@@ -141,7 +149,7 @@ class LocalHost:
     def close(self) -> None:
         """Give all back. No rank copies any more."""
         try:
-            self.call("give_back").wait(_CLOSE_S)
+            self.call(HostSide.give_back).wait(_CLOSE_S)
         finally:
             self._embedded.close()
 
@@ -406,7 +414,7 @@ class EngineCache:
         if known.call is None:
             known.nothing = None
             known.call = self._host.call(
-                "promise", known.prompt, known.ticket, expires_s, known.limit, names
+                HostSide.promise, known.prompt, known.ticket, expires_s, known.limit, names
             )
         if not known.call.is_done:
             return
@@ -424,7 +432,7 @@ class EngineCache:
         if known is None:
             known = self._known[name] = _Known(prompt, None)
         if known.call is None:
-            known.call = self._host.call("count", prompt)
+            known.call = self._host.call(HostSide.count, prompt)
         if not known.call.is_done:
             return None
         del self._known[name]
@@ -462,7 +470,7 @@ class EngineCache:
                     f"{held.first + len(held.slots)} of group {group}, not these"
                 )
             parts.append(_Part(group, positions, blocks, held.slots[positions - held.first]))
-        if not promise.claim():
+        if not promise.take():
             return None
         known.promise = None
         return self._begin(key, known, known.prompt, parts, promise)
@@ -558,7 +566,7 @@ class EngineCache:
 
     def _begin_to_publish(self, key: str, known: _Known, prompt: Prompt, ticket: str) -> _Publish:
         number = next(self._numbers)
-        call = self._host.call("publish", number, prompt, ticket)
+        call = self._host.call(HostSide.publish, number, prompt, ticket)
         self._jobs[call] = (key, known)
         return _Publish(ticket, number)
 
@@ -600,7 +608,7 @@ class EngineCache:
             return
         self._let_go_of(step)
         if step.promise is not None:
-            self._host.call("free", step.promise)
+            self._host.call(HostSide.free, step.promise)
         else:
             step.problem = "it was cancelled"
             self._save_ended(step)
@@ -622,7 +630,7 @@ class EngineCache:
             return
         publish = known.publish
         if publish is not None and publish.first_tokens is None:
-            self._host.call("fail", publish.number, reason)
+            self._host.call(HostSide.fail, publish.number, reason)
         if known.call is not None:
             call = known.call
             call.when_done(lambda: self._let_go(call))
@@ -663,7 +671,7 @@ class EngineCache:
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """The engine took so long to compute so many prompt tokens; see Service.note_prefill."""
-        self._host.call("note_prefill", num_tokens, seconds)
+        self._host.call(HostSide.note_prefill, num_tokens, seconds)
 
     def read_events(self) -> list[CacheEvent]:
         """What happened to cached blocks since the last time, from any thread. Of too many the
@@ -671,16 +679,16 @@ class EngineCache:
         return self._host.take_events()
 
     def stats(self) -> Call[Stats]:
-        return self._host.call("stats")
+        return self._host.call(HostSide.stats)
 
     def reset(self) -> Call[int]:
         """Forget all that is cached on the host and not held; storage keeps its values. How many
         copies are left."""
-        return self._host.call("forget")
+        return self._host.call(HostSide.forget)
 
     def verify(self) -> Call[list[str]]:
         """Recount slots, leases and promises; what is wrong, in words."""
-        return self._host.call("verify")
+        return self._host.call(HostSide.verify)
 
     # Inside
 
@@ -767,7 +775,7 @@ class EngineCache:
                 int(part.positions[0]) * self.groups[part.group].block_size for part in step.parts
             )
         self._polled.loaded.append((step.key, failed))
-        self._host.call("loaded", promise, failed)
+        self._host.call(HostSide.loaded, promise, failed)
 
     def _save_ended(self, step: _Step) -> None:
         known = step.known
@@ -782,7 +790,7 @@ class EngineCache:
                 Copied(part.group, part.positions, part.slots, part.external_ids)
                 for part in step.parts
             ]
-            call = self._host.call("keep", step.prompt, copied)
+            call = self._host.call(HostSide.keep, step.prompt, copied)
             self._jobs[call] = (step.key, step.known)
         known.num_saves -= 1
         self._finish_if_saved(known)
@@ -796,7 +804,7 @@ class EngineCache:
             return
         number, first_tokens = publish.number, publish.first_tokens
         known.publish, known.published = None, publish.ticket
-        self._host.call("finish", number, first_tokens)
+        self._host.call(HostSide.finish, number, first_tokens)
 
     def _job_ended(self, call: Call[Any]) -> None:
         key, _ = self._jobs.pop(call)
@@ -813,7 +821,7 @@ class EngineCache:
         most = self._host.most_reserved
         counts = [most[at] - len(one) for at, one in enumerate(self._reserve)]
         if any(2 * count > most[at] for at, count in enumerate(counts)):
-            self._wanted = self._host.call("reserve", counts)
+            self._wanted = self._host.call(HostSide.reserve, counts)
 
     def _take_reserve(self) -> None:
         if self._wanted is not None and self._wanted.is_done:
@@ -830,8 +838,8 @@ class EngineCache:
             self._free(call.result())
 
     def _free(self, promise: HostPromise) -> None:
-        if promise.claim():
-            self._host.call("free", promise)
+        if promise.take():
+            self._host.call(HostSide.free, promise)
 
 
 def _as_ids(values: Iterable[int]) -> Ids:

@@ -22,10 +22,10 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 import numpy as np
@@ -66,6 +66,9 @@ from tierkv.service import Service
 from tierkv.storage.codec import seal, unseal
 from tierkv.tasks import task_group
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
 
 MAGIC = b"TKEH"
@@ -79,12 +82,14 @@ _SETTLE_S = 1.0  # after the last process let go: a GPU's driver ends its copies
 _GRACE_S = 5.0  # for calls under way when an engine closes
 _MOST_CALLS = 1 << 20
 _NUMBER_BITS = 48  # of the numbers that an engine gives its publishes
-_METHODS = frozenset(
-    {
-        *("promise", "count", "free", "loaded", "reserve", "keep", "publish", "finish", "fail"),
-        *("note_prefill", "verify", "forget", "stats"),
-    }
-)
+_METHODS: dict[str, Callable[..., Awaitable[Any]]] = {
+    one.__name__: one
+    for one in (
+        *(HostSide.promise, HostSide.count, HostSide.free, HostSide.loaded, HostSide.reserve),
+        *(HostSide.keep, HostSide.publish, HostSide.finish, HostSide.fail),
+        *(HostSide.note_prefill, HostSide.verify, HostSide.forget, HostSide.stats),
+    )
+}
 
 
 class EngineHello(msgspec.Struct, frozen=True, tag="engine"):
@@ -255,19 +260,26 @@ class NodeHost:
     def is_open(self) -> bool:
         return self._is_open
 
-    def call(self, method: str, *args: object) -> Call[Any]:
-        """Ask. Never blocks."""
-        body = msgspec.msgpack.encode([method, _packed(args, self._numbers)])
-        if method in {"free", "loaded"}:
+    def call(
+        self,
+        method: Callable[Concatenate[HostSide, P], Awaitable[T]],
+        *args: P.args,
+        **named: P.kwargs,
+    ) -> Call[T]:
+        """Ask the node for what this method of `HostSide` does. Never blocks."""
+        assert not named, "a call has arguments by place alone"
+        name = method.__name__
+        body = msgspec.msgpack.encode([name, _packed(args, self._numbers)])
+        if name in {"free", "loaded"}:
             self._numbers.pop(args[0], None)
-        expires_s = args[2] if method == "promise" else None
+        expires_s = args[2] if name == "promise" else None
         expires = time.monotonic() + expires_s if isinstance(expires_s, (int, float)) else 0.0
 
         def frame(call: Call[Any]) -> bytes:
             self._asked[call.number] = (call, expires)
             return msgspec.msgpack.encode([call.number, msgspec.Raw(body)])
 
-        return self.calls.submit(method, "", frame)
+        return self.calls.submit(name, "", frame)
 
     def poll(self) -> list[Call[Any]]:
         """The calls that have been answered and that nobody has taken."""
@@ -316,7 +328,7 @@ class NodeHost:
         gone = StoreUnavailableError(f"the node at {self._path} has gone: open the cache anew")
         self.calls.fail(gone)
         for promise, _ in list(self._promised.values()):
-            promise.claim()
+            promise.take()
 
     def _step(self, ready: set[int]) -> None:
         if self._bell in ready:
@@ -330,9 +342,9 @@ class NodeHost:
         for number, (promise, expires) in list(self._promised.items()):
             if promise.is_over:
                 del self._promised[number]
-            elif expires <= now and promise.claim():
+            elif expires <= now and promise.take():
                 del self._promised[number]
-                self.call("free", promise)
+                self.call(HostSide.free, promise)
 
     def _next_expiry(self) -> float | None:
         if not self._promised:
@@ -614,7 +626,7 @@ class _Engine:
             args[0] += self._number << _NUMBER_BITS
         elif method == "reserve":
             return await self._reserve(*args)
-        result = await getattr(self._side, method)(*args)
+        result = await _METHODS[method](self._side, *args)
         if method in {"promise", "count"}:
             return self._promised(result, is_held=method == "promise")
         if method == "keep":
@@ -638,7 +650,7 @@ class _Engine:
     def _promised(self, promise: HostPromise, *, is_held: bool) -> list[Any]:
         number = 0
         if is_held:
-            promise.claim()  # the engine ends it: nobody here may
+            promise.take()  # the engine ends it: nobody here may
             self._last_number = number = self._last_number + 1
             self._known[number] = promise
             self._numbers[promise] = number

@@ -220,8 +220,8 @@ class HostPromise:
         """Whether it was loaded, given back, or has expired."""
         return not self.owner
 
-    def claim(self) -> bool:
-        """Take it; False if somebody was faster."""
+    def take(self) -> bool:
+        """End it, for one's own; False if somebody was faster."""
         try:
             self.owner.popleft()
         except IndexError:
@@ -601,11 +601,11 @@ class HostSide:
         self._freed.set()
 
     def _expire(self, promise: HostPromise) -> None:
-        if promise.claim():
+        if promise.take():
             self._release(promise)
 
     async def free(self, promise: HostPromise) -> None:
-        """Nobody wants what was promised; the caller has claimed it."""
+        """Nobody wants what was promised; the caller has taken it."""
         self._release(promise)
 
     async def loaded(self, promise: HostPromise, failed: Sequence[Sequence[int]]) -> None:
