@@ -45,12 +45,15 @@ async def test_a_tier_that_did_not_answer_is_asked_again_only_now_and_then() -> 
     async with best_effort(store=await filled(tokens(40)), fetch_deadline_s=60.0) as here:
         here.service.note_prefill(1000, 0.1)
         here.the_store.hold()
-        here.service.end(await here.admit(tokens(40)))
-        here.the_store.release()
-        for number in range(PROBE_EVERY - 1):
+        num_asked = 0
+        for number in range(PROBE_EVERY):
+            before = here.the_store.num_operations
             request = await here.admit(tokens(40))
             assert request.cached_tokens == 0, number
             here.service.end(request)
+            num_asked += here.the_store.num_operations > before
+        assert 1 <= num_asked <= 6  # after 1, 2, 4, ... that did not ask, while it has not cost much
+        here.the_store.release()
         here.service.note_prefill(1000, 1000.0)  # long enough to get an answer
         request = await here.admit(tokens(40))
         assert request.cached_tokens == 39

@@ -188,6 +188,58 @@ def test_a_node_whose_engine_was_slow_when_it_learnt_its_speed_finds_out(
     assert sum(thrice[-3:]) <= 3 * (SHARE_MORE * 0.1 + MORE_S)
 
 
+@pytest.mark.parametrize("tells", [True, False], ids=["told", "observed"])
+@pytest.mark.parametrize("compute_s", [0.3, 1.0])
+@pytest.mark.parametrize("delay_s", [0.02, 0.09, 0.3])
+@pytest.mark.parametrize("is_mid_fetch", [False, True], ids=["unanswered", "answered"])
+def test_a_few_requests_after_a_store_has_stalled_the_better_way_is_taken_again(
+    is_mid_fetch: bool, delay_s: float, compute_s: float, tells: bool, stored: MemoryStore
+) -> None:
+    stalled_at, few, stall_s = 15, 7, 2.0
+
+    async def scene() -> list[float]:
+        loop = asyncio.get_running_loop()
+        async with node(BEST, stored) as here:
+            here.the_store.delay_s = delay_s
+            took = []
+            for at in range(ALL):
+                if at == stalled_at:
+                    begins_s = 1.5 * delay_s if is_mid_fetch else 0.0
+                    loop.call_later(begins_s, here.the_store.hold)
+                    loop.call_later(begins_s + stall_s, here.the_store.release)
+                took.append(await answers(here, at, compute_s, tells=tells))
+            here.the_store.delay_s = 0.0
+            return took
+
+    [fetch_s] = simulate(takes_whole(delay_s, stored))
+    took = simulate(scene())
+    best_s = min(fetch_s, compute_s)
+    rest = took[stalled_at + few :]
+    assert sum(rest) <= len(rest) * (SHARE_MORE * best_s + MORE_S)
+    lost_s = sum(took) - sum(min(compute_s, seconds) for seconds in took)
+    assert lost_s <= SHARE * ALL * compute_s + (MOST_IN_VAIN + 2) * compute_s + FIRST_TRY_S
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["told", "observed"])
+def test_a_store_that_has_stopped_answering_costs_no_more_than_the_bound(
+    tells: bool, stored: MemoryStore
+) -> None:
+    async def scene() -> list[float]:
+        async with node(BEST, stored) as here:
+            here.the_store.delay_s = 0.02
+            took = []
+            for at in range(ALL):
+                if at == FIRST:
+                    here.the_store.hold()
+                took.append(await answers(here, at, tells=tells))
+            here.the_store.release()
+            here.the_store.delay_s = 0.0
+            return took
+
+    lost_s = sum(took - COMPUTE_S for took in simulate(scene())[FIRST:])
+    assert 0 < lost_s <= SHARE * ALL * COMPUTE_S + (MOST_IN_VAIN + 1) * COMPUTE_S
+
+
 async def takes_whole(delay_s: float, stored: MemoryStore) -> list[float]:
     """What a fetch takes that is waited for whatever it takes."""
     async with node(FetchPolicy.WAIT_COMPLETE, stored, fetch_deadline_s=60.0) as here:

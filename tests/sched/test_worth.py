@@ -186,7 +186,7 @@ def test_an_answer_that_one_could_not_wait_for_does_not_silence_the_tier_for_a_b
     assert small.give_up_s == pytest.approx(0.01)
     estimator.note_answer(10, 0.01, in_time=False)
     assert not estimator.decide_question(10).fetches
-    assert not estimator.decide_question(20).fetches  # it hangs, for all that is known
+    assert estimator.decide_question(20).is_try  # it hangs, for all that is known
     assert estimator.decide_question(21).fetches
     estimator.note_answer(21, 0.005, in_time=True)
     estimator.note_answer(1000, 0.1, in_time=True)
@@ -232,6 +232,43 @@ def test_a_tier_that_is_too_slow_is_tried_now_and_then_and_is_used_when_it_is_fa
     assert tries == 10
     estimator.note_answer(1000, 0.01, in_time=True)
     assert estimator.decide_question(1000).fetches
+
+
+def test_a_tier_that_was_waited_for_in_vain_is_tried_soon_and_then_ever_more_rarely() -> None:
+    estimator = telling(1000, 1.0)
+    estimator.note_answer(1000, 0.01, in_time=True)
+    estimator.note_fetch(1e6, 0.01)
+    for _ in range(5):  # all of whom one stall has held up
+        estimator.note_answer(1000, 1.0, in_time=False)
+    refused, gaps = 0, []
+    while len(gaps) < 9:
+        if estimator.decide_question(1000).is_try:
+            gaps.append(refused)
+            refused = 0
+            estimator.note_answer(1000, 1.0, in_time=False)
+        else:
+            refused += 1
+    assert gaps == [1, 2, 4, 8, 16, 32, *3 * [PROBE_EVERY - 1]]
+
+
+def test_a_try_that_came_too_late_does_not_end_the_doubt_and_one_in_time_does() -> None:
+    estimator = telling(1000, 1.0)
+
+    def num_refused() -> int:
+        refused = 0
+        while not estimator.decide_question(1000).fetches:
+            refused += 1
+        return refused
+
+    estimator.note_answer(1000, 1.0, in_time=False)
+    assert num_refused() == 1
+    estimator.note_answer(1000, 5.0, in_time=True)  # what had stalled has come at last
+    assert num_refused() == 2
+    estimator.note_answer(1000, 0.01, in_time=True)
+    estimator.note_fetch(1e6, 0.01)
+    assert num_refused() == 0
+    estimator.note_answer(1000, 3.0, in_time=True)  # it has become slow, which is sure
+    assert num_refused() == PROBE_EVERY - 1
 
 
 def test_as_much_may_be_lost_at_first_as_computing_two_of_the_largest_takes() -> None:

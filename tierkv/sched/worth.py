@@ -23,7 +23,8 @@ MOST_AT_ONCE_S = 0.5  # twice what is waited for one store that hangs
 HEDGE = 0.25
 # Of the requests for whom the tier is estimated to be too slow one of so many tries it all the
 # same: a tier that got faster is noticed. That costs SHARE of computing at the most. It is a prime,
-# so that of small and big ones that come in turn not always the same are tried.
+# so that of small and big ones that come in turn not always the same are tried. A tier that was
+# waited for in vain may have stalled for a moment: it is tried after 1, 2, 4, ... refusals first.
 PROBE_EVERY = 53
 # Of a tier that is not known yet, so long a request waits at the most, beside this share of what
 # computing takes, unless what has come by then is on course to be faster. Nobody notices it, and a
@@ -281,7 +282,9 @@ class Estimator:
         self._answers = Line()  # what a question takes, by the tokens that it is about
         self._queued_bytes = 0.0
         self._arrived_bytes = 0.0  # since the start
-        self._refused = 0
+        self._refused = 0  # since the last try
+        # Refusals before the next try, since a wait was in vain; None: what is known is known.
+        self._in_doubt: int | None = None
         self._fetched = 0
         self._samples_left = _MOST_SAMPLES
         self.num_finding_out = 0  # fetches that have gone on without their requests
@@ -290,6 +293,7 @@ class Estimator:
     def begin_anew(self) -> None:
         """The tier is another one, or has come back: nothing is known of it."""
         self.transfer, self._answers = Line(), Line()
+        self._refused, self._in_doubt = 0, None
         self._regret.fill()
 
     def findings(self) -> list[str]:
@@ -320,17 +324,35 @@ class Estimator:
                 reason = "the tier is not known yet, and a fetch under way finds out"
             return Decision(0.0, fetch_s, compute_s, reason)
         if self._is_faster(fetch_s, compute_s):
+            self._in_doubt = None
             give_up_s = self._give_up_s(fetch_s, compute_s)
             reason = "fetching is estimated to be faster"
-            hedge_s = None if self._is_tier_known else self._hedge_s(compute_s)
+            # An engine's speed that is only observed may be noise: then it waits for the whole.
+            waits = self._is_tier_known or not self.prefill.is_told
+            hedge_s = None if waits else UNKNOWN_S + UNKNOWN_SHARE * compute_s
             return Decision(give_up_s, fetch_s, compute_s, reason, hedge_s=hedge_s)
-        self._refused += 1
-        if self._refused % PROBE_EVERY:
+        if not self._is_try_due():
             reason = "computing is estimated to be faster"
             return Decision(0.0, fetch_s, compute_s, reason)
         reason = "a try, whether it is still slower"
-        hedge_s = self._hedge_s(compute_s)
+        hedge_s = UNKNOWN_S + UNKNOWN_SHARE * compute_s
         return Decision(compute_s, fetch_s, compute_s, reason, is_try=True, hedge_s=hedge_s)
+
+    def _is_try_due(self) -> bool:
+        """Whether this one, for whom the tier is estimated to be too slow, tries it."""
+        self._refused += 1
+        least = PROBE_EVERY - 1 if self._in_doubt is None else self._in_doubt
+        if self._refused <= least:
+            return False
+        self._refused = 0
+        if self._in_doubt is not None:
+            self._in_doubt = min(2 * self._in_doubt, PROBE_EVERY - 1)
+        return True
+
+    def _note_in_vain(self) -> None:
+        """Of many at once, whom one stall has held up, as of one: tries alone make tries rarer."""
+        if self._in_doubt is None:
+            self._refused, self._in_doubt = 0, 1
 
     def decide(
         self, tokens: int, policy: FetchPolicy | None = None, *, is_try: bool = False
@@ -401,10 +423,6 @@ class Estimator:
     def _is_tier_known(self) -> bool:
         return self._answers.is_known and self.transfer.is_known
 
-    def _hedge_s(self, compute_s: float) -> float | None:
-        """None as long as computing is only observed: then so much may be noise."""
-        return UNKNOWN_S + UNKNOWN_SHARE * compute_s if self.prefill.is_told else None
-
     def on_course_s(self, transfer: Transfer, waited_s: float, now: float) -> float | None:
         """When all of it will be here, in seconds from the request's question on, if it goes on as
         since it began; None if computing takes less. waited_s: since that question."""
@@ -425,12 +443,16 @@ class Estimator:
         vain: then it is taken to need twice that for whatever it is asked."""
         if in_time:
             self._answers.add(tokens, seconds)
-        elif seconds > self._answers.seconds(0):
+            return
+        self._note_in_vain()
+        if seconds > self._answers.seconds(0):
             self._answers.add(0, 2 * seconds)
 
     def note_fetch(self, num_bytes: float, seconds: float, *, is_whole: bool = True) -> None:
         """A fetch moved so many bytes in so much time. Of one given up, what it had moved: that is
         news only if it should have taken less. Of nothing at all it is taken to need twice that."""
+        if not is_whole:
+            self._note_in_vain()
         if is_whole or seconds > self.transfer.seconds(num_bytes):
             self.transfer.add(num_bytes, seconds if num_bytes else 2 * seconds)
 
