@@ -52,7 +52,9 @@ async def test_a_tier_that_did_not_answer_is_asked_again_only_now_and_then() -> 
             assert request.cached_tokens == 0, number
             here.service.end(request)
             num_asked += here.the_store.num_operations > before
-        assert 1 <= num_asked <= 6  # after 1, 2, 4, ... that did not ask, while it has not cost much
+        assert (
+            1 <= num_asked <= 6
+        )  # after 1, 2, 4, ... that did not ask, while it has not cost much
         here.the_store.release()
         here.service.note_prefill(1000, 1000.0)  # long enough to get an answer
         request = await here.admit(tokens(40))
