@@ -240,7 +240,8 @@ def test_a_tier_that_was_waited_for_in_vain_is_tried_soon_and_then_ever_more_rar
     estimator.note_fetch(1e6, 0.01)
     for _ in range(5):  # all of whom one stall has held up
         estimator.note_answer(1000, 1.0, in_time=False)
-    refused, gaps = 0, []
+    refused = 0
+    gaps: list[int] = []
     while len(gaps) < 9:
         if estimator.decide_question(1000).is_try:
             gaps.append(refused)
