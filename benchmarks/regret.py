@@ -1,14 +1,15 @@
 """Fetch or compute: what requests take at real nodes whose Redis is far away, in real time.
 
     python benchmarks/regret.py [--quick] [--json] [--requests 40] [--compute 0.1 0.3 1 2.4]
-        [--delays 0 0.02 0.06 0.09 0.3 0.6] [--model]
+        [--delays 0 0.02 0.06 0.09 0.3 0.6] [--model] [--stall 2]
 
 A node is a process that is asked over HTTP; between it and a real Redis a proxy delays each answer.
 For each time that an engine takes to compute 2,400 tokens, and each delay: a fetch that is waited
 for whatever it takes, computing, and the requests of a node that decides (best_effort) and knows
 nothing at first, from the tenth on. All prompts are in Redis. The engine tells nothing: it is
 observed from admission to commit, which this benchmark asks for as an engine does. With --model the
-node computes with the reference model instead, and its engine tells its speed.
+node computes with the reference model instead, and its engine tells its speed. With --stall Redis
+answers nobody for so many seconds when the 16th request begins; those from the 23rd on are counted.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from tests.redis_proxy import Proxy, redis_proxy
 from tests.redis_server import RedisServer, redis_server
 
 NUM_TOKENS, SIZE, LEARNING = 2400, 16, 10
+STALLED_AT, FEW = 15, 7
 REFERENCE = "import sys; from tierkv.cli import main; sys.argv[1:] = ['serve']; main()"
 
 
@@ -133,15 +135,23 @@ async def measured(
             took = [await waiting.takes(at) for at in range(4)][1:]
         fetch = row(f"{about}: fetch, whatever it takes", [s * 1e3 for s in took], "ms")
         async with node(proxy.url, computes_s, hidden=hidden) as deciding:
-            took = [await deciding.takes(at) for at in range(num_requests)]
+            took = []
+            for at in range(num_requests):
+                if chosen.stall and at == STALLED_AT:
+                    redis.execute("CLIENT", "PAUSE", int(chosen.stall * 1e3))
+                took.append(await deciding.takes(at))
+        first = STALLED_AT + FEW if chosen.stall else LEARNING
         best = min(fetch, whole, key=lambda one: one.value)
-        mean_ms = statistics.mean(took[LEARNING:]) * 1e3
-        what = f"{about}: mean from the 10th on, worst {max(took[LEARNING:]) * 1e3:.0f}"
+        mean_ms = statistics.mean(took[first:]) * 1e3
+        what = f"{about}: mean after {first}, worst {max(took[first:]) * 1e3:.0f}"
         rows += [
             fetch,
             row(what, [mean_ms], "ms", against=best, most=1.1 + 20 / best.value),
             row(f"{about}: the first ten together", [sum(took[:LEARNING]) * 1e3], "ms"),
         ]
+        if chosen.stall:
+            stalled = [s * 1e3 for s in took[STALLED_AT:first]]
+            rows.append(row(f"{about}: the seven from the stall on", [sum(stalled)], "ms"))
     return rows
 
 
@@ -153,6 +163,7 @@ async def main() -> None:
     parser.add_argument("--compute", type=float, nargs="*", default=[0.1, 0.3, 1.0, 2.4])
     delays = [0.0, 0.02, 0.06, 0.09, 0.3, 0.6]
     parser.add_argument("--delays", type=float, nargs="*", default=delays)
+    parser.add_argument("--stall", type=float, default=0.0, help="seconds; 30 requests or more")
     parser.add_argument("--model", action="store_true", help="the node computes itself")
     parser.add_argument("--hidden", type=int, nargs="*", default=[64, 512], help="of its model")
     parser.add_argument("--quick", action="store_true", help="20 requests, 300 ms, two delays")
