@@ -717,8 +717,7 @@ class Index:
         node = lease.node
         for part in node.path():
             part.hits += 1
-        is_ours_only = node.holders == 1
-        self.reuse_gaps.add(self._tick - lease.used_before if is_ours_only else 0)
+        self.reuse_gaps.add(self._tick - lease.used_before if node.holders == 1 else 0)
 
     def _ending_at(self, node: TreeNode, num_blocks: int) -> TreeNode:
         """The node of the path to `node` that ends at `num_blocks`, after a split if need be."""

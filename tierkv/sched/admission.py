@@ -48,7 +48,7 @@ from tierkv.transfer.mover import Movement
 # last_token: all was there, but for its logits one token is computed. not_asked: without cache.
 MISS_REASONS = (
     "never_stored",
-    *(fate.name.lower() for fate in Fate),
+    *(fate.reason for fate in Fate),
     "in_flight",
     "last_token",
     "not_asked",
@@ -66,7 +66,7 @@ def why_missed(
         return "last_token", None
     event = history.newest(spec.prompt, match.num_blocks)
     if event is not None:
-        return event.fate.name.lower(), event
+        return event.fate.reason, event
     is_computed = computing.find(match, spec.prompt, spec.prompt.num_blocks) is not None
     return "in_flight" if is_computed else "never_stored", None
 
@@ -462,8 +462,9 @@ class Starts:
             self._tiers.copies.write_down(request.lease.node, match.device_blocks)
         stats.admitted_requests += 1
         stats.prompt_tokens += prompt.num_tokens
-        if matched is not NOTHING:
+        if request.cached_tokens:
             stats.device_hit_tokens += matched.device_tokens
+        if request.cached_tokens != matched.device_tokens:  # seldom
             stats.host_hit_tokens += matched.host_tokens
             stats.storage_hit_tokens += matched.storage_tokens
             stats.direct_hit_tokens += matched.direct_tokens
