@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,31 @@ async def test_top_prints_rates_until_it_is_stopped(tmp_path: Path) -> None:
         assert status == 0
         assert out.count("tokens from") == 2
         assert out.count("no answer") == 2
+
+
+async def test_top_names_whom_a_terminal_has_no_room_for_and_ends_on_q(tmp_path: Path) -> None:
+    parent, child = pty.openpty()
+    termios.tcsetwinsize(child, (12, 80))
+    before = termios.tcgetattr(child)
+    async with process(tmp_path) as node:
+        watch = await asyncio.create_subprocess_exec(
+            *tierkv("top", node.url, NOBODY, "--interval", "0.1"),
+            stdin=child,
+            stdout=child,
+            env=clean_environ(tmp_path) | {"TERM": "xterm"},
+        )
+        drawn = b""
+        async with asyncio.timeout(60):
+            while f"?  {NOBODY}  no answer: no node answers".encode() not in drawn:
+                drawn += await asyncio.to_thread(os.read, parent, 4096)
+            assert not termios.tcgetattr(child)[3] & (termios.ECHO | termios.ICANON)
+            os.write(parent, b"xq")
+            reading = asyncio.create_task(asyncio.to_thread(os.read, parent, 65536))
+            assert await watch.wait() == 0
+            await reading
+        assert termios.tcgetattr(child) == before
+    os.close(parent)
+    os.close(child)
 
 
 def test_rates_of_a_node_that_was_started_again_are_not_negative() -> None:

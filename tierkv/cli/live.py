@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
+import termios
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+import tty
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -286,7 +290,7 @@ async def _look_at(urls: Sequence[str], ca: Path | None, cert: Path | None) -> l
     help="Between two looks.",
 )
 @click.option(
-    "--count", type=click.IntRange(1), help="End after so many.  [default: on Ctrl-C only]"
+    "--count", type=click.IntRange(1), help="End after so many.  [default: on q or Ctrl-C only]"
 )
 @json_option
 def top(
@@ -298,11 +302,11 @@ def top(
     count: int | None,
     as_json: bool,
 ) -> None:
-    """Watch nodes and gateways at work, until Ctrl-C.
+    """Watch nodes and gateways at work, until q or Ctrl-C.
 
     URL: of each, as for `tierkv status`. Counts are per second, over the time since the look
-    before. Where stdout is no terminal, each look is printed below the other; --json prints one
-    JSON array a line for each.
+    before. Whom the terminal has no room for is told in one line. Where stdout is no terminal, each
+    look is printed below the other; --json prints one JSON array a line for each.
     """
 
     asked = [node_url(url) for url in urls or (default_url(),)]  # one that is none never answers
@@ -355,7 +359,7 @@ def _as_text(one: _Look) -> str:
 
 
 async def _show(looks: AsyncIterator[_Look], count: int | None) -> None:
-    from rich.console import Group  # noqa: PLC0415 - 60 ms that other commands do without
+    from rich.console import Console, Group  # noqa: PLC0415 - 60 ms that other commands do without
     from rich.live import Live  # noqa: PLC0415
     from rich.panel import Panel  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
@@ -367,13 +371,51 @@ async def _show(looks: AsyncIterator[_Look], count: int | None) -> None:
         grid = Table.grid(padding=(0, 2))
         for what, told in lines(seen, before) if seen.is_ready else [("", seen.detail)]:
             grid.add_row(Text(what, style="bold"), Text(told))
-        title = Text(head(replace(seen, detail="")), style=colours.get(seen.health, "red"))
-        return Panel(grid, title=title, title_align="left")
+        return Panel(grid, title=line(replace(seen, detail="")), title_align="left")
+
+    def line(seen: Seen) -> Text:
+        style = colours.get(seen.health, "red")
+        return Text(head(seen), style=style, no_wrap=True, overflow="ellipsis")
+
+    def fitting(one: _Look, console: Console) -> Group:
+        shown: list[Panel | Text] = [panel(*pair) for pair in one]
+        heights = [len(console.render_lines(each)) for each in shown]
+        for at in reversed(range(len(shown))):
+            if sum(heights) <= console.height:
+                break
+            shown[at], heights[at] = line(one[at][0]), 1
+        return Group(*shown)
 
     done = 0
-    with Live(Text("looking ..."), screen=True, auto_refresh=False) as live:
+    with _ended_by_q(), Live(Text("looking ..."), screen=True, auto_refresh=False) as live:
         async for one in looks:
-            live.update(Group(*(panel(*pair) for pair in one)), refresh=True)
+            live.update(fitting(one, live.console), refresh=True)
             done += 1
             if done == count:
                 return
+
+
+@contextmanager
+def _ended_by_q() -> Iterator[None]:
+    """The key q is as good as Ctrl-C, and no key is echoed into what is drawn."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    keys = sys.stdin.fileno()
+    loop = asyncio.get_running_loop()
+
+    def pressed() -> None:
+        told = os.read(keys, 64)
+        if b"q" in told.lower():
+            signal.raise_signal(signal.SIGINT)
+        elif not told:  # the terminal has gone
+            loop.remove_reader(keys)
+
+    before = termios.tcgetattr(keys)
+    tty.setcbreak(keys, termios.TCSADRAIN)  # what was typed by now counts
+    loop.add_reader(keys, pressed)
+    try:
+        yield
+    finally:
+        loop.remove_reader(keys)
+        termios.tcsetattr(keys, termios.TCSADRAIN, before)
