@@ -90,6 +90,14 @@ async def test_top_names_whom_a_terminal_has_no_room_for_and_ends_on_q(tmp_path:
     parent, child = pty.openpty()
     termios.tcsetwinsize(child, (12, 80))
     before = termios.tcgetattr(child)
+    drawn, is_named = bytearray(), asyncio.Event()
+
+    def read() -> None:
+        drawn.extend(os.read(parent, 65536))
+        if f"?  {NOBODY}  no answer: no node answers".encode() in drawn:
+            is_named.set()
+
+    asyncio.get_running_loop().add_reader(parent, read)
     async with process(tmp_path) as node:
         watch = await asyncio.create_subprocess_exec(
             *tierkv("top", node.url, NOBODY, "--interval", "0.1"),
@@ -97,16 +105,18 @@ async def test_top_names_whom_a_terminal_has_no_room_for_and_ends_on_q(tmp_path:
             stdout=child,
             env=clean_environ(tmp_path) | {"TERM": "xterm"},
         )
-        drawn = b""
-        async with asyncio.timeout(60):
-            while f"?  {NOBODY}  no answer: no node answers".encode() not in drawn:
-                drawn += await asyncio.to_thread(os.read, parent, 4096)
-            assert not termios.tcgetattr(child)[3] & (termios.ECHO | termios.ICANON)
-            os.write(parent, b"xq")
-            reading = asyncio.create_task(asyncio.to_thread(os.read, parent, 65536))
-            assert await watch.wait() == 0
-            await reading
-        assert termios.tcgetattr(child) == before
+        try:
+            async with asyncio.timeout(20):
+                await is_named.wait()
+                assert not termios.tcgetattr(child)[3] & (termios.ECHO | termios.ICANON)
+                os.write(parent, b"xq")
+                assert await watch.wait() == 0
+        finally:
+            if watch.returncode is None:
+                watch.kill()
+                await watch.wait()
+    assert termios.tcgetattr(child) == before
+    asyncio.get_running_loop().remove_reader(parent)
     os.close(parent)
     os.close(child)
 

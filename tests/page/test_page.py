@@ -459,6 +459,15 @@ def test_the_gateways_page_shows_nodes_hand_offs_and_failovers(
         page.has("1 of 2")
         page.until("document.querySelector('.nodes').innerText.includes('ejected')")
         assert page.page.evaluate("document.querySelectorAll('.nodes tbody tr').length") == 2
+        lines_of_a_role = page.page.evaluate(
+            """() => {
+                const row = document.querySelector(".nodes .word").closest("tr"), role = document.createRange();
+                row.querySelector(".word").textContent = " it cannot be reached".repeat(20);
+                role.selectNodeContents(row.children[1]);
+                return role.getClientRects().length;
+            }"""
+        )
+        assert lines_of_a_role == 1  # however long its state is
         page.page.set_viewport_size({"width": 320, "height": 800})
         page.until("document.documentElement.scrollWidth <= 320")
         assert page.complaints == []

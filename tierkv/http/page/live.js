@@ -239,16 +239,17 @@ function health() {
     if (!state) return;
     const lines = state.health.map(([part, status, words]) => [part, status, part === "device" && status === "ok" ? `works: ${words}` : words]);
     for (const store of state.stores) {
+      const line = lines.find(([part]) => part === (store.tenant ? `storage of ${store.tenant}` : "storage"));
       const facts = [];
-      facts.push(store.write_refusal ? `takes no writes: ${store.write_refusal}` : "takes writes");
+      if (store.write_refusal) facts.push(`takes no writes: ${store.write_refusal}`);
+      else if (line && line[1] === "ok") facts.push("takes writes");
       if (store.degraded_s) facts.push(`was left alone for ${duration(store.degraded_s)} in all`);
       if (store.retries) facts.push(`${plural(store.retries, "read")} tried again`);
       if (store.refused) facts.push(`${plural(store.refused, "operation")} refused`);
       if (store.dropped_writes) facts.push(`${plural(store.dropped_writes, "write")} dropped`);
       if (store.waiting_write_bytes) facts.push(`${bytes(store.waiting_write_bytes)} wait to be written`);
-      const line = lines.find(([part]) => part === (store.tenant ? `storage of ${store.tenant}` : "storage"));
       if (line && line[1] === "ok") line[2] = `answers at ${line[2]}`;
-      if (line) line[2] += `; ${facts.join(", ")}`;
+      if (line && facts.length) line[2] += `; ${facts.join(", ")}`;
     }
     const damaged = now("tierkv_integrity_failures_total"), failed = all("tierkv_storage_errors_total{").reduce((total, name) => total + now(name), 0);
     lines.push(["blocks", damaged ? "degraded" : "ok", damaged ? `${plural(damaged, "stored block")} came back damaged and were computed instead` : "every stored block that was read was what had been written"]);
