@@ -88,7 +88,6 @@ async def test_top_prints_rates_until_it_is_stopped(tmp_path: Path) -> None:
 
 async def test_top_names_whom_a_terminal_has_no_room_for_and_ends_on_q(tmp_path: Path) -> None:
     parent, child = pty.openpty()
-    termios.tcsetwinsize(child, (12, 80))
     before = termios.tcgetattr(child)
     drawn, is_named = bytearray(), asyncio.Event()
 
@@ -103,7 +102,7 @@ async def test_top_names_whom_a_terminal_has_no_room_for_and_ends_on_q(tmp_path:
             *tierkv("top", node.url, NOBODY, "--interval", "0.1"),
             stdin=child,
             stdout=child,
-            env=clean_environ(tmp_path) | {"TERM": "xterm"},
+            env=clean_environ(tmp_path) | {"TERM": "xterm", "LINES": "12", "COLUMNS": "80"},
         )
         try:
             async with asyncio.timeout(20):
