@@ -219,6 +219,18 @@ def test_a_text_longer_than_the_devices_room_moves_to_a_larger_one() -> None:
         assert cache.last_hit == PromptHit(host=900, computed=60)
 
 
+@pytest.mark.parametrize(("there", "hit"), [(500, 0), (520, 520)])
+def test_of_a_long_text_less_than_an_eighth_is_no_hit(there: int, hit: int) -> None:
+    """What follows a hit is computed with a mask, and takes up to twice as long as without."""
+    model, text = plain(), prompt_of(4096)
+    with TierKVCache.for_model(model, host_bytes=16 * MIB) as cache:
+        generate(model, text[:there], 1, past_key_values=cache)
+        elsewhere(model, cache)
+        assert generate(model, text, 2, past_key_values=cache) == generate(model, text, 2)
+        assert cache.last_hit == PromptHit(host=hit, computed=4096 - hit)
+        assert cache.verify() == []
+
+
 def test_a_host_tier_smaller_than_the_text_keeps_its_beginning() -> None:
     model, prompt = plain(), prompt_of(900)
     block = 3 * 2 * 2 * 8 * 4 * BLOCK
