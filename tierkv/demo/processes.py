@@ -219,18 +219,21 @@ class Fleet:
         """Have the gateway answer, and kill (SIGKILL) the decode node that generates when some
         tokens have come. Raises DemoError if the answer does not come whole."""
         started = time.monotonic()
-        first_token_s, text, event = 0.0, "", "no decode node was answering when looked at"
+        first_token_s, text, event = 0.0, "", ""
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
         try:
             async for piece in self._pieces(body):
                 first_token_s = first_token_s or time.monotonic() - started
-                before, text = len(text), text + piece
-                if before < _TOKENS_BEFORE <= len(text) and (at_it := await self._at_it()):
+                text += piece
+                if event or len(text) < _TOKENS_BEFORE:
+                    continue
+                if at_it := await self._at_it():
                     at_it.process.kill()
                     await at_it.process.wait()
                     event = f"the decode node was killed after {len(text)} of {max_tokens} tokens"
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise DemoError(f"the gateway at {self._gateway.url} failed: {error}") from error
+        event = event or "no decode node was answering when looked at"
         if await self._metric(_RESUMED):
             event += ", the other one went on"
         return FleetAnswer(text, first_token_s, event)
