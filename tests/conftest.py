@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
+import hashlib
 import inspect
+import os
+import shutil
 import signal
+import sys
+import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 # Its pytest plugin would import it at the end of a run, where the stack is so deep that CPython
 # 3.11's parser fails ("AST constructor recursion depth mismatch").
 import hypothesis
 import pytest
+import pytest_timeout
 import uvloop
 from blockbuster import BlockBuster
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+
+_LIMITS = pytest.StashKey[list[Path]]()  # where workers leave word of who reached a time limit
 
 # The same examples in every run, however slow its machine is: a run fails for what was changed, and
 # not by chance. New examples are looked for with `--hypothesis-profile=default`.
@@ -40,15 +53,62 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """pytest-xdist's: tell a worker where to leave word if it is ended."""
+    node.workerinput["limits"] = tempfile.mkdtemp(prefix="tierkv-limits-")
+    node.config.add_cleanup(partial(shutil.rmtree, node.workerinput["limits"]))
+    node.config.stash.setdefault(_LIMITS, []).append(Path(node.workerinput["limits"]))
+
+
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
-def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport, sched: object) -> None:
+def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport, sched: Any) -> None:
     """A test that reaches its time limit ends its worker: say so where the test is named."""
-    config = sched.config  # type: ignore[attr-defined]
-    limit_s = config.getoption("timeout") or config.getini("timeout")
-    report.longrepr = (
-        f"{report.longrepr}\n{crashitem} ended its worker, as a test does that reaches its time "
-        f"limit, which is {limit_s} s unless it has one of its own; the others went on"
-    )
+    reached = [folder / _file_of(crashitem) for folder in sched.config.stash.get(_LIMITS, [])]
+    told = [file.read_text() for file in reached if file.exists()]
+    report.longrepr = "\n".join([*(told or [str(report.longrepr)]), "the others went on"])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> bool:
+    """pytest-timeout's, for its method "thread": who ends a process first says which test did."""
+    timer = threading.Timer(settings.timeout, _end_at_limit, (item, settings))
+    timer.name, timer.daemon = f"limit of {item.nodeid}", True
+    item.cancel_timeout = timer.cancel  # type: ignore[attr-defined]  # pytest-timeout calls it
+    timer.start()
+    return True
+
+
+def _end_at_limit(item: pytest.Item, settings: pytest_timeout.Settings) -> None:
+    if not settings.disable_debugger_detection and pytest_timeout.is_debugging():
+        return
+    try:
+        capture = item.config.pluginmanager.getplugin("capturemanager")
+        capture.suspend_global_capture(item)
+        worker = getattr(item.config, "workerinput", None)
+        file = Path(worker["limits"] if worker else tempfile.mkdtemp()) / _file_of(item.nodeid)
+        told = f"this test reached its time limit of {settings.timeout:g} s"
+        with file.open("w") as written:
+            print(told, *capture.read_global_capture(), sep="\n", file=written, flush=True)
+            faulthandler.dump_traceback(written)
+        if worker is None:  # what ends here cannot be torn down: what has been found is told
+            terminal = item.config.pluginmanager.getplugin("terminalreporter")
+            found = file.read_text()
+            shutil.rmtree(file.parent)
+            terminal.pytest_runtest_logreport(
+                pytest.TestReport(item.nodeid, item.location, {}, "failed", found, "call")
+            )
+            terminal.summary_failures()
+            terminal.short_test_summary()
+            terminal.summary_stats()
+            terminal.write_line(f"{item.nodeid}: {told}; no test after it was run")
+    finally:
+        sys.stdout.flush()
+        os._exit(1)
+
+
+def _file_of(nodeid: str) -> str:
+    return hashlib.sha256(nodeid.encode()).hexdigest()
 
 
 @pytest.fixture(autouse=True)
