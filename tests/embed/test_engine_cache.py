@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from tierkv.errors import BadRequestError, ConfigError, HandoffError, TierKVErro
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.handoff import Published
+from tierkv.ranks.link import Plan
 from tierkv.ranks.memory import EnginePlanes
 from tierkv.ranks.worker_planes import Finished, WorkerPlanes
 from tierkv.sched.events import Happening
@@ -472,6 +474,77 @@ def test_what_is_counted_is_not_held() -> None:
         assert found == Found(2 * BLOCK)
         assert on.findings() == []
         assert on.cache.load("b", [[5, 6]]) is None
+
+
+def test_a_count_is_of_the_prompt_that_was_asked_for_and_ends_with_its_request() -> None:
+    tokens = tokens_of(2 * BLOCK)
+    with engine() as on:
+        on.save("a", tokens, [0, 1])
+        assert on.cache.count("b", on.prompt(tokens)) is None
+        other = on.prompt(tokens_of(BLOCK, 9))
+        assert ask(lambda: on.cache.count("b", other)) == Found(0)
+        assert on.cache.count("b", on.prompt(tokens)) is None
+        on.cache.release("b")
+        assert ask(lambda: on.cache.count("b", other)) == Found(0)
+
+
+def test_a_request_that_lost_its_own_blocks_is_told_anew_what_there_is() -> None:
+    """A preempted one: while it had them there was nothing beyond, and no time has passed since."""
+    tokens = tokens_of(2 * BLOCK)
+    with engine() as on:
+        on.save("a", tokens, [0, 1])
+        assert on.lookup("b", tokens, 2 * BLOCK).num_tokens == 0
+        assert on.lookup("b", tokens, 0) == Found(2 * BLOCK)
+        assert on.load("b", [5, 6]) == ()
+        assert on.holds(tokens, [5, 6])
+
+
+def test_saves_are_told_over_once_for_each_key_however_they_end() -> None:
+    with engine() as on:
+        on.latch.hold()
+        for key, blocks, length in (("a", [0], BLOCK), ("a", [0, 1], 2 * BLOCK), ("b", [2], BLOCK)):
+            plan = on.cache.save(key, on.prompt(tokens_of(length, ord(key))), [blocks])
+            assert plan is not None
+            on.planes.start_saves(plan)
+        on.poll()
+        assert on.seen.saved == []
+        on.latch.release()
+        on.until(lambda: on.cache.fence([0, 1, 2]) == ())
+        assert sorted(on.seen.saved) == ["a", "b"]
+
+
+def test_a_cache_whose_planes_cannot_be_attached_leaves_no_service_behind() -> None:
+    class NoLanes(CpuDevice):
+        def open_lane(self, *_: object) -> Any:
+            raise ConfigError("no lanes here")
+
+    arrays = [np.zeros((4, plane.block_bytes), np.uint8) for plane in GQA.planes]
+    cache = EngineCache(
+        fingerprint(),
+        [GQA],
+        host_bytes=8 * GQA.block_bytes,
+        cache=CacheSettings(block_size=BLOCK),
+        planes=WorkerPlanes(NoLanes(), EnginePlanes(GQA, arrays)),
+    )
+    with pytest.raises(ConfigError, match="no lanes here"):
+        cache.open()
+    assert not any(thread.name == "tierkv-embed" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("count", [2, 300])
+def test_a_block_that_the_engine_does_not_have_fails_its_load_and_no_other(count: int) -> None:
+    tokens = tokens_of(2 * BLOCK)
+    with engine() as on:
+        on.save("a", tokens, [0, 1])
+        on.lookup("b", tokens)
+        assert on.load("b", [5, BLOCKS]) == (0, 1)
+        beyond = np.arange(BLOCKS - 1, BLOCKS - 1 + count, dtype=np.int32)
+        on.planes.start_saves(Plan.of(1 << 20, "offload", beyond, beyond))
+        [report] = on.planes.finished()
+        assert "outside 0..63" in str(report.problem)
+        on.lookup("c", tokens)
+        assert on.load("c", [5, 6]) == ()
+        assert on.holds(tokens, [5, 6])
 
 
 @pytest.mark.parametrize("moment", ["asked", "answered", "loading", "saving", "planned"])

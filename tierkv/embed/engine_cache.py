@@ -22,7 +22,7 @@ import logging
 import time
 from array import array
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -194,12 +194,12 @@ class _Known:
     publish: _Publish | None = None
     published: str | None = None
 
-    def is_of(self, prompt: Prompt) -> bool:
-        """Whether it is about this prompt, salts, media and tenant included."""
-        mine = self.prompt
-        return mine is prompt or (
-            (mine.tokens, mine.extras, mine.space) == (prompt.tokens, prompt.extras, prompt.space)
-        )
+    def has_nothing_beyond(self, have_tokens: int) -> bool:
+        """Whether that was the answer to who had so many, or fewer, tokens: a preempted request
+        has lost its own."""
+        nothing = self.nothing
+        is_so = nothing is not None and have_tokens >= nothing.num_there
+        return is_so and time.monotonic() < self.asks_again_at
 
 
 @dataclass(slots=True, eq=False)
@@ -301,7 +301,9 @@ class EngineCache:
         self._ranks = frozenset(range(num_ranks))
         self._numbers = itertools.count(1)
         self._known: dict[str, _Known] = {}
+        self._counts: dict[str, tuple[Prompt, Call[HostPromise]]] = {}
         self._steps: dict[int, _Step] = {}
+        self._num_saving: Counter[str] = Counter()  # saves under way, by key
         # By group: of each device block, how many plans under way read or write it.
         self._touched: list[dict[int, int]] = [{} for _ in self.groups]
         # By group: host slots for saves, taken.
@@ -326,19 +328,19 @@ class EngineCache:
         """Start the service's thread, or reach the node; return when there is memory. Raises
         ConfigError, StoreUnavailableError."""
         self._host.open(self._fingerprint, self.groups)
-        if self._planes is not None:
-            self._planes.attach(self._host.slots)
-        self._refill()
-        if self._wanted is not None:
-            self._wanted.wait(_CLOSE_S)
-            self._take_reserve()
-        if self._socket is not None:
-            shared = [slots for slots in self._host.slots if isinstance(slots, SharedSlots)]
-            try:
+        try:
+            if self._planes is not None:
+                self._planes.attach(self._host.slots)
+            self._refill()
+            if self._wanted is not None:
+                self._wanted.wait(_CLOSE_S)
+                self._take_reserve()
+            if self._socket is not None:
+                shared = [slots for slots in self._host.slots if isinstance(slots, SharedSlots)]
                 self._socket.open(self._layouts, shared, life=self._host.life)
-            except BaseException:  # Ctrl-C too: nobody calls `close` on what did not open
-                self.close()
-                raise
+        except BaseException:  # Ctrl-C too: nobody calls `close` on what did not open
+            self.close()
+            raise
 
     def close(self) -> None:
         """Wait for the copies under way, give everything back, close. Any number of times."""
@@ -378,16 +380,12 @@ class EngineCache:
         failure = self._failure
         if failure is not None:
             return Found(0, problem=failure)
-        known = self._known.get(key)
-        if known is None or not known.is_of(prompt) or known.ticket != ticket:
-            if known is not None:
-                self.release(key)
-            known = self._known[key] = _Known(prompt, ticket)
+        known = self._known_of(key, prompt, ticket)
         expires = self.settings.expires_s if expires_s is None else expires_s
         if known.promise is not None and known.promise.is_over:
             known.promise = None
         if known.promise is None:
-            if known.nothing is not None and time.monotonic() < known.asks_again_at:
+            if known.has_nothing_beyond(have_tokens):
                 return known.nothing
             self._ask(known, expires, external_ids)
         promise = known.promise
@@ -408,6 +406,16 @@ class EngineCache:
             known.nothing, known.asks_again_at = found, time.monotonic() + expires
         return found
 
+    def _known_of(self, key: str, prompt: Prompt, ticket: str | None) -> _Known:
+        known = self._known.get(key)
+        if known is not None:
+            is_same = known.prompt is prompt or known.prompt == prompt
+            if is_same and known.ticket == ticket:
+                return known
+            self.release(key)
+        known = self._known[key] = _Known(prompt, ticket)
+        return known
+
     def _ask(
         self, known: _Known, expires_s: float, names: Sequence[Sequence[ExternalId | None]]
     ) -> None:
@@ -427,16 +435,16 @@ class EngineCache:
 
     def count(self, key: str, prompt: Prompt, have_tokens: int = 0) -> Found | None:
         """As `lookup`, but nothing is fetched or held: what there is now, storage included."""
-        name = f"count {key}"
-        known = self._known.get(name)
-        if known is None:
-            known = self._known[name] = _Known(prompt, None)
-        if known.call is None:
-            known.call = self._host.call(HostSide.count, prompt)
-        if not known.call.is_done:
+        asked, call = self._counts.get(key, (None, None))
+        if call is None or asked != prompt:
+            call = self._host.call(HostSide.count, prompt)
+            self._counts[key] = (prompt, call)
+        if not call.is_done:
             return None
-        del self._known[name]
-        promise = known.call.result()
+        del self._counts[key]
+        if call.error is not None:
+            return Found(0, problem=str(call.error))
+        promise = call.result()
         return Found(max(promise.num_tokens - have_tokens, 0), problem=promise.problem)
 
     # Moving
@@ -464,12 +472,17 @@ class EngineCache:
         parts = []
         for group, positions, blocks in given:
             held = promise.parts[group]
-            if positions[0] < held.first or positions[-1] >= held.first + len(held.slots):
+            first, stop = int(positions[0]) - held.first, int(positions[-1]) + 1 - held.first
+            if first < 0 or stop > len(held.slots):
                 raise BadRequestError(
                     f"{key!r} was promised blocks {held.first} to "
                     f"{held.first + len(held.slots)} of group {group}, not these"
                 )
-            parts.append(_Part(group, positions, blocks, held.slots[positions - held.first]))
+            slots = held.slots[first:stop]
+            if len(slots) > len(positions):  # some are not wanted
+                every = slots.tolist()
+                slots = _as_ids([every[at - held.first - first] for at in positions.tolist()])
+            parts.append(_Part(group, positions, blocks, slots))
         if not promise.take():
             return None
         known.promise = None
@@ -520,6 +533,7 @@ class EngineCache:
         plan = None
         if parts:
             known.num_saves += 1
+            self._num_saving[key] += 1
             plan = self._begin(key, known, prompt, parts)
         self._refill()
         if ticket is not None and ticket != known.published:
@@ -540,7 +554,7 @@ class EngineCache:
         for group, positions, _ in given:
             whole = -(-prompt.num_tokens // self.groups[group].block_size)
             if positions[-1] >= whole:
-                raise BadRequestError(f"{key!r} has blocks 0 to {whole} in group {group}")
+                raise BadRequestError(f"{key!r} has blocks 0 to {whole - 1} in group {group}")
             is_full = self.groups[group].kind is GroupKind.FULL
             if is_full and positions[-1] - positions[0] >= len(positions):
                 raise BadRequestError(f"{key!r}: full attention has no gap, as group {group} has")
@@ -625,6 +639,8 @@ class EngineCache:
         self._release(key, "the request ended before its whole prompt was saved")
 
     def _release(self, key: str, reason: str) -> None:
+        if key in self._counts:
+            self._counts.pop(key)[1].cancel()
         known = self._known.pop(key, None)
         if known is None:
             return
@@ -794,7 +810,9 @@ class EngineCache:
             self._jobs[call] = (step.key, step.known)
         known.num_saves -= 1
         self._finish_if_saved(known)
-        if all(other.key != step.key or other.promise for other in self._steps.values()):
+        self._num_saving[step.key] -= 1
+        if not self._num_saving[step.key]:
+            del self._num_saving[step.key]
             self._polled.saved.append(step.key)
 
     def _finish_if_saved(self, known: _Known) -> None:

@@ -116,7 +116,7 @@ class Planes(Protocol):
     def close(self) -> None: ...
 
 
-_FEW_IDS = 256  # so many are found faster in a set, where NumPy has not run for a while
+FEW_IDS = 256  # of so many Python looks at each faster than NumPy, which has not run for a while
 
 
 class Direction(Enum):
@@ -155,7 +155,7 @@ class BlockCopy:
 
 
 def _has_twice(ids: Ids) -> bool:
-    if len(ids) <= _FEW_IDS:
+    if len(ids) <= FEW_IDS:
         return len(set(ids.tolist())) < len(ids)
     in_order = np.sort(ids)  # a third of what np.unique takes
     return bool((in_order[1:] == in_order[:-1]).any())
