@@ -8,8 +8,13 @@ Start it again, or on another machine with the same store: the conversation is f
 
 import argparse
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+try:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+except ImportError as error:
+    raise SystemExit(
+        f"error: {error}: run pip install -e '.[transformers]' in the checkout"
+    ) from None
 
 from tierkv.adapters.transformers import TierKVCache
 from tierkv.sched.worth import FetchPolicy

@@ -128,6 +128,16 @@ async def test_a_backup_stores_what_is_cached_of_a_prompt() -> None:
         assert (found["device_tokens"], found["storage_tokens"]) == (0, 32)
 
 
+@pytest.mark.parametrize("path", ["/v1/backups", "/v1/prefetches"])
+@pytest.mark.parametrize("body", [{"prompt": ""}, {"tokens": []}])
+async def test_an_empty_prompt_is_not_moved(path: str, body: Json) -> None:
+    async with here() as on:
+        refused = await on.client.post(path, {**body, "request_id": "e"})
+        assert (refused.status, refused.body["code"]) == (400, "bad_request")
+        assert refused.body["detail"] == "the prompt is empty: give at least one token"
+        assert (await on.client.get(f"{path}/e")).status == 404
+
+
 async def test_a_backup_tells_how_far_it_came() -> None:
     async with here() as on:
         await on.client.post("/v1/backups", {"tokens": TOKENS, "request_id": "none"})

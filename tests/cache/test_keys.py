@@ -408,3 +408,8 @@ def test_of_a_run_of_keys_only_what_is_looked_at_is_computed(
     assert sum(made) == 1
     assert len(list(names)) == 1000
     assert sum(made) == 1000
+
+
+def test_what_is_logged_of_a_prompt_is_not_what_it_says() -> None:
+    assert "1735549292" not in repr(Prompt(pack([1735549292] * 40), 16))
+    assert "lrug" not in repr(Prompt(b"lrug" * 40, 16))

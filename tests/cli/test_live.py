@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import termios
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -200,3 +201,29 @@ def test_what_takes_longer_than_a_second_says_how_far_it_is_to_a_person_only() -
         [sys.executable, "-c", script], input=b"\n", capture_output=True, check=True, timeout=60
     )
     assert (piped.stdout, piped.stderr) == (b"done\n", b"")
+
+
+@pytest.mark.parametrize("command", [("explain",), ("demo", "--prompt-file")])
+def test_a_pipe_that_nobody_writes_into_is_waited_for_and_said_so(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    ours, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tierkv", *command, str(pipe)],
+        env={**os.environ, "COLUMNS": "300"},
+        stderr=terminal,
+    )
+    os.close(terminal)
+    told = b""
+    while f"reading {pipe}".encode() not in told:
+        told += os.read(ours, 4096)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+    with suppress(OSError):  # EIO: nobody has the terminal open any more
+        while more := os.read(ours, 4096):
+            told += more
+    os.close(ours)
+    assert b"error: stopped by Ctrl-C" in told
+    assert b"Traceback" not in told

@@ -165,3 +165,17 @@ async def test_what_an_arrival_has_renewed_is_the_deadline_of_every_wait_after_i
         deadline.until(None)
         assert scope.when() == pytest.approx(began + 1.5)
         deadline.end()
+
+
+@simulated
+async def test_a_wait_that_is_just_being_given_up_is_not_made_longer() -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(None) as scope:
+            deadline = FetchDeadline(scope, 1.0, FetchPolicy.WAIT_COMPLETE, lambda: None)
+            deadline.until(0.5)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                deadline.until(None)  # a hedge of the same moment
+                deadline.arrived()
+                deadline.end()

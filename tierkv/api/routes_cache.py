@@ -26,7 +26,7 @@ from tierkv.api.types import (
     TicketState,
 )
 from tierkv.cache.keys import Prompt
-from tierkv.errors import StoreUnavailableError
+from tierkv.errors import BadRequestError, StoreUnavailableError
 from tierkv.http import bodies
 from tierkv.http.callers import Access
 from tierkv.http.problems import UnknownIdError
@@ -136,6 +136,8 @@ class BackupRoutes(Routes):
 async def _begun(
     movements: PromptMovements, key: Key, body: PrefetchBody | BackupBody, prompt: Prompt
 ) -> PromptMovement:
+    if not prompt.num_tokens:
+        raise BadRequestError("the prompt is empty: give at least one token")
     content = content_of(body, prompt.tokens)
     return await movements.begin(key, content, prompt, deadline_s=body.deadline_s)
 

@@ -277,7 +277,7 @@ class Prompt:
     num_blocks: full ones; the tail is not counted.
     """
 
-    tokens: bytes
+    tokens: bytes = field(repr=False)  # what people write goes into no log
     block_size: int
     extras: Mapping[int, bytes]
     space: str

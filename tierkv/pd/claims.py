@@ -76,7 +76,7 @@ class Portions:
         def begins() -> None:
             nonlocal waits_for_turn
             waits_for_turn = False
-            if not outcome.done():
+            if not (outcome.done() or scope.expired()):
                 scope.reschedule(loop.time() + portion_s)
 
         work = self._bring(request, keys, begins, outcome)

@@ -509,7 +509,7 @@ class FetchDeadline:
 
     def _reschedule(self, when: float) -> None:
         when = min(when, self._last)
-        if when != self._when:
+        if when != self._when and not self._scope.expired():
             self._when = when
             self._scope.reschedule(when)
             self._timer.cancel()
