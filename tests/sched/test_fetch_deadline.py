@@ -169,7 +169,7 @@ async def test_what_an_arrival_has_renewed_is_the_deadline_of_every_wait_after_i
 
 @simulated
 async def test_a_wait_that_is_just_being_given_up_is_not_made_longer() -> None:
-    with pytest.raises(TimeoutError):
+    async def given_up() -> None:
         async with asyncio.timeout(None) as scope:
             deadline = FetchDeadline(scope, 1.0, FetchPolicy.WAIT_COMPLETE, lambda: None)
             deadline.until(0.5)
@@ -179,3 +179,8 @@ async def test_a_wait_that_is_just_being_given_up_is_not_made_longer() -> None:
                 deadline.until(None)  # a hedge of the same moment
                 deadline.arrived()
                 deadline.end()
+
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(TimeoutError):
+        await given_up()
+    assert asyncio.get_running_loop().time() == pytest.approx(began + 0.5)
