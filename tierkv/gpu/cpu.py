@@ -189,6 +189,7 @@ class CpuLane:
             np.array(of_planes, np.uint64)[:, None]
             for of_planes in (layout.offsets, [one.block_bytes for one in layout.planes])
         )
+        self._shapes = [(planes.num_blocks, one.block_bytes) for one in layout.planes]
 
     def submit(self, copy: BlockCopy) -> tuple[Event, ...]:
         check_copy(copy, self._direction, self._planes.num_blocks, self._host.num_slots)
@@ -208,8 +209,18 @@ class CpuLane:
 
     def _is_one_call(self, copy: BlockCopy) -> bool:
         """Whether all layers of this copy are there together, so that one event tells of them."""
-        layout = self._planes.layout
-        return self._may_call and len(copy) * layout.block_bytes <= _ONE_CALL_BYTES
+        is_small = len(copy) * self._planes.layout.block_bytes <= _ONE_CALL_BYTES
+        return self._may_call and is_small and self._is_whole()
+
+    def _is_whole(self) -> bool:
+        """Whether planes and slots are as the layout says. Where they are not, layers are copied
+        one by one: the first that is wrong fails, and says what is wrong with it."""
+        try:
+            arrays, host = self._planes.arrays, self._host.array
+        except LayoutError:  # closed
+            return False
+        is_whole = host.shape[1] == self._planes.layout.block_bytes
+        return is_whole and [one.shape for one in arrays] == self._shapes
 
     def _work(self) -> None:
         while (found := self._copies.get()) is not None:
@@ -224,7 +235,7 @@ class CpuLane:
                 event.block_until_done(max(deadline - time.monotonic(), 0.0))
             if self._before_copy is not None:
                 self._before_copy(copy)
-            if self._copies_at_once(copy):
+            if self._is_one_call(copy) and self._copies_at_once(copy):
                 for event in dict.fromkeys(events):
                     event.reach()
                 return
@@ -245,13 +256,8 @@ class CpuLane:
 
     def _copies_at_once(self, copy: BlockCopy) -> bool:
         """Whether it was copied, all of it in one call."""
-        layout, arrays, host = self._planes.layout, self._planes.arrays, self._host.array
-        if not (self._is_one_call(copy) and host.shape[1] == layout.block_bytes):
-            return False
+        arrays, host = self._planes.arrays, self._host.array
         if len(self._placed) != len(arrays) or any(map(is_not, self._placed, arrays)):
-            shapes = [(self._planes.num_blocks, one.block_bytes) for one in layout.planes]
-            if [one.shape for one in arrays] != shapes:
-                return False  # the copy of its layer says what is wrong
             self._placed = tuple(arrays)
             places = [(one.ctypes.data, one.strides[0]) for one in arrays]
             self._addresses, self._strides = np.array(places, np.uint64).T[:, :, None]
