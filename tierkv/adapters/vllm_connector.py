@@ -19,10 +19,10 @@ import hashlib
 import itertools
 import logging
 import os
-import struct
 import tempfile
 import time
 import uuid
+from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -632,7 +632,9 @@ class _SchedulerSide:
             extra = self._extra(request)
             if extra is None:
                 return None
-            tokens = _packed(request.all_token_ids[:num_tokens])
+            is_whole = num_tokens == request.num_prompt_tokens
+            given = request.prompt_token_ids if is_whole else request.all_token_ids[:num_tokens]
+            tokens = _packed(given)
             if extra or request.mm_features:
                 media = [
                     MediaItem(
@@ -1040,7 +1042,9 @@ class _SchedulerSide:
 def _packed(tokens: list[int]) -> bytes:
     """As `pack`, of tokens that vLLM has checked. NumPy would give the GIL up, and get it back only
     when another thread lets it go."""
-    return struct.pack(f"{len(tokens)}i", *tokens)
+    packed = array("I")
+    packed.fromlist(tokens)
+    return packed.tobytes()
 
 
 def _named(table: Sequence[int], group: CacheGroup) -> Sequence[int]:

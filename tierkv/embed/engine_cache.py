@@ -22,9 +22,10 @@ import logging
 import time
 from array import array
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -33,7 +34,6 @@ import numpy as np
 from tierkv.cache.groups import CacheGroup, GroupKind, as_groups, main_group
 from tierkv.cache.keys import Fingerprint, Prompt
 from tierkv.cache.layout import Layout
-from tierkv.cache.node import Ids
 from tierkv.cache.shards import Shard
 from tierkv.embed.embedded import Embedded
 from tierkv.embed.exchange import Call
@@ -71,13 +71,16 @@ _CLOSE_S = 60.0
 _MOST_CALLS = 1 << 20  # all are this cache's own, and what they hold is bounded
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Found:
-    """What can be loaded. num_tokens: beyond those that the engine has. first_tokens: what a ticket
-    says comes after the prompt. problem: why there is not more, if anything went wrong. blocks: for
-    each group, which positions in the prompt are to be loaded, in its own block size. num_there: of
-    all the prompt's tokens, those the engine has included, so many are on the host. storage_tokens:
-    so many of the last ones came from storage for this lookup (a NodeHost does not say)."""
+    """What can be loaded; nobody changes one.
+
+    num_tokens: beyond those that the engine has. first_tokens: what a ticket says comes after the
+    prompt. problem: why there is not more, if anything went wrong. blocks: for each group, which
+    positions in the prompt are to be loaded, in its own block size. num_there: of all the prompt's
+    tokens, those the engine has included, so many are on the host. storage_tokens: so many of the
+    last ones came from storage for this lookup (a NodeHost does not say).
+    """
 
     num_tokens: int
     first_tokens: tuple[int, ...] = ()
@@ -132,8 +135,8 @@ class LocalHost:
         **named: P.kwargs,
     ) -> Call[T]:
         """Ask the tier. Never blocks."""
-        side = self._side
-        return self._embedded.run(method.__name__, lambda _: method(side, *args, **named))
+        work = partial(method, self._side, *args, **named)
+        return self.calls.submit(method.__name__, "", work)
 
     def poll(self) -> list[Call[Any]]:
         """The calls that have been answered and that nobody has taken."""
@@ -159,9 +162,9 @@ class _Part:
     """What a plan copies of one group. positions: of its blocks in the prompt."""
 
     group: int
-    positions: Ids
-    blocks: Ids
-    slots: Ids
+    positions: Sequence[int]
+    blocks: array[int]
+    slots: array[int]
     external_ids: tuple[ExternalId | None, ...] = ()
 
 
@@ -304,12 +307,14 @@ class EngineCache:
         self._counts: dict[str, tuple[Prompt, Call[HostPromise]]] = {}
         self._steps: dict[int, _Step] = {}
         self._num_saving: Counter[str] = Counter()  # saves under way, by key
-        # By group: of each device block, how many plans under way read or write it.
-        self._touched: list[dict[int, int]] = [{} for _ in self.groups]
+        # By group: the device blocks that plans under way read or write; None: to be recounted.
+        self._touched: list[set[int]] | None = None
         # By group: host slots for saves, taken.
-        self._reserve: list[deque[int]] = [deque() for _ in self.groups]
+        self._reserve = [array("i") for _ in self.groups]
         self._wanted: Call[list[list[int]]] | None = None
-        self._jobs: dict[Call[Any], tuple[str, _Known]] = {}
+        # Copied, and not yet told: by key, of which prompt.
+        self._copied: list[tuple[str, tuple[Prompt, list[Copied]]]] = []
+        self._jobs: dict[Call[Any], list[str]] = {}  # the keys that each is about
         self._polled = Polled()
         self.num_unsaved_blocks = 0  # for which there was no host slot in that moment
 
@@ -377,9 +382,8 @@ class EngineCache:
         """
         if external_ids and len(external_ids) != len(self.groups):
             raise BadRequestError(f"external ids are given for each of {len(self.groups)} groups")
-        failure = self._failure
-        if failure is not None:
-            return Found(0, problem=failure)
+        if self._socket is not None and self._socket.lost:
+            return Found(0, problem=self._socket.failure)
         known = self._known_of(key, prompt, ticket)
         expires = self.settings.expires_s if expires_s is None else expires_s
         if known.promise is not None and known.promise.is_over:
@@ -472,7 +476,7 @@ class EngineCache:
         parts = []
         for group, positions, blocks in given:
             held = promise.parts[group]
-            first, stop = int(positions[0]) - held.first, int(positions[-1]) + 1 - held.first
+            first, stop = positions[0] - held.first, positions[-1] + 1 - held.first
             if first < 0 or stop > len(held.slots):
                 raise BadRequestError(
                     f"{key!r} was promised blocks {held.first} to "
@@ -480,8 +484,7 @@ class EngineCache:
                 )
             slots = held.slots[first:stop]
             if len(slots) > len(positions):  # some are not wanted
-                every = slots.tolist()
-                slots = _as_ids([every[at - held.first - first] for at in positions.tolist()])
+                slots = array("i", [held.slots[at - held.first] for at in positions])
             parts.append(_Part(group, positions, blocks, slots))
         if not promise.take():
             return None
@@ -529,7 +532,7 @@ class EngineCache:
         for part in parts if names else ():
             first = first_blocks[part.group] if first_blocks else 0
             of_group = names[part.group]
-            part.external_ids = tuple([of_group[at - first] for at in part.positions.tolist()])
+            part.external_ids = tuple([of_group[at - first] for at in part.positions])
         plan = None
         if parts:
             known.num_saves += 1
@@ -539,13 +542,15 @@ class EngineCache:
         if ticket is not None and ticket != known.published:
             publish = known.publish
             if publish is None:
-                publish = known.publish = self._begin_to_publish(key, known, prompt, ticket)
+                publish = known.publish = self._begin_to_publish(key, prompt, ticket)
             if self._reaches_end(prompt, block_ids, first_blocks):
                 publish.first_tokens = tuple(first_tokens)
             self._finish_if_saved(known)
         return plan
 
-    def _check_saves(self, key: str, prompt: Prompt, given: Sequence[tuple[int, Ids, Ids]]) -> None:
+    def _check_saves(
+        self, key: str, prompt: Prompt, given: Sequence[tuple[int, Sequence[int], array[int]]]
+    ) -> None:
         if prompt.block_size != self.groups[self._main].block_size:
             raise BadRequestError(
                 f"{key!r}: a prompt has blocks of {self.groups[self._main].block_size} tokens, as "
@@ -560,7 +565,12 @@ class EngineCache:
                 raise BadRequestError(f"{key!r}: full attention has no gap, as group {group} has")
 
     def _saved_part(
-        self, known: _Known, prompt: Prompt, group: int, positions: Ids, blocks: Ids
+        self,
+        known: _Known,
+        prompt: Prompt,
+        group: int,
+        positions: Sequence[int],
+        blocks: array[int],
     ) -> _Part | None:
         """What of these blocks is to be copied, into slots of the reserve."""
         full = prompt.num_tokens // self.groups[group].block_size
@@ -573,20 +583,21 @@ class EngineCache:
         self.num_unsaved_blocks += len(blocks) - count
         if not count:
             return None
-        slots = _as_ids([reserve.popleft() for _ in range(count)])
+        slots = reserve[:count]
+        del reserve[:count]
         # A tail is not a block of a longer prompt: it is saved again when it has grown.
-        known.saved[group] = max(saved, min(int(positions[count - 1]) + 1, full))
+        known.saved[group] = max(saved, min(positions[count - 1] + 1, full))
         return _Part(group, positions[:count], blocks[:count], slots)
 
-    def _begin_to_publish(self, key: str, known: _Known, prompt: Prompt, ticket: str) -> _Publish:
+    def _begin_to_publish(self, key: str, prompt: Prompt, ticket: str) -> _Publish:
         number = next(self._numbers)
         call = self._host.call(HostSide.publish, number, prompt, ticket)
-        self._jobs[call] = (key, known)
+        self._jobs[call] = [key]
         return _Publish(ticket, number)
 
     def _given(
         self, block_ids: Sequence[Sequence[int]], first_blocks: Sequence[int]
-    ) -> list[tuple[int, Ids, Ids]]:
+    ) -> list[tuple[int, Sequence[int], array[int]]]:
         """For each group of which there are any: its number, positions and blocks."""
         if len(block_ids) != len(self.groups) or len(first_blocks) not in (0, len(block_ids)):
             raise BadRequestError(
@@ -604,7 +615,7 @@ class EngineCache:
                 positions = [at for at, block in zip(positions, blocks, strict=True) if block >= 0]
                 blocks = [block for block in blocks if block >= 0]
             if blocks:
-                found.append((group, _as_ids(positions), _as_ids(blocks)))
+                found.append((group, positions, array("i", blocks)))
         return found
 
     def _reaches_end(
@@ -620,7 +631,7 @@ class EngineCache:
         step = self._steps.pop(plan.number, None)
         if step is None:
             return
-        self._let_go_of(step)
+        self._touched = None
         if step.promise is not None:
             self._host.call(HostSide.free, step.promise)
         else:
@@ -630,6 +641,11 @@ class EngineCache:
     def fence(self, block_ids: Iterable[int], group: int | None = None) -> tuple[int, ...]:
         """Which of these device blocks a plan under way still reads or writes; () if they may be
         given to others. group: whose blocks they are; None where all groups share one pool."""
+        if self._touched is None:
+            self._touched = [set() for _ in self.groups]
+            for step in self._steps.values():
+                for part in step.parts:
+                    self._touched[part.group].update(part.blocks)
         touched = self._touched if group is None else [self._touched[group]]
         return tuple(block for block in block_ids if any(block in one for one in touched))
 
@@ -656,13 +672,13 @@ class EngineCache:
 
     def poll(self, finished: Iterable[Finished] = ()) -> Polled:
         """What has ended. finished: what ranks in other processes have reported."""
-        reports = [*finished]
-        if self._planes is not None:
-            reports += self._planes.finished()
-        for report in reports:
+        for report in finished:
             self._report(report)
-        if self._failure is not None:
-            self._fail_lost()
+        for report in self._planes.finished() if self._planes is not None else ():
+            self._report(report)
+        if self._socket is not None and self._socket.lost:
+            self._fail_lost(self._socket.lost)
+        self._keep_copied()
         self._take_reserve()
         for call in self._host.poll():
             if call in self._jobs:
@@ -717,38 +733,28 @@ class EngineCache:
         promise: HostPromise | None = None,
     ) -> Plan:
         """The plan of these parts, which is under way now: a load of `promise`, or a save."""
-        blocks, slots = parts[0].blocks, parts[0].slots
+        blocks = b"".join([part.blocks for part in parts])
+        slots = b"".join([part.slots for part in parts])
         counts: tuple[int, ...] = ()
         if len(self.groups) > 1:
-            blocks = np.concatenate([part.blocks for part in parts])
-            slots = np.concatenate([part.slots for part in parts])
             of_group = {part.group: len(part.blocks) for part in parts}
             counts = tuple([of_group.get(group, 0) for group in range(len(self.groups))])
         number = next(self._numbers)
         if promise is not None:
-            plan = Plan.of(number, "load", slots, blocks, counts)
+            plan = Plan(number, "load", slots, blocks, counts)
         else:
-            plan = Plan.of(number, "offload", blocks, slots, counts)
-        for part in parts:
-            touched = self._touched[part.group]
-            for block in part.blocks.tolist():
-                touched[block] = touched.get(block, 0) + 1
+            plan = Plan(number, "offload", blocks, slots, counts)
         self._steps[number] = _Step(key, known, prompt, plan, parts, set(self._ranks), promise)
+        self._touched = None
         return plan
 
-    @property
-    def _failure(self) -> str | None:
-        return None if self._socket is None else self._socket.failure
-
     def _check_ranks(self) -> None:
-        failure = self._failure
+        failure = None if self._socket is None else self._socket.failure
         if failure is not None:
             raise DeviceFailedError(failure)
 
-    def _fail_lost(self) -> None:
+    def _fail_lost(self, lost: dict[int, str]) -> None:
         """What lost ranks owe has failed; the others' reports are waited for."""
-        assert self._socket is not None, "a rank is lost"
-        lost = self._socket.lost
         for step in list(self._steps.values()):
             for rank in step.missing & lost.keys():
                 self._report(Finished(step.plan.number, rank, lost[rank]))
@@ -765,30 +771,20 @@ class EngineCache:
     def _end(self, step: _Step) -> None:
         """Every rank has reported this plan."""
         del self._steps[step.plan.number]
-        self._let_go_of(step)
+        self._touched = None
         if step.promise is not None:
             self._load_ended(step, step.promise)
         else:
             self._save_ended(step)
 
-    def _let_go_of(self, step: _Step) -> None:
-        """No rank touches the blocks and slots of this plan any more."""
-        for part in step.parts:
-            touched = self._touched[part.group]
-            for block in part.blocks.tolist():
-                if touched[block] == 1:
-                    del touched[block]
-                else:
-                    touched[block] -= 1
-
     def _load_ended(self, step: _Step, promise: HostPromise) -> None:
         failed: tuple[tuple[int, ...], ...] = ()
         if step.problem is not None:
-            of_group = {part.group: tuple(part.positions.tolist()) for part in step.parts}
+            of_group = {part.group: tuple(part.positions) for part in step.parts}
             failed = tuple([of_group.get(group, ()) for group in range(len(self.groups))])
             log.warning("blocks of request %r did not load: %s", step.key, step.problem)
             step.known.limit = min(
-                int(part.positions[0]) * self.groups[part.group].block_size for part in step.parts
+                part.positions[0] * self.groups[part.group].block_size for part in step.parts
             )
         self._polled.loaded.append((step.key, failed))
         self._host.call(HostSide.loaded, promise, failed)
@@ -798,16 +794,15 @@ class EngineCache:
         if step.problem is not None:
             log.warning("blocks of request %r were not saved: %s", step.key, step.problem)
             for part in step.parts:
-                self._reserve[part.group].extend(part.slots.tolist())
+                self._reserve[part.group].extend(part.slots)
                 saved = known.saved.get(part.group, 0)
-                known.saved[part.group] = min(saved, int(part.positions[0]))
+                known.saved[part.group] = min(saved, part.positions[0])
         else:
             copied = [
                 Copied(part.group, part.positions, part.slots, part.external_ids)
                 for part in step.parts
             ]
-            call = self._host.call(HostSide.keep, step.prompt, copied)
-            self._jobs[call] = (step.key, step.known)
+            self._copied.append((step.key, (step.prompt, copied)))
         known.num_saves -= 1
         self._finish_if_saved(known)
         self._num_saving[step.key] -= 1
@@ -822,16 +817,24 @@ class EngineCache:
             return
         number, first_tokens = publish.number, publish.first_tokens
         known.publish, known.published = None, publish.ticket
+        self._keep_copied()
         self._host.call(HostSide.finish, number, first_tokens)
 
+    def _keep_copied(self) -> None:
+        """Have lookups find what was copied since the last time: one call for all."""
+        if self._copied:
+            copied, self._copied = self._copied, []
+            call = self._host.call(HostSide.keep, [what for _, what in copied])
+            self._jobs[call] = [key for key, _ in copied]
+
     def _job_ended(self, call: Call[Any]) -> None:
-        key, _ = self._jobs.pop(call)
+        keys = self._jobs.pop(call)
         if call.kind == "keep" and call.error is None:
             kept: Kept = call.result()
             self._put_back(kept.unused)
-            self._polled.stored.append((key, kept.num_blocks))
+            self._polled.stored.extend(zip(keys, kept.num_blocks, strict=True))
         elif call.kind == "publish":
-            self._polled.published.append((key, call.error or call.result()))
+            self._polled.published.append((keys[0], call.error or call.result()))
 
     def _refill(self) -> None:
         if self._wanted is not None:
@@ -858,12 +861,6 @@ class EngineCache:
     def _free(self, promise: HostPromise) -> None:
         if promise.take():
             self._host.call(HostSide.free, promise)
-
-
-def _as_ids(values: Iterable[int]) -> Ids:
-    """Not by NumPy's own making of arrays, which gives the GIL up: an engine's thread would get it
-    back only when another thread lets it go, up to 5 ms later."""
-    return np.frombuffer(array("i", values), np.int32)
 
 
 def _slices_of(

@@ -22,13 +22,13 @@ import socket
 import struct
 import threading
 import time
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
-import numpy as np
 
 from tierkv import errors
 from tierkv.cache.groups import CacheGroup
@@ -72,7 +72,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 MAGIC = b"TKEH"
-VERSION = 1
+VERSION = 2
 _LENGTH = struct.Struct("<I")
 _MAX_FRAME = 64 << 20
 _ANSWER_S = 5.0  # between a connection and its hello
@@ -127,8 +127,8 @@ def _packed(value: Any, numbers: dict[object, int]) -> Any:  # noqa: ANN401, PLR
     """numbers: of promises, which the other side knows by these."""
     if isinstance(value, HostPromise):
         return {"number": numbers[value]}
-    if isinstance(value, np.ndarray):
-        return {"ids": value.astype("<i4").tobytes()}
+    if isinstance(value, (array, range)):
+        return {"ids": array("i", value).tobytes()}
     if isinstance(value, Prompt):
         extras = list(value.extras.items())
         return {"Prompt": [value.tokens, value.block_size, extras, value.space]}
@@ -156,7 +156,7 @@ def _unpacked(value: Any, known: dict[int, Any]) -> Any:  # noqa: ANN401, PLR091
     if kind == "number":
         return known[inner]
     if kind == "ids":
-        return np.frombuffer(inner, "<i4").astype(np.int32)
+        return array("i", inner)
     if kind == "Prompt":
         tokens, block_size, extras, space = inner
         return Prompt(tokens, block_size, dict(extras), space)
@@ -601,8 +601,8 @@ class _Engine:
         if method not in _METHODS and method != "cancel":
             raise BadRequestError(f"there is no call {method!r}")
         if method == "keep":
-            for some in args[1]:
-                if not self._lent[some.group].issuperset(some.slots.tolist()):
+            for some in _all_copied(args):
+                if not self._lent[some.group].issuperset(some.slots):
                     raise BadRequestError("slots that it was not lent")
         return number, method, args
 
@@ -630,8 +630,8 @@ class _Engine:
         if method in {"promise", "count"}:
             return self._promised(result, is_held=method == "promise")
         if method == "keep":
-            for some in args[1]:
-                self._lent[some.group].difference_update(some.slots.tolist())
+            for some in _all_copied(args):
+                self._lent[some.group].difference_update(some.slots)
             for lent, slots in zip(self._lent, result.unused, strict=True):
                 lent.update(slots)
         elif method in {"free", "loaded"}:
@@ -662,6 +662,11 @@ class _Engine:
         for held in list(self._known.values()):
             await self._side.free(held)
         await self._side.give(self._lent)
+
+
+def _all_copied(args: list[Any]) -> list[Copied]:
+    """Of a call of `keep`, of all prompts."""
+    return [some for _, copied in args[0] for some in copied]
 
 
 async def _frame(reader: asyncio.StreamReader) -> bytes:

@@ -19,7 +19,6 @@ import numpy as np
 from tierkv.cache.eviction import WritePolicy, WriteRule
 from tierkv.cache.groups import CacheGroup, FlatBlock, FlatBlocks, GroupKind, TokensAt
 from tierkv.cache.keys import Fingerprint, KeyRun, Prompt, StoredKey
-from tierkv.cache.node import Ids
 from tierkv.errors import ShuttingDownError, StoreUnavailableError
 from tierkv.sched.events import BlockRun, Happening
 from tierkv.sched.log_throttle import LogThrottle
@@ -330,11 +329,13 @@ class GroupTier:
 
     # Saves
 
-    def keep(self, prompt: Prompt, positions: Ids, slots: Ids) -> tuple[int, tuple[int, ...]]:
+    def keep(
+        self, prompt: Prompt, positions: Sequence[int], slots: Sequence[int]
+    ) -> tuple[int, tuple[int, ...]]:
         """Let lookups find blocks of `prompt` whose bytes are in these slots; how many that are,
         and which slots were not needed."""
         look, unused = self.look(prompt), []
-        pairs = list(zip(positions.tolist(), slots.tolist(), strict=True))
+        pairs = list(zip(positions, slots, strict=True))
         for at, slot in reversed(pairs):  # the first goes last
             block = self._made(look, at, look.keys[at], slot)
             if self.blocks.put(block):

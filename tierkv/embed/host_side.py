@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
@@ -55,7 +56,6 @@ from tierkv.transfer.storage_io import StorageIO
 log = logging.getLogger(__name__)
 
 _CLOSING_S = 5.0  # what was saved last is stored in that time, or not at all
-_NO_SLOTS: Ids = np.zeros(0, np.int32)
 _FEWEST_SLOTS = 2  # one to be promised and one to be saved
 _MOST_FAILURES = 4096  # blocks whose failed loads are counted
 _MOST_ROUNDS = 4  # in which a lookup is planned anew because storage has lost something meanwhile
@@ -186,7 +186,7 @@ class HeldRun:
     """Slots of one group's blocks in a row, from position `first` in the prompt on."""
 
     first: int
-    slots: Ids
+    slots: array[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -244,16 +244,17 @@ class Copied:
     engine calls them, () if it does not say."""
 
     group: int
-    positions: Ids
-    slots: Ids
+    positions: Sequence[int]
+    slots: array[int]
     external_ids: tuple[ExternalId | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """num_blocks: that lookups find now. unused: by group, slots that were not needed for them."""
+    """num_blocks: of each prompt, that lookups find now. unused: by group, slots that were not
+    needed for them."""
 
-    num_blocks: int
+    num_blocks: tuple[int, ...]
     unused: tuple[tuple[int, ...], ...]
 
 
@@ -557,19 +558,18 @@ class HostSide:
         """The first `num_tokens` tokens, which the host has in every group. Decided in one step:
         nothing can go in between."""
         promise.num_tokens = num_tokens
-        promise.parts = [HeldRun(0, _NO_SLOTS) for _ in self._groups]
+        promise.parts = [HeldRun(0, array("i")) for _ in self._groups]
         here = self._on_host(prompt, num_tokens)
         if self._main is not None and here.node is not None and here.stop:
             index = self._service.index
             promise.lease = lease = index.hold(here.node, here.stop)
             index.count_hit(lease)
             slots = index.slots(Tier.HOST, lease.node, 0, here.stop)
-            promise.parts[self._main] = HeldRun(0, slots)
+            promise.parts[self._main] = HeldRun(0, array("i", slots.tobytes()))
         for number, look in looks.items():
             first, blocks = self._tiers[number].hold(look, num_tokens)
             promise.held[number] = blocks
-            slots = np.array([block.slot for block in blocks], np.int32)
-            promise.parts[number] = HeldRun(first, slots)
+            promise.parts[number] = HeldRun(first, array("i", [block.slot for block in blocks]))
         self._recount(promise, [len(part.slots) for part in promise.parts])
 
     @asynccontextmanager
@@ -675,24 +675,25 @@ class HostSide:
             tiers.slots.lend(Tier.HOST, self._lent[slot])
         return found
 
-    async def keep(self, prompt: Prompt, copied: Sequence[Copied]) -> Kept:
-        """Let lookups find these blocks of `prompt`. What cannot hang under its parent in the
+    async def keep(self, saves: Sequence[tuple[Prompt, Sequence[Copied]]]) -> Kept:
+        """Let lookups find these blocks of each prompt. What cannot hang under its parent in the
         index, because that was evicted meanwhile, is not kept."""
-        num_blocks = 0
-        unused: list[tuple[int, ...]] = [()] * len(self._groups)
-        for some in copied:
-            if some.external_ids:
-                positions = some.positions.tolist()
-                self._note_names(prompt, some.group, positions, some.external_ids)
-            if some.group == self._main:
-                count, left = self._keep(prompt, int(some.positions[0]), some.slots)
-            else:
-                count, left = self._tiers[some.group].keep(prompt, some.positions, some.slots)
-            num_blocks += count
-            unused[some.group] = left
+        num_blocks = [0] * len(saves)
+        unused: list[list[int]] = [[] for _ in self._groups]
+        for number, (prompt, copied) in enumerate(saves):
+            for some in copied:
+                if some.external_ids:
+                    self._note_names(prompt, some.group, some.positions, some.external_ids)
+                slots = np.frombuffer(some.slots, np.int32)
+                if some.group == self._main:
+                    count, left = self._keep(prompt, some.positions[0], slots)
+                else:
+                    count, left = self._tiers[some.group].keep(prompt, some.positions, some.slots)
+                num_blocks[number] += count
+                unused[some.group] += left
         for outlet in self._outlets.values():
             outlet.changed.set()
-        return Kept(num_blocks, tuple(unused))
+        return Kept(tuple(num_blocks), tuple(map(tuple, unused)))
 
     def _keep(self, prompt: Prompt, first: int, slots: Ids) -> tuple[int, tuple[int, ...]]:
         index, tiers = self._service.index, self._service.tiers

@@ -360,7 +360,7 @@ class RankSocket:
     @property
     def failure(self) -> str | None:
         """Why not all ranks can be reached any more; None while they can."""
-        return next(iter(self.lost.values()), None)
+        return next(iter(self.lost.values())) if self.lost else None
 
     def open(
         self, layouts: Sequence[Layout], hosts: Sequence[SharedSlots], *, life: int | None = None
