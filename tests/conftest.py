@@ -48,9 +48,13 @@ def pytest_asyncio_loop_factories(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A run that is told to end says what it has found so far, as one that is interrupted does."""
+    """A run that is told to end says what it has found so far, as one that is interrupted does.
+    A test that presses Ctrl-C is one in the background, too."""
     if not hasattr(config, "workerinput"):  # pytest-xdist's, of a worker
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # As of whatever a shell's script starts with "&", and so of every command of a test.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -220,7 +220,11 @@ def test_a_pipe_that_nobody_writes_into_is_waited_for_and_said_so(
     while f"reading {pipe}".encode() not in told:
         told += os.read(ours, 4096)
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 130
+    try:
+        assert process.wait(30) == 130
+    finally:
+        process.kill()
+        process.wait()
     with suppress(OSError):  # EIO: nobody has the terminal open any more
         while more := os.read(ours, 4096):
             told += more
