@@ -113,6 +113,21 @@ async def test_a_token_ends_at_its_time() -> None:
             keyring.by_token(text.encode(), now=late)
 
 
+def test_a_token_with_more_behind_its_longest_length_is_another_one() -> None:
+    token = b"tkv_" + b"0123456789abcdef" + b"_" + b"s" * (512 - 21)
+    row = TokenRow(
+        id="0123456789abcdef",
+        name="a",
+        role=RoleName.READ,
+        sha256=digest_of(token),
+        created=datetime.now(UTC),
+    )
+    keyring = Keyring(AuthFile(tokens=(row,)))
+    assert keyring.by_token(token, now=0).access is Access.READ
+    with pytest.raises(UnauthenticatedError):
+        keyring.by_token(token + b"x", now=0)
+
+
 async def test_a_guard_that_is_not_running_knows_nobody(callers: Callers) -> None:
     guard = Guard(callers.path)
     request = aiohttp.test_utils.make_mocked_request("GET", "/v1/stats")

@@ -11,7 +11,7 @@ import logging
 import ssl
 import zlib
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from tests.api.guarded import Authority, guarded
 from tests.api.nodes import Here, here
 from tests.latch import until
 from tierkv.api.settings import NodeSection
+from tierkv.http import server
 from tierkv.http.server import ConnectionLimits, bind, serving, url_of
 from tierkv.http.settings import TlsSection
 
@@ -489,6 +490,17 @@ async def test_many_connections_too_many_are_closed_at_once(
         assert all(not answer or b" 503 " in answer[:20] for answer in answers)
         assert any(answers)
     assert_quiet(caplog)
+
+
+async def test_of_those_too_many_that_stay_only_some_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "_REFUSAL_S", 60.0)  # who was answered stays until it has left
+    async with full(2) as on, AsyncExitStack() as stay:
+        others = [await stay.enter_async_context(connected(on.client.url)) for _ in range(80)]
+        answers = [await until_closed(reader) for reader, _ in others]
+        assert sum(b" 503 " in answer[:20] for answer in answers) == 64
+        assert sum(not answer for answer in answers) == 16
 
 
 async def test_tls_counts_connections_too(tmp_path: Path) -> None:

@@ -250,6 +250,20 @@ async def test_each_call_renews_the_lease() -> None:
         await on.client.ask("DELETE", "/v1/requests/r")
 
 
+async def test_a_request_does_not_end_under_a_call_that_takes_longer_than_its_lease() -> None:
+    async with here() as on:
+        await admit(on.client, "r", ttl_s=1, tokens=list(range(64)))
+        others = list(range(1000, 1000 + 16 * 58))
+        await admit(on.client, "forgotten", ttl_s=2.5, tokens=others, max_new_tokens=0)
+        body = {"num_tokens": 64 * 8, "deadline_s": 20}
+        extended = await on.client.post("/v1/requests/r/extend", body)
+        assert extended.status == 200, extended.body
+        forgotten = await on.client.get("/v1/requests/forgotten")
+        assert forgotten.body["state"] == "expired"  # what it has waited for
+        await until(lambda: used(on) == 0, "its own lease to end")
+        await on.settle()
+
+
 async def test_a_request_that_finds_no_room_is_refused_after_its_deadline() -> None:
     async with here() as on:
         await admit(on.client, "all", tokens=list(range(64 * 16)), max_new_tokens=0)
