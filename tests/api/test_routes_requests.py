@@ -11,8 +11,11 @@ import msgpack
 import pytest
 
 from tests.api.nodes import Answer, Client, Here, here
+from tests.faulty import FaultyStore
 from tests.latch import EVERY, until
+from tierkv.clock import SystemClock
 from tierkv.gpu.protocol import Direction
+from tierkv.storage.memory import MemorySettings, MemoryStore
 
 Json = dict[str, Any]
 TOKENS = list(range(40))  # two blocks of 16 and a tail of 8
@@ -261,6 +264,24 @@ async def test_a_request_does_not_end_under_a_call_that_takes_longer_than_its_le
         forgotten = await on.client.get("/v1/requests/forgotten")
         assert forgotten.body["state"] == "expired"  # what it has waited for
         await until(lambda: used(on) == 0, "its own lease to end")
+        await on.settle()
+
+
+async def test_a_request_does_not_end_while_its_prompt_goes_out() -> None:
+    store = FaultyStore(MemoryStore(MemorySettings(), SystemClock()))
+    async with here(store=store) as on, asyncio.TaskGroup() as group:
+        await admit(on.client, "r", ttl_s=1)
+        await on.client.post("/v1/requests/r/commit", {})
+        store.hold_writes()
+        call = on.client.post("/v1/requests/r/publish", {"ticket_id": "t"})
+        published = group.create_task(call)
+        await store.until_held(1)
+        await admit(on.client, "forgotten", ttl_s=2.5, tokens=[5])
+        await until(lambda: used(on) == 3, "the lease of another")
+        assert on.node.sessions.num_expired == 1
+        store.release()
+        assert (await published).status == 200
+        assert (await on.client.post("/v1/requests/r/finish", {})).status == 200
         await on.settle()
 
 

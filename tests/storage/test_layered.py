@@ -295,7 +295,7 @@ class Gated(MemoryStore):
         return await super().delete(names)
 
 
-async def until_near(store: LayeredStore, near: FaultyStore, far: MemoryStore) -> None:
+async def until_near(store: LayeredStore, near: FaultyStore, far: Store) -> None:
     """Return when every copy that is made of what was read before is near."""
     assert await put_one(far, NAMES[9], b"value") is STORED
     assert (await get_one(store, NAMES[9], 5))[0] is GetStatus.HIT
@@ -330,6 +330,19 @@ async def test_a_value_that_is_read_from_afar_while_it_is_deleted_is_not_near_af
             near.release()
         await until_near(store, near, far)
         assert await near.exists([NAME]) == 0
+
+
+async def test_a_value_that_is_replaced_while_it_is_copied_is_not_near_afterwards() -> None:
+    near, far = memory(), memory()
+    async with (store := LayeredStore(near, far, LayeredSettings())).running():
+        assert await put_one(far, NAME, b"value") is STORED
+        near.hold_writes()
+        assert await get_one(store, NAME, 5) == (GetStatus.HIT, b"value")
+        await near.until_held(1)  # the copy
+        await store.put([PutItem(NAME, (b"other",), keep_existing=False)])
+        near.release()
+        await until_near(store, near, far)
+        assert await get_one(store, NAME, 5) == (GetStatus.HIT, b"other")
 
 
 async def test_copies_that_wait_for_the_near_store_end_with_the_lifetime() -> None:
