@@ -33,10 +33,10 @@ def lag_p99_s(metrics: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("clients", "mebibytes", "seconds", "most_mib", "most_lag_s", "most_small_s"),
+    ("clients", "mebibytes", "seconds", "most_mib"),
     [
-        pytest.param(8, 4, 3.0, 400, 0.25, 2.0, id="short"),
-        pytest.param(50, 15, 60.0, 1024, 0.25, 2.0, id="whole", marks=pytest.mark.slow),
+        pytest.param(8, 4, 3.0, 400, id="short"),
+        pytest.param(50, 15, 60.0, 1024, id="whole", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.timeout(180)
@@ -45,8 +45,6 @@ async def test_long_prompts_leave_room_for_small_ones_and_end_with_the_drain(
     mebibytes: int,
     seconds: float,
     most_mib: float,
-    most_lag_s: float,
-    most_small_s: float,
     tmp_path: Path,
 ) -> None:
     config = tmp_path / "all.toml"
@@ -72,7 +70,8 @@ async def test_long_prompts_leave_room_for_small_ones_and_end_with_the_drain(
                 is_answered = response.status == 200
             small_s += [time.monotonic() - started] if is_answered else []
             await asyncio.wait([ended], timeout=0.1)
-        statuses = json.loads((await ended)[0])
+        told_by_clients = json.loads((await ended)[0])
+        statuses, bare_s = told_by_clients["statuses"], told_by_clients["late_s"]
         metrics = await front.client.metrics()
         peak_mib, lag_s = peak_rss_mib(front), lag_p99_s(metrics)
         started = time.monotonic()
@@ -81,14 +80,15 @@ async def test_long_prompts_leave_room_for_small_ones_and_end_with_the_drain(
             await front.process.wait()
         small_s.sort()
         told = (
-            f"{statuses}; peak {peak_mib:.0f} MiB, lag p99 {lag_s} s, {len(small_s)} small: median "
+            f"{statuses}; peak {peak_mib:.0f} MiB, lag p99 {lag_s} s ({bare_s:.3f} of a loop "
+            f"that reads one whole), {len(small_s)} small: median "
             f"{small_s[len(small_s) // 2]:.3f}, worst {small_s[-1]:.3f} s; ended in "
             f"{time.monotonic() - started:.1f} s with {front.process.returncode}"
         )
         sys.stdout.write(told + "\n")  # figures, with -s
     assert set(statuses) <= {"400", "503"}, told
     assert peak_mib < most_mib, told
-    assert lag_s <= most_lag_s, told
-    assert small_s[-1] < most_small_s, told
+    assert lag_s <= max(4 * bare_s, 0.25), told
+    assert small_s[-1] < max(20 * bare_s, 2.0), told
     assert front.process.returncode == 0, told
     assert f'tierkv_gateway_node_failures_in_a_row{{node="{one.url}"}} 0.0' in metrics, told

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.gateway.scripted import stage
-from tests.latch import until
+from tests.latch import PATIENCE_S, until
 from tierkv.cache.keys import pack
 from tierkv.gateway.failures import InvalidRequestError
 from tierkv.gateway.prompts import CountedPrompt, read_prompts
-from tierkv.http.bodies import FieldError
+from tierkv.http import bodies
+from tierkv.http.bodies import LARGE_BYTES, FieldError
 
 TEXTS = st.text(max_size=20)
 TOKENS = st.lists(st.integers(0, 255), max_size=20)
@@ -103,3 +106,41 @@ async def test_prompts_beyond_the_bound_in_bytes_are_told_to_come_again() -> Non
         assert first.result().is_whole
         assert (await on.caller.ask({"prompt": "y" * 2000})).is_whole
         assert on.gateway.backend.admission.num_bytes == 0
+
+
+@pytest.mark.parametrize("step", ["read", "packed"])
+async def test_while_a_long_prompt_is_read_or_packed_others_are_answered(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+    loop_thread = threading.get_ident()
+
+    def hold(num_bytes: int) -> None:
+        if num_bytes > LARGE_BYTES:
+            assert threading.get_ident() != loop_thread, "the loop itself does it"
+            reached.set()
+            assert go_on.wait(PATIENCE_S)
+
+    def decode(raw: bytes, *rest: Any, **more: Any) -> Any:
+        hold(len(raw))
+        return really_decode(raw, *rest, **more)
+
+    def packed(prompt: CountedPrompt) -> bytes:
+        hold(prompt.packed_bytes)
+        return really_packed(prompt)
+
+    really_decode, really_packed = bodies.decode, CountedPrompt.packed
+    if step == "read":
+        monkeypatch.setattr(bodies, "decode", decode)
+    else:
+        monkeypatch.setattr(CountedPrompt, "packed", packed)
+    async with stage() as on, asyncio.TaskGroup() as tasks:
+        long = tasks.create_task(on.caller.ask({"prompt": [100] * 80_000}))
+        try:
+            await until(lambda: reached.is_set() or long.done(), "the long prompt")
+            assert reached.is_set(), long.result().body
+            assert (await on.caller.ask({"prompt": "short"})).is_whole
+            assert not long.done()
+        finally:
+            go_on.set()
+    assert long.result().is_whole

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.latch import finish, turns
+from tests.simulated import simulated
 from tests.world import World, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError
-from tierkv.pd.claims import ClaimPolicy
+from tierkv.pd.claims import ClaimPolicy, Portions
+from tierkv.pd.handoff import STAGING_BLOCKS, Staging
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.pd.tickets import ClaimProblem
+from tierkv.sched.copies import GROUP_BLOCKS
+from tierkv.sched.slots import Work
 from tierkv.storage.file import FileSettings, FileStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.protocol import Store
+from tierkv.storage.protocol import GetOutcome, GetStatus, Store
 
 SHORT = HandoffSettings(publish_deadline_s=20, claim_deadline_s=20, direct=DirectPath.OFF)
 
@@ -141,3 +146,33 @@ async def test_a_claim_that_is_cancelled_between_two_portions_leaves_nothing_beh
             node.service.reset()
         await finish(claim(node, 0, prompts[0]))
         await node.settle()
+
+
+@simulated
+async def test_room_that_comes_in_the_moment_in_which_a_claim_gives_up_is_given_back() -> None:
+    loop, work, staging = asyncio.get_running_loop(), Work(), Staging(0)
+    prompt = SimpleNamespace(num_tokens=4)
+    request: Any = SimpleNamespace(
+        loads=(),
+        lease=SimpleNamespace(num_blocks=0),
+        cached_tokens=0,
+        spec=SimpleNamespace(prompt=prompt),
+    )
+
+    class Nothing:
+        async def fetch(self, *_: object) -> list[GetOutcome]:
+            return [GetOutcome(GetStatus.MISS)]
+
+    scheduler, source = SimpleNamespace(tiers=SimpleNamespace(work=work)), Nothing()
+    give: list[Callable[[], None]] = []
+    copying: Any = SimpleNamespace(has_ended=False, when_ended=give.append)
+    async with work.running(lambda: (0, 0)):
+        async with staging.group(STAGING_BLOCKS) as others:  # all there is, until a copy has ended
+            others.movement = copying
+        loop.call_at(1.0, lambda: [one() for one in give])
+        portions: Any = Portions(scheduler, source, staging)  # type: ignore[arg-type]
+        found = await portions.bring(request, [object()], give_up_at=1.0 + 1e-10, portion_s=0.5)
+        assert loop.time() == pytest.approx(1.0)
+        assert found is not None
+        assert found.status is not GetStatus.HIT
+    assert staging.num_free_groups == STAGING_BLOCKS // GROUP_BLOCKS
