@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -24,6 +24,7 @@ from tierkv.cache.layout import Layout, Plane, layered
 from tierkv.clock import SystemClock
 from tierkv.embed import EngineCacheSettings
 from tierkv.embed.engine_cache import EngineCache, Found, Polled
+from tierkv.embed.external import NodeHost
 from tierkv.errors import BadRequestError, ConfigError, HandoffError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import Direction
@@ -219,9 +220,11 @@ def hybrid(
     options: EngineCacheSettings | None = None,
     write: WritePolicy = WritePolicy.WRITE_THROUGH,
     model: str = "hybrid",
-    counting: list[Counting] | None = None,
+    around: Callable[[Store], Store] = lambda store: store,
     kv_events: EventsSection | None = None,
+    node: NodeHost | None = None,
 ) -> Iterator[Hybrid]:
+    """node: the tiers are another process's."""
     latch = CopyLatch()
     arrays = [
         [np.zeros((100, plane.block_bytes), np.uint8) for plane in group.layout.planes]
@@ -235,11 +238,7 @@ def hybrid(
     def make() -> Store | None:
         if store is None:
             return None
-        opened = open_store(store, StoreSettings(), SystemClock())
-        if counting is None:
-            return opened
-        counting.append(Counting(opened))
-        return counting[-1]
+        return around(open_store(store, StoreSettings(), SystemClock()))
 
     main = next((group for group in groups if group.kind is GroupKind.FULL), groups[0])
     cache = EngineCache(
@@ -255,6 +254,7 @@ def hybrid(
         planes=planes,
         settings=options or EngineCacheSettings(save_blocks=32),
         kv_events=kv_events,
+        node=node,
     )
     with cache:
         engine = Hybrid(cache, planes, arrays, latch)
@@ -469,6 +469,14 @@ class Counting(StoreWrapper):
         return await self.inner.present(names)
 
 
+def counted(made: list[Counting]) -> Callable[[Store], Store]:
+    def around(store: Store) -> Store:
+        made.append(Counting(store))
+        return made[-1]
+
+    return around
+
+
 def test_of_a_long_prompt_storage_is_asked_only_for_what_may_matter() -> None:
     """A window and a state need what is at the end: not every block before it is asked for."""
     tokens = tokens_of(400 * SIZE)
@@ -478,7 +486,7 @@ def test_of_a_long_prompt_storage_is_asked_only_for_what_may_matter() -> None:
             first.save(tokens, [none * 398 + [1, 2], none * 199 + [1]])
             first.save(tokens[: 8 * SIZE], [none * 6 + [1, 2], none * 3 + [1]])
         counting: list[Counting] = []
-        with hybrid([WINDOW, STATE], redis.url, counting=counting) as second:
+        with hybrid([WINDOW, STATE], redis.url, around=counted(counting)) as second:
             second.check("a", tokens, 400 * SIZE)
             assert counting[0].num_names <= 2 * 64
             # What is far from the end is found too, at the price of asking.
@@ -488,7 +496,7 @@ def test_of_a_long_prompt_storage_is_asked_only_for_what_may_matter() -> None:
 
 def test_what_a_store_says_it_has_and_does_not_bring_is_not_relied_on_again() -> None:
     tokens, counting = tokens_of(32), list[Counting]()
-    with hybrid([WINDOW, STATE], "memory://", counting=counting) as on:
+    with hybrid([WINDOW, STATE], "memory://", around=counted(counting)) as on:
         counting[0].lies = True
         found = on.lookup("a", tokens)
         assert found.num_tokens == 0
