@@ -591,6 +591,38 @@ def test_a_plan_that_was_cancelled_is_no_failure_and_its_blocks_are_offered_agai
         assert on.holds(tokens, [5, 6])
 
 
+def test_a_save_that_was_cancelled_is_no_failure_and_its_blocks_are_saved_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tokens = tokens_of(2 * BLOCK)
+    with engine() as on:
+        plan = on.cache.save("a", on.prompt(tokens), [[0, 1]])
+        assert plan is not None
+        on.cache.cancel(plan)
+        assert on.cache.fence([0, 1]) == ()
+        assert on.cache.poll().saved == ["a"]
+        on.save("a", tokens, [0, 1])
+        assert on.lookup("b", tokens) == Found(2 * BLOCK)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_another_prompt_under_a_key_is_saved_whole_and_one_that_grew_goes_on(grows: bool) -> None:
+    first = tokens_of(2 * BLOCK)
+    second = [*first, *tokens_of(BLOCK, 2)] if grows else tokens_of(3 * BLOCK, 3)
+    with engine() as on:
+        on.save("a", first, [0, 1])
+        on.compute(second, [4, 5, 6])
+        plan = on.cache.save("a", on.prompt(second), [[4, 5, 6]])
+        assert plan is not None
+        assert len(plan.slots()[0]) == (1 if grows else 3)
+        on.planes.start_saves(plan)
+        on.until(lambda: len(on.seen.stored) == 2)
+        assert on.lookup("b", second) == Found(3 * BLOCK)
+        assert on.load("b", [7, 8, 9]) == ()
+        assert on.holds(second, [7, 8, 9])
+
+
 def test_a_plan_counts_once_every_rank_has_reported_it() -> None:
     tokens = tokens_of(BLOCK)
     rules = CacheSettings(block_size=BLOCK)

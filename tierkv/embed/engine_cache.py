@@ -183,7 +183,8 @@ class _Known:
     """What is known of one request. nothing: the answer where there is nothing to hold, which stays
     until `asks_again_at` on the monotonic clock. limit: so many tokens at most are offered, since a
     load of what comes after them failed. saved: by group, so many blocks from the first on it has
-    saved. publish: of a ticket that is not finished; published: the one that is."""
+    saved, of the prompt saved_of. publish: of a ticket that is not finished; published: the one
+    that is."""
 
     prompt: Prompt
     ticket: str | None
@@ -193,9 +194,27 @@ class _Known:
     asks_again_at: float = 0.0
     limit: int | None = None
     saved: dict[int, int] = field(default_factory=dict)
+    saved_of: Prompt | None = None
     num_saves: int = 0
     publish: _Publish | None = None
     published: str | None = None
+
+    def goes_on_with(self, prompt: Prompt) -> bool:
+        """Whether this is the prompt that was saved, or one of both begins with the other."""
+        mine = self.saved_of
+        if mine is None or mine is prompt:
+            return True
+        short, long = sorted((mine.tokens, prompt.tokens), key=len)
+        if mine.space != prompt.space or not long.startswith(short):
+            return False
+        if mine.extras == prompt.extras:
+            return True
+        whole = min(mine.num_blocks, prompt.num_blocks)  # a tail's say of media may be less
+        return all(
+            mine.extras.get(at) == prompt.extras.get(at)
+            for at in mine.extras.keys() | prompt.extras.keys()
+            if at < whole
+        )
 
     def has_nothing_beyond(self, have_tokens: int) -> bool:
         """Whether that was the answer to who had so many, or fewer, tokens: a preempted request
@@ -508,7 +527,9 @@ class EngineCache:
         block_ids: for each group, the engine's blocks for the positions from `first_blocks` on (()
         for 0 in all groups), NO_BLOCK where it has none. Blocks that this request has saved are
         left out, so that it may give all it has in each step; those for which there is no host slot
-        now are not saved, nor any of the group after them.
+        now are not saved, nor any of the group after them. A prompt that neither begins with the
+        one that this key has saved, nor is its beginning, is another request's: the key is
+        released first.
         ticket: publish the prompt under this id, from the first save on that names it: claimers
         fetch what is saved while the rest is computed. The save that reaches the prompt's end in
         the first group of full attention is the last, and says what `first_tokens` follow; `poll`
@@ -522,8 +543,12 @@ class EngineCache:
             raise BadRequestError("external ids are one for each block id")
         self._check_saves(key, prompt, given)
         known = self._known.get(key)
+        if known is not None and not known.goes_on_with(prompt):
+            self._release(key, "another prompt is saved under its request's key")
+            known = None
         if known is None:
             known = self._known[key] = _Known(prompt, None)
+        known.saved_of = prompt
         parts = [
             part
             for group, positions, blocks in given
@@ -635,8 +660,8 @@ class EngineCache:
         if step.promise is not None:
             self._host.call(HostSide.free, step.promise)
         else:
-            step.problem = "it was cancelled"
-            self._save_ended(step)
+            self._not_saved(step)
+            self._save_over(step)
 
     def fence(self, block_ids: Iterable[int], group: int | None = None) -> tuple[int, ...]:
         """Which of these device blocks a plan under way still reads or writes; () if they may be
@@ -790,19 +815,26 @@ class EngineCache:
         self._host.call(HostSide.loaded, promise, failed)
 
     def _save_ended(self, step: _Step) -> None:
-        known = step.known
         if step.problem is not None:
             log.warning("blocks of request %r were not saved: %s", step.key, step.problem)
-            for part in step.parts:
-                self._reserve[part.group].extend(part.slots)
-                saved = known.saved.get(part.group, 0)
-                known.saved[part.group] = min(saved, part.positions[0])
+            self._not_saved(step)
         else:
             copied = [
                 Copied(part.group, part.positions, part.slots, part.external_ids)
                 for part in step.parts
             ]
             self._copied.append((step.key, (step.prompt, copied)))
+        self._save_over(step)
+
+    def _not_saved(self, step: _Step) -> None:
+        """Its slots are free, and its blocks are given to the next save."""
+        saved = step.known.saved
+        for part in step.parts:
+            self._reserve[part.group].extend(part.slots)
+            saved[part.group] = min(saved.get(part.group, 0), part.positions[0])
+
+    def _save_over(self, step: _Step) -> None:
+        known = step.known
         known.num_saves -= 1
         self._finish_if_saved(known)
         self._num_saving[step.key] -= 1

@@ -329,6 +329,7 @@ class RankSocket:
         self._ends: dict[int, int] = {}  # descriptors of the ranks' processes
         self._selector = selectors.DefaultSelector()
         self._thread: threading.Thread | None = None
+        self._is_deaf = False  # nobody could be accepted the last time
 
     def shards(self, group: int) -> list[Layout]:
         """Of each rank."""
@@ -412,7 +413,15 @@ class RankSocket:
             self._let_go()
 
     def _accept(self) -> None:
-        end, _ = self._listener.accept()
+        try:
+            end, _ = self._listener.accept()
+        except OSError as error:  # no descriptor is left, perhaps: who waits there is taken later
+            if not self._is_deaf:
+                log.error("no rank can come to %s now: %s", self._path, error)
+            self._is_deaf = True
+            time.sleep(_ASK_AGAIN_S)
+            return
+        self._is_deaf = False
         try:
             link, hello = greeted(end, _ANSWER_S)
         except (LinkClosedError, StoreCorruptError) as error:
