@@ -95,11 +95,11 @@ log = logging.getLogger(__name__)
 
 # Saves are begun in every fourth step: the first of a step takes some 80 us of the scheduler's
 # thread, whose caches the model has emptied since, and each further one 30. A step that computes
-# more tokens than these takes long itself, and has much to save.
+# more tokens than these takes long itself, and has much to save. What copies have ended is looked
+# at just before, unless somebody waits for it.
 _SAVES_EVERY = 4
 _MUCH = 1024
 _MOST_UNDER_WAY = 8  # steps
-_HEARD_AT = 2  # of those four steps: what copies have ended is looked at, unless somebody waits
 _SAVES_AT_ONCE = 12
 _BACKLOG_TURNS = 2  # in so many turns those that wait are begun, if they are more
 # A request saves when it has so many tokens that are not saved, and at its end: a save costs the
@@ -486,7 +486,7 @@ class _SchedulerSide:
         self._plans = StepPlans()
         self._counts: Counter[str] = Counter()
         self._has_heard = False  # since the last plan was made
-        self._computes_much = False
+        self._is_turn = False  # in this step, for saves
         self._has_store = bool(settings.store or settings.node)
         # Of steps under way: prompt tokens they compute, and when they were planned.
         self._computing: deque[tuple[int, float]] = deque(maxlen=_MOST_UNDER_WAY)
@@ -707,11 +707,12 @@ class _SchedulerSide:
 
     def plan(self, step: SchedulerOutput) -> StepPlans:
         """What this step's workers do beside computing."""
-        if not self._has_heard:
+        self._step += 1
+        computes_much = step.total_num_scheduled_tokens > _MUCH
+        self._is_turn = computes_much or self._step % _SAVES_EVERY == 0
+        if self._is_turn or not self._has_heard:
             self._poll()
         self._has_heard = False
-        self._step += 1
-        self._computes_much = step.total_num_scheduled_tokens > _MUCH
         for name in step.preempted_req_ids or ():
             self._preempted(name)
         if self._saves:
@@ -721,7 +722,7 @@ class _SchedulerSide:
                 self._begin(name)
             if self._has_windows:
                 self._wait_for_new(step)
-            if self._is_turn():
+            if self._has_saves():
                 self._begin_saves(step)
         if self._has_store and step.num_scheduled_tokens:
             # But for drafts, a request that decodes has one token.
@@ -745,9 +746,9 @@ class _SchedulerSide:
         if tracked is not None and not tracked.is_of_old:
             self._filling[name] = tracked
 
-    def _is_turn(self) -> bool:
-        """Whether saves are begun in this step."""
-        if self._computes_much or self._step % _SAVES_EVERY == 0:
+    def _has_saves(self) -> bool:
+        """To begin in this step."""
+        if self._is_turn:
             return bool(self._ending or self._filling or self._is_due())
         return any(map(self._is_urgent, self._filling.values()))
 
@@ -908,10 +909,9 @@ class _SchedulerSide:
         told = output.kv_connector_worker_meta
         if told is not None:
             self._reports += told.reports
-        is_turn = self._computes_much or self._step % _SAVES_EVERY == _HEARD_AT
         if self._computing:
-            self._tell_speed(is_turn=is_turn)
-        is_awaited = is_turn or self._unpublished or not self._tracked
+            self._tell_speed()
+        is_awaited = self._unpublished or not self._tracked
         if is_awaited or any(one.problem for one in self._reports):
             self._poll()
         self._has_heard = True
@@ -922,13 +922,13 @@ class _SchedulerSide:
         if not self._tracked:  # there may be no further step for a while
             self.cache.flush()
 
-    def _tell_speed(self, *, is_turn: bool) -> None:
+    def _tell_speed(self) -> None:
         """What a step took with its prompt tokens, from which is judged what is worth fetching."""
         num_tokens, planned_at = self._computing.popleft()
         now = time.perf_counter()
         seconds = now - max(planned_at, self._heard_at)  # the next may be planned before this ends
         self._heard_at = now
-        if num_tokens >= self.settings.least_tokens and (is_turn or not self._has_told):
+        if num_tokens >= self.settings.least_tokens and (self._is_turn or not self._has_told):
             self._has_told = True
             self.cache.note_prefill(num_tokens, seconds)
 

@@ -405,15 +405,13 @@ class EngineCache:
             return Found(0, problem=self._socket.failure)
         known = self._known_of(key, prompt, ticket)
         expires = self.settings.expires_s if expires_s is None else expires_s
-        if known.promise is not None and known.promise.is_over:
-            known.promise = None
-        if known.promise is None:
+        promise = known.promise
+        if promise is None or promise.is_over:
             if known.has_nothing_beyond(have_tokens):
                 return known.nothing
-            self._ask(known, expires, external_ids)
-        promise = known.promise
-        if promise is None:
-            return known.nothing
+            promise = known.promise = self._ask(known, expires, external_ids)
+            if promise is None:
+                return known.nothing
         num_tokens = promise.num_tokens
         found = Found(
             max(num_tokens - have_tokens, 0),
@@ -441,20 +439,23 @@ class EngineCache:
 
     def _ask(
         self, known: _Known, expires_s: float, names: Sequence[Sequence[ExternalId | None]]
-    ) -> None:
-        if known.call is None:
+    ) -> HostPromise | None:
+        """The promise, once it is there; until then `known.nothing` is what there is."""
+        call = known.call
+        if call is None:
             known.nothing = None
-            known.call = self._host.call(
+            known.call = call = self._host.call(
                 HostSide.promise, known.prompt, known.ticket, expires_s, known.limit, names
             )
-        if not known.call.is_done:
-            return
-        call, known.call = known.call, None
+        if not call.is_done:
+            return None
+        known.call = None
         try:
-            known.promise = call.result()
+            return call.result()
         except TierKVError as error:
             known.nothing = Found(0, problem=str(error))
             known.asks_again_at = time.monotonic() + expires_s
+            return None
 
     def count(self, key: str, prompt: Prompt, have_tokens: int = 0) -> Found | None:
         """As `lookup`, but nothing is fetched or held: what there is now, storage included."""

@@ -222,6 +222,8 @@ class HostPromise:
 
     def take(self) -> bool:
         """End it, for one's own; False if somebody was faster."""
+        if not self.owner:  # mostly; an error costs as much as all of a lookup
+            return False
         try:
             self.owner.popleft()
         except IndexError:
