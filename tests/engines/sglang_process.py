@@ -2,8 +2,9 @@
 
 python -m tests.engines.sglang_process MODEL ENGINE_ARGUMENTS_JSON. A question has `prompts` (lists
 of token ids, all asked at once) and maybe `salt`, `aborts` (these are given up as soon as they have
-begun) and `flushes` (device and host memory are emptied before); the answer has of each prompt its
-greedy tokens, and how many of its own came from the device, the host and storage.
+begun), `temperature` and `flushes` (device and host memory are emptied before); the answer has of
+each prompt its tokens, greedy ones unless a temperature was given, and how many of its own came
+from the device, the host and storage.
 """
 
 from __future__ import annotations
@@ -56,14 +57,15 @@ def main() -> None:
         log_level="warning",
         **json.loads(sys.argv[2]),
     )
-    sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    sampling = {"max_new_tokens": 12, "ignore_eos": True}
 
     def ask(question: dict[str, Any]) -> list[dict[str, Any]]:
         prompts = question["prompts"]
         salts = [question["salt"]] * len(prompts) if question.get("salt") else None
         rids = [f"r{n}" for n in range(len(prompts))] if question.get("aborts") else None
+        how = sampling | {"temperature": question.get("temperature", 0)}
         outputs = engine.generate(
-            input_ids=prompts, sampling_params=sampling, cache_salt=salts, rid=rids
+            input_ids=prompts, sampling_params=how, cache_salt=salts, rid=rids
         )
         return [
             {"tokens": output["output_ids"], "from": _from(output["meta_info"])}
@@ -80,7 +82,7 @@ def main() -> None:
                                   kwargs={"abort_all": True})  # fmt: skip
         if question.get("aborts"):
             aborter.start()
-        answers.write(json.dumps(ask(question)) + "\n")
+        answers.write(json.dumps(ask(question) if question["prompts"] else []) + "\n")
         answers.flush()
         aborter.cancel()
     engine.shutdown()

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from tests.engines.tiny_llama import save_tiny_llama
+from tests.redis_proxy import proxy_on_a_thread
 from tests.redis_server import RedisServer, empty_redis, module_redis, redis_server
 
 __all__ = ["empty_redis", "module_redis"]
@@ -131,7 +132,7 @@ PROMPTS = [
 MANY = [prompt(70 + n % 5, 8 * _PAGE) + prompt(100 + n, 10 + n) for n in range(50)]
 
 
-def tokens(answers: Answers) -> list[list[int]]:
+def tokens(answers: Answers) -> list[Prompt]:
     return [answer["tokens"] for answer in answers]
 
 
@@ -148,15 +149,21 @@ def wait_until_stored(server: RedisServer, prompts: list[Prompt]) -> None:
         time.sleep(0.05)
 
 
+def drawn(engine: Engine) -> list[Prompt]:
+    """By an engine that has drawn none before. Each prompt alone: on a processor SGLang draws from
+    one stream, that of `random_seed`, and promises no request a seed of its own."""
+    return [tokens(engine.ask([one], temperature=0.8))[0] for one in PROMPTS]
+
+
 @pytest.fixture(scope="module")
-def alone(model: str) -> tuple[list[list[int]], list[list[int]]]:
+def alone(model: str) -> tuple[list[Prompt], ...]:
     """What SGLang without tierkv answers."""
     with engines(model, {}) as (engine,):
-        return tokens(engine.ask(PROMPTS)), tokens(engine.ask(MANY))
+        return tokens(engine.ask(PROMPTS)), tokens(engine.ask(MANY)), drawn(engine)
 
 
 def test_tokens_are_sglangs_own_through_a_fresh_process_and_fifty_requests_under_eviction(
-    model: str, alone: tuple[list[list[int]], list[list[int]]], empty_redis: RedisServer
+    model: str, alone: tuple[list[Prompt], ...], empty_redis: RedisServer
 ) -> None:
     mine = third_level(empty_redis.url)
     with engines(model, mine) as (first,):
@@ -191,7 +198,7 @@ def test_tokens_are_sglangs_own_through_a_fresh_process_and_fifty_requests_under
 
 
 def test_a_store_that_dies_hangs_forgets_or_is_damaged_costs_no_token(
-    model: str, alone: tuple[list[list[int]], list[list[int]]]
+    model: str, alone: tuple[list[Prompt], ...]
 ) -> None:
     with redis_server() as server, engines(model, third_level(server.url)) as (engine,):
         assert tokens(engine.ask(PROMPTS)) == alone[0]
@@ -210,6 +217,39 @@ def test_a_store_that_dies_hangs_forgets_or_is_damaged_costs_no_token(
         server.resume()
         server.kill()
         assert tokens(engine.ask(MANY, flushes=True)) == alone[1]
+
+
+def test_tokens_are_sglangs_own_through_files_into_a_fresh_process(
+    model: str, alone: tuple[list[Prompt], ...], tmp_path: Path
+) -> None:
+    """Greedy, and drawn."""
+    mine = third_level(f"file://{tmp_path}/pages")
+    with engines(model, mine) as (first,):
+        assert tokens(first.ask(PROMPTS)) == alone[0]
+        first.ask([], flushes=True)  # all is stored
+    with engines(model, mine) as (fresh,):
+        answers = fresh.ask(PROMPTS)
+        assert tokens(answers) == alone[0]
+        assert from_storage(answers) > 1000
+        fresh.ask([], flushes=True)
+        assert drawn(fresh) == alone[2] != alone[0]
+
+
+def test_a_store_that_answers_half_a_second_late_costs_time_and_no_token(
+    model: str, alone: tuple[list[Prompt], ...]
+) -> None:
+    with redis_server() as server, proxy_on_a_thread(server.port) as proxy:
+        proxy.delay_s = 0.5
+        with engines(model, third_level(proxy.url)) as (engine,):
+            assert tokens(engine.ask(PROMPTS)) == alone[0]
+            wait_until_stored(server, PROMPTS)
+            started = time.monotonic()
+            answers = engine.ask(PROMPTS, flushes=True)
+            assert tokens(answers) == alone[0]
+            assert from_storage(answers) > 1000
+            assert time.monotonic() - started < 30
+            proxy.delay_s = 3.0  # more than the deadline
+            assert tokens(engine.ask(PROMPTS, flushes=True)) == alone[0]
 
 
 def test_two_ranks_share_a_prompt_of_two_ranks(model: str, empty_redis: RedisServer) -> None:

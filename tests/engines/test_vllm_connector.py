@@ -7,16 +7,14 @@ blocks cannot be seen in tokens (keys carry their positions), so blocks are comp
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import json
 import os
-import queue
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from tests.redis_proxy import redis_proxy
+from tests.redis_proxy import proxy_on_a_thread
 from tests.redis_server import RedisServer, empty_redis, module_redis, redis_server
 
 __all__ = ["empty_redis", "model", "module_redis"]
@@ -119,8 +117,16 @@ def starting(
 
 @contextmanager
 def process(
-    script: str, path: str, config: dict[str, object] | None, *more: str, in_process: bool = True
+    script: str,
+    path: str,
+    config: dict[str, object] | None,
+    *more: str,
+    in_process: bool = True,
+    sockets: Path | None = None,
+    ends: int = 0,
 ) -> Iterator[Engine]:
+    """sockets: the directory for the ranks' socket. ends: with this status, and leaves nothing if
+    it is 0."""
     threads = Path(sys.prefix).glob("lib/python*/site-packages/**/libiomp5.so")
     environment = os.environ | {
         "LD_PRELOAD": next((str(found) for found in threads), ""),
@@ -135,7 +141,8 @@ def process(
     }
     command = [sys.executable, str(_HERE / script), path, json.dumps(config), *more]
     before = set(os.listdir("/dev/shm"))
-    own = environment["TMPDIR"] = tempfile.mkdtemp(prefix="tierkv-test-")  # of the ranks' socket
+    own = str(sockets or tempfile.mkdtemp(prefix="tierkv-test-"))
+    environment["TMPDIR"] = own
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as popen:
@@ -143,12 +150,13 @@ def process(
             yield Engine(popen)
             assert popen.stdin is not None
             popen.stdin.close()
-            assert popen.wait(60) == 0
+            assert popen.wait(60) == ends
         finally:
             popen.kill()
     until(lambda: not orphans(before), "shared memory is left behind")
-    assert list(Path(own).glob("*.sock")) == []
-    shutil.rmtree(own)
+    assert len(list(Path(own).glob("*.sock"))) == (1 if ends else 0)
+    if sockets is None:
+        shutil.rmtree(own)
 
 
 def orphans(before: set[str]) -> set[str]:
@@ -556,7 +564,7 @@ def test_a_store_that_fails_costs_time_and_no_token(model: str, alone: Engine, f
         server = stack.enter_context(redis_server())
         url = server.url
         if fault == "slow":
-            url = stack.enter_context(slow_answers(server.port, 0.5))
+            url = slow(stack, server)
         running = stack.enter_context(engine(model, transfer(url, fetch_deadline_s=1.0)))
         assert running.tokens(prompts[:3], "before") == right[:3]
         if fault == "killed":
@@ -576,6 +584,13 @@ def test_a_store_that_fails_costs_time_and_no_token(model: str, alone: Engine, f
             running.rests()
 
 
+def slow(stack: ExitStack, server: RedisServer) -> str:
+    """Where it answers half a second later."""
+    proxy = stack.enter_context(proxy_on_a_thread(server.port))
+    proxy.delay_s = 0.5
+    return proxy.url
+
+
 def test_a_slow_store_is_not_waited_for_once_it_is_known(model: str, alone: Engine) -> None:
     """By default a request that computes faster does so. Nothing is known of either at first."""
     prompts = [prompt(650 + n, 200) for n in range(40)]
@@ -584,7 +599,7 @@ def test_a_slow_store_is_not_waited_for_once_it_is_known(model: str, alone: Engi
         server = stack.enter_context(redis_server())
         with engine(model, transfer(server.url)) as first:
             assert first.tokens(prompts) == right
-        url = stack.enter_context(slow_answers(server.port, 0.5))
+        url = slow(stack, server)
         config = transfer(url, fetch_policy="best_effort")
         with engine(model, config) as second:
             took = []
@@ -599,29 +614,6 @@ def test_a_slow_store_is_not_waited_for_once_it_is_known(model: str, alone: Engi
         assert sorted(took)[-3] < 0.4, took
         with engine(model, transfer(server.url, fetch_policy="best_effort")) as third:
             assert third.cached(prompts[:1]) == [200], "a store that is fast is asked"
-
-
-@contextmanager
-def slow_answers(port: int, delay_s: float) -> Iterator[str]:
-    """The URL of a proxy, on a thread, that answers so much later."""
-    asked: queue.SimpleQueue[str] = queue.SimpleQueue()
-    ended = asyncio.Event()
-    loop = asyncio.new_event_loop()
-
-    async def live() -> None:
-        async with redis_proxy(port) as proxy:
-            proxy.delay_s = delay_s
-            asked.put(proxy.url)
-            await ended.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(live(),))
-    thread.start()
-    try:
-        yield asked.get(timeout=20)
-    finally:
-        loop.call_soon_threadsafe(ended.set)
-        thread.join()
-        loop.close()
 
 
 def test_two_ranks_in_processes_of_their_own_keep_their_halves(
@@ -642,6 +634,44 @@ def test_two_ranks_in_processes_of_their_own_keep_their_halves(
         second.rests()
     with engine(model, transfer(empty_redis.url)) as other:
         assert other.cached(PROMPTS[:2]) == [0, 0]
+
+
+def test_two_ranks_are_exact_when_requests_are_preempted(
+    model: str, empty_redis: RedisServer
+) -> None:
+    """Blocks change hands while both ranks save them; each rank's half is right in the end."""
+    two: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    small = {"num_gpu_blocks_override": 24, "max_num_batched_tokens": 96, "max_num_seqs": 12}
+    prompts = MANY[:20]
+    with engine(model, None, **two) as plain:
+        right = plain.tokens(prompts)
+    config = transfer(empty_redis.url, host_bytes=40 * 3 * 8192)
+    with engine(model, config, **two, **small) as tight:
+        # As many tokens as do not depend on what vLLM computes together.
+        assert [some[:12] for some in tight.tokens(prompts, max_tokens=40)] == right
+        assert tight.ask("preemptions") > 0
+        assert tight.tokens(prompts[::-1], "again") == right[::-1]
+        tight.rests()
+        assert tight.ask("counts")["loaded_tokens"] > 20 * _BLOCK
+    with engine(model, config, **two) as fresh:
+        answers = fresh.generate(named(prompts))
+        assert [answers[f"r{at}"]["tokens"] for at in range(len(prompts))] == right
+        assert sum(answer["cached"] for answer in answers.values()) > 20 * 3 * _BLOCK
+        fresh.rests()
+
+
+def test_an_engine_that_was_killed_leaves_no_socket_to_those_that_come(
+    model: str, tmp_path: Path
+) -> None:
+    arguments = ("connector_process.py", model, transfer(), "{}")
+    with process(*arguments, sockets=tmp_path, ends=-signal.SIGKILL) as killed:
+        assert killed.line() == "ready\n"
+        killed.process.kill()
+    left = set(tmp_path.glob("*.sock"))
+    with process(*arguments, sockets=tmp_path) as other:
+        assert other.line() == "ready\n"
+        now = set(tmp_path.glob("*.sock"))
+        assert (len(now), now & left) == (1, set())
 
 
 def num_named(server: RedisServer, pattern: str) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -18,7 +21,9 @@ from tierkv.ranks.link import (
     Record,
     Report,
     SharedMemory,
+    listen,
     read,
+    remove_left_over,
 )
 from tierkv.storage.codec import seal
 
@@ -82,3 +87,20 @@ def test_a_slot_that_cannot_be_becomes_no_other_slot(number: float) -> None:
 
 def test_fields_that_are_not_known_are_passed_over() -> None:
     assert isinstance(read(seal(MAGIC, VERSION, BODY | {"later": 1})), Plan)
+
+
+def test_sockets_of_schedulers_that_were_killed_are_removed_and_no_other_is_disturbed(
+    tmp_path: Path,
+) -> None:
+    with socket.socket(socket.AF_UNIX) as killed, socket.socket(socket.AF_UNIX) as begun:
+        killed.bind(str(tmp_path / "killed.sock"))
+        begun.bind(str(tmp_path / "begun.sock"))  # and does not listen yet
+        killed.close()
+        (tmp_path / "file.sock").touch()
+        with listen(str(tmp_path / "live.sock")) as live:
+            remove_left_over([*tmp_path.glob("*.sock"), tmp_path / "gone.sock"])
+            left = {path.name for path in tmp_path.iterdir()}
+            assert left == {"begun.sock", "file.sock", "live.sock"}
+            live.settimeout(0)
+            with pytest.raises(BlockingIOError):  # nobody has come
+                live.accept()

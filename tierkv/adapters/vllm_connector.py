@@ -69,7 +69,7 @@ from tierkv.errors import ConfigError, DeviceFailedError, TierKVError, TransferE
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import Device, Planes
 from tierkv.pd.settings import HandoffSettings
-from tierkv.ranks.link import Plan
+from tierkv.ranks.link import Plan, remove_left_over
 from tierkv.ranks.memory import EnginePlanes, side_by_side
 from tierkv.ranks.worker_planes import Finished, RankSocket, WorkerPlanes
 from tierkv.sched.events import Happening
@@ -120,6 +120,7 @@ _COUNTS = {
 _ROLE = "kv"  # of a layer's plane
 TICKET = "tierkv_ticket"  # among a request's kv_transfer_params
 _HOST_BYTES = 4 << 30
+_SOCKETS = f"tierkv-{os.getuid()}-*.sock"  # of this user's engines, in the temporary directory
 _SAVE_BLOCKS = 256  # at least so many host slots are kept ready for saves
 
 
@@ -534,6 +535,8 @@ class _SchedulerSide:
         if node is not None and self._tells:
             log.warning("a node tells events itself (GET /v1/events), not through vLLM")
             self._tells = False
+        # An engine that was killed leaves its own, and the next has another name.
+        remove_left_over(Path(tempfile.gettempdir()).glob(_SOCKETS))
         num_ranks = "any number of" if scheme is not None else f"{len(ranks)}"
         self._cache = EngineCache(
             _fingerprint(config, settings, layout, ranks[0].backends, num_ranks),
@@ -1120,7 +1123,7 @@ def _fingerprint(
 def _socket_path(config: VllmConfig) -> str:
     """Where this engine's workers get the host memory from."""
     engine = hashlib.sha256(str(config.kv_transfer_config.engine_id).encode()).hexdigest()
-    return str(Path(tempfile.gettempdir(), f"tierkv-{os.getuid()}-{engine[:16]}.sock"))
+    return str(Path(tempfile.gettempdir(), _SOCKETS.replace("*", engine[:16])))
 
 
 # In each worker's process

@@ -14,8 +14,9 @@ import socket
 import stat
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -275,15 +276,24 @@ def listen(path: str) -> socket.socket:
     return listener
 
 
-def _is_left_over(path: str) -> bool:
-    """Whether it is the socket of a scheduler that was killed: there, and nobody listens."""
-    if not os.path.exists(path):
-        return False
-    with socket.socket(socket.AF_UNIX) as probe:
+def remove_left_over(paths: Iterable[str | Path]) -> None:
+    """Remove the sockets that nobody has bound any more."""
+    for path in paths:
+        with suppress(OSError):  # another process was faster, or it is another user's
+            if _is_left_over(path):
+                os.unlink(path)
+
+
+def _is_left_over(path: str | Path) -> bool:
+    """Whether it is the socket of a scheduler that was killed: there, and nobody has bound it. One
+    that is bound is not disturbed, since a socket of another kind is no use to it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(path)
+            probe.connect(os.fspath(path))
         except ConnectionRefusedError:
             return stat.S_ISSOCK(os.stat(path).st_mode)
+        except OSError:
+            return False
     return False
 
 
