@@ -2,9 +2,8 @@
 
 python -m tests.engines.sglang_process MODEL ENGINE_ARGUMENTS_JSON. A question has `prompts` (lists
 of token ids, all asked at once) and maybe `salt`, `aborts` (these are given up as soon as they have
-begun), `temperature` and `flushes` (device and host memory are emptied before); the answer has of
-each prompt its tokens, greedy ones unless a temperature was given, and how many of its own came
-from the device, the host and storage.
+begun) and `flushes` (device and host memory are emptied before); the answer has of each prompt its
+greedy tokens, and how many of its own came from the device, the host and storage.
 """
 
 from __future__ import annotations
@@ -57,15 +56,14 @@ def main() -> None:
         log_level="warning",
         **json.loads(sys.argv[2]),
     )
-    sampling = {"max_new_tokens": 12, "ignore_eos": True}
+    sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 
     def ask(question: dict[str, Any]) -> list[dict[str, Any]]:
         prompts = question["prompts"]
         salts = [question["salt"]] * len(prompts) if question.get("salt") else None
         rids = [f"r{n}" for n in range(len(prompts))] if question.get("aborts") else None
-        how = sampling | {"temperature": question.get("temperature", 0)}
         outputs = engine.generate(
-            input_ids=prompts, sampling_params=how, cache_salt=salts, rid=rids
+            input_ids=prompts, sampling_params=sampling, cache_salt=salts, rid=rids
         )
         return [
             {"tokens": output["output_ids"], "from": _from(output["meta_info"])}
