@@ -47,6 +47,18 @@ async def test_status_tells_of_nodes_and_gateways_and_what_does_not_answer(tmp_p
         assert (silent["health"], "Connection refused" in silent["detail"]) == ("no answer", True)
 
 
+async def test_status_names_a_gateways_nodes_when_none_is_ready(tmp_path: Path) -> None:
+    arguments = "--both", NOBODY, "--both", "http://127.0.0.1:2"
+    async with process(tmp_path, *arguments, command="gateway") as gateway:
+        status, out = 0, ""
+        async with asyncio.timeout(30):
+            while out.count("is ejected (failed") < 2:  # its first probes are on their way
+                status, out, _ = await run_to_end(tmp_path, "status", gateway.url)
+        assert status == 1
+        assert f"{NOBODY} is ejected (failed " in out
+        assert "http://127.0.0.1:2 is ejected (failed " in out
+
+
 async def test_status_names_what_is_not_well(tmp_path: Path) -> None:
     with redis_server() as server:
         async with process(tmp_path, "--storage", server.url) as node:

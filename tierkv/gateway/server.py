@@ -272,14 +272,18 @@ class ProbeRoutes:
         if gateway.is_draining:
             raise GatewayShuttingDownError("this gateway is shutting down")
         states = gateway.states()
+        is_verbose = bodies.is_set(request, "verbose")
         if not any(state is NodeState.READY for state, _ in states.values()):
-            raise NoNodesError("no node is ready")
+            each = "; ".join(
+                f"{url} is {state.value}{f' ({word})' if word else ''}"
+                for url, (state, word) in states.items()
+            )
+            raise NoNodesError(f"no node is ready{f': {each}' if is_verbose else ''}")
         parts = {
             url: PartHealth("degraded" if word and state is NodeState.READY else state.value, word)
             for url, (state, word) in states.items()
         }
         is_whole = all(part.status == NodeState.READY.value for part in parts.values())
-        is_verbose = bodies.is_set(request, "verbose")
         status = "ok" if is_whole else "degraded"
         return ReadyAnswer(status, parts if is_verbose else None)
 
