@@ -72,8 +72,8 @@ class LayeredStore(StoreWrapper):
         self._far = far
         self._settings = settings
         self._copies = NearCopies(near, settings)
-        # Damaged when they were read last: read from afar the next time, as the near store may not
-        # have been able to forget them.
+        # Damaged when they were read last: read from afar the next time, and not copied, as the
+        # near store may not have been able to forget them.
         self._suspects: set[str] = set()
         # Names whose value was read from afar last, those of longest ago forgotten.
         self._came_from_afar: OrderedDict[str, None] = OrderedDict()
@@ -145,7 +145,8 @@ class LayeredStore(StoreWrapper):
                 if outcome.status in _IS_THERE or outcomes[i].status is not GetStatus.DAMAGED:
                     outcomes[i] = outcome
                     self._came_from_afar[items[i].name] = None
-            await self._copies.make([items[i] for i in came], damaged, num_forgets)
+            trusted = [items[i] for i in came if items[i].name not in suspects]
+            await self._copies.make(trusted, damaged, num_forgets)
             while len(self._came_from_afar) > _MAX_NOTED:
                 self._came_from_afar.popitem(last=False)
         return outcomes
