@@ -20,6 +20,7 @@ from tests.world import World, fingerprint, kv_of, world
 from tierkv.cache.keys import Fingerprint, Names, pack
 from tierkv.cache.layout import Layout, attention_layout
 from tierkv.errors import HandoffError, OwnershipError, StoreCorruptError
+from tierkv.gpu.cpu import CpuEvent
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import NUM_GROUPS, Staging
@@ -128,6 +129,20 @@ async def test_the_ticket_is_written_after_every_block() -> None:
         prefill.the_store.release()
         assert await decode.the_store.exists([name, *prefill.names(tokens(9))]) == 4
         prefill.service.end(request)
+
+
+async def test_what_is_published_is_what_the_kernels_of_the_commit_have_written() -> None:
+    async with pair() as (prefill, decode), asyncio.TaskGroup() as group:
+        prompt, kernels = tokens(9), CpuEvent()
+        request = await prefill.admit(prompt)
+        await finish(prefill.service.commit(request, pack(prompt), after=(kernels,)))
+        publishing = group.create_task(prefill.service.publish(request, "ticket", [1]))
+        await turns(200)
+        prefill.compute(request, prompt)
+        kernels.reach()
+        await publishing
+        await prefill.ended(request)
+        await claim(decode, prompt)
 
 
 async def test_publishing_again_writes_only_the_ticket() -> None:

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.latch import finish, turns, until
@@ -266,6 +267,22 @@ async def test_a_lease_under_another_producers_name_says_nothing_and_an_old_one_
         old = f"{time.time() + 60:.3f}".encode()  # as nodes wrote it before it named its producer
         await finish(store.put([PutItem(names.producer("old"), (old,), ttl_s=60)]))
         assert await finish(theirs.is_alive("old"))
+        past = f"{time.time() - 60:.3f}".encode()  # a store that drops nothing has it yet
+        await finish(store.put([PutItem(names.producer("past"), (past,), ttl_s=60)]))
+        assert await finish(theirs.is_alive("past")) == has_ttl
+
+
+async def test_an_acknowledgement_is_of_the_ticket_that_was_claimed_and_of_no_later_one() -> None:
+    async with pair() as (prefill, decode):
+        await publish(prefill, tokens(9))
+        await claim(decode, tokens(9))
+        assert prefill.service.handoff is not None
+        tickets = prefill.service.handoff.tickets
+        ticket = await finish(tickets.read("ticket"))
+        assert ticket is not None
+        assert await finish(tickets.is_claimed(ticket))
+        later = msgspec.structs.replace(ticket, created_at=ticket.created_at + 1)
+        assert not await finish(tickets.is_claimed(later))
 
 
 @pytest.mark.parametrize("ticket_id", ["\ud800", "chat-\udcff", "a" * 100_000 + "\udfff"])
