@@ -383,8 +383,8 @@ class _Prefills:
         """How long to wait for its first token before another node is asked too."""
         deadlines = self._delivery.backend.settings.deadlines
         held = self._held.get(node.url, Held())
-        expected = prefill_seconds(node, self._delivery.job.num_tokens, held)
-        return max(deadlines.hedge_s, deadlines.hedge_factor * expected)
+        seconds = prefill_seconds(node, self._delivery.job.num_tokens, held)
+        return max(deadlines.hedge_s, deadlines.hedge_factor * seconds)
 
     async def at(self, node: BackendNode) -> Failure | None:
         return await expected(_prefill_at(self._delivery, node, self._ticket_id, self._held))

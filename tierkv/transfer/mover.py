@@ -57,7 +57,7 @@ OnDone = Callable[[TransferError | None], None]
 
 
 class _Pending(msgspec.Struct, eq=False):
-    """tell: called once, when `event` is done, or has failed with that."""
+    """on_done: called once, when `event` is done, or with what it has failed with."""
 
     event: Event
     on_done: OnDone
