@@ -411,6 +411,17 @@ async def test_a_row_says_what_a_user_may_do_over_the_socket(
         assert (await over(path)).code == "forbidden"
 
 
+async def test_another_user_of_the_socket_needs_a_row(
+    callers: Callers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "node.sock"
+    here = os.geteuid()
+    async with guarded(callers, unix_socket=path):
+        monkeypatch.setattr(os, "geteuid", lambda: here + 1)  # whom the node runs as
+        answer = await over(path)
+        assert (answer.status, answer.code) == (401, "unauthenticated")
+
+
 def test_a_dead_socket_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> None:
     path = tmp_path / "node.sock"
     with socket.socket(socket.AF_UNIX) as dead:

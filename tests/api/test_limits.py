@@ -21,7 +21,8 @@ from tests.api.guarded import Authority, guarded
 from tests.api.nodes import Here, here
 from tests.latch import until
 from tierkv.api.settings import NodeSection
-from tierkv.http import server
+from tierkv.http import bodies, server
+from tierkv.http.bodies import pack_numbers
 from tierkv.http.server import ConnectionLimits, bind, serving, url_of
 from tierkv.http.settings import TlsSection
 
@@ -213,7 +214,7 @@ async def test_half_a_head_is_closed_in_time_however_slowly_it_comes(trials: int
                     await reader.readuntil(b"}")
                     start = asyncio.get_running_loop().time()
                 ended = asyncio.ensure_future(until_closed(reader))
-                for byte in LIVE[:-1] * 100:
+                for byte in b"GET / HTTP/1.1\r\nX: " + b"x" * 150:  # nothing wrong with it so far
                     writer.write(bytes([byte]))
                     done, _ = await asyncio.wait([ended], timeout=0.1)
                     if done:
@@ -405,6 +406,24 @@ async def test_a_prompt_with_too_many_tokens_is_refused_in_whatever_form_it_come
         answer = await on.client.ask("POST", "/v1/lookup", data=data, headers=octets)
         assert (answer.status, answer.code) == (422, "request_too_large")
         assert (await on.client.post("/v1/lookup", {"tokens": [1] * 100})).status == 200
+
+
+async def test_tokens_are_counted_before_anything_is_packed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed: list[int] = []
+
+    def pack(array: memoryview) -> bytes:
+        packed.append(len(array))
+        return pack_numbers(array)
+
+    monkeypatch.setattr(bodies, "pack_numbers", pack)
+    async with here(max_prompt_tokens=100_000) as on:
+        answer = await on.client.post("/v1/lookup", {"tokens": [1] * 100_001})
+        assert (answer.status, answer.code) == (422, "request_too_large")
+        assert packed == []
+        assert (await on.client.post("/v1/lookup", {"tokens": [1] * 100_000})).status == 200
+        assert len(packed) == 1
 
 
 @pytest.mark.parametrize("opening", [b"[", b'{"a":', b'{"prompt": ["', b'{"tokens": [['])

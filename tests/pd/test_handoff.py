@@ -14,7 +14,7 @@ import pytest
 
 from tests.latch import finish, turns, until
 from tests.layouts import LAYOUTS
-from tests.pd.nodes import claim, claimed, pair, publish, settings, tokens
+from tests.pd.nodes import TOKENS, claim, claimed, pair, publish, settings, tokens
 from tests.storage.values import TurnedClock, put_one
 from tests.world import World, fingerprint, kv_of, world
 from tierkv.cache.keys import Fingerprint, Names, pack
@@ -29,7 +29,14 @@ from tierkv.pd.tickets import ClaimProblem, Ticket
 from tierkv.sched.copies import GROUP_BLOCKS
 from tierkv.storage import codec
 from tierkv.storage.codec import HEADER_BYTES
-from tierkv.storage.protocol import PutItem, PutOutcome, PutStatus
+from tierkv.storage.protocol import (
+    GetItem,
+    GetOutcome,
+    GetStatus,
+    PutItem,
+    PutOutcome,
+    PutStatus,
+)
 
 # What storage does is what these tests are about; test_direct*.py is about the rest.
 # For claims of what is not there: others must not fail because a machine stood still.
@@ -554,3 +561,25 @@ async def test_who_wants_few_slots_does_not_overtake_who_wants_many() -> None:
         await finish(tasks[1])
     assert order == [8]
     assert staging.num_free_groups == NUM_GROUPS
+
+
+async def test_a_store_that_fails_one_read_is_asked_again_by_who_wants_all_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_failed = 0
+    async with pair() as (prefill, decode):
+        await publish(prefill)
+        get_into = decode.the_store.get_into
+
+        async def fail_once(items: Sequence[GetItem]) -> list[GetOutcome]:
+            nonlocal num_failed
+            if num_failed:
+                return await get_into(items)
+            num_failed = len(items)
+            return [GetOutcome(GetStatus.FAILED, reason="a read that failed")] * len(items)
+
+        monkeypatch.setattr(decode.the_store, "get_into", fail_once)
+        request = await claimed(decode)
+        assert num_failed
+        assert request.cached_tokens == len(TOKENS)
+        await decode.ended(request)

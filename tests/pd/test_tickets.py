@@ -285,6 +285,18 @@ async def test_an_acknowledgement_is_of_the_ticket_that_was_claimed_and_of_no_la
         assert not await finish(tickets.is_claimed(later))
 
 
+async def test_a_hand_off_that_begins_again_is_not_taken_for_the_one_before_it() -> None:
+    async with pair() as (prefill, decode):
+        await publish(prefill, tokens(9))
+        await claim(decode, tokens(9))
+        assert prefill.service.handoff is not None
+        tickets = prefill.service.handoff.tickets
+        with tickets.lease.held():
+            await finish(tickets.begin(tickets.new_open("ticket", prefill.prompt(tokens(9)))))
+            state = await finish(decode.service.ticket_state("ticket"))
+            assert state.state is Standing.OPEN
+
+
 @pytest.mark.parametrize("ticket_id", ["\ud800", "chat-\udcff", "a" * 100_000 + "\udfff"])
 async def test_an_id_that_is_no_text_is_refused_by_every_call_and_leaves_nothing(
     ticket_id: str,

@@ -70,10 +70,6 @@ class Waiting:
     def holds_fetched(self) -> bool:
         return self.fetched is not None and not self.fetched.is_released
 
-    def let_go(self) -> None:
-        self.unpark()
-        self.release_fetched()
-
     def release_fetched(self) -> None:
         if self.fetched is not None:
             self.fetched.release()

@@ -250,8 +250,6 @@ class Scheduler:
                 self.end(outcome.result())
             self._pump()  # the next in line may fit where this one did not
             raise
-        finally:
-            waiting.let_go()
 
     async def load_ahead(self, prompt: Prompt) -> None:
         """Bring to the device what the host has of `prompt`, for a request that is to come; return
