@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ pytest.importorskip("transformers", reason="needs the transformers extra")
 
 import torch
 from transformers import (
+    BertConfig,
+    BertLMHeadModel,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     DynamicCache,
@@ -37,7 +41,14 @@ from tests.latch import EVERY, CopyLatch
 from tests.redis_proxy import proxy_on_a_thread
 from tests.redis_server import RedisServer, empty_redis, module_redis, redis_server
 from tierkv.adapters.transformers import PromptHit, TierKVCache
-from tierkv.errors import BadRequestError, ConfigError, LayoutError, StoreUnavailableError
+from tierkv.embed import ForkedError
+from tierkv.errors import (
+    BadRequestError,
+    ConfigError,
+    LayoutError,
+    ShuttingDownError,
+    StoreUnavailableError,
+)
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import BlockCopy, Direction, HostSlots, Lane, Planes
 from tierkv.sched.worth import FetchPolicy
@@ -555,6 +566,60 @@ def test_what_tokens_do_not_say_is_refused() -> None:
             plain_with_hooks().generate(ids, max_new_tokens=2, past_key_values=cache)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"position_ids": torch.arange(500, 503)[None]},
+        {"attention_mask": torch.arange(23)[None] > 4},
+    ],
+    ids=["position_ids", "attention_mask"],
+)
+def test_a_short_piece_at_other_places_or_masked_is_refused_and_not_kept(
+    wrong: dict[str, Any],
+) -> None:
+    model, text = plain(), prompt_of(23)
+    with TierKVCache.for_model(model, host_bytes=16 * MIB) as cache:
+        with cache.sequence(), torch.no_grad():
+            model(torch.tensor([text[:20]]), **{ARGUMENT: cache})
+            with pytest.raises(BadRequestError, match=r"must be 20 to 22|mask no token"):
+                model(torch.tensor([text[20:]]), **wrong, **{ARGUMENT: cache})
+        assert generate(model, [*text, 1], past_key_values=cache) == generate(model, [*text, 1])
+        assert cache.last_hit == PromptHit(device=20, computed=4)
+
+
+def test_a_model_that_does_not_ask_the_cache_is_refused() -> None:
+    """It would write over the text that the cache holds, which the next generate relies on."""
+    model, other, prompt = plain(), plain(), prompt_of(LENGTH)
+    with torch.no_grad():
+        other.lm_head.weight.neg_()
+    with TierKVCache.for_model(model, host_bytes=16 * MIB) as cache:
+        for _ in range(2):
+            for wrong in (other, model.model):
+                with pytest.raises(BadRequestError, match="was not asked before the model ran"):
+                    wrong(torch.tensor([prompt_of(30, seed=2)]), **{ARGUMENT: cache})
+            assert generate(model, prompt, past_key_values=cache) == generate(model, prompt)
+
+
+def test_a_cache_that_is_closed_or_of_another_process_says_so() -> None:
+    model, prompt = plain(), prompt_of(20)
+    with TierKVCache.for_model(model, host_bytes=16 * MIB) as cache:
+        generate(model, prompt, past_key_values=cache)
+        child = os.fork()
+        if not child:
+            code = 1
+            with suppress(BaseException):
+                with pytest.raises(ForkedError, match="make another one here"):
+                    generate(model, prompt, past_key_values=cache)
+                cache.close()
+                code = 0
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert generate(model, prompt, past_key_values=cache) == generate(model, prompt)
+    for asked in (lambda: generate(model, prompt, past_key_values=cache), cache.verify):
+        with pytest.raises(ShuttingDownError, match="this cache is closed"):
+            asked()
+
+
 def plain_with_hooks() -> Any:
     model = plain()
     TierKVCache.for_model(model, host_bytes=16 * MIB).close()
@@ -568,6 +633,20 @@ def test_weights_that_change_are_noticed() -> None:
         with torch.no_grad():
             model.lm_head.weight *= 2
         with pytest.raises(ConfigError, match="have changed"):
+            generate(model, prompt, past_key_values=cache)
+
+
+def test_a_model_whose_dropout_is_on_is_refused() -> None:
+    model, prompt = plain(), prompt_of(20)
+    with TierKVCache.for_model(model.train(), host_bytes=16 * MIB) as cache:
+        generate(model, prompt, past_key_values=cache)  # nothing is dropped
+    model.config.attention_dropout = 0.1
+    with pytest.raises(ConfigError, match="training mode"):
+        TierKVCache.for_model(model)
+    with TierKVCache.for_model(model.eval(), host_bytes=16 * MIB) as cache:
+        assert generate(model, prompt, past_key_values=cache) == generate(model, prompt)
+        model.train()
+        with pytest.raises(ConfigError, match=r"call model\.eval"):
             generate(model, prompt, past_key_values=cache)
 
 
@@ -609,6 +688,24 @@ def test_models_whose_cache_is_not_tokens_are_refused() -> None:
     changing = LlamaForCausalLM(LlamaConfig(**common, rope_parameters=rope))
     with pytest.raises(LayoutError, match="rope of type dynamic"):
         TierKVCache.for_model(changing)
+
+
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_a_model_that_looks_ahead_is_refused(is_decoder: bool) -> None:
+    torch.manual_seed(7)
+    config = BertConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
+        num_attention_heads=8, initializer_range=0.3, is_decoder=is_decoder,
+    )  # fmt: skip
+    model, prompt = BertLMHeadModel(config).eval(), prompt_of(LENGTH)
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
+    if not is_decoder:
+        with pytest.raises(LayoutError, match="attend to those after them"):
+            TierKVCache.for_model(model)
+        return
+    with TierKVCache.for_model(model, host_bytes=16 * MIB) as cache:
+        for text in (prompt, prompt + prompt_of(20, seed=3)):
+            assert generate(model, text, past_key_values=cache) == generate(model, text)
 
 
 def test_a_store_that_cannot_be_used_is_a_sentence() -> None:

@@ -23,6 +23,7 @@ import inspect
 import itertools
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,8 +50,16 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Fingerprint, Prompt, pack
 from tierkv.cache.layout import Layout, Plane
 from tierkv.clock import SystemClock
+from tierkv.embed import ForkedError
 from tierkv.embed.engine_cache import EngineCache, Found
-from tierkv.errors import BadRequestError, ConfigError, LayoutError, TierKVError, TransferError
+from tierkv.errors import (
+    BadRequestError,
+    ConfigError,
+    LayoutError,
+    ShuttingDownError,
+    TierKVError,
+    TransferError,
+)
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import Device
 from tierkv.gpu.protocol import Planes as DevicePlanes
@@ -204,6 +213,9 @@ _SAMPLES = 64  # of each weight
 # After a hit transformers computes with a mask, which may double the time of long texts (32k tokens
 # on an H100: 2.9 s after 64 tokens, 1.4 s from the first): of those less than so much is no hit.
 _LONG_TOKENS, _LEAST_SHARE = 4096, 1 / 8
+# By which two prompts with the same beginning tell whether a model is causal. Experts, of whose
+# tokens there are others then, may round otherwise: by so many times the dtype's last digit.
+_FEW_TOKENS, _ROUNDING, _LEAST_ROUNDING = 8, 4, 1e-4
 # Prompts that are computed to know the model's speed before its first one, until that took so long.
 _SPEED_TOKENS, _SPEED_S = (32, 128, 512, 2048), 0.2
 # Newer versions of transformers call the argument `cache`.
@@ -256,7 +268,8 @@ class PromptHit:
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     """A layer's keys and values in device blocks that lie in a row; attention gets views of them.
 
-    wait: called with the layer's number before its blocks are read or written.
+    wait: called before its blocks are read or written, with the layer's number and how many tokens
+        it is to have then.
     """
 
     is_sliding = False
@@ -264,7 +277,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False
     supports_early_init = False
 
-    def __init__(self, number: int, wait: Callable[[int], None]) -> None:
+    def __init__(self, number: int, wait: Callable[[int, int], None]) -> None:
         super().__init__()
         self.is_initialized = True
         self.length = 0
@@ -285,7 +298,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         start, stop = self.length, self.length + key_states.shape[-2]
-        self._wait(self._number)
+        self._wait(self._number, stop)
         for memory, states in zip(self._memory, (key_states, value_states), strict=True):
             room = memory[:, :, start:stop]
             if room.shape != states.shape or room.dtype != states.dtype:
@@ -479,6 +492,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._room = room
         self._layout = layout
         self._moves = moves
+        self._process = os.getpid()
         self._turn = threading.Lock()
         self._fed: list[tuple[int, torch.Tensor]] = []  # where they start, [tokens]
         self._held = np.zeros(0, np.int64)  # the tokens of the last sequence, which the room has
@@ -500,7 +514,8 @@ class TierKVCache(Cache):  # type: ignore[misc]
         """What the model is given inside is one text from its first token on, and is kept when it
         ends. `generate` does this by itself. prompt: token ids, [1, tokens], that the model will be
         given first: their loads start at once. Raises BadRequestError while another one runs,
-        ConfigError if the model is not what it was."""
+        ConfigError if the model is not what it was, ShuttingDownError if this cache is closed."""
+        self._check_open()
         if not self._turn.acquire(blocking=False):
             raise BadRequestError(
                 "another generate uses this cache now: wait for it, or have a cache for each thread"
@@ -537,13 +552,13 @@ class TierKVCache(Cache):  # type: ignore[misc]
                 "the model runs on another CUDA stream than the one on which this cache was made: "
                 "copies would not be in order with it; make the cache on the stream that computes"
             )
+        self._check_open()
         self._kept()
         given = dict(zip(self._parameters, args, strict=False)) | dict(arguments)
         ids = _checked_ids(given)
         start, count = self.get_seq_length(), ids.shape[1]
         is_text = start == 0 or count >= self._layout.block_size
-        if is_text:
-            _check_places(given, start, count)
+        _check_places(given, start, count)
         most = max(start + count - _num_logits(given), start)
         hit = None if self._begun is None else self._take_begun(ids, most)
         if hit is None:
@@ -584,18 +599,20 @@ class TierKVCache(Cache):  # type: ignore[misc]
     @property
     def stats(self) -> Stats:
         """Of the tiers and the store."""
+        self._check_open()
         self._kept()
         return self._moves.engine.stats().wait(_COPY_S)
 
     def verify(self) -> list[str]:
         """Recount slots, leases and promises; what is wrong, in words."""
+        self._check_open()
         self._kept()
         return self._moves.engine.verify().wait(_COPY_S)
 
     def close(self) -> None:
         """Keep what there is, let writes to the store end, give the memory back. Any number of
         times."""
-        if self._moves.is_open:
+        if self._moves.is_open and os.getpid() == self._process:
             with self._turn:
                 self._keep()
                 self._kept()
@@ -612,6 +629,12 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self.close()
 
     # Inside
+
+    def _check_open(self) -> None:
+        if not self._moves.is_open:
+            raise ShuttingDownError("this cache is closed: make another one")
+        if os.getpid() != self._process:
+            raise ForkedError("this process was forked from the cache's: make another one here")
 
     def _is_on_stream(self) -> bool:
         return _stream_of(self._like[0].device) == self._stream
@@ -684,7 +707,13 @@ class TierKVCache(Cache):  # type: ignore[misc]
             hit.device, brought - stored, stored, hit.computed - brought, found.problem
         )
 
-    def _wait(self, layer: int) -> None:
+    def _wait(self, layer: int, stop: int) -> None:
+        start, ids = self._fed[-1] if self._fed else (0, ())
+        if stop != start + len(ids):
+            raise BadRequestError(
+                "this cache was not asked before the model ran: generate with, or call, the whole "
+                "model that it was made for"
+            )
         if self._load is not None:
             self._moves.wait_layer(self._load, layer)
 
@@ -729,6 +758,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
         return found[:num_tokens]
 
     def _check_model(self) -> None:
+        _check_drops_nothing(self._model)
         if _state_of(self._model) != self._weights:
             raise ConfigError(
                 "the model's weights, adapters or device have changed since this cache was made: "
@@ -908,6 +938,24 @@ def _check_model(model: PreTrainedModel) -> None:
         )
     if (getattr(model, "_tp_size", None) or 1) > 1:
         raise ConfigError("the model is split over several processes; this cache is for one")
+    _check_drops_nothing(model)
+    if not _is_causal(model):
+        raise LayoutError(
+            "the model's tokens attend to those after them, so that what is cached of a text's "
+            "beginning would be wrong in a longer one; a model of BERT's kind generates with "
+            "is_decoder=True in its configuration"
+        )
+
+
+def _is_causal(model: PreTrainedModel) -> bool:
+    """Whether the KV of the first tokens is the same whatever comes after them. The second layer's
+    says so: the first one's is of each token alone."""
+    layers = [_computed(model, _FEW_TOKENS, last).layers[:2][-1] for last in (0, 1)]
+    if not all(layer.is_initialized for layer in layers):
+        return True  # it is refused for that
+    one, other = (layer.values[:, :, : _FEW_TOKENS // 2] for layer in layers)
+    most = max(_ROUNDING * torch.finfo(one.dtype).eps, _LEAST_ROUNDING)
+    return not bool((one - other).norm() > most * one.norm())
 
 
 def _rope_types(value: object) -> Iterator[str]:
@@ -919,7 +967,8 @@ def _rope_types(value: object) -> Iterator[str]:
             yield from _rope_types(one)
 
 
-def _computed(model: PreTrainedModel, num_tokens: int) -> DynamicCache:
+def _computed(model: PreTrainedModel, num_tokens: int, last: int = 0) -> DynamicCache:
+    """Of so many tokens: 0, and in the second half `last`."""
     cache = DynamicCache(config=model.config)
     taken = inspect.signature(model.forward).parameters
     arguments: dict[str, Any] = {_ARGUMENT if _ARGUMENT in taken else "past_key_values": cache}
@@ -927,6 +976,7 @@ def _computed(model: PreTrainedModel, num_tokens: int) -> DynamicCache:
         arguments["logits_to_keep"] = 1
     with torch.no_grad():
         ids = torch.zeros((1, num_tokens), dtype=torch.long, device=model.device)
+        ids[:, num_tokens // 2 :] = last
         model(input_ids=ids, use_cache=True, **arguments)
     return cache
 
@@ -1008,6 +1058,18 @@ def _state_of(model: PreTrainedModel) -> list[object]:
         one for one in model.modules() if isinstance(getattr(one, "disable_adapters", None), bool)
     ]
     return found + [(tuple(one.active_adapters), one.disable_adapters) for one in adapters]
+
+
+def _check_drops_nothing(model: PreTrainedModel) -> None:
+    if not model.training:
+        return
+    named = [value for name, value in model.config.to_dict().items() if "drop" in name]
+    rates = [*named, *(one.p for one in model.modules() if isinstance(one, torch.nn.Dropout))]
+    if any(isinstance(rate, (int, float)) and rate > 0 for rate in rates):
+        raise ConfigError(
+            "the model is in training mode, where dropout makes what it caches random: call "
+            "model.eval() first"
+        )
 
 
 def _content_of(model: PreTrainedModel) -> str:
