@@ -40,6 +40,7 @@ from tests.adapters.tiny import ARGUMENT, BLOCK, Rows, llama, prompt_of, rows_of
 from tests.latch import EVERY, CopyLatch
 from tests.redis_proxy import proxy_on_a_thread
 from tests.redis_server import RedisServer, empty_redis, module_redis, redis_server
+from tierkv.adapters import transformers
 from tierkv.adapters.transformers import PromptHit, TierKVCache
 from tierkv.embed import ForkedError
 from tierkv.errors import (
@@ -474,6 +475,47 @@ def test_a_generate_that_is_broken_off_keeps_what_it_had() -> None:
         turn = expected[: LENGTH + 6]
         assert generate(model, turn, past_key_values=cache) == generate(model, turn)
         assert cache.last_hit.host >= LENGTH + 3
+        assert cache.verify() == []
+
+
+def interrupted_at(line: int) -> Callable[..., Any]:
+    """For `sys.settrace`: Ctrl-C at so many lines of the adapter's, on this thread."""
+    left = line
+
+    def at_line(frame: Any, event: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != transformers.__file__:
+            return None
+        left -= event == "line"
+        if left < 0:
+            raise KeyboardInterrupt
+        return at_line
+
+    return at_line
+
+
+@pytest.mark.parametrize("offset", range(3))
+def test_ctrl_c_at_any_line_leaves_nothing_wrong_held_or_taken(offset: int) -> None:
+    model, texts = plain(), [prompt_of(n * BLOCK + 9, seed=n) for n in range(1, 4)]
+    expected = [generate(model, text, 2) for text in texts]
+    with TierKVCache.for_model(model, host_bytes=16 * MIB) as cache:
+        for text in texts:
+            generate(model, text, 2, past_key_values=cache)
+        num_broken = 0
+        for line in range(offset, 1000, 9):
+            number = line % 3
+            try:
+                sys.settrace(interrupted_at(line))
+                generate(model, texts[number], 2, past_key_values=cache)
+                break
+            except KeyboardInterrupt:
+                num_broken += 1
+            finally:
+                sys.settrace(None)
+            number = (number + line % 2) % 3
+            assert generate(model, texts[number], 2, past_key_values=cache) == expected[number]
+            assert cache.last_hit.computed < len(texts[number]), "the host has it still"
+        assert num_broken > 20
         assert cache.verify() == []
 
 

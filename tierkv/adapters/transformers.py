@@ -27,12 +27,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
+from queue import SimpleQueue
 from types import MethodType, TracebackType
-from typing import Any, Self
+from typing import Any, Generic, ParamSpec, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -70,6 +71,9 @@ from tierkv.ranks.worker_planes import WorkerPlanes
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.factory import StoreSettings, open_store
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -467,11 +471,16 @@ class TierKVCache(Cache):  # type: ignore[misc]
             handoff=HandoffSettings(block_ttl_s=ttl_s),
         )
         most_kept = int(host_bytes * _MOST_KEPT) // fingerprint.layout.block_bytes
-        made = cls(model, like, room, fingerprint.layout, _Moves(device, planes, engine, most_kept))
+        moves = _Moves(device, planes, engine, most_kept)
+        made = cls(model, like, room, fingerprint.layout, moves)
         engine.open()
-        for num_tokens, seconds in _speeds(model) if store is not None else ():
-            engine.note_prefill(num_tokens, seconds)
-        _install(model)
+        try:
+            if store is not None:
+                moves.note_prefills(list(_speeds(model)))
+            _install(model)
+        except BaseException:  # Ctrl-C too: nobody closes what was not made
+            made.close()
+            raise
         return made
 
     def __init__(
@@ -497,8 +506,8 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._fed: list[tuple[int, torch.Tensor]] = []  # where they start, [tokens]
         self._held = np.zeros(0, np.int64)  # the tokens of the last sequence, which the room has
         self._num_kept = 0  # so many of the sequence's first tokens lookups find
-        self._keeper = ThreadPoolExecutor(1, thread_name_prefix="tierkv-keep")
-        self._keeping: Future[int] | None = None  # uses the engine and the room until it is over
+        self._keeping: _Asked[int] | None = None  # uses the engine and the room until it is over
+        self._is_whole = True  # False: what changes it was broken off, by Ctrl-C or a signal
         self._is_kept = True  # the host has what it is to have of the sequence
         self._load: _Load | None = None
         self._begun: _Begun | None = None
@@ -516,24 +525,23 @@ class TierKVCache(Cache):  # type: ignore[misc]
         given first: their loads start at once. Raises BadRequestError while another one runs,
         ConfigError if the model is not what it was, ShuttingDownError if this cache is closed."""
         self._check_open()
-        if not self._turn.acquire(blocking=False):
+        if self._turn.locked():
             raise BadRequestError(
                 "another generate uses this cache now: wait for it, or have a cache for each thread"
             )
-        try:
+        with self._turn:
             self._keep()  # what the model was given outside of any
             self.last_hit = PromptHit()
             self._fed.clear()
             try:
-                if prompt is not None:
-                    self._begin(prompt)
-                self._place(0)
-                self._check_model()  # while blocks move
+                with self._changing():
+                    if prompt is not None:
+                        self._begin(prompt)
+                    self._place(0)
+                    self._check_model()  # while blocks move
                 yield self
             finally:
                 self._keep()
-        finally:
-            self._turn.release()
 
     def reset(self) -> None:
         """Keep what there is, and begin a new text; for those who use no `sequence`."""
@@ -555,6 +563,10 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._check_open()
         self._kept()
         given = dict(zip(self._parameters, args, strict=False)) | dict(arguments)
+        with self._changing():
+            return self._prepared(given)
+
+    def _prepared(self, given: dict[str, Any]) -> dict[str, Any]:
         ids = _checked_ids(given)
         start, count = self.get_seq_length(), ids.shape[1]
         is_text = start == 0 or count >= self._layout.block_size
@@ -575,6 +587,10 @@ class TierKVCache(Cache):  # type: ignore[misc]
     def settle(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
         """None if the forward pass has read the right KV. If a load failed: what to call the model
         with again. Called after each."""
+        with self._changing():
+            return self._settled(arguments)
+
+    def _settled(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
         self._timer.stop()
         load, self._load = self._load, None
         hit, self._hit = self._hit, PromptHit()
@@ -616,7 +632,6 @@ class TierKVCache(Cache):  # type: ignore[misc]
             with self._turn:
                 self._keep()
                 self._kept()
-            self._keeper.shutdown()
             self._moves.close()
             self._held, self._num_kept = self._held[:0], 0
 
@@ -635,6 +650,27 @@ class TierKVCache(Cache):  # type: ignore[misc]
             raise ShuttingDownError("this cache is closed: make another one")
         if os.getpid() != self._process:
             raise ForkedError("this process was forked from the cache's: make another one here")
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """What is broken off inside, but for a refusal, leaves nothing that is relied on."""
+        self._is_whole = False
+        try:
+            yield
+        except TierKVError:
+            self._is_whole = True
+            raise
+        self._is_whole = True
+
+    def _start_anew(self) -> None:
+        """Whatever was under way: nothing is, and the room holds no text."""
+        self._moves.start_anew(self._room)
+        self._load = self._begun = None
+        self._fed.clear()
+        self._held, self._num_kept = self._held[:0], 0
+        self._hit, self._is_kept = PromptHit(), True
+        self._place(0)
+        self._is_whole = True
 
     def _is_on_stream(self) -> bool:
         return _stream_of(self._like[0].device) == self._stream
@@ -720,32 +756,34 @@ class TierKVCache(Cache):  # type: ignore[misc]
     def _keep(self) -> None:
         """What the room has is the last sequence now. The host gets what it has not, soon."""
         self._kept()
-        if self._begun is not None:
-            self._forget_begun()
-        load, self._load = self._load, None
-        if load is not None and self._moves.failed(load):  # and the forward pass did not end
-            self._place(load.valid)
-        if self._is_kept:
-            return
+        if not self._is_whole:
+            self._start_anew()
+        with self._changing():
+            if self._begun is not None:
+                self._forget_begun()
+            load, self._load = self._load, None
+            if load is not None and self._moves.failed(load):  # and the forward pass did not end
+                self._place(load.valid)
+            if not self._is_kept:
+                self._keep_text()
+
+    def _keep_text(self) -> None:
         lengths = {layer.length for layer in self.layers}
         num_tokens = min(lengths)
         self._held = self._tokens(num_tokens)
         if len(lengths) > 1:
             self._place(num_tokens)
-        for computed, took in self._timer.read():
-            self._moves.engine.note_prefill(computed, took)
+        self._moves.note_prefills(self._timer.read())
         if num_tokens > self._num_kept:
-            self._keeping = self._keeper.submit(self._moves.keep, self._held, self._num_kept)
+            self._keeping = self._moves.keep(self._held, self._num_kept)
         self._is_kept = True
 
     def _kept(self) -> None:
         """Wait until the host has what `_keep` began to copy."""
         keeping = self._keeping
         if keeping is not None:
-            try:
-                self._num_kept = keeping.result()
-            finally:
-                self._keeping = None
+            self._num_kept = keeping.result()
+            self._keeping = None
 
     def _tokens(self, num_tokens: int) -> npt.NDArray[np.int64]:
         """What the model was given, up to this one."""
@@ -767,7 +805,8 @@ class TierKVCache(Cache):  # type: ignore[misc]
 
 
 class _Moves:
-    """Asks the engine cache, and waits for its answers, with deadlines.
+    """Asks the engine cache, and waits for its answers, with deadlines: on a thread of its own,
+    since Ctrl-C and handlers of signals break off what the main thread does, wherever it is.
 
     num_most_kept: blocks of one sequence that it keeps.
     """
@@ -782,15 +821,62 @@ class _Moves:
         self._planes = planes
         self._num_most_kept = num_most_kept
         self._numbers = itertools.count()
+        self._loads: dict[str, _Load] = {}  # under way, by key
+        self._todo: SimpleQueue[_Asked[Any] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._live, name="tierkv-moves", daemon=True)
+        self._thread.start()
 
     def use(self, room: _DeviceRoom) -> None:
-        self._planes.replace(_adopted(self._device, self._layout, room))
+        self._ask(self._use, room).result()
 
     def load(
         self, tokens: npt.NDArray[np.int64], have: int, most: int
     ) -> tuple[Found, _Load | None]:
         """What there is beyond the first `have` tokens, at most `most` in all; its load has started
         if there is any."""
+        return self._ask(self._start_load, tokens, have, most).result()
+
+    def failed(self, load: _Load) -> bool:
+        """Whether a load did not bring its blocks; it is over when this returns. Raises
+        TransferError if it does not end."""
+        return self._ask(self._has_failed, load).result()
+
+    def keep(self, tokens: npt.NDArray[np.int64], num_kept: int) -> _Asked[int]:
+        """Copy to the host what lookups do not find, which is not the first `num_kept` tokens; how
+        many they find then. Whatever fails is not kept."""
+        return self._ask(self._kept, tokens, num_kept)
+
+    def note_prefills(self, computed: Sequence[tuple[int, float]]) -> None:
+        """Tokens, and the seconds that computing them took."""
+        for num_tokens, seconds in computed:
+            self._ask(self.engine.note_prefill, num_tokens, seconds)
+
+    def start_anew(self, room: _DeviceRoom) -> None:
+        """When this returns nothing is under way, and loads go to `room`."""
+        self._ask(self._end_all, room).result()
+
+    def _ask(self, call: Callable[P, T], *args: P.args, **named: P.kwargs) -> _Asked[T]:
+        asked = _Asked(partial(call, *args, **named))
+        self._todo.put(asked)
+        return asked
+
+    # On the thread
+
+    def _live(self) -> None:
+        while (asked := self._todo.get()) is not None:
+            asked.run()
+
+    def _use(self, room: _DeviceRoom) -> None:
+        self._planes.replace(_adopted(self._device, self._layout, room))
+
+    def _end_all(self, room: _DeviceRoom) -> None:
+        for load in list(self._loads.values()):
+            self._has_failed(load)
+        self._use(room)
+
+    def _start_load(
+        self, tokens: npt.NDArray[np.int64], have: int, most: int
+    ) -> tuple[Found, _Load | None]:
         key, size = f"prompt {next(self._numbers)}", self._layout.block_size
         found = self._find(key, Prompt(pack(tokens), size), have)
         stop = min(have + found.num_tokens, most)
@@ -804,7 +890,8 @@ class _Moves:
             self.engine.release(key)
             return found, None
         self._planes.start_loads(plan)
-        return found, _Load(key, plan.number, first * size)
+        load = self._loads[key] = _Load(key, plan.number, first * size)
+        return found, load
 
     def _find(self, key: str, prompt: Prompt, have: int) -> Found:
         deadline = time.monotonic() + _FIND_S
@@ -823,13 +910,12 @@ class _Moves:
         with suppress(TierKVError):
             self._planes.wait_layer(load.number, layer, _COPY_S)
 
-    def failed(self, load: _Load) -> bool:
-        """Whether a load did not bring its blocks; it is over when this returns. Raises
-        TransferError if it does not end."""
+    def _has_failed(self, load: _Load) -> bool:
         deadline = time.monotonic() + _COPY_S
         while True:
             for key, failed in self.engine.poll().loaded:
                 if key == load.key:
+                    del self._loads[key]
                     self.engine.release(key)
                     return bool(failed)
             left = deadline - time.monotonic()
@@ -837,9 +923,7 @@ class _Moves:
                 raise TransferError(f"a load did not end within {_COPY_S:g} s")
             self._planes.wait(load.number, left)
 
-    def keep(self, tokens: npt.NDArray[np.int64], num_kept: int) -> int:
-        """Copy to the host what lookups do not find, which is not the first `num_kept` tokens; how
-        many they find then. Whatever fails is not kept."""
+    def _kept(self, tokens: npt.NDArray[np.int64], num_kept: int) -> int:
         size = self._layout.block_size
         stop = min(-(-len(tokens) // size), self._num_most_kept)
         prompt = Prompt(pack(tokens), size)
@@ -880,10 +964,41 @@ class _Moves:
 
     def close(self) -> None:
         self.is_open = False
+        self._todo.put(None)
+        self._thread.join()
         try:
             self.engine.close()
         finally:
             self._device.close()
+
+
+class _Asked(Generic[T]):
+    """What a thread is to do, and what came of it. The wait for it is in C: Ctrl-C in that of a
+    Future, which is Python, may leave its lock taken."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._is_done = False
+        self._bell: SimpleQueue[None] = SimpleQueue()
+
+    def run(self) -> None:
+        """Called once, on the thread."""
+        try:
+            self._result = self._work()
+        except BaseException as error:  # noqa: BLE001 - for who waits
+            self._error = error
+        self._is_done = True
+        self._bell.put(None)
+
+    def result(self) -> T:
+        """Waits for it. Raises what the work did."""
+        if not self._is_done:
+            self._bell.get()
+        if self._error is not None:
+            raise self._error
+        return cast("T", self._result)
 
 
 class _Timer:

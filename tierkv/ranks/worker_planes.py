@@ -96,7 +96,10 @@ class WorkerPlanes:
         self._device = device
         self._planes = tuple(planes) if isinstance(planes, Sequence) else (planes,)
         self._rank = rank
-        self._changed = threading.Condition()  # of what follows; held for submissions at most
+        # Of what follows; held for submissions at most. Taken by itself, since Ctrl-C where a
+        # Condition is entered, which is Python, would leave it taken.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._hosts: Sequence[HostSlots] = ()
         self._lanes: dict[tuple[int, Direction], Lane] = {}
         self._saves = True
@@ -128,7 +131,7 @@ class WorkerPlanes:
                 lane = self._device.open_lane(direction, planes, host)
                 self._held.callback(lane.close)
                 lanes[group, direction] = lane
-        with self._changed:
+        with self._lock:
             self._lanes, self._saves = lanes, saves
             while self._waiting:
                 number = next(iter(self._waiting))
@@ -169,7 +172,7 @@ class WorkerPlanes:
                 copies[group] = BlockCopy(direction, slots, blocks, before)
         except TierKVError as error:  # told like a copy that fails later
             problem = str(error)
-        with self._changed:
+        with self._lock:
             problem = problem or self._problem
             if problem is not None:
                 self._open[plan.number] = _Copies(problem=problem)
@@ -193,7 +196,7 @@ class WorkerPlanes:
         """Let the compute stream wait until a load has brought `layer` of its group. Raises
         TransferError if it failed, GateTimeoutError after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        with self._changed:
+        with self._lock:
             if not self._changed.wait_for(lambda: number not in self._waiting, timeout_s):
                 raise GateTimeoutError(f"no host slots came within {timeout_s:g} s")
             begun = self._open.get(number)
@@ -207,7 +210,7 @@ class WorkerPlanes:
     def wait(self, number: int, timeout_s: float) -> None:
         """Block until a plan is over, or for `timeout_s`; `finished` tells how it ended."""
         deadline = time.monotonic() + timeout_s
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: number not in self._waiting, timeout_s)
             begun = self._open.get(number)
             events = [one[-1] for one in begun.events.values()] if begun is not None else []
@@ -225,7 +228,7 @@ class WorkerPlanes:
     def finished(self) -> list[Finished]:
         """The plans that are over now, each once. Never blocks."""
         done = []
-        with self._changed:
+        with self._lock:
             for number, begun in list(self._open.items()):
                 if begun.are_done():
                     del self._open[number]
@@ -293,7 +296,7 @@ class WorkerPlanes:
         self.attach(hosts, saves=saves)
 
     def _refuse(self, problem: str) -> None:
-        with self._changed:
+        with self._lock:
             self._problem = self._problem or problem
             for number in self._waiting:
                 self._open[number] = _Copies(problem=self._problem)
