@@ -31,12 +31,14 @@ from tierkv.cache.layout import Layout, Plane
 from tierkv.client import Client, RemoteError
 from tierkv.embed import EngineCache, Finished, NodeHost, RankSocket, WorkerPlanes
 from tierkv.embed.engine_cache import Found
+from tierkv.embed.external import MAGIC, VERSION, EngineHello
 from tierkv.embed.host_side import HostSide
 from tierkv.errors import ConfigError, TierKVError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.handoff import Published
-from tierkv.ranks.link import Plan
+from tierkv.ranks.link import Plan, close_all, connect
 from tierkv.ranks.memory import EnginePlanes, side_by_side
+from tierkv.storage.codec import seal
 
 TOKENS = list(range(3 * BLOCK + 1))
 HERE, THERE = [0, 1, 2, 3], [8, 9, 10, 11]
@@ -197,6 +199,25 @@ def test_an_engine_that_is_killed_takes_nothing_with_it(tmp_path: Path) -> None:
         with at.client() as client:
             left = SLOTS // 4 - len(HERE)
             assert client.stats().host.used == left, "slots that the living one keeps ready"
+
+
+def test_an_engine_that_dies_before_it_is_answered_leaves_the_node_alive(tmp_path: Path) -> None:
+    with node(tmp_path / "node") as at, engine(at, "other") as on:
+        for _ in range(5):
+            link = connect(at.path, PATIENCE_S)
+            link.send(
+                seal(MAGIC, VERSION, EngineHello(Fingerprint("model", GQA), as_groups([GQA])))
+            )
+            _, descriptors = link.receive_descriptors()
+            for number in range(200):
+                link.send(msgspec.msgpack.encode([number, ["verify", []]]))
+            link.close()
+            close_all(descriptors)
+        until(lambda: at.log.count("all it held is given back") == 5)
+        on.compute(TOKENS, HERE)
+        on.save("a", TOKENS, HERE)
+        assert on.lookup("b", TOKENS) == Found(len(TOKENS))
+        on.cache.release("b")
 
 
 def test_slots_wait_for_the_last_rank_of_an_engine_that_was_killed(tmp_path: Path) -> None:

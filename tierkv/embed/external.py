@@ -587,9 +587,9 @@ class _Engine:
 
     def _done(self, writer: asyncio.StreamWriter, number: int, task: asyncio.Task[None]) -> None:
         del self._under_way[number]
-        if task.cancelled() and not writer.is_closing():
+        if task.cancelled():
             error = _packed_error(RequestAbortedError("the call was cancelled"))
-            writer.write(_framed([number, error, None]))
+            _send(writer, [number, error, None])
 
     def _read(self, frame: bytes) -> tuple[int, str, list[Any]]:
         """Raises BadRequestError if it is no call."""
@@ -617,7 +617,7 @@ class _Engine:
         except (TypeError, ValueError, LookupError, AttributeError) as failure:
             log.exception("a call of engine %s could not be answered", self._name)
             error = _packed_error(BadRequestError(f"{method}: {failure!r}"))
-        writer.write(_framed([number, error, value]))
+        _send(writer, [number, error, value])
 
     async def _call(self, method: str, args: list[Any]) -> Any:  # noqa: ANN401 - the method's own
         if method == "promise":
@@ -676,9 +676,11 @@ async def _frame(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(length)
 
 
-def _framed(answer: list[Any]) -> bytes:
-    data = msgspec.msgpack.encode(answer)
-    return _LENGTH.pack(len(data)) + data
+def _send(writer: asyncio.StreamWriter, answer: list[Any]) -> None:
+    """Unless the engine has gone: uvloop raises where asyncio drops what nobody reads."""
+    if not writer.is_closing():
+        data = msgspec.msgpack.encode(answer)
+        writer.write(_LENGTH.pack(len(data)) + data)
 
 
 class ExternalEngines:
