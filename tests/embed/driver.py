@@ -72,7 +72,8 @@ class Running:
 @dataclass
 class Driver:
     """faults: each makes something of the store worse, or well again, with its argument False.
-    meddle: does to a plan, where it is carried out, what a faulty engine would."""
+    meddle: does to a plan, where it is carried out, what a faulty engine would. bases: what texts
+    begin with; its own if there are none."""
 
     on: Hybrid
     rng: random.Random
@@ -89,6 +90,7 @@ class Driver:
     published: int = 0
     num_steps: int = 0
     problems: set[str] = field(default_factory=set)
+    bases: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         groups = self.on.cache.groups
@@ -97,7 +99,8 @@ class Driver:
         self.size = full.block_size
         self.free: list[list[int]] = [list(range(1, NUM_BLOCKS)) for _ in groups]
         self.limbo: list[list[int]] = [[] for _ in groups]
-        self.bases = [[self.rng.randrange(1, 9_000) for _ in range(40)] for _ in range(4)]
+        if not self.bases:
+            self.bases = [[self.rng.randrange(1, 9_000) for _ in range(40)] for _ in range(4)]
         self.fault: Callable[[bool], None] | None = None
         self.quiet_at = 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import stat
@@ -19,8 +20,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.embed.driver import Driver
 from tests.embed.engine import until
+from tests.embed.engine_of_node import BASES, MODEL
 from tests.embed.engine_rank import StepMessage
+from tests.embed.test_groups import MODELS, hybrid
 from tests.embed.tp_engine import BLOCKS, ROOT, Rank, TpEngine
 from tests.latch import PATIENCE_S
 from tests.world import BLOCK, GQA
@@ -63,7 +67,9 @@ class NodeProcess:
 
 
 @contextmanager
-def node(folder: Path, *, store: str = "none", **environ: str) -> Iterator[NodeProcess]:
+def node(
+    folder: Path, *, store: str = "none", ends_with: int = 0, **environ: str
+) -> Iterator[NodeProcess]:
     folder.mkdir(exist_ok=True)
     program = [sys.executable, "-m", "tierkv", "serve", "--engine", "external"]
     options = ["--engine-socket", str(folder / "engines"), "--storage", store]
@@ -78,7 +84,7 @@ def node(folder: Path, *, store: str = "none", **environ: str) -> Iterator[NodeP
         yield at
         until(lambda: bool(at.log), "it listens to signals")
         process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE_S) == 0, (folder / "log").read_text()
+        assert process.wait(PATIENCE_S) == ends_with, (folder / "log").read_text()
     finally:
         process.kill()
         process.wait()
@@ -218,6 +224,34 @@ def test_an_engine_that_dies_before_it_is_answered_leaves_the_node_alive(tmp_pat
         on.save("a", TOKENS, HERE)
         assert on.lookup("b", TOKENS) == Found(len(TOKENS))
         on.cache.release("b")
+
+
+@pytest.mark.parametrize("num_killed", [3, pytest.param(25, marks=pytest.mark.slow)])
+def test_engines_killed_at_random_leave_another_and_the_node_as_they_were(
+    num_killed: int, tmp_path: Path
+) -> None:
+    rng, store = random.Random(num_killed), f"file://{tmp_path}/store"
+    with node(tmp_path / "node", store=store) as at:
+        with hybrid(MODELS[MODEL], node=NodeHost(at.path, name="steady")) as on:
+            driver = Driver(on, rng, bases=BASES)
+            for seed in range(num_killed):
+                program = [sys.executable, "-m", "tests.embed.engine_of_node", at.path]
+                doomed = subprocess.Popen(
+                    [*program, "--at-random", str(seed + 1)], cwd=ROOT, stdout=subprocess.PIPE
+                )
+                assert doomed.stdout is not None
+                assert doomed.stdout.readline() == b"begun\n"
+                for _ in range(rng.randrange(1, 100)):
+                    driver.step(comes=True)  # every byte it loads is looked at
+                doomed.kill()
+                doomed.communicate()
+            driver.finish()
+            until(lambda: at.log.count("all it held is given back") == num_killed)
+            until(lambda: on.cache.reset().wait(PATIENCE_S) == 0, "nothing is held")
+            with at.client() as client:
+                assert client.verify().findings == []
+        assert driver.num_steps > num_killed
+    assert os.listdir(at.folder) == ["log"], "sockets are removed"
 
 
 def test_slots_wait_for_the_last_rank_of_an_engine_that_was_killed(tmp_path: Path) -> None:
@@ -364,9 +398,12 @@ def test_a_promise_that_an_engine_does_not_load_expires(tmp_path: Path) -> None:
         on.cache.release("c")
 
 
-def test_an_engine_outlives_its_node_and_says_why_nothing_is_found(tmp_path: Path) -> None:
-    with node(tmp_path / "node") as at, ExitStack() as stack:
-        doomed_node = stack.enter_context(node(tmp_path / "doomed"))
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_an_engine_outlives_its_node_says_so_and_comes_to_the_next(
+    how: signal.Signals, tmp_path: Path
+) -> None:
+    code = 0 if how is signal.SIGTERM else -how
+    with node(tmp_path / "node", ends_with=code) as doomed_node:
         rank = LocalRank(GQA)
         host = NodeHost(doomed_node.path)
         cache = EngineCache(Fingerprint("model", GQA), [GQA], node=host, planes=rank.planes)
@@ -374,11 +411,15 @@ def test_an_engine_outlives_its_node_and_says_why_nothing_is_found(tmp_path: Pat
             on = TpEngine(cache, [rank])  # type: ignore[list-item]
             on.compute(TOKENS, HERE)
             on.save("a", TOKENS, HERE)
-            doomed_node.process.send_signal(signal.SIGTERM)
-            assert doomed_node.process.wait(PATIENCE_S) == 0
+            doomed_node.process.send_signal(how)
+            assert doomed_node.process.wait(PATIENCE_S) == code
             until(lambda: "has gone" in str(on.lookup("b", TOKENS).problem))
             assert cache.load("b", [THERE]) is None
-        assert os.listdir(at.folder)
+    with node(tmp_path / "node") as again, engine(again, "anew") as on:
+        on.compute(TOKENS, HERE)
+        on.save("a", TOKENS, HERE)
+        assert on.lookup("b", TOKENS) == Found(len(TOKENS))
+        on.cache.release("b")
 
 
 def test_over_http_nobody_says_what_is_in_the_memory_of_engines(tmp_path: Path) -> None:

@@ -294,6 +294,16 @@ class EngineCache:
             if planes is not None:
                 raise ConfigError("a rank in this process connects to the socket of the others")
             num_ranks = ranks.num_ranks
+        if (
+            len(self.groups) > 1
+            and storage is not None
+            and {num_ranks, *storage.peer_sizes} > {num_ranks}
+        ):
+            log.warning(
+                "of several groups of layers only what %d ranks have stored is found: peer_sizes "
+                "are for one group of full attention",
+                num_ranks,
+            )
         if node is not None and shards:
             raise ConfigError(
                 "a node keeps blocks as they lie in its host slots: give it side_by_side(shards)"

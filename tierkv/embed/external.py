@@ -48,7 +48,6 @@ from tierkv.errors import (
     BadRequestError,
     ConfigError,
     HandoffError,
-    RequestAbortedError,
     ShuttingDownError,
     StoreCorruptError,
     StoreUnavailableError,
@@ -588,7 +587,7 @@ class _Engine:
     def _done(self, writer: asyncio.StreamWriter, number: int, task: asyncio.Task[None]) -> None:
         del self._under_way[number]
         if task.cancelled():
-            error = _packed_error(RequestAbortedError("the call was cancelled"))
+            error = _packed_error(ShuttingDownError("the node is ending: open the cache anew"))
             _send(writer, [number, error, None])
 
     def _read(self, frame: bytes) -> tuple[int, str, list[Any]]:

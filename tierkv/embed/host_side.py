@@ -488,10 +488,8 @@ class HostSide:
         """Whether what comes after `num_tokens` tokens was stored by a node of another number of
         ranks and is of no use here, in words."""
         storage = self._service.tiers.copies.storage
-        if storage is None or self._main is None or not storage.slices.foreign_sizes:
+        if storage is None or self._main is None or len(self._groups) > 1:
             return None
-        if len(self._groups) > 1:
-            return "of several groups of layers only what as many ranks have stored is found"
         key = self._service.tiers.copies.prompt_keys(prompt)[num_tokens // prompt.block_size]
         deadline_s = self._service.handoff_settings.lookup_deadline_s
         with suppress(StoreUnavailableError, TimeoutError):
