@@ -58,6 +58,8 @@ def show(rows: Sequence[Row], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"rows": [asdict(one) for one in rows]}))
         return
+    if not rows:
+        return
     width = max(len(one.what) for one in rows)
     print(f"{'':{width}}  {'median':>10} {'least':>10} {'unit':8} {'spread':>7}  target  ratio")
     for one in rows:

@@ -402,6 +402,27 @@ def beyond_storage(redis: RedisServer, num_tokens: int, rounds: int, device: str
     ]
 
 
+OPENS = """
+import sys
+from tierkv.errors import ConfigError
+from tierkv.gpu import open_device
+try:
+    open_device(sys.argv[1])
+except ConfigError as error:
+    sys.exit(str(error))
+"""
+
+
+def can_be_opened(device: str) -> bool:
+    """Says why not, where it cannot. In a process of its own: one that has a GPU open is in the way
+    of what is measured there."""
+    command = [sys.executable, "-c", OPENS, device]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        print(f"skipped: {done.stderr.strip()}", file=sys.stderr)
+    return not done.returncode
+
+
 def can_be_measured(way: str) -> bool:
     """Says why not, where it cannot."""
     if way == "network":
@@ -455,6 +476,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     rounds = 1 if options.quick else options.rounds
     rows: list[Row] = []
+    if options.device != "cpu" and not can_be_opened(options.device):
+        show(rows, as_json=options.json)
+        return
     if options.part == "direct" and options.store == "files":
         with tempfile.TemporaryDirectory(prefix="tierkv-bench-") as directory:
             show(by_way(Path(directory).as_uri(), options, rounds), as_json=options.json)

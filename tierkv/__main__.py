@@ -1,6 +1,17 @@
-"""`python -m tierkv` is the command `tierkv`."""
+"""The console's entry to the command `tierkv`, and what `python -m tierkv` runs."""
 
-from tierkv.cli import main
+import sys
+
+
+def run() -> None:
+    """Ctrl-C while the command is still imported ends it in a sentence, too."""
+    try:
+        from tierkv.cli import main  # noqa: PLC0415 - this is what takes its time
+    except KeyboardInterrupt:
+        sys.stderr.write("error: stopped by Ctrl-C\n")
+        sys.exit(130)
+    main()
+
 
 if __name__ == "__main__":
-    main()
+    run()

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,14 @@ def test_ctrl_c_ends_a_command_with_one_sentence_and_status_130() -> None:
                 process.send_signal(signal.SIGINT)
                 out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, "", "error: stopped by Ctrl-C\n")
+
+
+def test_ctrl_c_while_a_command_is_imported_is_the_same_sentence(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    module, _, function = project["project"]["scripts"]["tierkv"].partition(":")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from {module} import {function}"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; {function}()"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (130, "error: stopped by Ctrl-C\n")
