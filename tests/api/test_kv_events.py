@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -240,6 +241,48 @@ async def test_what_was_missed_is_replayed(tmp_path: Path) -> None:
                 late.take(int.from_bytes(number, "big"), batch)
         assert (late.number, late.gaps) == (reader.number, 0)
         assert len(late.blocks["GPU"]) == 8
+
+
+async def test_who_asks_for_replays_and_reads_none_takes_little_memory_and_holds_up_nobody_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kv_events, "_REPLAY_PATIENCE_S", 0.02)
+    replay, request = f"ipc://{tmp_path}/replay", [b"", bytes(8)]
+    async with (
+        world(device_blocks=300) as here,
+        publishing(tmp_path, here, replay=replay) as (reader, publisher),
+    ):
+        await here.run(tokens(1024))
+        await reader.until("GPU", 256)
+        node = here.service.index.match(here.prompt(tokens(1024))).node
+        for _ in range(1000):  # of 9 KB each
+            told = publisher.num_batches
+            here.service.events.tell(Happening.EVICTED, "device", node, 0, 256)
+            await until(lambda told=told: publisher.num_batches > told, "it is told")
+        before = resident_bytes()
+        with zmq_asyncio.Context() as context:
+            context.setsockopt(zmq.LINGER, 0)
+            context.setsockopt(zmq.RCVHWM, 1)
+            sockets = [context.socket(zmq.DEALER) for _ in range(22)]
+            garbage, asking, *stuck = sockets
+            for one in sockets:
+                one.connect(replay)
+            for one in stuck:
+                await one.send_multipart(request)
+            for _ in range(1000):
+                await garbage.send(b"no request")
+            await asking.send_multipart(request)
+            while (await finish(asking.recv_multipart()))[-2] != END:
+                pass
+            assert resident_bytes() - before < 100 << 20  # 20 times 9 MB were asked for
+            for one in sockets:
+                one.close()
+    assert len(caplog.records) < 20, caplog.text
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 async def test_events_that_are_lost_leave_a_gap_and_all_is_told_again(

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from enum import Enum
 from ipaddress import ip_address
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import msgspec
@@ -28,7 +28,8 @@ from tierkv.cache.keys import Fingerprint
 from tierkv.cache.node import CopyState, Tier, TreeNode
 from tierkv.errors import ConfigError, how_to_install
 from tierkv.sched.events import CacheEvent, CacheEvents, ExternalId, Happening
-from tierkv.tasks import background
+from tierkv.sched.log_throttle import LogThrottle
+from tierkv.tasks import background, task_group
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,9 @@ _KEPT_BATCHES = 10_000  # for replays, as vLLM keeps them
 _KEPT_BYTES = 64 << 20
 _LINGER_MS = 500  # for subscribers to be sent the last batch when the node ends
 _REPLAYED_AT_ONCE = 64  # batches between two turns of the loop
+_REPLAY_QUEUE = 256  # batches that wait for one who asked for them: ZeroMQ keeps them in memory
+_REPLAY_PATIENCE_S = 1.0  # for who asked to take one of them
+_REPLAY_LOOKS_S = 0.005  # ZeroMQ does not tell when there is room again
 _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 _REQUEST_FRAMES = 3  # who asks, an empty one, the first number
@@ -139,12 +143,13 @@ class KvEventPublisher:
             replayer = context.socket(zmq.ROUTER)
             try:
                 publisher.setsockopt(zmq.SNDHWM, _KEPT_BATCHES)
-                replayer.setsockopt(zmq.SNDHWM, _KEPT_BATCHES + 1)
+                replayer.setsockopt(zmq.SNDHWM, _REPLAY_QUEUE)
+                replayer.setsockopt(zmq.ROUTER_MANDATORY, 1)  # says where it would drop
                 _bind(zmq, publisher, "endpoint", self._settings.endpoint)
                 work = {"tierkv-kv-events": self._publish(publisher)}
                 if self._settings.replay:
                     _bind(zmq, replayer, "replay", self._settings.replay)
-                    work["tierkv-kv-replays"] = self._replay(replayer)
+                    work["tierkv-kv-replays"] = self._answer_replays(zmq, replayer)
                 self._send(publisher, [_CLEARED])
                 log.info("cache events are published at %s", self._settings.endpoint)
                 async with background(work):
@@ -248,20 +253,53 @@ class KvEventPublisher:
         self._number += 1
         self.num_batches += 1
 
-    async def _replay(self, replayer: Any) -> None:  # noqa: ANN401 - ZeroMQ's
-        while True:
-            frames = await replayer.recv_multipart()
-            if len(frames) != _REQUEST_FRAMES or len(frames[-1]) != _NUMBER_BYTES:
-                log.warning("a replay was asked for in %d frames that are no request", len(frames))
-                continue
-            client, first = frames[0], int.from_bytes(frames[-1], "big")
-            kept = [(number, batch) for number, batch in self._kept if number >= first]
-            for at, (number, batch) in enumerate(kept):
-                told = number.to_bytes(_NUMBER_BYTES, "big")
-                await replayer.send_multipart((client, b"", self._topic, told, batch))
-                if at % _REPLAYED_AT_ONCE == 0:
-                    await asyncio.sleep(0)
-            await replayer.send_multipart((client, b"", b"", _END, b""))
+    async def _answer_replays(self, zmq: Any, replayer: Any) -> None:  # noqa: ANN401 - ZeroMQ's
+        """All who asked at the same time; who asks again is answered anew."""
+        ended = LogThrottle(log, "replays that were not sent to their end (x%d): %s")
+        running: dict[bytes, asyncio.Task[None]] = {}
+
+        async def answer(client: bytes, first: int) -> None:
+            try:
+                await self._replay(zmq, replayer, client, first)
+            except TimeoutError:
+                ended.warn(f"who asked took nothing for {_REPLAY_PATIENCE_S:g} s")
+            except zmq.ZMQError as error:
+                ended.warn(f"who asked has gone: {error}")
+            finally:
+                if running.get(client) is asyncio.current_task():
+                    del running[client]
+
+        async with task_group() as tasks:
+            while True:
+                await asyncio.sleep(0)  # what has come is there without one
+                frames = await replayer.recv_multipart()
+                if len(frames) != _REQUEST_FRAMES or len(frames[-1]) != _NUMBER_BYTES:
+                    ended.warn(f"{len(frames)} frames are no request")
+                    continue
+                client, first = frames[0], int.from_bytes(frames[-1], "big")
+                if client in running:
+                    running[client].cancel()
+                running[client] = tasks.create_task(answer(client, first))
+
+    async def _replay(self, zmq: Any, replayer: Any, client: bytes, first: int) -> None:  # noqa: ANN401
+        """Raises TimeoutError if the client takes nothing, ZMQError if it has gone."""
+        kept = [(number, batch) for number, batch in self._kept if number >= first]
+        answers = (
+            (client, b"", self._topic, number.to_bytes(_NUMBER_BYTES, "big"), batch)
+            for number, batch in kept
+        )
+        for at, answer in enumerate(chain(answers, [(client, b"", b"", _END, b"")])):
+            until = time.monotonic() + _REPLAY_PATIENCE_S
+            while True:
+                try:
+                    await replayer.send_multipart(answer, flags=zmq.NOBLOCK)
+                    break
+                except zmq.Again:
+                    if time.monotonic() > until:
+                        raise TimeoutError from None
+                await asyncio.sleep(_REPLAY_LOOKS_S)
+            if at % _REPLAYED_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
 
 def _zmq() -> Any:  # noqa: ANN401 - a module that may be missing
