@@ -164,6 +164,22 @@ async def test_what_a_chat_asks_beyond_text_is_refused_and_what_changes_nothing_
             )
 
 
+@pytest.mark.parametrize(
+    "message",
+    [{"role": "user"}, {"role": "assistant", "content": None}, {"content": "Why?"}, {}],
+    ids=str,
+)
+async def test_a_message_without_content_or_role_is_refused(message: dict[str, Any]) -> None:
+    async with stage() as on:
+        url = on.caller.url + "/v1/chat/completions"
+        body = {"messages": [{"role": "user", "content": "Why?"}, message]}
+        async with on.caller.session.post(url, json=body) as response:
+            assert response.status == 422
+            told = await response.json(content_type=None)
+            assert "$.messages[1]" in told["error"]["message"]
+        assert not any(node.calls for node in (*on.prefill, *on.decode))
+
+
 async def test_no_stop_text_counts_before_min_tokens() -> None:
     whole = text_of(answer_to(PROMPT.encode(), 40))
     async with stage() as on:

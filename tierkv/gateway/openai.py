@@ -176,12 +176,12 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart]
 
     def text(self) -> str:
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
-        return self.content or ""
+        return self.content
 
 
 class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
