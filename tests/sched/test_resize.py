@@ -138,6 +138,7 @@ async def test_both_pools_go_up_and_down_beside_requests_and_sleep() -> None:
                 for extra in range(4):
                     await on_request(tokens(12 + extra, base))
                     done += 1
+                    await turns(1)  # a hit on the device may wait for nothing
 
         async def on_request(prompt: list[int]) -> None:
             request = await on.admit(prompt)

@@ -28,6 +28,7 @@ def ids(*numbers: int) -> np.ndarray:
 
 @dataclass
 class Ground:
+    device: CpuDevice
     mover: Mover
     planes: Planes
     host: HostSlots
@@ -53,7 +54,7 @@ async def ground() -> AsyncIterator[Ground]:
     mover = Mover(device, planes, host)
     async with mover.running():
         try:
-            yield Ground(mover, planes, host, latch)
+            yield Ground(device, mover, planes, host, latch)
         finally:
             latch.release()
     host.close()
@@ -281,6 +282,31 @@ async def test_a_copy_within_the_device_is_whole() -> None:
         await finish(movement.done())
         assert here.block(0) == expected == here.block(3)
         assert here.mover.bytes_moved == dict.fromkeys(Direction, 0), "it has not left the device"
+
+
+async def test_a_small_copy_within_memory_is_over_at_once_well_or_not() -> None:
+    async with ground() as here:
+        expected = here.block(3)
+        movement = here.mover.copy_within(ids(3), ids(0))
+        assert movement.has_ended
+        assert here.block(0) == expected
+        assert here.mover.gate([movement]).is_open(LAYOUT.num_layers - 1)
+        refused = here.mover.copy_within(ids(3), ids(3))
+        assert refused.has_failed
+        assert here.mover.num_in_flight == 0
+        with pytest.raises(TransferError, match="source and target"):
+            await finish(refused.done())
+
+
+async def test_a_copy_within_that_is_not_quick_keeps_the_loop_free() -> None:
+    async with ground() as here:
+        expected, here.device.quick_copy_bytes = here.block(3), 0
+        movement = here.mover.copy_within(ids(3), ids(0))
+        assert not movement.has_ended, "a thread submits it"
+        await finish(movement.done())
+        assert here.block(0) == expected
+        with pytest.raises(TransferError, match="source and target"):
+            await finish(here.mover.copy_within(ids(3), ids(3)).done())
 
 
 async def test_callbacks_hear_of_the_end_well_or_not_and_even_late() -> None:

@@ -170,6 +170,7 @@ class CudaDevice:
         self.gpu = Gpu(index)
         self.name = f"cuda:{index} ({self.gpu.model})"
         self.compute_stream = adopted_stream(self.gpu, compute_stream)
+        self.quick_copy_bytes = 0  # kernels may have to be compiled
         self._lane_settings = lanes or LaneSettings()
         self._before_copy = before_copy
         self._host: PinnedSlots | None = None  # the last one made

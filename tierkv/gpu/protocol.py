@@ -208,7 +208,13 @@ class Device(Protocol):
     def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane: ...
 
     def copy_blocks(self, planes: Planes, source_ids: Ids, target_ids: Ids) -> Event:
-        """Copy blocks within the device, after everything submitted to compute_stream so far."""
+        """Copy blocks within the device, after everything submitted to compute_stream so far. On
+        any thread; the event loop's if it is of no more than `quick_copy_bytes`."""
+
+    @property
+    def quick_copy_bytes(self) -> int:
+        """So many bytes `copy_blocks` has copied when it returns, in less time than it takes to
+        wake a thread."""
 
     @property
     def compute_stream(self) -> Stream:

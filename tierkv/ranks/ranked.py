@@ -79,6 +79,7 @@ class RankedDevice:
         self.name = f"{devices[0].name} x{len(devices)}"
         self.compute_stream: Stream = RankedStream([d.compute_stream for d in devices])
         self.sharing: Sharing | None = None  # tensor-parallel ranks show nobody their planes
+        self.quick_copy_bytes = min(device.quick_copy_bytes for device in devices)
         self._ledger = Ledger(len(devices), late_s=late_s, now=now)
 
     @property

@@ -79,6 +79,7 @@ class WorkerDevice:
         self.array_module: ModuleType = np
         self.compute_stream: Stream = CallerStream()  # workers order copies against their own
         self.sharing: Sharing | None = None  # the planes are the workers'
+        self.quick_copy_bytes = 0  # a message may wait for room in its socket
         self._shards = tuple(shards)
         self._path = path
         self._links: dict[int, Link] = {}

@@ -364,7 +364,9 @@ class Starts:
         matched = _matched(match, fetched, index.block_size, source)
         shared = None if source is None else _Partial(source, private[:1])
         if shared is not None and (not num_loads or shared.is_on_device):
-            movements.append(self._copy_partial(shared))
+            movement = self._copy_partial(shared)
+            if not movement.has_ended or movement.has_failed:
+                movements.append(movement)
             # Else it goes with the load: every layer's gate waits for it, too.
             held.source = shared = None
         if num_loads:
@@ -475,14 +477,17 @@ class Starts:
             movement = mover.copy_within(partial.slot(Tier.DEVICE), partial.target)
         else:
             movement = mover.load(partial.slot(Tier.HOST), partial.target)
-        end = self._tiers.work.begin(source.node.space.name)
 
         def release() -> None:
             self._tiers.eviction.stats.failed_transfers += movement.has_failed
             self._index.release(source)
-            end()
 
-        movement.when_ended(release)
+        if movement.has_ended:  # within this turn: nobody waits for that
+            release()
+        else:
+            end = self._tiers.work.begin(source.node.space.name)
+            movement.when_ended(release)
+            movement.when_ended(end)
         return movement
 
 

@@ -10,6 +10,7 @@ from bisect import insort
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from operator import add, attrgetter
 
 import msgspec
@@ -237,8 +238,23 @@ class Submitted(msgspec.Struct, eq=False):
         return self.events
 
 
+def _submitted(submit: Callable[[], tuple[Event, ...]]) -> Submitted:
+    try:
+        return Submitted(submit())
+    except TierKVError as error:
+        return Submitted((), error)
+
+
 # One event per layer, known once the copy is submitted.
 Submission = Submitted | Future[tuple[Event, ...]]
+
+
+def _events_of(submission: Submission) -> tuple[Event, ...]:
+    """Of one that is done: those of the layers, or one that tells why it failed."""
+    error = submission.exception()
+    if isinstance(error, TierKVError) and not isinstance(error, TransferError):
+        error = TransferError(str(error))
+    return (FailedEvent(error),) if error else submission.result()
 
 
 class LayerGate:
@@ -459,15 +475,21 @@ class Mover:
         return self._move(BlockCopy(Direction.OFFLOAD, slot_ids, block_ids, tuple(after)))
 
     def copy_within(self, source_ids: Ids, target_ids: Ids) -> Movement:
-        """Device blocks to other device blocks."""
+        """Device blocks to other device blocks. It has ended already if the device is quick."""
 
         def submit() -> tuple[Event, ...]:
             event = self._device.copy_blocks(self._planes, source_ids, target_ids)
             return (event,) * self._planes.layout.num_layers
 
+        num_bytes = len(source_ids) * self._block_bytes
+        if num_bytes <= self._device.quick_copy_bytes:
+            quick = _submitted(submit)
+            movement = Movement(quick, num_bytes)
+            movement.end((_outcome(_events_of(quick)[-1]) or _DONE)[0])
+            return movement
         assert self._submitter is not None, "the mover is running"
         loop, submission = asyncio.get_running_loop(), self._submitter.submit(submit)
-        movement = Movement(submission, len(source_ids) * self._block_bytes)
+        movement = Movement(submission, num_bytes)
         self.num_in_flight += 1
         followed = [movement]  # taken out: a future keeps its callbacks, and the movement keeps it
         submission.add_done_callback(
@@ -483,12 +505,9 @@ class Mover:
         return LayerGate(self._open_gate.num_layers, submissions, self.poller)
 
     def _move(self, copy: BlockCopy) -> Movement:
-        counts, submission = copy.direction, Submitted(())
+        counts = copy.direction
+        submission = _submitted(partial(self._lanes[counts].submit, copy))
         movement = Movement(submission, len(copy) * self._block_bytes)
-        try:
-            submission.events = self._lanes[counts].submit(copy)
-        except TierKVError as error:
-            submission.error = error
         self.num_in_flight += 1
         self._follow(movement, counts)
         return movement
@@ -498,10 +517,7 @@ class Mover:
         what is done then is one of the service's life. counts: None for a copy within the device,
         which was submitted in an earlier turn and may have ended."""
         submission, is_long = movement.submission, movement.num_bytes > _SHORT_BYTES
-        loop, error = asyncio.get_running_loop(), submission.exception()
-        if isinstance(error, TierKVError) and not isinstance(error, TransferError):
-            error = TransferError(str(error))
-        events = (FailedEvent(error),) if error else submission.result()
+        loop, events = asyncio.get_running_loop(), _events_of(submission)
 
         def end(error: TransferError | None) -> None:
             self.num_in_flight -= 1
@@ -513,7 +529,7 @@ class Mover:
             movement.end(error)
 
         try:
-            if counts is Direction.LOAD and not error and loop.time() >= self._times_from:
+            if counts is Direction.LOAD and loop.time() >= self._times_from:
                 self._time_layers(events, is_long=is_long)
             if counts is not None or not self.poller.then_now(events[-1], end):
                 self.poller.then(events[-1], end, is_long=is_long)
