@@ -7,7 +7,8 @@ On a GPU (with CuPy): a Llama of 8 billion parameters with random weights in bfl
 tokens. Two prompts take turns, so that each finds the other one's blocks on the device and its own
 on the host. The limit is one contiguous copy of as many bytes, from pinned memory on a GPU. Tokens
 are compared with those of the model alone whose last prompt token is computed by itself, as after a
-hit: kernels for one token round otherwise than for many.
+hit: kernels for one token round otherwise than for many. Beside that: what a generated token takes
+with the cache and with transformers' own, in turns, prompt and what is kept included.
 
 --store: three prompts take turns, and the host has room for one: each is in the store, and whether
 it is fetched or computed is decided. How long that took is compared with computing.
@@ -27,6 +28,7 @@ from benchmarks.bench import Row, row, show
 
 _ROUNDS = 11
 _STORE_ROUNDS = 15
+_NEW_TOKENS = 64
 
 
 class Bench:
@@ -115,6 +117,42 @@ def host_rows(bench: Bench) -> list[Row]:
     return [limit, alone, host]
 
 
+def decode_rows(bench: Bench) -> list[Row]:
+    """Of a token, after prompts that fill a sixteenth of the context."""
+    from transformers import DynamicCache  # noqa: PLC0415
+
+    from tierkv.adapters.transformers import TierKVCache  # noqa: PLC0415
+
+    prompts = [one[:, : bench.num_tokens // 16] for one in bench.prompts[:2]]
+
+    def generate(prompt: Any, cache: Any) -> float:  # noqa: ANN401 - torch's
+        bench.synchronize()
+        began = time.perf_counter()
+        out = bench.model.generate(
+            prompt,
+            max_new_tokens=_NEW_TOKENS,
+            min_new_tokens=_NEW_TOKENS,
+            do_sample=False,
+            past_key_values=cache,
+        )
+        bench.synchronize()
+        assert out.shape[1] == prompt.shape[1] + _NEW_TOKENS
+        return (time.perf_counter() - began) / _NEW_TOKENS * 1e3
+
+    own, with_cache = [], []
+    with TierKVCache.for_model(bench.model, host_bytes=bench.num_bytes, revision="random") as cache:
+        for prompt in prompts:  # to warm up
+            generate(prompt, DynamicCache(config=bench.config))
+            generate(prompt, cache)
+        for number in range(_ROUNDS):
+            prompt = prompts[number % 2]
+            own.append(generate(prompt, DynamicCache(config=bench.config)))
+            with_cache.append(generate(prompt, cache))
+    alone = row("a generated token, transformers' own cache", own, "ms")
+    ours = "a generated token, with this cache"
+    return [alone, row(ours, with_cache, "ms", against=alone, most=1 / 0.99)]
+
+
 def store_rows(bench: Bench, store: str) -> list[Row]:
     """What generate takes with the prompt in the store, to computing, in turns."""
     from tierkv.adapters.transformers import TierKVCache  # noqa: PLC0415
@@ -163,7 +201,7 @@ def main() -> None:
     asked = parser.parse_args()
     bench = Bench(is_quick=asked.quick)
     if asked.store is None:
-        rows = host_rows(bench)
+        rows = host_rows(bench) + decode_rows(bench)
     else:
         with late(asked.store, asked.late) as url:
             rows = store_rows(bench, url if asked.late else asked.store)

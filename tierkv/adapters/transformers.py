@@ -269,6 +269,9 @@ class PromptHit:
         )
 
 
+_NO_HIT = PromptHit()
+
+
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     """A layer's keys and values in device blocks that lie in a row; attention gets views of them.
 
@@ -287,13 +290,17 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.length = 0
         self._number = number
         self._wait = wait
-        self._memory: Sequence[torch.Tensor] = ()
 
-    def place(self, memory: Sequence[torch.Tensor], length: int) -> None:
-        """memory: keys and values, [1, heads, tokens, dim], of which `length` tokens are there."""
-        self._memory = memory
+    def place(self, room: _DeviceRoom, planes: Sequence[int], length: int) -> None:
+        """planes: of keys and of values in `room`, of which `length` tokens are there."""
+        self._room = room
+        self._keys, self._values = planes
+        self._set_length(length)
+
+    def _set_length(self, length: int) -> None:
         self.length = length
-        self.keys, self.values = (states.narrow(2, 0, length) for states in memory)
+        states = self._room.cut(0, length)
+        self.keys, self.values = states[self._keys], states[self._values]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: its memory is there before."""
@@ -303,16 +310,17 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         start, stop = self.length, self.length + key_states.shape[-2]
         self._wait(self._number, stop)
-        for memory, states in zip(self._memory, (key_states, value_states), strict=True):
-            room = memory[:, :, start:stop]
+        rooms = self._room.cut(start, stop)
+        for plane, states in ((self._keys, key_states), (self._values, value_states)):
+            room = rooms[plane]
             if room.shape != states.shape or room.dtype != states.dtype:
                 raise LayoutError(
                     f"layer {self._number} has {tuple(states.shape)} of {_name(states.dtype)} where"
                     f" {tuple(room.shape)} of {_name(room.dtype)} belongs: give this cache only to "
                     "the model that it was made for"
                 )
-            room.copy_(states.detach())
-        self.place(self._memory, stop)
+            room.copy_(states.detach() if states.requires_grad else states)
+        self._set_length(stop)
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
@@ -332,10 +340,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Forget so many tokens, if negative; all after so many, if positive (older versions)."""
         if tokens_to_remove:
             left = tokens_to_remove + (self.length if tokens_to_remove < 0 else 0)
-            self.place(self._memory, min(max(left, 0), self.length))
+            self._set_length(min(max(left, 0), self.length))
 
     def reset(self) -> None:
-        self.place(self._memory, 0)
+        self._set_length(0)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         raise BadRequestError(_ONE_ROW)
@@ -366,6 +374,27 @@ class _DeviceRoom:
             self.planes.append(piece[:size].view(num_blocks, -1))
             by_token = piece[:size].view(one.dtype).view(self.num_tokens, *one.shape[1::2])
             self.states.append(by_token.transpose(0, 1)[None])
+        self._every: torch.Tensor | None = None
+        if len({(one.shape, one.dtype) for one in like}) == 1:  # as nearly always
+            by_plane = memory.view(len(sizes), -1)[:, : sizes[0]].view(like[0].dtype)
+            by_token = by_plane.view(len(sizes), 1, self.num_tokens, *like[0].shape[1::2])
+            self._every = by_token.transpose(2, 3)
+        self._cuts: dict[tuple[int, int, bool], Sequence[torch.Tensor]] = {}
+
+    def cut(self, start: int, stop: int) -> Sequence[torch.Tensor]:
+        """Tokens [start, stop) of every plane, [1, heads, tokens, dim]: what one layer asks for the
+        others will, and one call for all takes a tenth of one for each."""
+        key = (start, stop, torch.is_inference_mode_enabled())  # its views stay in that mode
+        found = self._cuts.get(key)
+        if found is None:
+            if self._every is None:
+                found = [one.narrow(2, start, stop - start) for one in self.states]
+            else:
+                found = self._every.narrow(3, start, stop - start).unbind()
+            if len(self._cuts) > 1:  # of the pass before: what was written, and all there was
+                self._cuts.clear()
+            self._cuts[key] = found
+        return found
 
 
 @dataclass(slots=True)
@@ -504,6 +533,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._process = os.getpid()
         self._turn = threading.Lock()
         self._fed: list[tuple[int, torch.Tensor]] = []  # where they start, [tokens]
+        self._stop = 0  # how many tokens there are after the forward pass under way
         self._held = np.zeros(0, np.int64)  # the tokens of the last sequence, which the room has
         self._num_kept = 0  # so many of the sequence's first tokens lookups find
         self._keeping: _Asked[int] | None = None  # uses the engine and the room until it is over
@@ -511,7 +541,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._is_kept = True  # the host has what it is to have of the sequence
         self._load: _Load | None = None
         self._begun: _Begun | None = None
-        self._hit = PromptHit()  # of the forward pass under way
+        self._hit = _NO_HIT  # of the forward pass under way
         self._timer = _Timer(like[0].device)
         self._stream = _stream_of(like[0].device)
         self._place(0)
@@ -533,6 +563,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
             self._keep()  # what the model was given outside of any
             self.last_hit = PromptHit()
             self._fed.clear()
+            self._stop = 0
             try:
                 with self._changing():
                     if prompt is not None:
@@ -576,6 +607,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
         if hit is None:
             self._reserve(start + count)
         self._fed.append((start, ids[0].detach().clone()))
+        self._stop = start + count
         self._is_kept = False
         if is_text:
             self._hit = hit or self._bring(start, ids[0].cpu().numpy(), most)
@@ -593,9 +625,10 @@ class TierKVCache(Cache):  # type: ignore[misc]
     def _settled(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
         self._timer.stop()
         load, self._load = self._load, None
-        hit, self._hit = self._hit, PromptHit()
+        hit, self._hit = self._hit, _NO_HIT
         if load is None or not self._moves.failed(load):
-            self.last_hit += hit
+            if hit is not _NO_HIT:
+                self.last_hit += hit
             return None
         start, ids = self._fed[-1]
         device = load.valid - start
@@ -667,8 +700,9 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._moves.start_anew(self._room)
         self._load = self._begun = None
         self._fed.clear()
+        self._stop = 0
         self._held, self._num_kept = self._held[:0], 0
-        self._hit, self._is_kept = PromptHit(), True
+        self._hit, self._is_kept = _NO_HIT, True
         self._place(0)
         self._is_whole = True
 
@@ -703,9 +737,8 @@ class TierKVCache(Cache):  # type: ignore[misc]
 
     def _place(self, num_tokens: int) -> None:
         """The room has the KV of so many tokens, and what is written next comes behind them."""
-        for number, planes in enumerate(self._layout.planes_of_layer):
-            memory = [self._room.states[plane] for plane in planes]
-            self.layers[number].place(memory, num_tokens)
+        for layer, planes in zip(self.layers, self._layout.planes_of_layer, strict=True):
+            layer.place(self._room, planes, num_tokens)
 
     def _reserve(self, num_tokens: int) -> None:
         if num_tokens <= self._room.num_tokens:
@@ -744,8 +777,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
         )
 
     def _wait(self, layer: int, stop: int) -> None:
-        start, ids = self._fed[-1] if self._fed else (0, ())
-        if stop != start + len(ids):
+        if stop != self._stop:
             raise BadRequestError(
                 "this cache was not asked before the model ran: generate with, or call, the whole "
                 "model that it was made for"
@@ -1170,8 +1202,10 @@ def _state_of(model: PreTrainedModel) -> list[object]:
         (one.data_ptr(), 0 if one.is_inference() else version(one)) for one in model.parameters()
     ]
     adapters = [
-        one for one in model.modules() if isinstance(getattr(one, "disable_adapters", None), bool)
-    ]
+        one
+        for one in model.modules()
+        if hasattr(type(one), "disable_adapters") and isinstance(one.disable_adapters, bool)
+    ]  # of PEFT, where it is a property: asking modules themselves takes 5 us each
     return found + [(tuple(one.active_adapters), one.disable_adapters) for one in adapters]
 
 
@@ -1256,8 +1290,12 @@ def _check_places(given: Mapping[str, Any], start: int, count: int) -> None:
     for name in _BY_POSITION:
         places = given.get(name)
         if places is not None:
-            expected = torch.arange(start, start + count, device=places.device)
-            if places.shape[-1] != count or not bool((places == expected).all()):
+            if places.shape[-1] == count == 1 and places.numel() == 1:
+                is_right = places.item() == start
+            else:
+                expected = torch.arange(start, start + count, device=places.device)
+                is_right = places.shape[-1] == count and bool((places == expected).all())
+            if not is_right:
                 raise BadRequestError(f"{name} must be {start} to {start + count - 1}")
 
 
