@@ -92,7 +92,7 @@ async def test_of_a_layered_store_the_part_that_takes_no_writes_is_named(
         assert answer.body["status"] == "degraded"
         detail = answer.body["parts"]["storage"]["detail"]
         assert detail.startswith(f"{near} takes no writes: ")
-        assert "bytes of values (capacity_bytes), at least" in detail
+        assert "capacity_bytes allows 1048576 bytes of values, min_free_bytes keeps" in detail
 
 
 async def test_writes_that_are_skipped_for_a_while_repeat_the_stores_own_first_reason(

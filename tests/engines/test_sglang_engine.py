@@ -72,7 +72,7 @@ class Engine:
     def _line(self) -> str:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, "the engine ended; what it said is above"
+        assert line, f"the engine ended with {self.process.wait(60)}; what it said is above"
         return line
 
     def wait_until_ready(self) -> None:
@@ -89,6 +89,7 @@ class Engine:
 def engines(model: str, *arguments: dict[str, object]) -> Iterator[list[Engine]]:
     """Started together, since most of a start is waiting for imports."""
     environment = os.environ | {"PYTHONPATH": str(_ROOT), "HF_HUB_OFFLINE": "1"}
+    environment |= {"PYTHONFAULTHANDLER": "1"}
     cores = sorted(os.sched_getaffinity(0))
     environment |= {
         "OMP_NUM_THREADS": "1",

@@ -62,7 +62,7 @@ class Engine:
     def _line(self) -> str:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, "the engine ended; what it said is above"
+        assert line, f"the engine ended with {self.process.wait(60)}; what it said is above"
         return line
 
     def wait_until_ready(self) -> None:
@@ -91,6 +91,7 @@ def engine(
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        "PYTHONFAULTHANDLER": "1",
         "OMP_NUM_THREADS": "1",
         "TEST_GPU_BLOCKS": str(num_blocks),
     }

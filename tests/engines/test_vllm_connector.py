@@ -71,7 +71,7 @@ class Engine:
     def line(self) -> str:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, "the engine ended; what it said is above"
+        assert line, f"the engine ended with {self.process.wait(60)}; what it said is above"
         return line
 
     def send(self, do: str, **fields: object) -> None:
@@ -137,6 +137,7 @@ def process(
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        "PYTHONFAULTHANDLER": "1",
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, str(_HERE / script), path, json.dumps(config), *more]

@@ -443,8 +443,8 @@ class Room:
                 self._add(num_bytes)
                 return ""
         limits = {
-            "at most {} bytes of values (capacity_bytes)": self._capacity_bytes,
-            "at least {} bytes free on the disk (min_free_bytes)": self._min_free_bytes,
+            "capacity_bytes allows {} bytes of values": self._capacity_bytes,
+            "min_free_bytes keeps {} bytes of the disk free": self._min_free_bytes,
         }
         told = ", ".join(limit.format(value) for limit, value in limits.items() if value)
         return f"{num_bytes} bytes do not fit: {told}"
