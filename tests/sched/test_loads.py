@@ -15,7 +15,7 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
 from tierkv.cache.node import Tier
 from tierkv.errors import TransferError
-from tierkv.gpu.cpu import CpuDevice
+from tierkv.gpu.cpu import CpuDevice, CpuEvent
 from tierkv.gpu.protocol import BlockCopy, Direction, Event, HostSlots, Lane, Planes
 from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.settings import CacheSettings
@@ -175,6 +175,34 @@ async def test_a_failed_load_names_its_blocks_and_the_index_forgets_the_device_c
         assert here.service.stats().device.free >= free
         assert here.service.stats().tiers.failed_transfers == 1
         assert (await here.run([*tokens(16), 5])).host_tokens == 16  # the host copy is still good
+
+
+async def test_a_last_block_that_was_not_copied_fails_its_request_and_nothing_of_it_is_cached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with world() as here:
+        await here.run(tokens(16))
+
+        def catch_fire(*_: object) -> Event:
+            event = CpuEvent()
+            event.reach(TransferError("the copy caught fire"))
+            return event
+
+        with monkeypatch.context() as broken:
+            broken.setattr(CpuDevice, "copy_blocks", catch_fire)
+            request = await here.admit(tokens(16))  # all but the last token is there
+        assert request.cached_tokens == 15
+        with pytest.raises(TransferError, match="caught fire"):
+            await finish(request.gate.all_layers(20))
+        for _ in range(2):
+            with pytest.raises(TransferError, match="caught fire"):
+                await finish(here.service.commit(request, pack(tokens(16))))
+        await here.ended(request)
+        assert here.service.stats().tiers.failed_transfers == 1
+        assert here.service.verify() == []
+        again = await here.admit(tokens(16))
+        here.check_kv(again, tokens(16), 15)
+        await here.ended(again)
 
 
 async def test_a_failed_load_fails_everyone_who_waits_for_it_and_all_blocks_below_it() -> None:
