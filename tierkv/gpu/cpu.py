@@ -209,13 +209,13 @@ class CpuLane:
         return events
 
     def _is_one_call(self, copy: BlockCopy) -> bool:
-        """Whether all layers of this copy are there together, so that one event tells of them."""
-        is_small = len(copy) * self._planes.layout.block_bytes <= _ONE_CALL_BYTES
-        return self._may_call and is_small and self._is_whole()
+        """Whether all layers of this copy are there together, so that one event tells of them.
 
-    def _is_whole(self) -> bool:
-        """Whether planes and slots are as the layout says. Where they are not, layers are copied
-        one by one: the first that is wrong fails, and says what is wrong with it."""
+        Where planes or slots are not as the layout says, layers are copied one by one: the first
+        that is wrong fails, and says what is wrong with it.
+        """
+        if not self._may_call or len(copy) * self._planes.layout.block_bytes > _ONE_CALL_BYTES:
+            return False
         try:
             arrays, host = self._planes.arrays, self._host.array
         except LayoutError:  # closed

@@ -58,15 +58,13 @@ OnDone = Callable[[TransferError | None], None]
 
 
 class _Pending(msgspec.Struct, eq=False):
-    """on_done: called once, when `event` is done, or with what it has failed with."""
+    """on_done: called once, when `event` is done, or with what it has failed with. position: the
+    event's in its line."""
 
     event: Event
     on_done: OnDone
     is_long: bool
-
-    @property
-    def position(self) -> int:
-        return self.event.position
+    position: int
 
 
 class EventPoller:
@@ -131,11 +129,8 @@ class EventPoller:
         poller's."""
         if not self._is_running:
             raise ShuttingDownError("the event poller is not running")
-        line = self._lines.get(event.line)
-        if line is None:
-            self._lines[event.line] = [_Pending(event, on_done, is_long)]
-        else:
-            insort(line, _Pending(event, on_done, is_long), key=attrgetter("position"))
+        one = _Pending(event, on_done, is_long, event.position)
+        insort(self._lines.setdefault(event.line, []), one, key=attrgetter("position"))
         self._num_pending += 1
         self._wake_up()
 
