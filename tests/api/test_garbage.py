@@ -1,21 +1,17 @@
-"""Reference cycles are found soon, in short looks, whatever else is allocated; and the event loop
-waits little for other threads."""
+"""Reference cycles are found soon, in short looks, whatever else is allocated."""
 
 from __future__ import annotations
 
 import gc
-import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
 
 import aiohttp
 import pytest
 
 from tests.api.nodes import here
-from tests.latch import finish, until
+from tests.latch import until
 from tierkv.http import process
 from tierkv.http.process import short_collections
 
@@ -84,32 +80,6 @@ def test_cycles_that_hold_much_memory_are_found_before_they_take_all_of_it() -> 
     run = [sys.executable, "-c", HEAVY]
     told = subprocess.run(run, capture_output=True, check=True, timeout=60)
     assert int(told.stdout) < 300
-
-
-async def test_while_a_process_serves_its_loop_waits_for_threads_in_short_turns() -> None:
-    usual, during = sys.getswitchinterval(), list[float]()
-
-    class Ended:
-        """It serves until it has said that it does."""
-
-        @asynccontextmanager
-        async def running(self) -> AsyncIterator[None]:
-            yield
-
-        def drain(self) -> None: ...
-        def hurry(self) -> None: ...
-        async def idle(self, *, grace_s: float) -> None: ...
-
-    def announce(_: str) -> None:
-        during.append(sys.getswitchinterval())
-        signal.raise_signal(signal.SIGTERM)
-
-    listening = nullcontext("http://node")
-    await finish(
-        process.serve(Ended(), "it", listening, announce, grace_s=9, on_closing=lambda: None)
-    )
-    assert during[0] < usual / 10
-    assert sys.getswitchinterval() == usual
 
 
 async def test_requests_and_connections_leave_no_cycles_for_the_collector() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 from typing import Any
 
@@ -112,12 +113,14 @@ async def test_prompts_beyond_the_bound_in_bytes_are_told_to_come_again() -> Non
 async def test_while_a_long_prompt_is_read_or_packed_others_are_answered(
     step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Soon, too: the loop waits no 5 ms for the interpreter whenever it has called the system."""
     reached, go_on = threading.Event(), threading.Event()
-    loop_thread = threading.get_ident()
+    loop_thread, usual_s = threading.get_ident(), sys.getswitchinterval()
 
     def hold(num_bytes: int) -> None:
         if num_bytes > LARGE_BYTES:
             assert threading.get_ident() != loop_thread, "the loop itself does it"
+            assert sys.getswitchinterval() < usual_s / 10
             reached.set()
             assert go_on.wait(PATIENCE_S)
 
@@ -144,3 +147,4 @@ async def test_while_a_long_prompt_is_read_or_packed_others_are_answered(
         finally:
             go_on.set()
     assert long.result().is_whole
+    assert sys.getswitchinterval() == usual_s

@@ -56,7 +56,6 @@ _CLOSE_LIMIT_S = 5.0  # after the drain
 _MOST_PIECES = 64  # that wait for the client; a slow one then slows its own answer only
 
 B = TypeVar("B", CompletionBody, ChatBody)
-T = TypeVar("T")
 SayTo = Callable[[int, str], Awaitable[None]]
 
 
@@ -64,7 +63,6 @@ class CompletionRoutes:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._bodies = bodies.BodyReader(gateway.settings.gateway)
-        self._long_one = asyncio.Semaphore()  # reading prompts takes several times their memory
 
     @Route("POST", "/v1/completions", Access.WRITE)
     async def completions(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -108,7 +106,9 @@ class CompletionRoutes:
         backend.admission.check(len(prompts))
         with backend.admission.holding(num_bytes):
             async with self._gateway.work():
-                packed = await self._aside(num_bytes, lambda: [one.packed() for one in prompts])
+                packed = await self._bodies.aside(
+                    num_bytes, lambda: [one.packed() for one in prompts]
+                )
             prompts.clear()
             given = request[bodies.REQUEST_ID], request.headers.get("Authorization")
             answers = [
@@ -119,13 +119,6 @@ class CompletionRoutes:
             if body.stream:
                 return await self._stream(writer, answers, with_usage=body.with_usage)
             return await self._whole(writer, answers)
-
-    async def _aside(self, num_bytes: int, work: Callable[[], T]) -> T:
-        """What `work` returns. For many bytes it runs in a thread, one such at a time."""
-        if num_bytes <= bodies.LARGE_BYTES:
-            return work()
-        async with self._long_one:
-            return await asyncio.to_thread(work)
 
     async def _whole(self, writer: _Writer, answers: Sequence[PromptAnswer]) -> web.Response:
         texts: list[list[str]] = [[] for _ in answers]

@@ -141,24 +141,6 @@ _GROWTH_KIB = 64 << 10
 _ALL_SHARE = 20
 
 
-# Of the interpreter, for a thread while another one waits for it. The loop waits anew after nearly
-# every call of the system. Beside a thread that parses bodies of 15 MiB all the time it was late by
-# more than 50 ms in 27 of 100 cases with Python's 5 ms, in 11 with 0.5, in 1 with 0.1, and in 4
-# with 0.02 (2-core x86-64 VM, 2026-11-27).
-_TURN_S = 1e-4
-
-
-@contextmanager
-def short_turns() -> Iterator[None]:
-    """Have the event loop wait little for threads that run Python code."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(_TURN_S)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
-
-
 @asynccontextmanager
 async def short_collections() -> AsyncIterator[None]:
     """Keep pauses of the garbage collector short: what exists before the body is frozen, new
@@ -336,7 +318,7 @@ async def serve(
     announce: called with the URL once it answers there. on_closing: when no work is left, or should
     be; twice, it may be.
     """
-    with told_to_end(served.hurry) as told, short_turns():
+    with told_to_end(served.hurry) as told:
         async with listening as url, served.running(), short_collections():
             log.info("%s is ready at %s", name, url)
             announce(url)
