@@ -382,6 +382,36 @@ async def test_a_read_is_tried_again_within_the_budget_and_a_write_never(make: M
     assert pair.faulty.num_operations - before <= 200 * 1.1 + 11
 
 
+@pytest.mark.parametrize("late_s", [0.05, 0.2])
+async def test_a_read_that_fails_late_is_not_tried_again(late_s: float) -> None:
+    """The same caller would wait for both."""
+    clock, memory = TurnedClock(), MemoryStore(MemorySettings(None), SystemClock())
+    faulty = FaultyStore(memory)
+    store = GuardedStore(faulty, ResilienceSettings(timeout_s=20.0, write_timeout_s=20.0), clock)
+    async with store.running():
+        await put_one(store, NAME, BLOCK)
+        for read in (get_one(store, NAME, 1_000), store.exists([NAME])):
+            before = faulty.num_operations
+            faulty.hold()
+            faulty.fail_next(1)
+            async with asyncio.TaskGroup() as group:
+                reading = group.create_task(outcome(read))
+                await faulty.until_held(1)
+                clock.now += late_s
+                faulty.release()
+            is_tried_again = late_s < 0.1
+            assert reading.result() is is_tried_again
+            assert faulty.num_operations - before == 1 + is_tried_again
+
+
+async def outcome(read: Awaitable[object]) -> bool:
+    """Whether it found what there is."""
+    try:
+        return await read in (1, (GetStatus.HIT, BLOCK))
+    except StoreUnavailableError:
+        return False
+
+
 async def test_reads_do_not_wait_behind_writes(make: Make) -> None:
     pair = await make(timeout_s=5.0)
     await put_one(pair.store, NAMES[0], BLOCK)
