@@ -32,10 +32,10 @@ _ENCODINGS = ("identity", "gzip", "deflate")
 
 LARGE_BYTES = 256 << 10
 _PIECE_BYTES = 64 << 10  # 0.6 ms of parsing
-# For which a thread that parses keeps the interpreter while the event loop waits for it, as that
-# does anew after nearly every call of the system. Beside bodies of 15 MiB all the time the loop was
-# late by more than 50 ms in 27 of 100 cases with Python's 5 ms, in 11 with 0.5, in 1 with 0.1, and
-# in 4 with 0.02 (2-core x86-64 VM, 2026-11-27).
+# After which the event loop asks a thread that parses for the interpreter. It needs it anew after
+# nearly every call of the system: beside bodies of 15 MiB all the time it was late by more than 50
+# ms in 27 of 100 cases with Python's 5 ms, in 11 with 0.5, in 1 with 0.1, in 4 with 0.02 (2-core
+# x86 VM, 2026-11-27). Set at all times, it cost a generation of 60 tokens 4 %.
 _TURN_S = 1e-4
 ESCAPE_BYTES = 6  # of JSON text, at most, for one byte of what it says
 # What the decoder reads at once, of a body without its long values: a million marks take 20 to 30

@@ -134,9 +134,9 @@ _MIDDLE_TICKS = 5
 # little, and for a thousandth of the time at most.
 _ALL_S, _ALL_SELDOM_S = 60.0, 3600.0
 _LITTLE = 10_000  # objects, about 1 MB
-# The collector counts objects, not what they hold: errors of a few hundred long prompts, of 4 MiB
-# each, came to 2.4 GiB within a minute (2026-11-27). So all is looked through, for a twentieth of
-# the time at most, whenever the process has grown by so much: a garbage of less raises its peak.
+# The collector counts objects, not what these hold: errors of a few hundred long prompts, of 4 MiB
+# each, came to 2.4 GiB within a minute (2-core x86 VM, 2026-11-27). So all is looked through, for a
+# twentieth of the time at most, whenever the process's peak of memory has grown by so much.
 _GROWTH_KIB = 64 << 10
 _ALL_SHARE = 20
 
