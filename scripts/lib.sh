@@ -8,6 +8,7 @@ venv=$(readlink -m -- "${TIERKV_VENV:-$root/.venv}")
 stamp=$venv/tierkv.stamp
 
 unset PYTHONHOME PYTHONPATH  # they are meant for another Python than ours
+unset PYTHONDONTWRITEBYTECODE  # or each of the processes that scripts and tests start would compile all of tierkv anew
 if [[ -z ${HOME:-} ]]; then
     HOME=$(getent passwd "$(id -u)" 2>/dev/null | cut -d: -f6) || true
     export HOME="${HOME:-/nonexistent}"
