@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import socket
 import ssl
@@ -367,6 +368,37 @@ async def test_a_new_certificate_is_used_without_a_restart(
             while not await trusts(contexts[1]):  # noqa: ASYNC110 - over HTTP
                 await asyncio.sleep(0.02)
         assert not await trusts(contexts[0])
+
+
+async def test_no_handshake_fails_while_certificates_are_renewed(
+    callers: Callers, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    authority = Authority(tmp_path)
+    pems = [authority.issue(f"node{n}").read_bytes() for n in range(2)]
+    live = tmp_path / "live.pem"
+    live.write_bytes(pems[0])
+    over = asyncio.Event()
+
+    async def renew() -> None:
+        for turn in range(100):
+            await asyncio.to_thread(tmp_path.joinpath("next.pem").write_bytes, pems[turn % 2])
+            await asyncio.to_thread(tmp_path.joinpath("next.pem").rename, live)
+            await asyncio.sleep(0.005)
+        over.set()
+
+    async def connect(url: str, context: ssl.SSLContext) -> None:
+        while not over.is_set():
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context)) as one:
+                assert (await Client(url, one).get("/livez")).status == 200
+
+    tls = TlsSection(cert=str(live), reload_s=0.001)
+    async with guarded(callers, tls=tls) as on, asyncio.TaskGroup() as group:
+        group.create_task(renew())
+        for _ in range(4):
+            group.create_task(connect(on.url, authority.trusted_by()))
+    assert caplog.text.count("is in use") > 10
+    assert "stays in force" not in caplog.text
 
 
 def test_client_certificates_without_a_list_of_callers_are_refused() -> None:

@@ -180,7 +180,11 @@ async def server_tls(settings: TlsSection) -> AsyncIterator[ssl.SSLContext | Non
         context.verify_mode = ssl.CERT_REQUIRED
 
     async def reload() -> None:
-        await asyncio.to_thread(_load, context, settings)
+        pems = await asyncio.to_thread(_Pems.read, settings)
+        # First into a context of its own: what does not fit would break the live one. That is then
+        # changed between two turns of the loop, or a handshake would see half of the change.
+        await asyncio.to_thread(pems.load, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+        pems.load(context)
         log.info("the certificate of %s is in use", settings.cert)
 
     files = [Path(name) for name in (settings.cert, settings.key, settings.client_ca) if name]
@@ -188,23 +192,61 @@ async def server_tls(settings: TlsSection) -> AsyncIterator[ssl.SSLContext | Non
         yield context
 
 
-def _load(context: ssl.SSLContext, settings: TlsSection) -> None:
-    # First into a context of its own: a key that does not fit would break the live one.
-    for target in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), context):
+@dataclass(frozen=True, slots=True)
+class _Pems:
+    """What the files of `settings` held at one moment: what is tried is what is used."""
+
+    settings: TlsSection
+    chain: bytes
+    key: bytes
+    client_ca: bytes
+
+    @classmethod
+    def read(cls, settings: TlsSection) -> _Pems:
+        """Raises ConfigError."""
         try:
-            # An encrypted key is refused; without a password, OpenSSL would ask on the terminal.
-            target.load_cert_chain(settings.cert, settings.key or None, password="")
-        except (OSError, ValueError) as error:  # SSLError is an OSError
-            raise ConfigError(
-                f"the certificate {settings.cert} or its key cannot be used: {error}"
-            ) from error
-        if settings.client_ca:
+            chain = Path(settings.cert).read_bytes()
+            key = Path(settings.key).read_bytes() if settings.key else chain
+        except OSError as error:
+            raise _unusable(settings, error) from error
+        try:
+            client_ca = Path(settings.client_ca).read_bytes() if settings.client_ca else b""
+        except OSError as error:
+            raise _unusable_ca(settings, error) from error
+        return cls(settings, chain, key, client_ca)
+
+    def load(self, context: ssl.SSLContext) -> None:
+        """Raises ConfigError."""
+        with _in_memory(self.chain) as chain, _in_memory(self.key) as key:
             try:
-                target.load_verify_locations(settings.client_ca)
+                # A password, or OpenSSL would ask on the terminal for that of an encrypted key.
+                context.load_cert_chain(chain, key, password="")
+            except (OSError, ValueError) as error:  # SSLError is an OSError
+                raise _unusable(self.settings, error) from error
+        if not self.settings.client_ca:
+            return
+        with _in_memory(self.client_ca) as client_ca:
+            try:
+                context.load_verify_locations(client_ca)
             except OSError as error:
-                raise ConfigError(
-                    f"tls.client_ca {settings.client_ca} cannot be used: {error}"
-                ) from error
+                raise _unusable_ca(self.settings, error) from error
+
+
+def _unusable(settings: TlsSection, error: Exception) -> ConfigError:
+    return ConfigError(f"the certificate {settings.cert} or its key cannot be used: {error}")
+
+
+def _unusable_ca(settings: TlsSection, error: Exception) -> ConfigError:
+    return ConfigError(f"tls.client_ca {settings.client_ca} cannot be used: {error}")
+
+
+@contextmanager
+def _in_memory(content: bytes) -> Iterator[str]:
+    """The name of a file that holds `content` as long as the body runs: OpenSSL is given
+    certificates by name."""
+    with open(os.memfd_create("tierkv-pem"), "wb", buffering=0) as file:
+        file.write(content)
+        yield f"/proc/self/fd/{file.fileno()}"
 
 
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
