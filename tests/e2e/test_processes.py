@@ -115,6 +115,9 @@ async def test_every_length_around_a_block_is_handed_over_exactly(
         assert await stop(p.process) == await stop(d.process) == 0
 
 
+@pytest.mark.parametrize(
+    "storage", [pytest.param("file", marks=pytest.mark.slow), "redis"], indirect=True
+)
 async def test_ten_thousand_tokens_are_handed_over_exactly(storage: str, tmp_path: Path) -> None:
     prompt = text(10_000)
     async with pair(storage, tmp_path) as (nodes, p, d):
