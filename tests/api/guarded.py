@@ -132,7 +132,7 @@ async def guarded(
         async with (
             listening(node, *listeners) as url,
             node.running(),
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session,
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=200)) as session,
         ):
             yield Guarded(node, url, Client(url, session))
 

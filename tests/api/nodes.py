@@ -120,7 +120,7 @@ async def here(
     async with (
         listening(node, bind(chosen.node)) as url,
         node.running(),
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=200)) as session,
     ):
         try:
             yield Here(node, Client(url, session), latch, faulty)

@@ -22,6 +22,7 @@ NUM_TOKENS = 4
 MOST_BYTES = 1 << 24
 KINDS = (":0of1", ":partial:", ":tails", ":ticket:", ":open:", ":ack:", ":producer:")
 REFUSED = {"damaged", "incomplete", "not_yet", "already_claimed", "other_prompt", "producer_lost"}
+REFUSED |= {"storage_unavailable"}  # by a machine that does not answer within the claim's deadline
 
 
 async def stored() -> dict[str, bytes]:
@@ -51,7 +52,7 @@ async def value_of(store: MemoryStore, name: str) -> bytes:
     return value
 
 
-async def check(values: Mapping[str, bytes]) -> int:
+async def check(values: Mapping[str, bytes], *, deadline_s: float = 0.05) -> int:
     """How many of the two hand-offs a node over these values serves; all of its answers are
     right."""
     store = MemoryStore(MemorySettings(), SystemClock())
@@ -61,7 +62,7 @@ async def check(values: Mapping[str, bytes]) -> int:
         num_served = 0
         for ticket in ("t", "claimed-t", "open-t"):
             body = {"prompt": PROMPTS["t"], "ticket_id": ticket, "max_tokens": NUM_TOKENS}
-            answer = await on.client.post("/v1/decode", body | {"deadline_s": 0.05})
+            answer = await on.client.post("/v1/decode", body | {"deadline_s": deadline_s})
             if answer.status == 200:
                 num_served += 1
                 assert tuple(answer.body["tokens"]) == TRUTH["t"]
@@ -84,7 +85,7 @@ async def test_a_value_under_another_ones_name_never_makes_a_wrong_answer(most: 
     values = await stored()
     kinds = {kind for kind in KINDS for name in values if kind in name}
     assert kinds == set(KINDS), sorted(values)
-    assert await check(values) >= 1
+    assert await check(values, deadline_s=2.0) >= 1
     pairs = [(source, name) for source in values for name in values if source != name]
     for source, name in random.Random(1).sample(pairs, min(most, len(pairs))):
         await check({**values, name: values[source]})

@@ -115,7 +115,7 @@ async def test_a_node_that_ends_while_blocks_move_leaves_nothing_wrong_behind(
     trials: int,
 ) -> None:
     rng = random.Random(trials + number)
-    timeout = aiohttp.ClientTimeout(total=60)
+    timeout = aiohttp.ClientTimeout(total=200)
     async with aiohttp.ClientSession(connector=fresh_connections(), timeout=timeout) as http:
         nodes = Cluster(storage, tmp_path, http)
         (tmp_path / "node.toml").write_text(CONFIG)

@@ -111,7 +111,7 @@ async def watched(folder: Path) -> AsyncIterator[Watched]:
             )
         ]
         http = await stack.enter_async_context(
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60))
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=200))
         )
         jobs = {
             "tierkv-nodes": [address(one) for one in (prefill, decode, small, mortal)],

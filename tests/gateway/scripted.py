@@ -291,7 +291,7 @@ async def stage(
         url = await stack.enter_async_context(listening(gateway, listener()))
         await stack.enter_async_context(gateway.running())
         session = await stack.enter_async_context(
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30))
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=200))
         )
         yield Stage(gateway, Caller(url, session), nodes["prefill"], nodes["decode"], nodes["both"])
 

@@ -48,7 +48,7 @@ async def in_front(**section: Any) -> AsyncIterator[Caller]:
     async with (
         listening(gateway, listener()) as where,
         gateway.running(),
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=200)) as session,
     ):
         yield Caller(where, session)
 

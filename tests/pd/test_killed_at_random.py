@@ -95,7 +95,7 @@ async def mortals(folder: Path) -> AsyncIterator[tuple[Cluster, Mortal, Mortal, 
 
 async def ask(url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
     """Status and answer; None if the node died over it."""
-    timeout = aiohttp.ClientTimeout(total=60)
+    timeout = aiohttp.ClientTimeout(total=200)
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout) as http,
