@@ -33,7 +33,7 @@ async def test_running_work_may_finish_and_no_other_is_taken() -> None:
         on.node.drain()
         refused = await on.client.post("/v1/generate", LONG)
         assert (refused.status, refused.code) == (503, "shutting_down")
-        await finish(on.node.idle(grace_s=60))
+        await finish(on.node.idle(grace_s=110))
         assert len((await task).body["tokens"]) == 1000
         assert on.node.num_working == 0
 
