@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 from pathlib import Path
@@ -11,6 +12,7 @@ import aiohttp
 
 from tests.api.nodes import Process, process
 from tests.api.test_routes_faults import NONSENSE, ROUTES
+from tests.latch import PATIENCE_S
 
 NUM_CALLS = 1_500
 CLIENTS = 16
@@ -39,7 +41,7 @@ async def hostile(on: Process, count: int) -> None:
             kind, body = NONSENSE[number % len(NONSENSE)]
             path = dice.choice([*ROUTES, "/v1/nothing", "/v1/requests/no/commit", "/v1/tickets/no"])
             method = dice.choice(["POST", "POST", "POST", "GET", "DELETE", "OPTIONS", "HEAD"])
-            limit = aiohttp.ClientTimeout(total=0.002 if number % 10 == 0 else 20)
+            limit = aiohttp.ClientTimeout(total=0.002 if number % 10 == 0 else 200)
             try:
                 async with http.request(
                     method,
@@ -61,6 +63,7 @@ async def hostile(on: Process, count: int) -> None:
             group.create_task(client(range(at, count, CLIENTS)))
     assert sum(400 <= status < 500 for status in statuses) > count // 2
     assert not [status for status in statuses if status >= 500]
+    gc.collect()  # aiohttp forgets to close a socket whose connecting was given up
 
 
 async def test_hostile_calls_leave_no_file_open(tmp_path: Path) -> None:
@@ -70,7 +73,7 @@ async def test_hostile_calls_leave_no_file_open(tmp_path: Path) -> None:
         before = await settled(on)
         await hostile(on, NUM_CALLS)
         await on.client.get("/livez")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while len(open_files(on)) > len(before):  # noqa: ASYNC110 - of another process
                 await asyncio.sleep(0.05)
         assert (await on.client.get("/v1/verify")).body == {"findings": []}
