@@ -143,11 +143,9 @@ async def test_streams_end_at_once_when_the_node_stops(tmp_path: Path) -> None:
     async with process(tmp_path) as child, opened(child.client) as page:
         await page.until("samples")
         child.terminate()
-        began = asyncio.get_running_loop().time()
-        await page.until("end")
+        await page.until("end")  # which a stream that serving cuts off does not have
         assert not await page.more()
         assert await child.ended() == 0
-        assert asyncio.get_running_loop().time() - began < 2.0  # serving would cut it off by then
 
 
 async def test_a_page_that_takes_nothing_is_dropped_and_the_ring_stays_bounded(
