@@ -132,7 +132,7 @@ bring_up_to_date() {
     echo unfinished >"$stamp"
     pip_install --require-hashes -r "$root/requirements/run.lock"
     # By now the pinned setuptools is there, which builds what has no wheel.
-    # Not compiled: that takes as long as the rest, and of many modules none is ever imported.
+    # Not compiled: that takes a third of the time, and most modules are never imported.
     [[ $1 != test ]] || pip_install --no-compile --require-hashes --no-build-isolation -r "$root/requirements/test.lock"
     pip_install --no-deps --no-build-isolation --editable "$root"
     wanted_stamp "$1" >"$stamp"

@@ -192,7 +192,7 @@ async def server_tls(settings: TlsSection) -> AsyncIterator[ssl.SSLContext | Non
         yield context
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)  # it holds a key, which no traceback may show
 class _Pems:
     """What the files of `settings` held at one moment: what is tried is what is used."""
 
