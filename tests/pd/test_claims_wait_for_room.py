@@ -156,7 +156,7 @@ async def test_room_that_comes_in_the_moment_in_which_a_claim_gives_up_is_given_
         loads=(),
         lease=SimpleNamespace(num_blocks=0),
         cached_tokens=0,
-        spec=SimpleNamespace(prompt=prompt),
+        spec=SimpleNamespace(prompt=prompt, needs_logits=False),
     )
 
     class Nothing:

@@ -15,6 +15,7 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
 from tierkv.gpu.protocol import Direction
+from tierkv.sched.fetch import NO_ROOM
 from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.codec import HEADER_BYTES
 from tierkv.storage.memory import MemorySettings, MemoryStore
@@ -280,8 +281,12 @@ async def filled_long(prompt: list[int]) -> MemoryStore:
 
 async def test_a_host_without_room_gives_a_shorter_run() -> None:
     async with world(store=await filled(tokens(34)), host_blocks=3) as here:
-        matched = await here.run(tokens(34))
-        assert 0 < matched.total_tokens <= 12
+        prompt = here.prompt(tokens(34))
+        fetched = await finish(here.service.fetcher.fetch(prompt, deadline_s=10.0))
+        assert 0 < len(fetched.tokens) <= 12
+        assert fetched.first_problem is NO_ROOM
+        fetched.release()
+        await here.run(tokens(34))  # checks every byte
 
 
 async def test_nodes_of_another_fingerprint_never_share_a_block() -> None:  # fault 10

@@ -58,28 +58,61 @@ class Portions:
         self._source = source
         self._staging = staging
 
+    async def bring_or_end(
+        self,
+        request: Request,
+        keys: Sequence[StoredKey] = (),
+        *,
+        give_up_at: float,
+        portion_s: float,
+        end_at: float = math.inf,
+    ) -> GetOutcome | None:
+        """`bring`, for a request that nobody has yet: whatever it raises, the request has ended."""
+        try:
+            keys = keys or self._scheduler.tiers.copies.prompt_keys(request.spec.prompt)
+            return await self.bring(
+                request, keys, give_up_at=give_up_at, portion_s=portion_s, end_at=end_at
+            )
+        except BaseException:  # a load that failed, an abort, a cancel
+            self._scheduler.end(request)
+            raise
+        finally:
+            self._scheduler.brought_all(request)
+
     async def bring(
-        self, request: Request, keys: Sequence[StoredKey], *, give_up_at: float, portion_s: float
+        self,
+        request: Request,
+        keys: Sequence[StoredKey],
+        *,
+        give_up_at: float,
+        portion_s: float,
+        end_at: float = math.inf,
     ) -> GetOutcome | None:
         """Bring what `request` lacks of its prompt, whose stored keys are `keys`; why that ended
-        early, None if it did not. What came counts in `cached_tokens` and is committed.
+        early, None if it did not. What came counts in `cached_tokens` and is committed. If it needs
+        logits, its last block is left to be computed.
 
-        It gives up when nothing came for `portion_s` seconds, and waits for its turn until
-        `give_up_at`. Raises TransferError, and what a commit raises. Cancelling it leaves the
-        request as far as it has come: `end` it.
+        It gives up when storage has brought nothing for `portion_s` seconds, or at `end_at`, and
+        waits for its turn until `give_up_at`. Raises TransferError, and what a commit raises.
+        Cancelling it leaves the request as far as it has come: `end` it.
         """
+        if request.spec.needs_logits:
+            keys = keys[: (request.spec.prompt.num_tokens - 1) // request.spec.prompt.block_size]
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[GetOutcome | None] = loop.create_future()
-        scope = asyncio.timeout_at(max(give_up_at, loop.time() + portion_s))
+        scope = asyncio.timeout_at(min(max(give_up_at, loop.time() + portion_s), end_at))
         waits_for_turn = True
 
-        def begins() -> None:
+        def give_up_in(seconds: float) -> None:
             nonlocal waits_for_turn
             waits_for_turn = False
-            if not (outcome.done() or scope.expired()):
-                scope.reschedule(loop.time() + portion_s)
+            if scope.expired():
+                outcome.cancel()
+            elif not outcome.done():
+                is_loading = seconds == math.inf
+                scope.reschedule(None if is_loading else min(loop.time() + seconds, end_at))
 
-        work = self._bring(request, keys, begins, outcome)
+        work = self._bring(request, keys, portion_s, give_up_in, outcome)
         self._scheduler.tiers.work.start(work, "tierkv-portions")
         try:
             async with scope:
@@ -93,22 +126,28 @@ class Portions:
         self,
         request: Request,
         keys: Sequence[StoredKey],
-        begins: Callable[[], None],
+        portion_s: float,
+        give_up_in: Callable[[float], None],
         outcome: asyncio.Future[GetOutcome | None],
     ) -> None:
-        """begins: called whenever a portion does."""
+        """give_up_in: called when it waits for the store from now on; with infinity when it has
+        what it waited for: a copy into the request's blocks is not left alone."""
         try:
             for load in request.loads:
                 await load.done()
             problem: GetOutcome | None = None
             while problem is None and not outcome.done():
                 at = request.lease.num_blocks
-                if request.cached_tokens == request.spec.prompt.num_tokens:
-                    break
                 portion = keys[at : at + GROUP_BLOCKS]
+                if not portion or request.cached_tokens == request.spec.prompt.num_tokens:
+                    break
                 async with self._staging.group(len(portion)) as group:
-                    begins()
-                    problem = await self._bring_portion(request, portion, at, group, outcome)
+                    give_up_in(portion_s)
+                    slots = group.slots[: len(portion)]
+                    found = await self._source.fetch(portion, slots)
+                    give_up_in(math.inf)
+                    if not outcome.done():
+                        problem = await self._load(request, portion, at, group, found)
             result: GetOutcome | Exception | None = problem
         except StoreUnavailableError as error:
             result = GetOutcome(GetStatus.FAILED, str(error))
@@ -124,51 +163,32 @@ class Portions:
         else:
             outcome.set_result(result)
 
-    async def _bring_portion(
+    async def _load(
         self,
         request: Request,
         keys: Sequence[StoredKey],
         at: int,
         group: Group,
-        outcome: asyncio.Future[GetOutcome | None],
+        found: Sequence[GetOutcome],
     ) -> GetOutcome | None:
-        """Bring blocks from `at` on; the first that is not there."""
-        slots = group.slots[: len(keys)]
-        found = await self._source.fetch(keys, slots)
+        """Bring the blocks from `at` on that were found to the device; the first that was not."""
         num_hits = next(
             (i for i, one in enumerate(found) if one.status is not GetStatus.HIT), len(found)
         )
-        if num_hits and not outcome.done():
+        if num_hits:
             request.check_wanted()
-            tiers = self._scheduler.tiers
             target = request.block_table[at : at + num_hits]
-            movement = group.movement = tiers.mover.load(slots[:num_hits], target)
+            mover = self._scheduler.tiers.mover
+            movement = group.movement = mover.load(group.slots[:num_hits], target)
             request.loads = (*request.loads, movement)  # its blocks are nobody else's before
             await movement.done()
             came = list(zip(found[:num_hits], keys, strict=False))
-            await self._came(
+            await self._scheduler.brought(
                 request,
-                at,
-                sum(key.num_tokens for _, key in came),
+                at * request.spec.prompt.block_size + sum(key.num_tokens for _, key in came),
                 num_direct=sum(key.num_tokens for one, key in came if one.is_direct),
             )
         return found[num_hits] if num_hits < len(found) else None
-
-    async def _came(self, request: Request, at: int, num_tokens: int, *, num_direct: int) -> None:
-        prompt = request.spec.prompt
-        num_cached = at * prompt.block_size + num_tokens
-        width = prompt.block_token_bytes // prompt.block_size
-        await self._scheduler.commit(request, prompt.tokens[: num_cached * width])
-        lease = request.lease
-        self._scheduler.index.mark_stored(lease.node, min(at, lease.num_blocks), lease.num_blocks)
-        brought = num_cached - request.cached_tokens
-        request.cached_tokens = num_cached
-        matched, straight = request.matched, min(num_direct, brought)
-        request.matched = msgspec.structs.replace(
-            matched,
-            storage_tokens=matched.storage_tokens + brought - straight,
-            direct_tokens=matched.direct_tokens + straight,
-        )
 
 
 _FIRST_LOOK_S = 0.005
@@ -549,16 +569,9 @@ class Claims:
         """Bring what an admitted request lacks; why not all of it, if so."""
         if request.cached_tokens == request.spec.prompt.num_tokens:
             return None
-        try:
-            return await self._portions.bring(
-                request,
-                keys or self._scheduler.tiers.copies.prompt_keys(request.spec.prompt),
-                give_up_at=give_up_at,
-                portion_s=self._fetch_deadline_s,
-            )
-        except BaseException:  # a load that failed, an abort, a cancel: nobody has the request yet
-            self._scheduler.end(request)
-            raise
+        return await self._portions.bring_or_end(
+            request, keys, give_up_at=give_up_at, portion_s=self._fetch_deadline_s
+        )
 
     async def _fetch_and_load(self, spec: RequestSpec, keys: Sequence[StoredKey]) -> Fetched:
         """What storage has of the prompt; what came first is on its way to the device by then."""

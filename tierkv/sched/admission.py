@@ -29,7 +29,7 @@ from tierkv.errors import (
 )
 from tierkv.sched.events import Happening
 from tierkv.sched.fair_queue import Waiting, WaitingLine
-from tierkv.sched.fetch import Fetched
+from tierkv.sched.fetch import NO_ROOM, Fetched
 from tierkv.sched.request import (
     NOTHING,
     Computing,
@@ -338,7 +338,7 @@ class Starts:
             if held.loads:
                 self._loads.used_by[request] = held.loads
             self._given(spec.prompt.space, spec.num_blocks)
-            self._note(request, match)
+            self._note(request, match, fetched)
             if passes_by is not None:
                 self._computing.passed_by(passes_by)
         except BaseException:  # a bug
@@ -446,7 +446,32 @@ class Starts:
             self._running.use_of(spec.prompt.space),
         )
 
-    def _note(self, request: Request, match: Match) -> None:
+    def brought(self, request: Request, num_tokens: int, *, num_direct: int) -> None:
+        """What it lacked of its first `num_tokens` prompt tokens came from storage after its start,
+        `num_direct` of them from another node's memory."""
+        came = num_tokens - request.cached_tokens
+        direct = min(num_direct, came)
+        matched = request.matched
+        request.cached_tokens = num_tokens
+        request.matched = msgspec.structs.replace(
+            matched,
+            storage_tokens=matched.storage_tokens + came - direct,
+            direct_tokens=matched.direct_tokens + direct,
+        )
+        if request.num_coming:
+            request.num_coming -= came
+            self.stats.storage_hit_tokens += came - direct
+            self.stats.direct_hit_tokens += direct
+        if num_tokens == request.spec.prompt.num_tokens:
+            request.missed, request.missed_since = "", None
+
+    def brought_all(self, request: Request) -> None:
+        """Nothing more comes to it."""
+        if request.num_coming:
+            self.stats.missed_tokens[request.missed] += request.num_coming
+            request.num_coming = 0
+
+    def _note(self, request: Request, match: Match, fetched: Fetched | None) -> None:
         spec, matched, stats = request.spec, request.matched, self.stats
         prompt = spec.prompt
         if missed := prompt.num_tokens - request.cached_tokens:
@@ -454,7 +479,10 @@ class Starts:
             request.missed, request.missed_since = why_missed(
                 spec, match, missed, history, self._computing
             )
-            stats.missed_tokens[request.missed] += missed
+            if fetched is not None and fetched.first_problem is NO_ROOM:
+                request.num_coming = missed
+            else:
+                stats.missed_tokens[request.missed] += missed
         if spec.uses_cache and match.num_blocks < prompt.num_blocks:
             now = asyncio.get_running_loop().time()
             request.promise = self._computing.begin(

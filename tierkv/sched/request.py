@@ -151,6 +151,12 @@ class Computing:
         if promise.num_waiting:
             self._on_progress()
 
+    def brought(self, promise: Promise, first: int) -> None:
+        """Its blocks up to `first` were not computed, but came from elsewhere after its start: what
+        its request takes for the others shows how fast it is, not what it took for these."""
+        promise.begun_at = max(promise.begun_at, min(first, promise.stop))
+        promise.begun = asyncio.get_running_loop().time()
+
     def end(self, promise: Promise) -> None:
         """Its request computes no more of it, for whatever reason. Twice is as good as once."""
         if promise.is_over:
@@ -166,6 +172,8 @@ class Computing:
         the few tokens after a long match take as long as everything else that a request has to wait
         for."""
         num_blocks = promise.stop - promise.begun_at
+        if not num_blocks:
+            return
         num_tokens = num_blocks * promise.prompt.block_size
         if 2 * num_blocks >= promise.stop or num_tokens in self.prefill.sample:
             took_s = asyncio.get_running_loop().time() - promise.begun
@@ -449,6 +457,7 @@ class Request(msgspec.Struct, eq=False):
     promise: the blocks that it computes, for others to wait for.
     missed: why it did not find all of its prompt at admission (see `admission.MISS_REASONS`), "" if
         it did. missed_since: what became of the first block that was missing, if that is known.
+    num_coming: prompt tokens that it lacks, but may get from storage yet.
     ticket_at, matched_at, fetched_at: on the monotonic clock, when its ticket had come, when it was
         known what storage has, and when that had come; 0 where there was no such wait.
     """
@@ -474,6 +483,7 @@ class Request(msgspec.Struct, eq=False):
     promise: Promise | None = None
     missed: str = ""
     missed_since: HistoryEvent | None = None
+    num_coming: int = 0
     ticket_at: float = 0.0
     matched_at: float = 0.0
     fetched_at: float = 0.0

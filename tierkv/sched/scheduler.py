@@ -323,6 +323,23 @@ class Scheduler:
         else:
             self._insert(request, prompt)
 
+    async def brought(self, request: Request, num_tokens: int, *, num_direct: int) -> None:
+        """Its first `num_tokens` prompt tokens are in the block table: those that it lacked came
+        from storage after its start, `num_direct` of them from another node's memory. Raises what
+        `commit` does."""
+        prompt, lease = request.spec.prompt, request.lease
+        start = lease.num_blocks
+        if request.promise is not None:
+            self.computing.brought(request.promise, num_tokens // prompt.block_size)
+        width = prompt.block_token_bytes // prompt.block_size
+        await self.commit(request, prompt.tokens[: num_tokens * width])
+        self.index.mark_stored(lease.node, min(start, lease.num_blocks), lease.num_blocks)
+        self._starts.brought(request, num_tokens, num_direct=num_direct)
+
+    def brought_all(self, request: Request) -> None:
+        """Nothing more of its prompt comes from storage: it computes the rest, or has ended."""
+        self._starts.brought_all(request)
+
     async def _all_arrived(self, request: Request) -> None:
         """Return when what it matched is on the device, and the index knows it."""
         for movement in request.loads:

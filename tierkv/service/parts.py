@@ -264,13 +264,14 @@ class Parts:
             source=direct,
             stats=stats,
         )
+        self.portions = Portions(self.scheduler, storage, staging)
         self.claims = Claims(
             tickets,
             self.scheduler,
             self.fetcher,
             self.arrivals,
             source=direct,
-            portions=Portions(self.scheduler, storage, staging),
+            portions=self.portions,
             fetch_deadline_s=made_of.settings.fetch_deadline_s,
             stats=stats,
         )

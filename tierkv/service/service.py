@@ -5,21 +5,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import operator
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+
+import msgspec
 
 from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey
 from tierkv.cache.node import CopyState, Quota, Tier
 from tierkv.clock import Clock, SystemClock
 from tierkv.errors import (
     ConfigError,
+    DeviceFailedError,
     HandoffError,
     OwnershipError,
     ShuttingDownError,
     StoreUnavailableError,
     TierKVError,
+    TransferError,
 )
 from tierkv.gpu.protocol import Device, Event, HostSlots, Planes
 from tierkv.observe import Lookup, Stats, Timelines
@@ -30,10 +35,11 @@ from tierkv.pd.tickets import ClaimProblem, Ticket, TicketStatus, TicketView, lo
 from tierkv.sched.copies import count_stored, keys_beyond, tokens_beyond
 from tierkv.sched.events import CacheEvents
 from tierkv.sched.explain import Explanation, explain
-from tierkv.sched.fetch import Fetched
+from tierkv.sched.fetch import NO_ROOM, Fetched
 from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.tenants import Limits
+from tierkv.sched.worth import FetchPolicy
 from tierkv.service.kv_events import EventsSection, KvEventPublisher
 from tierkv.service.parts import MadeOf, Memory, Parts, check, host_memory, opened
 from tierkv.storage import maintenance
@@ -491,7 +497,45 @@ class Service:
         return self._admit_fetched(spec) if self.fetches(spec) else self.scheduler.admit(spec)
 
     async def _admit_fetched(self, spec: RequestSpec) -> Request:
-        return await self.scheduler.admit(spec, await self.fetched(spec))
+        return await self.admit_fetched(spec, await self.fetched(spec))
+
+    async def admit_fetched(self, spec: RequestSpec, fetched: Fetched) -> Request:
+        """Blocks for a request for which `fetched` was brought. What the host had no room for comes
+        in portions, now that there are blocks for it, where that is worth its time."""
+        request = await self.scheduler.admit(spec, fetched)
+        if fetched.first_problem is not NO_ROOM:
+            return request
+        try:
+            await self._bring_rest(request)
+        except DeviceFailedError:
+            raise
+        except TransferError as error:
+            log.warning("request %s computes all of it: %s", spec.request_id, error)
+            alone = msgspec.structs.replace(spec, uses_cache=False)
+            return await self.scheduler.admit(alone)
+        return request
+
+    async def _bring_rest(self, request: Request) -> None:
+        """If it raises, the request has ended."""
+        time, policy = asyncio.get_running_loop().time, self.settings.fetch_policy
+        missing = request.spec.prompt.num_tokens - request.cached_tokens
+        decision = self.estimator.decide_question(missing)
+        if not decision.fetches:
+            self.scheduler.brought_all(request)
+            return
+        limits = self.settings.fetch_deadline_s, decision.give_up_s, decision.hedge_s
+        most_s = min(limit for limit in limits if limit is not None)
+        waits_for_all = policy is FetchPolicy.WAIT_COMPLETE
+        began_at = time()
+        await self._parts.portions.bring_or_end(
+            request,
+            give_up_at=began_at + most_s,
+            portion_s=most_s,
+            end_at=math.inf if waits_for_all else began_at + most_s,
+        )
+        if policy is FetchPolicy.BEST_EFFORT:
+            came = missing - (request.spec.prompt.num_tokens - request.cached_tokens)
+            self.estimator.note_wait(came, time() - began_at)
 
     def fetches(self, spec: RequestSpec) -> bool:
         """Whether storage is asked for what the tiers lack of a prompt."""

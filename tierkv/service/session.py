@@ -122,7 +122,6 @@ class Session:
         """Wait for blocks, with what is cached of the prompt on any tier on its way into them.
         Raises what `Service.admit` does; cancelling it leaves nothing behind."""
         with self._timed():
-            fetched = None
             if self._service.fetches(self.spec):
                 fetched = await self._service.fetched(self.spec)
                 try:
@@ -131,7 +130,8 @@ class Session:
                 except BaseException:  # a bug: nobody but us has it yet
                     fetched.release()
                     raise
-            return self._take(await self._service.scheduler.admit(self.spec, fetched))
+                return self._take(await self._service.admit_fetched(self.spec, fetched))
+            return self._take(await self._service.scheduler.admit(self.spec))
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

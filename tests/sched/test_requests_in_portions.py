@@ -1,0 +1,185 @@
+"""What the host has no room for comes in portions to a request that has its blocks."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.latch import finish, turns, until
+from tests.world import World, tokens, world
+from tierkv.cache.eviction import WritePolicy
+from tierkv.clock import SystemClock
+from tierkv.errors import RequestAbortedError
+from tierkv.gpu.protocol import Direction
+from tierkv.sched.request import Request
+from tierkv.sched.worth import FetchPolicy
+from tierkv.storage.memory import MemorySettings, MemoryStore
+
+THROUGH = WritePolicy.WRITE_THROUGH
+LONG = tokens(400)
+
+
+async def stored(*prompts: list[int]) -> MemoryStore:
+    store = MemoryStore(MemorySettings(), SystemClock())
+    async with world(
+        store=store, host_write=THROUGH, storage_write=THROUGH, device_blocks=110, host_blocks=110
+    ) as other:
+        for prompt in prompts:
+            await other.run(prompt)
+            assert await store.exists(other.names(prompt)) == len(other.names(prompt))
+    return store
+
+
+async def use(node: World, prompt: list[int], request: Request) -> int:
+    """A whole request, each byte checked; how many tokens it did not compute."""
+    cached = request.cached_tokens
+    assert request.matched.total_tokens == cached
+    await node.prefill(request, prompt)
+    node.check_kv(request, prompt, len(prompt))
+    node.service.end(request)
+    return cached
+
+
+@pytest.mark.parametrize("host_blocks", [1, 2, 33])
+@pytest.mark.parametrize("count", [397, 399, 400])
+async def test_a_prompt_comes_whole_through_a_host_tier_that_has_no_room_for_it(
+    count: int, host_blocks: int
+) -> None:
+    prompt = tokens(count)
+    whole = (count - 1) // 4 * 4  # the block of which a token is computed is computed
+    store = await stored(prompt)
+    async with world(store=store, device_blocks=101, host_blocks=host_blocks) as node:
+        assert await use(node, prompt, await node.admit(prompt)) == whole
+        await node.settle()
+        counts = node.service.stats().requests
+        assert counts.storage_hit_tokens == whole
+        assert sum(counts.missed_tokens.values()) == count - whole
+
+
+async def test_of_a_burst_on_a_small_host_tier_nobody_computes_what_is_stored() -> None:
+    prompts = [tokens(97, 1000 * number) for number in range(6)]
+    async with world(store=await stored(*prompts), device_blocks=60, host_blocks=64) as node:
+
+        async def one(prompt: list[int]) -> int:
+            return await use(node, prompt, await node.admit(prompt))
+
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(one(prompt)) for prompt in prompts]
+        assert [task.result() for task in running] == [96] * 6
+        await node.settle()
+
+
+async def test_one_that_is_aborted_or_cancelled_between_two_portions_leaves_nothing() -> None:
+    async with world(store=await stored(LONG), device_blocks=110, host_blocks=2) as node:
+        prompt, num_cancelled = node.prompt(LONG), 0
+
+        async def admit() -> None:
+            node.service.end(await node.service.admit("one", prompt, max_new_tokens=0))
+
+        for num_turns in range(0, 160, 4):
+            admitting = asyncio.create_task(admit())
+            await turns(num_turns)
+            num_cancelled += admitting.cancel()
+            await asyncio.wait([admitting])
+            await node.settle()
+            node.service.reset()
+        assert num_cancelled > 10
+
+        node.the_store.hold()
+        admitting = asyncio.create_task(admit())
+        await until_portions(node)
+        assert node.service.abort("one")
+        node.the_store.release()
+        with pytest.raises(RequestAbortedError):
+            await finish(admitting)
+        await node.settle()
+        node.service.reset()
+        assert await use(node, LONG, await node.admit(LONG)) == 396
+
+
+async def until_portions(node: World) -> None:
+    """Let the store answer until a request has blocks, and its next portion waits for the store."""
+    while not node.service.stats().running_requests:
+        await node.the_store.until_held(1)
+        node.the_store.let_through()
+        await asyncio.sleep(0)
+    await node.the_store.until_held(1)
+
+
+async def test_one_whose_portion_does_not_load_is_computed_whole() -> None:
+    async with world(store=await stored(LONG), device_blocks=110, host_blocks=2) as node:
+        node.the_store.hold()
+        admitting = asyncio.create_task(node.admit(LONG))
+        await until_portions(node)
+        node.latch.fail_next(Direction.LOAD)
+        node.the_store.release()
+        assert await use(node, LONG, await finish(admitting)) == 0
+        await node.settle()
+        assert await use(node, LONG, await node.admit(LONG)) == 399
+
+
+@pytest.mark.parametrize("policy", [FetchPolicy.BEST_EFFORT, FetchPolicy.DEADLINE])
+async def test_portions_are_waited_for_no_longer_than_the_policy_says(policy: FetchPolicy) -> None:
+    settings: dict[str, Any] = {"fetch_policy": policy, "fetch_deadline_s": 2.0}
+    if policy is FetchPolicy.BEST_EFFORT:
+        settings["fetch_deadline_s"] = 3600.0
+    async with world(
+        store=await stored(LONG), device_blocks=110, host_blocks=2, **settings
+    ) as node:
+        node.service.note_prefill(1000, 10.0)
+        node.the_store.hold()
+        admitting = asyncio.create_task(node.admit(LONG))
+        await until_portions(node)
+        request = await finish(admitting)  # while the store holds what it asked for
+        assert request.cached_tokens < 399
+        node.the_store.release()
+        await use(node, LONG, request)
+        await node.settle()
+
+
+async def test_all_portions_together_take_no_longer_than_the_policy_says() -> None:
+    settings: dict[str, Any] = {"fetch_policy": FetchPolicy.DEADLINE, "fetch_deadline_s": 1.0}
+    async with world(
+        store=await stored(LONG), device_blocks=110, host_blocks=2, **settings
+    ) as node:
+        node.the_store.hold()
+        admitting = asyncio.create_task(node.admit(LONG))
+        await until_portions(node)
+        node.the_store.delay_s = 0.6  # for each but the first
+        node.the_store.release()
+        request = await finish(admitting)
+        assert request.cached_tokens < 396
+        node.the_store.delay_s = 0.0
+        await use(node, LONG, request)
+        await node.settle()
+
+
+async def test_a_copy_into_a_requests_blocks_is_not_left_alone_when_time_is_over() -> None:
+    """Its engine would compute into the same blocks."""
+    settings: dict[str, Any] = {"fetch_policy": FetchPolicy.DEADLINE, "fetch_deadline_s": 0.5}
+    async with world(
+        store=await stored(LONG), device_blocks=110, host_blocks=2, **settings
+    ) as node:
+        node.the_store.hold()
+        admitting = asyncio.create_task(node.admit(LONG))
+        await until_portions(node)
+        node.latch.hold(Direction.LOAD)
+        before = node.latch.count(Direction.LOAD)
+        node.the_store.release()
+        await until(lambda: node.latch.count(Direction.LOAD) > before or admitting.done())
+        if node.latch.count(Direction.LOAD) > before:  # else it was over before, on a slow machine
+            await asyncio.sleep(0.6)
+            assert not admitting.done()
+        node.latch.release(Direction.LOAD)
+        await use(node, LONG, await finish(admitting))
+        await node.settle()
+
+
+async def test_what_came_in_portions_is_not_taken_for_fast_computing() -> None:
+    async with world(store=await stored(LONG), device_blocks=110, host_blocks=2) as node:
+        speed = node.service.estimator.prefill
+        await use(node, LONG, await node.admit(LONG))
+        assert not speed.is_known
+        await node.settle()
