@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.api.nodes import clean_environ, process, run_to_end, tierkv
+from tests.latch import PATIENCE_S
 from tests.redis_server import redis_server
 from tierkv.cli.live import Seen, lines
 
@@ -118,7 +119,7 @@ async def test_top_names_whom_a_terminal_has_no_room_for_and_ends_on_q(tmp_path:
             env=clean_environ(tmp_path) | {"TERM": "xterm", "LINES": "12", "COLUMNS": "80"},
         )
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 await is_named.wait()
                 assert not termios.tcgetattr(child)[3] & (termios.ECHO | termios.ICANON)
                 os.write(parent, b"xq")

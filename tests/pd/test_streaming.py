@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.latch import CancelPoint, finish, turns, until
+from tests.latch import PATIENCE_S, CancelPoint, finish, turns, until
 from tests.pd.nodes import BLOCK, pair, settings, tokens
 from tests.storage.values import TurnedClock
 from tests.world import World, background_tasks, world
@@ -19,6 +19,7 @@ from tierkv.cache.keys import Names, Prompt, pack
 from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError
 from tierkv.gpu.protocol import Direction
+from tierkv.pd import claims
 from tierkv.pd.claims import Ahead, ClaimPolicy
 from tierkv.pd.handoff import Published, PublishStream
 from tierkv.pd.settings import HandoffSettings
@@ -400,7 +401,10 @@ async def test_claims_that_wait_hold_no_blocks_that_others_need() -> None:
         await decode.ended(request)
 
 
-async def test_the_prefill_of_an_id_that_came_before_is_a_hand_off_of_its_own() -> None:
+async def test_the_prefill_of_an_id_that_came_before_is_a_hand_off_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(claims, "_GRACE_S", PATIENCE_S)  # until the second one has said so
     async with pair() as (prefill, decode):
         for base in (0, 500):
             prompt = tokens(13, base)
@@ -413,7 +417,11 @@ async def test_the_prefill_of_an_id_that_came_before_is_a_hand_off_of_its_own() 
             await decode.ended(request)
 
 
-async def test_a_claim_may_come_before_an_id_that_is_over_is_begun_again() -> None:
+async def test_a_claim_may_come_before_an_id_that_is_over_is_begun_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grace_s = claims._GRACE_S  # noqa: SLF001 - half a second, which a slow machine needs
+    monkeypatch.setattr(claims, "_GRACE_S", PATIENCE_S)
     async with pair() as (prefill, decode):
         for base in (0, 500):
             prompt = tokens(13, base)
@@ -425,6 +433,7 @@ async def test_a_claim_may_come_before_an_id_that_is_over_is_begun_again() -> No
             request = await finish(claiming)
             decode.check_kv(request, prompt, 13)
             await decode.ended(request)
+        monkeypatch.setattr(claims, "_GRACE_S", grace_s)
         with pytest.raises(HandoffError) as error:
             await claim(decode, tokens(13, 900), "same")
         assert error.value.reason == "other_prompt"

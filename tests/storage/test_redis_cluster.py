@@ -28,9 +28,9 @@ from tierkv.storage.redis.wire import Address
 PATIENT = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0)
 NAMES = [f"t:f:{index:04}:0" for index in range(400)]
 HERE = Address("127.0.0.1", 1)
-# As in test_reliability.py: the goals themselves on request.
+# The goals themselves on request, as in test_reliability.py; else what only a hang takes.
 STRICT = bool(os.environ.get("TIERKV_STRICT_TIMES"))
-SLACK = 1.0 if STRICT else 5.0
+SLACK = 1.0 if STRICT else 20.0
 
 
 def cluster_store(url: str, settings: RedisSettings = PATIENT) -> RedisStore:

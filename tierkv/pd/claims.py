@@ -312,7 +312,7 @@ class Watch:
                 )
                 if not is_over:
                     raise
-                self._give_up(error)  # unless the id is in use again
+                self._give_up(error, _GRACE_S)  # unless the id is in use again
             else:
                 return ticket
         if found is None:
@@ -323,7 +323,8 @@ class Watch:
         self._open = found
         if found.failure:
             text = f"{found.producer} gave up: {found.failure}"
-            self._give_up(HandoffError(ClaimProblem.PRODUCER_FAILED.value, text))
+            failed = HandoffError(ClaimProblem.PRODUCER_FAILED.value, text)
+            self._give_up(failed, _GRACE_S)
         elif not await self._lease.is_alive(found.incarnation):
             text = f"{found.producer} began with the prompt, but says no more that it lives"
             lost = HandoffError(ClaimProblem.PRODUCER_LOST.value, text)
@@ -352,7 +353,7 @@ class Watch:
             raise found
         return ticket, None
 
-    def _give_up(self, problem: HandoffError, patience_s: float = _GRACE_S) -> None:
+    def _give_up(self, problem: HandoffError, patience_s: float) -> None:
         if self._over is None:
             self._over_since = asyncio.get_running_loop().time()
         self._over, self._patience_s = problem, patience_s
