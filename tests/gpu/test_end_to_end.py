@@ -21,6 +21,7 @@ from tierkv.refmodel.config import ModelConfig
 from tierkv.refmodel.engine import EngineSettings, GenerateRequest, Generation, ReferenceEngine
 from tierkv.refmodel.model import ReferenceModel, Sampling, sample
 from tierkv.sched.settings import CacheSettings
+from tierkv.sched.worth import FetchPolicy
 from tierkv.service import Service
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.protocol import Store
@@ -45,7 +46,7 @@ class GpuNode:
 
     @asynccontextmanager
     async def running(
-        self, store: Store | None = None, *, device_blocks: int = 64
+        self, store: Store | None = None, *, device_blocks: int = 64, host_blocks: int = 512
     ) -> AsyncIterator[GpuNode]:
         device = CudaDevice()
         self.service = Service(
@@ -54,8 +55,9 @@ class GpuNode:
             CacheSettings(
                 block_size=BLOCK_SIZE,
                 device_blocks=device_blocks,
-                host_blocks=512,
+                host_blocks=host_blocks,
                 host_write=WritePolicy.WRITE_BACK,
+                fetch_policy=FetchPolicy.WAIT_COMPLETE,
             ),
             HandoffSettings(),
             store,
@@ -191,3 +193,24 @@ async def test_a_prompt_is_handed_over_between_two_nodes_on_the_gpu(
         assert generation.tokens == tokens
         assert generation.computed_tokens == 0
         assert same_bytes(await node.cached(prompt), kv)
+
+
+async def test_what_the_host_has_no_room_for_comes_in_portions_onto_the_gpu(
+    node: GpuNode, tmp_path: Path
+) -> None:
+    def store() -> Store:
+        return open_store(f"file://{tmp_path}", StoreSettings(), SystemClock())
+
+    prompt = text(602)  # more blocks than one portion has
+    tokens, kv = node.truth(prompt)
+    async with node.running(store()):
+        await node.engine.prefill(node.job(prompt), "ticket")
+    for is_claim in (True, False):
+        async with node.running(store(), host_blocks=2):
+            if is_claim:
+                generation, _ = await node.engine.decode(node.job(prompt), "ticket")
+            else:
+                generation = await node.generate(prompt)
+            assert generation.tokens == tokens
+            assert generation.computed_tokens == (0 if is_claim else len(prompt) % BLOCK_SIZE)
+            assert same_bytes(await node.cached(prompt), kv)
