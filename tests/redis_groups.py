@@ -74,7 +74,7 @@ class RedisCluster:
                 from_node.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", target_id)
                 while keys := from_node.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 100):
                     from_node.execute_command(
-                        "MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys
+                        "MIGRATE", "127.0.0.1", target.port, "", 0, 60_000, "KEYS", *keys
                     )
                 to_node.execute_command("CLUSTER", "SETSLOT", slot, "NODE", target_id)
                 from_node.execute_command("CLUSTER", "SETSLOT", slot, "NODE", target_id)
@@ -87,7 +87,7 @@ def redis_cluster(num_masters: int, *, has_replicas: bool = False) -> Iterator[R
     with ExitStack() as stack:
         ports: dict[int, int] = {}
         # On a busy machine one that lives is silent for longer than 1 s, and then "CLUSTERDOWN".
-        node_timeout_ms = 1_000 if has_replicas else 20_000
+        node_timeout_ms = 1_000 if has_replicas else 60_000
 
         def node() -> RedisServer:
             bus = free_port()

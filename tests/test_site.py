@@ -28,7 +28,7 @@ from tierkv.pd.tickets import ClaimProblem
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-_START_S = 60.0
+_START_S = 200.0
 
 
 def code_blocks(page: Path) -> list[str]:

@@ -349,7 +349,7 @@ async def test_bodies_beyond_what_may_be_in_work_are_refused_until_others_are_do
 
 def posted(url: str, path: str, body: bytes) -> tuple[int, str | None]:
     """Status and Retry-After, as one learns them who sends a whole body before they read."""
-    connection = http.client.HTTPConnection(url.partition("://")[2], timeout=60)
+    connection = http.client.HTTPConnection(url.partition("://")[2], timeout=200)
     try:
         connection.request("POST", path, body, {"Content-Type": "application/json"})
         answer = connection.getresponse()

@@ -108,7 +108,7 @@ def test_another_process_with_another_hash_seed_gets_the_same_keys(
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=200,
     )
     assert done.stdout.split() == [key[0] for key in GOLDEN_KEYS]
 

@@ -61,7 +61,7 @@ KINDS = (
     "sqlite",  # a store of somebody's own
 )
 SIZES = (0, 1, 15, 17, 4097, (1 << 20) + 3)
-SETTINGS = StoreSettings(redis=RedisSettings(timeout_s=10.0, connect_timeout_s=5.0))
+SETTINGS = StoreSettings(redis=RedisSettings(timeout_s=100.0, connect_timeout_s=50.0))
 
 
 @dataclass

@@ -66,7 +66,7 @@ def test_output_that_cannot_be_written_is_one_sentence(arguments: list[str]) -> 
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
+            timeout=200,
             check=False,
             env=buffers,
         )
@@ -95,7 +95,7 @@ def test_a_prompt_of_standard_input_without_an_end_is_refused_after_the_limit() 
     command = [sys.executable, "-m", "tierkv", "generate", "-"]
     with Path("/dev/zero").open("rb") as zeros:
         found = subprocess.run(
-            command, stdin=zeros, capture_output=True, text=True, timeout=60, check=False
+            command, stdin=zeros, capture_output=True, text=True, timeout=200, check=False
         )
     assert found.returncode == 1
     assert found.stderr == f"error: the prompt has more than {16 << 20} bytes\n"
@@ -114,7 +114,7 @@ def test_ctrl_c_ends_a_command_with_one_sentence_and_status_130() -> None:
             asking, _ = silent.accept()
             with asking:
                 process.send_signal(signal.SIGINT)
-                out, err = process.communicate(timeout=60)
+                out, err = process.communicate(timeout=200)
     assert (process.returncode, out, err) == (130, "", "error: stopped by Ctrl-C\n")
 
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from tierkv.cli import main
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 SLOW = pytest.mark.slow
 
 
@@ -27,7 +27,7 @@ def demo(*options: str, cwd: Path | None = None) -> subprocess.CompletedProcess[
         text=True,
         cwd=cwd,
         env={**os.environ, "TIERKV_HANDOFF__DIRECT": "off"},  # for gateways, too
-        timeout=150,
+        timeout=550,
         check=False,
     )
 

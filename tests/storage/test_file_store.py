@@ -742,4 +742,4 @@ def test_a_lock_ends_with_its_holder_though_a_child_was_forked_meanwhile(tmp_pat
         assert forking.stdout.readline() == "left\n"
         with locked_directory(str(tmp_path), waits=False):
             pass
-        forking.communicate(timeout=60)
+        forking.communicate(timeout=200)

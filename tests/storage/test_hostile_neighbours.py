@@ -55,7 +55,7 @@ def servers(request: pytest.FixtureRequest) -> list[RedisServer]:
 def opened(servers: list[RedisServer], login: str = "") -> Store:
     hosts = ",".join(f"127.0.0.1:{server.port}" for server in servers)
     scheme = "redis" if len(servers) == 1 else "redis+cluster"
-    patient = StoreSettings(redis=RedisSettings(timeout_s=10.0, connect_timeout_s=5.0))
+    patient = StoreSettings(redis=RedisSettings(timeout_s=100.0, connect_timeout_s=50.0))
     return open_store(f"{scheme}://{login}{hosts}", patient, SystemClock())
 
 

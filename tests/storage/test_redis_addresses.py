@@ -15,7 +15,7 @@ from tierkv.errors import StoreUnavailableError
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import parse_redis_url
 
-PATIENT = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0)
+PATIENT = RedisSettings(timeout_s=100.0, connect_timeout_s=50.0)
 
 
 @contextmanager

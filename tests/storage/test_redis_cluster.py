@@ -25,7 +25,7 @@ from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import parse_redis_url
 from tierkv.storage.redis.wire import Address
 
-PATIENT = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0)
+PATIENT = RedisSettings(timeout_s=100.0, connect_timeout_s=50.0)
 NAMES = [f"t:f:{index:04}:0" for index in range(400)]
 HERE = Address("127.0.0.1", 1)
 # The goals themselves on request, as in test_reliability.py; else what only a hang takes.

@@ -46,7 +46,7 @@ def cluster(module_cluster: RedisCluster) -> RedisCluster:
 
 
 def opened(cluster: RedisCluster, settings: RedisSettings | None = None) -> Store:
-    patient = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0)
+    patient = RedisSettings(timeout_s=100.0, connect_timeout_s=50.0)
     return open_store(cluster.url, StoreSettings(redis=settings or patient), SystemClock())
 
 
@@ -122,7 +122,7 @@ async def test_values_on_their_way_between_two_masters_are_listed(cluster: Redis
     def move_the_values_only() -> None:
         target.execute("CLUSTER", "SETSLOT", slot, "IMPORTING", id_of(source))
         source.execute("CLUSTER", "SETSLOT", slot, "MIGRATING", id_of(target))
-        source.execute("MIGRATE", "127.0.0.1", target.port, name, 0, 5000)
+        source.execute("MIGRATE", "127.0.0.1", target.port, name, 0, 60_000)
 
     async with store.running():
         puts = await store.put([PutItem(name, (b"1234",), ttl_s=100.0), PutItem(stays, (b"5",))])

@@ -22,7 +22,7 @@ from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import parse_redis_url
 
-PATIENT = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0)
+PATIENT = RedisSettings(timeout_s=100.0, connect_timeout_s=50.0)
 VALUE_BYTES = 200_000
 NAMES = [f"t:f:{index:02}:0" for index in range(16)]
 CONTENT = {name: content_of(name, VALUE_BYTES) for name in NAMES}

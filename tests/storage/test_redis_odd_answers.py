@@ -31,7 +31,7 @@ _USUAL = {b"PING": b"+PONG\r\n", b"CLIENT": b"+OK\r\n"}
 
 
 def redis_store(url: str) -> RedisStore:
-    patient = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0)
+    patient = RedisSettings(timeout_s=100.0, connect_timeout_s=50.0)
     return RedisStore(parse_redis_url(url), patient, SystemClock())
 
 

@@ -47,7 +47,7 @@ from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import TlsFiles, parse_redis_url
 from tierkv.storage.redis.wire import Address, open_pipe
 
-PATIENT = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0)
+PATIENT = RedisSettings(timeout_s=100.0, connect_timeout_s=50.0)
 DEADLINE_S = RedisSettings().timeout_s
 NAMES = [f"t:f:{index:03}:0" for index in range(100)]
 
@@ -292,7 +292,7 @@ async def test_other_kinds_of_values_and_strange_keys_are_damage_or_not_there(
 
 async def test_connections_are_bounded_and_closed_at_the_end(empty_redis: RedisServer) -> None:
     settings = RedisSettings(
-        num_connections=3, write_connections=2, timeout_s=10.0, connect_timeout_s=5.0
+        num_connections=3, write_connections=2, timeout_s=100.0, connect_timeout_s=50.0
     )
     store = redis_store(empty_redis.url, settings)
     async with store.running():
@@ -312,7 +312,7 @@ async def test_a_turn_of_the_loop_sends_a_bounded_number_of_bytes(
     empty_redis: RedisServer,
 ) -> None:
     """However many connections there are, so that the loop's other work is not held up."""
-    settings = RedisSettings(write_connections=16, timeout_s=10.0, connect_timeout_s=5.0)
+    settings = RedisSettings(write_connections=16, timeout_s=100.0, connect_timeout_s=50.0)
     store = redis_store(empty_redis.url, settings)
     items = [PutItem(f"t:f:{i}:0", (bytes(1 << 20),)) for i in range(64)]
     most = 0
@@ -355,7 +355,7 @@ async def test_who_wrote_a_value_that_must_be_new_is_not_told_that_it_existed(
 async def test_a_server_that_takes_no_more_connections_serves_over_those_it_has() -> None:
     with redis_server("--maxclients", "10") as server, ExitStack() as others:
         settings = RedisSettings(
-            num_connections=4, write_connections=4, timeout_s=10.0, connect_timeout_s=5.0
+            num_connections=4, write_connections=4, timeout_s=100.0, connect_timeout_s=50.0
         )
         store = redis_store(server.url, settings)
         async with store.running():
@@ -505,7 +505,7 @@ async def test_tls_reaches_the_server_and_trusts_nobody_unknown(
     tls_redis: str, certificates: Path
 ) -> None:
     ca = str(certificates / "cert.pem")
-    trusting = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0, tls=TlsFiles(ca=ca))
+    trusting = RedisSettings(timeout_s=100.0, connect_timeout_s=50.0, tls=TlsFiles(ca=ca))
     store = redis_store(tls_redis, trusting)
     async with store.running():
         content = content_of("a", 3_000_000)
@@ -526,13 +526,14 @@ async def test_a_server_that_wants_a_certificate_is_shown_ours(certificates: Pat
     ):
         url = f"rediss://127.0.0.1:{port}"
         ours = TlsFiles(ca=certificate, certificate=certificate, key=key)
-        settings = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0, tls=ours)
+        settings = RedisSettings(timeout_s=100.0, connect_timeout_s=50.0, tls=ours)
         async with (store := redis_store(url, settings)).running():
             content = content_of("a", 3_000_000)
             assert await put_one(store, "t:f:a:0", content) is PutStatus.STORED
             assert await get_one(store, "t:f:a:0", 3_000_000) == (GetStatus.HIT, content)
             assert [value.name for value in (await store.list("t", limit=5)).values] == ["t:f:a:0"]
-        nobody = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0, tls=TlsFiles(ca=certificate))
+        tls = TlsFiles(ca=certificate)
+        nobody = RedisSettings(timeout_s=100.0, connect_timeout_s=50.0, tls=tls)
         assert "cannot be reached" in await refusal(url, nobody)
 
 

@@ -100,8 +100,8 @@ async def test_all_connections_are_encrypted_and_show_our_certificate(
 ) -> None:
     pem, key = str(certificates / "cert.pem"), str(certificates / "key.pem")
     settings = RedisSettings(
-        timeout_s=10.0,
-        connect_timeout_s=5.0,
+        timeout_s=100.0,
+        connect_timeout_s=50.0,
         tls=TlsFiles(ca=pem, certificate=pem, key=key),
         sentinel_password="other" if kind == "sentinel" else None,
     )
