@@ -29,7 +29,7 @@ from tierkv.errors import (
 )
 from tierkv.sched.events import Happening
 from tierkv.sched.fair_queue import Waiting, WaitingLine
-from tierkv.sched.fetch import NO_ROOM, Fetched
+from tierkv.sched.fetch import Fetched
 from tierkv.sched.request import (
     NOTHING,
     Computing,
@@ -479,7 +479,7 @@ class Starts:
             request.missed, request.missed_since = why_missed(
                 spec, match, missed, history, self._computing
             )
-            if fetched is not None and fetched.first_problem is NO_ROOM:
+            if fetched is not None and fetched.lacked_room:
                 request.num_coming = missed
             else:
                 stats.missed_tokens[request.missed] += missed

@@ -310,6 +310,11 @@ class Fetched:
     matched_at: float = 0.0
     ended_at: float = 0.0
 
+    @property
+    def lacked_room(self) -> bool:
+        """Whether the host had no room for the rest."""
+        return self.first_problem is NO_ROOM
+
     def release(self) -> None:
         """Let it be evicted again. More than once is as good as once."""
         if not self.is_released:

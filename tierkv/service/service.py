@@ -35,7 +35,7 @@ from tierkv.pd.tickets import ClaimProblem, Ticket, TicketStatus, TicketView, lo
 from tierkv.sched.copies import count_stored, keys_beyond, tokens_beyond
 from tierkv.sched.events import CacheEvents
 from tierkv.sched.explain import Explanation, explain
-from tierkv.sched.fetch import NO_ROOM, Fetched
+from tierkv.sched.fetch import Fetched
 from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.tenants import Limits
@@ -497,21 +497,21 @@ class Service:
         return self._admit_fetched(spec) if self.fetches(spec) else self.scheduler.admit(spec)
 
     async def _admit_fetched(self, spec: RequestSpec) -> Request:
-        return await self.admit_fetched(spec, await self.fetched(spec))
-
-    async def admit_fetched(self, spec: RequestSpec, fetched: Fetched) -> Request:
-        """Blocks for a request for which `fetched` was brought. What the host had no room for comes
-        in portions, now that there are blocks for it, where that is worth its time."""
+        fetched = await self.fetched(spec)
         request = await self.scheduler.admit(spec, fetched)
-        if fetched.first_problem is not NO_ROOM:
-            return request
+        return await self.with_rest(request) if fetched.lacked_room else request
+
+    async def with_rest(self, request: Request) -> Request:
+        """One that was just admitted, with what storage has of it and the host had no room for: now
+        that there are blocks for that, it comes in portions, where it is worth its time. Another
+        one of the same id, without the cache, if a portion does not load."""
         try:
             await self._bring_rest(request)
         except DeviceFailedError:
             raise
         except TransferError as error:
-            log.warning("request %s computes all of it: %s", spec.request_id, error)
-            alone = msgspec.structs.replace(spec, uses_cache=False)
+            log.warning("request %s computes all of it: %s", request.request_id, error)
+            alone = msgspec.structs.replace(request.spec, uses_cache=False)
             return await self.scheduler.admit(alone)
         return request
 

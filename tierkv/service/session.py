@@ -122,6 +122,7 @@ class Session:
         """Wait for blocks, with what is cached of the prompt on any tier on its way into them.
         Raises what `Service.admit` does; cancelling it leaves nothing behind."""
         with self._timed():
+            fetched = None
             if self._service.fetches(self.spec):
                 fetched = await self._service.fetched(self.spec)
                 try:
@@ -130,8 +131,10 @@ class Session:
                 except BaseException:  # a bug: nobody but us has it yet
                     fetched.release()
                     raise
-                return self._take(await self._service.admit_fetched(self.spec, fetched))
-            return self._take(await self._service.scheduler.admit(self.spec))
+            request = await self._service.scheduler.admit(self.spec, fetched)
+            if fetched is not None and fetched.lacked_room:
+                request = await self._service.with_rest(request)
+            return self._take(request)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
