@@ -29,7 +29,7 @@ from tierkv.sched.settings import CacheSettings
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
 Json = dict[str, Any]
-_START_S = 60.0
+_START_S = 200.0
 
 
 @dataclass
@@ -120,7 +120,7 @@ async def here(
     async with (
         listening(node, bind(chosen.node)) as url,
         node.running(),
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=200)) as session,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=500)) as session,
     ):
         try:
             yield Here(node, Client(url, session), latch, faulty)

@@ -36,7 +36,7 @@ fetch_policy = "wait_complete"
 """
 
 TRIALS = [
-    pytest.param(1, marks=pytest.mark.timeout(180)),
+    pytest.param(1, marks=pytest.mark.timeout(600)),
     pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
 ]
 

@@ -19,7 +19,7 @@ from tierkv.demo.processes import NodeProcess, node, stop
 from tierkv.refmodel.model import Sampling
 from tierkv.refmodel.model import decode as decode_text
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 
 CONFIG = """
 [cache]

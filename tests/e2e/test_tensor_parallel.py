@@ -33,7 +33,7 @@ from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import Store
 from tierkv.transfer.tier import StorageOptions
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 
 PAIRS = [(1, 2), (2, 1), (2, 4), (4, 2), (2, 2)]
 LENGTHS = (1, 15, 16, 17, 33, 100)

@@ -125,4 +125,5 @@ async def test_without_a_store_to_hand_over_through_a_prompt_is_computed_once() 
             asked = await caller.ask({**BODY, "prompt": decode_text(LONG)})
             assert asked.text == decode_text(truth(LONG, 8).tokens)
             computed = [node.node.engine.stats.computed_tokens for node in (prefill, decode)]
-            assert len(LONG) <= sum(computed) < len(LONG) + 64
+            # But for one piece, which a node may have begun before it knew of the store.
+            assert len(LONG) <= sum(computed) < len(LONG) + 256 + 64
