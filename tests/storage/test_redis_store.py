@@ -426,7 +426,7 @@ async def test_a_server_that_takes_no_values_is_left_alone_by_writes_only(
     mortal_redis: RedisServer, takes_nothing: tuple[str, ...]
 ) -> None:
     inner = redis_store(mortal_redis.url)
-    patient = ResilienceSettings(timeout_s=10.0, write_timeout_s=10.0)
+    patient = ResilienceSettings(timeout_s=100.0, write_timeout_s=100.0)
     store = GuardedStore(inner, patient, SystemClock())
     async with store.running():
         assert await put_one(store, NAMES[0], b"x") is PutStatus.STORED
@@ -600,7 +600,7 @@ async def test_a_digest_is_of_the_try_that_brought_the_value(empty_redis: RedisS
     """The connection is cut in the middle of a value, of which a part has landed."""
     content = content_of("a", 1 << 20)
     async with redis_proxy(empty_redis.port) as proxy:
-        patient = ResilienceSettings(timeout_s=10.0, write_timeout_s=10.0)
+        patient = ResilienceSettings(timeout_s=100.0, write_timeout_s=100.0)
         store = GuardedStore(redis_store(proxy.url), patient, SystemClock())
         async with store.running():
             await put_one(store, "t:f:a:0", content)
