@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.errors import RequestAbortedError
 from tierkv.gpu.protocol import Direction
+from tierkv.pd.handoff import Group, Staging
 from tierkv.sched.request import Request
 from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.memory import MemorySettings, MemoryStore
@@ -152,6 +155,32 @@ async def test_all_portions_together_take_no_longer_than_the_policy_says() -> No
         request = await finish(admitting)
         assert request.cached_tokens < 396
         node.the_store.delay_s = 0.0
+        await use(node, LONG, request)
+        await node.settle()
+
+
+async def test_a_turn_for_the_next_portion_is_waited_for_no_longer_than_the_policy_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group, others_have_ended, num_turns = Staging.group, asyncio.Event(), 0
+
+    @asynccontextmanager
+    async def first_alone(self: Staging, num_blocks: int) -> AsyncIterator[Group]:
+        nonlocal num_turns
+        num_turns += 1
+        if num_turns > 1:
+            await others_have_ended.wait()
+        async with group(self, num_blocks) as slots:
+            yield slots
+
+    settings: dict[str, Any] = {"fetch_policy": FetchPolicy.DEADLINE, "fetch_deadline_s": 1.0}
+    async with world(
+        store=await stored(LONG), device_blocks=110, host_blocks=2, **settings
+    ) as node:
+        monkeypatch.setattr(Staging, "group", first_alone)
+        request = await node.admit(LONG)
+        assert request.cached_tokens < 396
+        others_have_ended.set()
         await use(node, LONG, request)
         await node.settle()
 

@@ -148,6 +148,7 @@ class Portions:
                     give_up_in(math.inf)
                     if not outcome.done():
                         problem = await self._load(request, portion, at, group, found)
+                    give_up_in(portion_s)  # for its turn, or the end
             result: GetOutcome | Exception | None = problem
         except StoreUnavailableError as error:
             result = GetOutcome(GetStatus.FAILED, str(error))
