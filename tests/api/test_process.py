@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from tests.api.nodes import Process, process, run_to_end
-from tests.latch import finish
+from tests.latch import PATIENCE_S, finish
 from tests.redis_server import free_port
 
 LONG = {"prompt": "hello", "max_tokens": 20_000}
@@ -29,11 +29,13 @@ async def running(of: Process, count: int) -> None:
 async def test_sigterm_lets_work_finish_and_says_meanwhile_that_it_is_not_ready(
     tmp_path: Path,
 ) -> None:
-    async with process(tmp_path) as node, asyncio.TaskGroup() as group:
+    config = tmp_path / "node.toml"
+    config.write_text("[node]\ndrain_grace_s = 200\n")
+    async with process(tmp_path, "--config", config) as node, asyncio.TaskGroup() as group:
         work = group.create_task(node.client.post("/v1/generate", SOME))
         await running(node, 1)
         node.terminate()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while (ready := await node.client.get("/readyz")).status == 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         assert ready.code == "not_ready"
@@ -62,7 +64,7 @@ async def test_a_second_signal_does_not_wait(number: signal.Signals, tmp_path: P
         work = group.create_task(node.client.post("/v1/generate", LONG))
         await running(node, 1)
         node.process.send_signal(number)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while (await node.client.get("/readyz")).status == 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         node.process.send_signal(number)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.embed.test_engine_cache import ask
 from tests.latch import PATIENCE_S, CopyLatch
-from tests.redis_server import redis_server
+from tests.redis_server import PATIENT, redis_server
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.groups import NO_BLOCK, CacheGroup, GroupKind, longest_of_all, slots_of
 from tierkv.cache.keys import Fingerprint, Prompt, pack
@@ -35,7 +35,7 @@ from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import FetchPolicy
 from tierkv.service.kv_events import EventsSection
 from tierkv.storage.base import StoreWrapper
-from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.factory import open_store
 from tierkv.storage.protocol import Store
 
 SIZE = 4
@@ -238,7 +238,7 @@ def hybrid(
     def make() -> Store | None:
         if store is None:
             return None
-        return around(open_store(store, StoreSettings(), SystemClock()))
+        return around(open_store(store, PATIENT, SystemClock()))
 
     main = next((group for group in groups if group.kind is GroupKind.FULL), groups[0])
     cache = EngineCache(

@@ -15,12 +15,19 @@ from tests.api.guarded import Authority, callers_in, guarded
 from tests.api.nodes import here
 from tests.e2e.exact import text, truth
 from tests.gateway.scripted import Asked, Caller, listener, stage
+from tests.latch import PATIENCE_S
 from tests.redis_server import redis_server
 from tierkv.api.settings import Role
 from tierkv.clock import SystemClock
 from tierkv.gateway.gateway import Gateway
 from tierkv.gateway.server import listening
-from tierkv.gateway.settings import GatewaySection, GatewaySettings, HealthSection, LimitsSection
+from tierkv.gateway.settings import (
+    DeadlineSection,
+    GatewaySection,
+    GatewaySettings,
+    HealthSection,
+    LimitsSection,
+)
 from tierkv.http.callers import RoleName
 from tierkv.http.settings import TlsSection
 from tierkv.refmodel.model import decode as decode_text
@@ -43,6 +50,7 @@ async def in_front(**section: Any) -> AsyncIterator[Caller]:
         gateway=GatewaySection(**section),
         limits=LimitsSection(max_attempts=2),
         health=HealthSection(probe_interval_s=0.05, eject_s=0.05),
+        deadlines=DeadlineSection(lookup_s=PATIENCE_S),  # who has computed a prompt goes on with it
     )
     gateway = await asyncio.to_thread(Gateway, settings)  # it reads certificates
     async with (
@@ -65,11 +73,14 @@ async def test_a_node_whose_authority_is_named_is_reached_and_no_other(tmp_path:
             assert is_right(await caller.ask(BODY))
         for section in ({"node_ca": str(other.path)}, {}):
             async with in_front_of(on.url, **section) as caller:
-                asked = await caller.ask(BODY)
-                assert asked.status == 503
-                # "overloaded" of a gateway whose own loop was late meanwhile.
-                assert asked.body["code"] in ("no_nodes", "overloaded")
-                assert "certificate" in asked.body["detail"]
+                async with asyncio.timeout(PATIENCE_S):
+                    while True:
+                        asked = await caller.ask(BODY)
+                        assert asked.status == 503
+                        # "overloaded" of a gateway whose own loop was late meanwhile.
+                        assert asked.body["code"] in ("no_nodes", "overloaded")
+                        if "certificate" in asked.body["detail"]:  # it has heard from the node
+                            break
 
 
 async def test_a_node_that_asks_for_a_certificate_gets_the_gateways(tmp_path: Path) -> None:
@@ -125,5 +136,4 @@ async def test_without_a_store_to_hand_over_through_a_prompt_is_computed_once() 
             asked = await caller.ask({**BODY, "prompt": decode_text(LONG)})
             assert asked.text == decode_text(truth(LONG, 8).tokens)
             computed = [node.node.engine.stats.computed_tokens for node in (prefill, decode)]
-            # But for one piece, which a node may have begun before it knew of the store.
-            assert len(LONG) <= sum(computed) < len(LONG) + 256 + 64
+            assert len(LONG) <= sum(computed) < len(LONG) + 64
