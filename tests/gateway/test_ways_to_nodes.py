@@ -30,6 +30,7 @@ from tierkv.gateway.settings import (
 )
 from tierkv.http.callers import RoleName
 from tierkv.http.settings import TlsSection
+from tierkv.pd import claims
 from tierkv.refmodel.model import decode as decode_text
 from tierkv.storage.factory import StoreSettings, open_guarded_store
 
@@ -124,7 +125,12 @@ async def test_a_node_that_never_ends_its_answer_does_not_hold_the_caller_up(
             assert (await on.caller.ask({"prompt": "hello", "stream": stream})).is_whole
 
 
-async def test_without_a_store_to_hand_over_through_a_prompt_is_computed_once() -> None:
+async def test_without_a_store_to_hand_over_through_a_prompt_is_computed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # For a prompt that takes longer the decode node does not wait: a slow machine's takes so long.
+    for name in ("_SILENT_S", "_GONE_S"):
+        monkeypatch.setattr(claims, name, PATIENCE_S)
     with redis_server() as server:
         stores = [open_guarded_store(server.url, StoreSettings(), SystemClock()) for _ in range(2)]
         async with (
