@@ -18,7 +18,8 @@ class Proxy:
     """delay_s: before each piece of an answer. latency_s: so much later each piece goes on, while
     more comes: of a network, where a delay is of a server. bytes_per_s: of answers, None for no
     limit.
-    cut_after: bytes of answers after which a connection is closed, None for never.
+    cut_after: bytes of answers after which a connection is closed, None for never. cuts_once: the
+        first that is.
     """
 
     port: int = 0
@@ -26,6 +27,7 @@ class Proxy:
     latency_s: float = 0.0
     bytes_per_s: float | None = None
     cut_after: int | None = None
+    cuts_once: bool = False
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
@@ -65,11 +67,15 @@ class Proxy:
                 await asyncio.sleep(self.delay_s)
                 if self.bytes_per_s is not None:
                     await asyncio.sleep(len(piece) / self.bytes_per_s)
+                if self.cut_after is None:  # no more, of open connections too
+                    left = None
                 if left is not None:
                     piece, left = piece[:left], left - len(piece)
                 writer.write(piece)
                 await writer.drain()
                 if left is not None and left <= 0:
+                    if self.cuts_once:
+                        self.cut_after = None
                     return
 
 
