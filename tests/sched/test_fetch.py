@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -25,12 +26,11 @@ THROUGH = WritePolicy.WRITE_THROUGH
 PATIENT_S = 20.0
 
 
-async def filled(*prompts: list[int]) -> MemoryStore:
-    """A store that another node has filled with these prompts."""
+async def filled(*prompts: list[int], num_blocks: int = 64) -> MemoryStore:
+    """A store that another node, of so many blocks, has filled with these prompts."""
     store = MemoryStore(MemorySettings(), SystemClock())
-    async with world(
-        store=store, host_write=THROUGH, storage_write=THROUGH, device_blocks=64, host_blocks=64
-    ) as other:
+    room: dict[str, Any] = {"device_blocks": num_blocks, "host_blocks": num_blocks}
+    async with world(store=store, host_write=THROUGH, storage_write=THROUGH, **room) as other:
         for prompt in prompts:
             await other.run(prompt)
             assert await store.exists(other.names(prompt)) == len(other.names(prompt))

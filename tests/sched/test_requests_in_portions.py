@@ -10,29 +10,20 @@ from typing import Any
 import pytest
 
 from tests.latch import finish, turns, until
+from tests.sched.test_fetch import filled
 from tests.world import World, tokens, world
-from tierkv.cache.eviction import WritePolicy
-from tierkv.clock import SystemClock
 from tierkv.errors import RequestAbortedError
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.handoff import Group, Staging
 from tierkv.sched.request import Request
 from tierkv.sched.worth import FetchPolicy
-from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.memory import MemoryStore
 
-THROUGH = WritePolicy.WRITE_THROUGH
 LONG = tokens(400)
 
 
 async def stored(*prompts: list[int]) -> MemoryStore:
-    store = MemoryStore(MemorySettings(), SystemClock())
-    async with world(
-        store=store, host_write=THROUGH, storage_write=THROUGH, device_blocks=110, host_blocks=110
-    ) as other:
-        for prompt in prompts:
-            await other.run(prompt)
-            assert await store.exists(other.names(prompt)) == len(other.names(prompt))
-    return store
+    return await filled(*prompts, num_blocks=110)
 
 
 async def use(node: World, prompt: list[int], request: Request) -> int:
@@ -212,3 +203,16 @@ async def test_what_came_in_portions_is_not_taken_for_fast_computing() -> None:
         await use(node, LONG, await node.admit(LONG))
         assert not speed.is_known
         await node.settle()
+
+
+async def test_what_a_resumed_request_has_no_room_for_counts_as_missed_all_the_same() -> None:
+    async with world(store=await stored(LONG), device_blocks=110, host_blocks=2) as node:
+        request = await node.admit(LONG)
+        node.service.preempt(request)
+        node.service.reset()
+        again = await finish(node.service.resume(request, max_new_tokens=0))
+        await use(node, LONG, again)
+        await node.settle()
+        counts = node.service.stats().requests
+        found = counts.device_hit_tokens + counts.host_hit_tokens + counts.storage_hit_tokens
+        assert found + sum(counts.missed_tokens.values()) == counts.prompt_tokens

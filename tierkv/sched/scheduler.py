@@ -452,6 +452,7 @@ class Scheduler:
 
     def _end(self, request: Request, state: RequestState, after: Sequence[Event]) -> None:
         request.check_running()
+        self.brought_all(request)  # nobody may have asked for the rest
         request.state = state
         self._running.remove(request)
         events = (*request.written, *after)
