@@ -17,6 +17,7 @@ import msgspec
 import uvloop
 
 from tierkv.api.settings import masked_url
+from tierkv.cli.output import progress
 from tierkv.clock import SystemClock
 from tierkv.demo.processes import DemoError, private_redis
 from tierkv.demo.scenes import DemoNodes, Play, Scene
@@ -126,9 +127,8 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
 
 def _read_file(path: Path) -> str:
     try:
-        if path.is_fifo():  # it is not open before somebody writes into it
-            click.echo(f"reading {path}, which is a pipe", err=True)
-        with path.open("rb") as file:
+        # A named pipe is not open before somebody writes into it.
+        with progress(f"reading {path}"), path.open("rb") as file:
             raw = file.read(_MAX_PROMPT_TOKENS + 1)  # a device or a pipe may have no end
         if len(raw) > _MAX_PROMPT_TOKENS:
             raise ConfigError(
