@@ -24,7 +24,7 @@ from tierkv.cli import main
 from tierkv.config import names_in
 from tierkv.gateway.settings import GatewaySettings
 from tierkv.http.problems import HANDOFF_STATUS
-from tierkv.pd.tickets import ClaimProblem
+from tierkv.pd.tickets import HandoffProblem
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -120,7 +120,7 @@ def _check(group: click.Group, words: list[str], line: str) -> None:
 
 def test_the_page_of_errors_has_the_status_and_reason_of_every_hand_off() -> None:
     text = (ROOT / "docs" / "errors.md").read_text()
-    for problem in ClaimProblem:
+    for problem in HandoffProblem:
         status = HANDOFF_STATUS.get(problem.value, 502)
         row = next((r for r in text.splitlines() if f"`{problem.value}`" in r), None)
         assert row is not None, problem

@@ -23,7 +23,7 @@ from tierkv.errors import BadRequestError, HandoffError
 from tierkv.http.bodies import JSON, MSGPACK, OCTETS, REQUEST_ID, decode
 from tierkv.http.callers import RoleName
 from tierkv.http.problems import ERRORS, HTTP_CODES, PROBLEMS, problem_headers, problem_of
-from tierkv.pd.tickets import ClaimProblem
+from tierkv.pd.tickets import HandoffProblem
 
 HUGE = "9" * 5000
 DEEP = b'{"prompt": ' + b"[" * 200_000
@@ -134,8 +134,10 @@ def test_a_body_that_memory_does_not_suffice_for_is_no_bug() -> None:
     assert (found.status, found.code, bool(found.detail)) == (503, "too_much_in_work", True)
 
 
-@pytest.mark.parametrize("problem", ClaimProblem)
-def test_only_what_a_producer_or_a_store_failed_at_is_a_bad_gateway(problem: ClaimProblem) -> None:
+@pytest.mark.parametrize("problem", HandoffProblem)
+def test_only_what_a_producer_or_a_store_failed_at_is_a_bad_gateway(
+    problem: HandoffProblem,
+) -> None:
     others = {"other_prompt": 409, "incompatible": 409, "expired": 410, "already_claimed": 410}
     others |= {"not_yet": 503, "no_room": 503, "load_failed": 503}  # it helps to wait
     request = make_mocked_request("POST", "/v1/claims")

@@ -17,10 +17,11 @@ from tests.world import World, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError
-from tierkv.pd.claims import ClaimPolicy, Portions
+from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import STAGING_BLOCKS, Staging
+from tierkv.pd.portions import Portions
 from tierkv.pd.settings import DirectPath, HandoffSettings
-from tierkv.pd.tickets import ClaimProblem
+from tierkv.pd.tickets import HandoffProblem
 from tierkv.sched.copies import GROUP_BLOCKS
 from tierkv.sched.slots import Work
 from tierkv.storage.file import FileSettings, FileStore
@@ -130,9 +131,9 @@ async def test_a_claim_that_finds_no_room_until_its_deadline_says_so(store: Stor
                     "claim", "0", node.prompt(prompts[0]), max_new_tokens=1, deadline_s=deadline_s
                 )
             reason = error.value.reason
-            if reason == ClaimProblem.NO_ROOM.value:
+            if reason == HandoffProblem.NO_ROOM.value:
                 break
-        assert reason == ClaimProblem.NO_ROOM.value
+        assert reason == HandoffProblem.NO_ROOM.value
         node.service.end(running)
         await finish(claim(node, 0, prompts[0]))
         await node.settle()

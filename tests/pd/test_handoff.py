@@ -25,7 +25,7 @@ from tierkv.gpu.protocol import Direction
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import NUM_GROUPS, Staging
 from tierkv.pd.settings import HandoffSettings
-from tierkv.pd.tickets import ClaimProblem, Ticket
+from tierkv.pd.tickets import HandoffProblem, Ticket
 from tierkv.sched.copies import GROUP_BLOCKS
 from tierkv.storage import codec
 from tierkv.storage.codec import HEADER_BYTES
@@ -446,7 +446,7 @@ async def test_a_decode_node_that_dies_in_a_claim_loses_nothing_that_was_publish
 
 
 def test_every_reason_has_a_test_here() -> None:
-    assert {problem.value for problem in ClaimProblem} == {
+    assert {problem.value for problem in HandoffProblem} == {
         "not_yet",
         "load_failed",  # in test_session.py
         "expired",

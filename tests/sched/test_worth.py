@@ -23,7 +23,7 @@ from tierkv.sched.worth import (
     Estimator,
     FetchPolicy,
     Line,
-    Prefill,
+    PrefillSpeed,
     Regret,
 )
 
@@ -313,7 +313,7 @@ def test_what_one_large_request_has_lost_is_not_held_against_small_ones_for_ever
 
 
 def test_what_the_engine_tells_counts_and_what_was_observed_only_until_then() -> None:
-    prefill = Prefill()
+    prefill = PrefillSpeed()
     prefill.observe(1000, 3.0)
     assert not prefill.is_told
     assert prefill.seconds(1000) == pytest.approx(3.0)
@@ -389,7 +389,7 @@ def test_no_measurement_however_odd_raises_or_is_believed_for_long() -> None:
 
 
 def computing_and_a_wait() -> tuple[Computing, PromiseWait]:
-    prefill, index, prompt = Prefill(), Index(4), Prompt.of(list(range(64)), 4)
+    prefill, index, prompt = PrefillSpeed(), Index(4), Prompt.of(list(range(64)), 4)
     prefill.tell(64, 1.0)
     computing = Computing(prefill, lambda: None)
     computing.begin(index.spaces.root, 0, prompt, 0.0)
@@ -404,7 +404,7 @@ def test_waiting_for_owners_costs_little_when_they_fail_and_saves_when_they_deli
     delivers: float, begun: float
 ) -> None:
     """begun: which share of their time they are at it already, at the most."""
-    prefill, rng = Prefill(), random.Random(3)
+    prefill, rng = PrefillSpeed(), random.Random(3)
     prefill.tell(1000, 1.0)
     index = Index(4)
     computing = Computing(prefill, lambda: None)

@@ -30,7 +30,7 @@ from tierkv.api.node import Node
 from tierkv.cache.node import BOUNDS_S, TICKS_PER_S, AgeCounts, PoolStats
 from tierkv.errors import HandoffError
 from tierkv.observe import Stats
-from tierkv.pd.tickets import ClaimProblem
+from tierkv.pd.tickets import HandoffProblem
 from tierkv.refmodel.engine import Generation
 from tierkv.storage.protocol import BreakerState
 from tierkv.transfer.mover import LayerTimes
@@ -531,7 +531,7 @@ class Metrics:
             self._first_token.labels(operation)
             self._queue.labels(operation)
         for side in ("publish", "claim"):
-            for reason in (problem.value for problem in ClaimProblem):
+            for reason in (problem.value for problem in HandoffProblem):
                 self._handoff.labels(side, reason)
 
     def know_routes(self, routes: Iterable[str]) -> None:

@@ -180,7 +180,7 @@ class EvictionOrder:
         """
         victims: list[Victim] = []
         tier = self.tier
-        chosen: list[Entry] = []  # taken off the heap, to go back in the end
+        chosen: list[Entry] = []  # taken out of the queue, to go back in the end
         virtual: list[Entry] = []  # parents whose last child is chosen already
         gone_children: dict[int, int] = {}
         while count > 0 and (entry := self._first(virtual)) is not None:
@@ -225,7 +225,7 @@ class EvictionOrder:
         return entry
 
     def _top(self) -> Entry | None:
-        """The first entry of the heap; what is no longer true is dropped on the way."""
+        """The first entry in the queue; what is no longer true is dropped on the way."""
         line, heap, newest = self._line, self._heap, self._newest
         while line or heap:
             entry = line[0] if line else heap[0]

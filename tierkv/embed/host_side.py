@@ -44,7 +44,7 @@ from tierkv.gpu.protocol import HostSlots
 from tierkv.observe import Stats
 from tierkv.pd.claims import Watch
 from tierkv.pd.handoff import Handoff, Published
-from tierkv.pd.tickets import PROGRESS, ClaimProblem, OpenTicket, Ticket, check_written
+from tierkv.pd.tickets import PROGRESS, HandoffProblem, OpenTicket, Ticket, check_written
 from tierkv.sched.copies import GROUP_BLOCKS, path_keys
 from tierkv.sched.events import CacheEvent, ExternalId, Happening
 from tierkv.sched.settings import CacheSettings
@@ -753,7 +753,7 @@ class HostSide:
     def _handoff(self) -> Handoff:
         handoff = self._service.handoff
         if handoff is None or self._service.tiers.copies.storage is None:
-            raise HandoffError(ClaimProblem.UNAVAILABLE.value, "there is no storage for a ticket")
+            raise HandoffError(HandoffProblem.UNAVAILABLE.value, "there is no storage for a ticket")
         return handoff
 
     async def publish(self, number: int, prompt: Prompt, ticket_id: str) -> Published:
@@ -793,7 +793,7 @@ class HostSide:
                 with handoff.tickets.lease.held():
                     early = await self._store_ahead(handoff, opened, prompt, promise, outlet)
             if outlet.failure is not None:
-                raise HandoffError(ClaimProblem.PRODUCER_FAILED.value, outlet.failure)
+                raise HandoffError(HandoffProblem.PRODUCER_FAILED.value, outlet.failure)
             published = await self._publish_whole(handoff, opened, prompt, promise, outlet)
         except DuplicateRequestError:
             raise
@@ -857,7 +857,7 @@ class HostSide:
         found = self._longest_here(looks, self._on_host(prompt, whole).num_tokens)
         if found < whole:
             raise HandoffError(
-                ClaimProblem.UNAVAILABLE.value,
+                HandoffProblem.UNAVAILABLE.value,
                 f"the host has only {found} of {whole} tokens in every group",
             )
         self._let_go(promise)
@@ -868,9 +868,9 @@ class HostSide:
                 return await self._publish_held(handoff, opened, prompt, promise, outlet)
         except TimeoutError as error:
             text = f"the prompt could not be published within {deadline_s:g} s"
-            raise HandoffError(ClaimProblem.UNAVAILABLE.value, text) from error
+            raise HandoffError(HandoffProblem.UNAVAILABLE.value, text) from error
         except StoreUnavailableError as error:
-            raise HandoffError(ClaimProblem.UNAVAILABLE.value, str(error)) from error
+            raise HandoffError(HandoffProblem.UNAVAILABLE.value, str(error)) from error
 
     async def _publish_held(
         self,

@@ -42,7 +42,7 @@ from tierkv.gateway.nodes import BackendNode, usable
 from tierkv.gateway.openai import FinishReason
 from tierkv.gateway.prompts import Job
 from tierkv.gateway.routing import Held, choose_decode, choose_prefill, prefill_seconds
-from tierkv.pd.tickets import ClaimProblem
+from tierkv.pd.tickets import HandoffProblem
 from tierkv.refmodel.config import VOCAB_SIZE
 from tierkv.tasks import deadline, expected, task_group
 
@@ -304,17 +304,17 @@ class Delivery:
             async with aclosing(events):
                 async for event in events:
                     if event.name == "tokens":
-                        tokens = self._decode(node, event, _Tokens).tokens
+                        tokens = self._parse(node, event, _Tokens).tokens
                         offset = self.accept(node, offset, tokens)
                         self.is_claimed |= path == "/v1/decode"
                     elif event.name == "done":
-                        return self._decode(node, event, Done)
+                        return self._parse(node, event, Done)
             raise AssertionError("a stream ends with done or raises")
         except AttemptError as error:
             self.note(node, error)
             raise
 
-    def _decode(self, node: BackendNode, event: ServerEvent, kind: type[T]) -> T:
+    def _parse(self, node: BackendNode, event: ServerEvent, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(event.data, type=kind)
         except UNREADABLE as error:
@@ -475,7 +475,7 @@ async def _decode(delivery: Delivery, ticket_id: str, held: Mapping[str, Held]) 
 # A decode node that holds all but so many tokens of a prompt computes them itself, as in the next
 # turn of a conversation: about what a hand-off costs in calls and storage (reference model, CPU).
 _FEW_TOKENS = 64
-_INCOMPATIBLE = ClaimProblem.INCOMPATIBLE.value
+_INCOMPATIBLE = HandoffProblem.INCOMPATIBLE.value
 
 
 async def run(delivery: Delivery) -> None:

@@ -36,7 +36,7 @@ from tierkv.http.bodies import (
     TooMuchInWorkError,
 )
 from tierkv.http.callers import ForbiddenError, UnauthenticatedError, as_given
-from tierkv.pd.tickets import ClaimProblem
+from tierkv.pd.tickets import HandoffProblem
 
 
 class UnknownIdError(BadRequestError):
@@ -72,9 +72,9 @@ _RETRY_AFTER_S = 1
 PASSING_REASONS = frozenset(
     problem.value
     for problem in (
-        ClaimProblem.PRODUCER_FAILED,
-        ClaimProblem.PRODUCER_LOST,
-        ClaimProblem.UNAVAILABLE,
+        HandoffProblem.PRODUCER_FAILED,
+        HandoffProblem.PRODUCER_LOST,
+        HandoffProblem.UNAVAILABLE,
     )
 )
 
@@ -134,13 +134,13 @@ ERRORS: tuple[tuple[type[TierKVError], int, str, str], ...] = (
 # Reasons of hand-offs that are no failure of a producer or a store: 502, which balancers and alerts
 # take for an outage, is for those. 503: another claim, here or elsewhere, may go well.
 HANDOFF_STATUS = {
-    ClaimProblem.OTHER_PROMPT.value: 409,
-    ClaimProblem.INCOMPATIBLE.value: 409,
-    ClaimProblem.EXPIRED.value: 410,
-    ClaimProblem.CLAIMED.value: 410,
-    ClaimProblem.NOT_YET.value: 503,
-    ClaimProblem.NO_ROOM.value: 503,
-    ClaimProblem.LOAD_FAILED.value: 503,
+    HandoffProblem.OTHER_PROMPT.value: 409,
+    HandoffProblem.INCOMPATIBLE.value: 409,
+    HandoffProblem.EXPIRED.value: 410,
+    HandoffProblem.CLAIMED.value: 410,
+    HandoffProblem.NOT_YET.value: 503,
+    HandoffProblem.NO_ROOM.value: 503,
+    HandoffProblem.LOAD_FAILED.value: 503,
 }
 
 HTTP_CODES = {

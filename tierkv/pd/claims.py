@@ -18,179 +18,27 @@ from tierkv.cache.keys import Prompt, StoredKey, differences
 from tierkv.cache.node import Tier
 from tierkv.errors import (
     HandoffError,
-    OwnershipError,
-    RequestAbortedError,
     StoreDownError,
     StoreUnavailableError,
     TierKVError,
     TransferError,
 )
-from tierkv.pd.handoff import Group, Staging
+from tierkv.pd.portions import Portions
 from tierkv.pd.source import PeerSource, Supply
 from tierkv.pd.tickets import (
     PROGRESS,
-    ClaimProblem,
+    HandoffProblem,
     HandoffStats,
     OpenTicket,
     Ticket,
     Tickets,
     check_id,
 )
-from tierkv.sched.copies import GROUP_BLOCKS
-from tierkv.sched.fetch import NO_ROOM, Fetched, Fetcher, Source
+from tierkv.sched.fetch import NO_ROOM, Fetched, Fetcher
 from tierkv.sched.request import Arrivals, Request, RequestSpec
 from tierkv.sched.scheduler import Scheduler
 from tierkv.storage.protocol import GetOutcome, GetStatus
 from tierkv.tasks import background, both, deadline, expected
-
-_LATE = GetOutcome(GetStatus.FAILED, "storage took too long")
-
-
-class Portions:
-    """From storage into blocks that an admitted request has to itself, GROUP_BLOCKS at a time.
-
-    The staging slots are nobody's for longer than one portion needs, and the device blocks are
-    taken already: whoever is here waits for the store alone, so claims cannot wait for each other.
-    """
-
-    def __init__(self, scheduler: Scheduler, source: Source, staging: Staging) -> None:
-        self._scheduler = scheduler
-        self._source = source
-        self._staging = staging
-
-    async def bring_or_end(
-        self,
-        request: Request,
-        keys: Sequence[StoredKey] = (),
-        *,
-        give_up_at: float,
-        portion_s: float,
-        end_at: float = math.inf,
-    ) -> GetOutcome | None:
-        """`bring`, for a request that nobody has yet: whatever it raises, the request has ended."""
-        try:
-            keys = keys or self._scheduler.tiers.copies.prompt_keys(request.spec.prompt)
-            return await self.bring(
-                request, keys, give_up_at=give_up_at, portion_s=portion_s, end_at=end_at
-            )
-        except BaseException:  # a load that failed, an abort, a cancel
-            self._scheduler.end(request)
-            raise
-        finally:
-            self._scheduler.brought_all(request)
-
-    async def bring(
-        self,
-        request: Request,
-        keys: Sequence[StoredKey],
-        *,
-        give_up_at: float,
-        portion_s: float,
-        end_at: float = math.inf,
-    ) -> GetOutcome | None:
-        """Bring what `request` lacks of its prompt, whose stored keys are `keys`; why that ended
-        early, None if it did not. What came counts in `cached_tokens` and is committed. If it needs
-        logits, its last block is left to be computed.
-
-        It gives up when storage has brought nothing for `portion_s` seconds, or at `end_at`, and
-        waits for its turn until `give_up_at`. Raises TransferError, and what a commit raises.
-        Cancelling it leaves the request as far as it has come: `end` it.
-        """
-        if request.spec.needs_logits:
-            keys = keys[: (request.spec.prompt.num_tokens - 1) // request.spec.prompt.block_size]
-        loop = asyncio.get_running_loop()
-        outcome: asyncio.Future[GetOutcome | None] = loop.create_future()
-        scope = asyncio.timeout_at(min(max(give_up_at, loop.time() + portion_s), end_at))
-        waits_for_turn = True
-
-        def give_up_in(seconds: float) -> None:
-            nonlocal waits_for_turn
-            waits_for_turn = False
-            if scope.expired():
-                outcome.cancel()
-            elif not outcome.done():
-                is_loading = seconds == math.inf
-                scope.reschedule(None if is_loading else min(loop.time() + seconds, end_at))
-
-        work = self._bring(request, keys, portion_s, give_up_in, outcome)
-        self._scheduler.tiers.work.start(work, "tierkv-portions")
-        try:
-            async with scope:
-                return await asyncio.shield(outcome)
-        except TimeoutError:
-            return NO_ROOM if waits_for_turn else _LATE
-        finally:
-            outcome.cancel()
-
-    async def _bring(
-        self,
-        request: Request,
-        keys: Sequence[StoredKey],
-        portion_s: float,
-        give_up_in: Callable[[float], None],
-        outcome: asyncio.Future[GetOutcome | None],
-    ) -> None:
-        """give_up_in: called when it waits for the store from now on; with infinity when it has
-        what it waited for: a copy into the request's blocks is not left alone."""
-        try:
-            for load in request.loads:
-                await load.done()
-            problem: GetOutcome | None = None
-            while problem is None and not outcome.done():
-                at = request.lease.num_blocks
-                portion = keys[at : at + GROUP_BLOCKS]
-                if not portion or request.cached_tokens == request.spec.prompt.num_tokens:
-                    break
-                async with self._staging.group(len(portion)) as group:
-                    give_up_in(portion_s)
-                    slots = group.slots[: len(portion)]
-                    found = await self._source.fetch(portion, slots)
-                    give_up_in(math.inf)
-                    if not outcome.done():
-                        problem = await self._load(request, portion, at, group, found)
-                    give_up_in(portion_s)  # for its turn, or the end
-            result: GetOutcome | Exception | None = problem
-        except StoreUnavailableError as error:
-            result = GetOutcome(GetStatus.FAILED, str(error))
-        except (TransferError, OwnershipError, RequestAbortedError) as error:
-            result = error
-        except BaseException:  # nothing expected: it goes up and stops the service
-            outcome.cancel()
-            raise
-        if outcome.done():
-            return
-        if isinstance(result, Exception):
-            outcome.set_exception(result)
-        else:
-            outcome.set_result(result)
-
-    async def _load(
-        self,
-        request: Request,
-        keys: Sequence[StoredKey],
-        at: int,
-        group: Group,
-        found: Sequence[GetOutcome],
-    ) -> GetOutcome | None:
-        """Bring the blocks from `at` on that were found to the device; the first that was not."""
-        num_hits = next(
-            (i for i, one in enumerate(found) if one.status is not GetStatus.HIT), len(found)
-        )
-        if num_hits:
-            request.check_wanted()
-            target = request.block_table[at : at + num_hits]
-            mover = self._scheduler.tiers.mover
-            movement = group.movement = mover.load(group.slots[:num_hits], target)
-            request.loads = (*request.loads, movement)  # its blocks are nobody else's before
-            await movement.done()
-            came = list(zip(found[:num_hits], keys, strict=False))
-            await self._scheduler.brought(
-                request,
-                at * request.spec.prompt.block_size + sum(key.num_tokens for _, key in came),
-                num_direct=sum(key.num_tokens for one, key in came if one.is_direct),
-            )
-        return found[num_hits] if num_hits < len(found) else None
-
 
 _FIRST_LOOK_S = 0.005
 _LONGEST_LOOK_S = 0.1
@@ -236,7 +84,7 @@ class Watch:
     async def ticket(
         self, *, deadline_s: float, silent_s: float = math.inf, gone_s: float = math.inf
     ) -> Ticket:
-        """The ticket, as soon as it is there. Raises HandoffError, its reason a ClaimProblem.
+        """The ticket, as soon as it is there. Raises HandoffError, its reason a HandoffProblem.
 
         silent_s: after so long it is given up if the store has not answered once; gone_s: if it is
         left alone besides.
@@ -281,7 +129,7 @@ class Watch:
         if self._over is not None:
             raise self._over
         if problem is not None:
-            raise HandoffError(ClaimProblem.UNAVAILABLE.value, str(problem)) from problem
+            raise HandoffError(HandoffProblem.UNAVAILABLE.value, str(problem)) from problem
         raise await self._not_there(deadline_s)
 
     def _hashed(self) -> Sequence[StoredKey]:
@@ -324,11 +172,11 @@ class Watch:
         self._open = found
         if found.failure:
             text = f"{found.producer} gave up: {found.failure}"
-            failed = HandoffError(ClaimProblem.PRODUCER_FAILED.value, text)
+            failed = HandoffError(HandoffProblem.PRODUCER_FAILED.value, text)
             self._give_up(failed, _GRACE_S)
         elif not await self._lease.is_alive(found.incarnation):
             text = f"{found.producer} began with the prompt, but says no more that it lives"
-            lost = HandoffError(ClaimProblem.PRODUCER_LOST.value, text)
+            lost = HandoffError(HandoffProblem.PRODUCER_LOST.value, text)
             self._give_up(lost, self._lost_after_s)
         else:
             self._over = None
@@ -363,7 +211,7 @@ class Watch:
         name = repr(self._ticket_id[:80])
         if self._open is not None:
             return HandoffError(
-                ClaimProblem.NOT_YET.value,
+                HandoffProblem.NOT_YET.value,
                 f"the ticket {name} did not come within {deadline_s:g} s: {self._open.producer} is "
                 f"still at it, with {self._ready_blocks} of {len(self._open.digests)} blocks",
             )
@@ -374,11 +222,11 @@ class Watch:
             claimed = None
         if claimed is not None:
             return HandoffError(
-                ClaimProblem.CLAIMED.value,
+                HandoffProblem.CLAIMED.value,
                 f"the ticket {name} was claimed by {claimed.claimer} and is gone",
             )
         return HandoffError(
-            ClaimProblem.NOT_YET.value,
+            HandoffProblem.NOT_YET.value,
             f"no ticket {name} came within {deadline_s:g} s: is the prefill done?",
         )
 
@@ -399,7 +247,7 @@ _GONE_S = 1.0
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
 # Computing the prompt here would not be what the caller meant.
-_ALWAYS_REFUSED = (ClaimProblem.INCOMPATIBLE.value, ClaimProblem.OTHER_PROMPT.value)
+_ALWAYS_REFUSED = (HandoffProblem.INCOMPATIBLE.value, HandoffProblem.OTHER_PROMPT.value)
 
 
 class ClaimPolicy(Enum):
@@ -597,7 +445,7 @@ class Claims:
         self, spec: RequestSpec, error: HandoffError, near: Supply
     ) -> Request:
         fetched = None
-        if error.reason != ClaimProblem.UNAVAILABLE.value:
+        if error.reason != HandoffProblem.UNAVAILABLE.value:
             fetched = await self._fetcher.fetch(spec.prompt, deadline_s=self._fetch_deadline_s)
             _note(fetched, near)
         return await self._scheduler.admit(
@@ -625,7 +473,7 @@ def _check_sampling(ticket: Ticket, ours: Mapping[str, str]) -> None:
     would be neither node's."""
     if ticket.sampling and ours and ticket.sampling != ours:
         raise HandoffError(
-            ClaimProblem.INCOMPATIBLE.value,
+            HandoffProblem.INCOMPATIBLE.value,
             "the ticket's first tokens were sampled in another way: "
             + ", ".join(differences(dict(ours), ticket.sampling)),
         )
@@ -633,7 +481,8 @@ def _check_sampling(ticket: Ticket, ours: Mapping[str, str]) -> None:
 
 def _found_no_room() -> HandoffError:
     return HandoffError(
-        ClaimProblem.NO_ROOM.value, "other requests had all of the room until the claim's deadline"
+        HandoffProblem.NO_ROOM.value,
+        "other requests had all of the room until the claim's deadline",
     )
 
 
@@ -641,9 +490,9 @@ def _incomplete(request: Request, problem: GetOutcome | None) -> HandoffError:
     if problem is NO_ROOM:
         return _found_no_room()
     reason = {
-        GetStatus.DAMAGED: ClaimProblem.DAMAGED,
-        GetStatus.FAILED: ClaimProblem.UNAVAILABLE,
-    }.get(problem.status if problem else GetStatus.MISS, ClaimProblem.INCOMPLETE)
+        GetStatus.DAMAGED: HandoffProblem.DAMAGED,
+        GetStatus.FAILED: HandoffProblem.UNAVAILABLE,
+    }.get(problem.status if problem else GetStatus.MISS, HandoffProblem.INCOMPLETE)
     return HandoffError(
         reason.value,
         f"only {request.cached_tokens} of {request.spec.prompt.num_tokens} prompt tokens could be "

@@ -39,7 +39,7 @@ from tierkv.pd.direct.address import DirectAddress
 from tierkv.pd.source import PeerSource
 from tierkv.pd.tickets import (
     PROGRESS,
-    ClaimProblem,
+    HandoffProblem,
     HandoffStats,
     OpenTicket,
     Ticket,
@@ -271,12 +271,12 @@ class Handoff:
         except TimeoutError as error:
             self.stats.failed_publishes += 1
             raise HandoffError(
-                ClaimProblem.UNAVAILABLE.value,
+                HandoffProblem.UNAVAILABLE.value,
                 f"the prompt could not be published within {deadline_s:g} s",
             ) from error
         except (StoreUnavailableError, TransferError) as error:
             self.stats.failed_publishes += 1
-            raise HandoffError(ClaimProblem.UNAVAILABLE.value, str(error)) from error
+            raise HandoffError(HandoffProblem.UNAVAILABLE.value, str(error)) from error
         except DuplicateRequestError:
             self.stats.failed_publishes += 1
             raise
@@ -529,7 +529,7 @@ class PublishStream:
             self._scope = None
         if self._failure is not None:
             self._handoff.stats.failed_publishes += 1
-            raise HandoffError(ClaimProblem.PRODUCER_FAILED.value, self._failure)
+            raise HandoffError(HandoffProblem.PRODUCER_FAILED.value, self._failure)
         finish = self._finish
         assert finish is not None, "it goes on until finished or failed"
         published = await self._handoff.publish(

@@ -60,7 +60,7 @@ _Token = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 MAX_TICKET_BYTES = 16 << 20  # about 300,000 blocks
 
 
-class ClaimProblem(Enum):
+class HandoffProblem(Enum):
     """Why a claim cannot be served whole. The value is what HTTP clients see."""
 
     NOT_YET = "not_yet"  # no ticket came before the deadline
@@ -559,7 +559,7 @@ class Tickets:
             raise problem
         if tuple([key.digest for key in keys]) != ticket.digests:
             raise HandoffError(
-                ClaimProblem.OTHER_PROMPT.value,
+                HandoffProblem.OTHER_PROMPT.value,
                 f"the ticket is for another prompt, of {ticket.num_tokens} tokens",
             )
 
@@ -572,12 +572,12 @@ class Tickets:
         if ticket.fingerprint not in ours:
             fields = ", ".join(differences(ours[0], ticket.fingerprint))
             return HandoffError(
-                ClaimProblem.INCOMPATIBLE.value,
+                HandoffProblem.INCOMPATIBLE.value,
                 f"{ticket.producer} made this KV for another model or layout: {fields}",
             )
         if self.has_expired(ticket):
             return HandoffError(
-                ClaimProblem.EXPIRED.value, "the ticket has expired: prefill the prompt again"
+                HandoffProblem.EXPIRED.value, "the ticket has expired: prefill the prompt again"
             )
         return None
 
@@ -619,10 +619,10 @@ class Tickets:
             value = await self._values.get(name_of(ticket_id), max_bytes=max_bytes)
             found = None if value is None else kind.decode(value)
         except StoreCorruptError as error:
-            raise HandoffError(ClaimProblem.DAMAGED.value, f"the ticket: {error}") from error
+            raise HandoffError(HandoffProblem.DAMAGED.value, f"the ticket: {error}") from error
         if found is not None and found.ticket_id != ticket_id:
             raise HandoffError(
-                ClaimProblem.DAMAGED.value,
+                HandoffProblem.DAMAGED.value,
                 f"the ticket: what lies under its name is {found.ticket_id[:80]!r}'s",
             )
         return found

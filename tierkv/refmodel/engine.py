@@ -28,7 +28,7 @@ from tierkv.errors import (
 from tierkv.gpu.protocol import Event
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import Published, PublishWait
-from tierkv.pd.tickets import ClaimProblem, Ticket
+from tierkv.pd.tickets import HandoffProblem, Ticket
 from tierkv.refmodel.config import VOCAB_SIZE
 from tierkv.refmodel.model import Floats, ReferenceModel, Sampling, decode, sample
 from tierkv.sched.request import Matched, RequestSpec
@@ -291,7 +291,7 @@ class ReferenceEngine:
         ticket whose tokens were not sampled as `job` says is refused as incompatible.
 
         With ClaimPolicy.RECOMPUTE what cannot be loaded is computed here, and so is all that a
-        ticket would have said if none comes. Raises HandoffError, its reason a ClaimProblem,
+        ticket would have said if none comes. Raises HandoffError, its reason a HandoffProblem,
         and what `Service.claim` raises.
         """
         run = self._run(job, job.max_tokens, job.max_tokens - 1, needs_logits=False)
@@ -448,7 +448,10 @@ def _forget(call: Future[None]) -> None:
 def _first_tokens(ticket: Ticket) -> Sequence[int]:
     """Raises HandoffError if the ticket names none, or some that this model does not have."""
     if not ticket.first_tokens:
-        raise HandoffError(ClaimProblem.INCOMPLETE.value, "the ticket does not say the first token")
+        raise HandoffError(
+            HandoffProblem.INCOMPLETE.value, "the ticket does not say the first token"
+        )
     if max(ticket.first_tokens) >= VOCAB_SIZE:
-        raise HandoffError(ClaimProblem.DAMAGED.value, "the ticket's first tokens are no bytes")
+        text = "the ticket's first tokens are no bytes"
+        raise HandoffError(HandoffProblem.DAMAGED.value, text)
     return ticket.first_tokens

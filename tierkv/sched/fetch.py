@@ -712,9 +712,9 @@ class _Fetch:
                 keys = self.promised[match.num_blocks :]
             else:
                 keys = keys_beyond(index, self.prompt, match)
-            partial = match.partial
-            if partial and keys and keys[0].is_tail and partial.num_tokens >= keys[0].num_tokens:
-                landed.tail = index.hold(partial.node, partial.block + 1)
+            tail = match.partial
+            if tail and keys and keys[0].is_tail and tail.num_tokens >= keys[0].num_tokens:
+                landed.tail = index.hold(tail.node, tail.block + 1)
                 return []
             busy = shared.busy(keys, match.num_blocks)
             if busy is None:
@@ -804,9 +804,9 @@ class _Fetch:
             return
         if busy := shared.busy([found.key], start):
             await asyncio.shield(busy)
-            partial = index.match(self.prompt).partial
-            if partial is not None:
-                landed.tail = index.hold(partial.node, partial.block + 1)
+            tail = index.match(self.prompt).partial
+            if tail is not None:
+                landed.tail = index.hold(tail.node, tail.block + 1)
             return
         self.claimed.append(shared.claim([found.key], start))
         space = index.spaces.root_of(self.prompt).space

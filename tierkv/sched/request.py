@@ -27,7 +27,7 @@ from tierkv.errors import (
     TierKVError,
 )
 from tierkv.gpu.protocol import Event
-from tierkv.sched.worth import HEDGE, Prefill, Regret
+from tierkv.sched.worth import HEDGE, PrefillSpeed, Regret
 from tierkv.transfer.mover import LayerGate, Movement
 
 _Key = tuple[TreeNode, bytes]  # the node above, tokens and extra keys of the next block
@@ -100,7 +100,7 @@ class Computing:
 
     def __init__(
         self,
-        prefill: Prefill,
+        prefill: PrefillSpeed,
         on_progress: Callable[[], None],
         decisions: Decisions | None = None,
     ) -> None:

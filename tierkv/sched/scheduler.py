@@ -36,7 +36,7 @@ from tierkv.sched.fetch import Fetched
 from tierkv.sched.request import Computing, Request, RequestSpec, RequestState, Running
 from tierkv.sched.tenants import Limits, TenantLimits
 from tierkv.sched.tiers import Tiers
-from tierkv.sched.worth import Prefill
+from tierkv.sched.worth import PrefillSpeed
 
 __all__ = ["Scheduler", "SchedulerStats"]
 
@@ -57,7 +57,7 @@ class Scheduler:
         limits: Mapping[str, Limits] | None = None,
         default: Limits | None = None,
         *,
-        prefill: Prefill | None = None,
+        prefill: PrefillSpeed | None = None,
     ) -> None:
         self.tiers = tiers
         self.index = tiers.index
@@ -67,7 +67,7 @@ class Scheduler:
         self._is_draining = False
         self._preempted: set[Request] = set()  # until they are resumed or abandoned
         self.loads = HostLoads(tiers)
-        self.computing = Computing(prefill or Prefill(), self._pump, tiers.decisions)
+        self.computing = Computing(prefill or PrefillSpeed(), self._pump, tiers.decisions)
         self._starts = Starts(
             tiers,
             self._running,

@@ -182,7 +182,7 @@ class Line:
         return min(expected, self.y / self.weight) if is_open else expected
 
 
-class Prefill:
+class PrefillSpeed:
     """What computing takes, by tokens: as the engine tells, or else as requests were observed to
     take from their admission to the commit of their last block."""
 
@@ -277,7 +277,7 @@ class Estimator:
         self.bytes_per_token = bytes_per_token
         self.policy = policy
         self.deadline_s = deadline_s
-        self.prefill = Prefill()
+        self.prefill = PrefillSpeed()
         self.transfer = Line()
         self._answers = Line()  # what a question takes, by the tokens that it is about
         self._queued_bytes = 0.0

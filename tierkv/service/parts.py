@@ -18,9 +18,10 @@ from tierkv.cache.node import BlockPool
 from tierkv.clock import Clock
 from tierkv.errors import ConfigError, InvariantError, ShuttingDownError
 from tierkv.gpu.protocol import Device, HostSlots, Planes
-from tierkv.pd.claims import Claims, Portions
+from tierkv.pd.claims import Claims
 from tierkv.pd.direct.direct import Direct
 from tierkv.pd.handoff import STAGING_BLOCKS, Handoff, Staging
+from tierkv.pd.portions import Portions
 from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.tickets import HandoffStats, ProducerLease, SmallValues, TicketLedger, Tickets
 from tierkv.ranks.memory import SharedCpuDevice

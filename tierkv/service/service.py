@@ -31,7 +31,7 @@ from tierkv.observe import Lookup, Stats, Timelines
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import Handoff, Published, PublishStream
 from tierkv.pd.settings import HandoffSettings
-from tierkv.pd.tickets import ClaimProblem, Ticket, TicketStatus, TicketView, look_at
+from tierkv.pd.tickets import HandoffProblem, Ticket, TicketStatus, TicketView, look_at
 from tierkv.sched.copies import count_stored, keys_beyond, tokens_beyond
 from tierkv.sched.events import CacheEvents
 from tierkv.sched.explain import Explanation, explain
@@ -610,7 +610,7 @@ class Service:
         With ClaimPolicy.RECOMPUTE the request may have fewer `cached_tokens`, the rest of which
         the engine computes, and there may be no ticket; with RECOMPUTE_ALL there is neither.
         sampling: how the engine would go on; a ticket that says otherwise is incompatible.
-        Raises HandoffError, its reason a ClaimProblem, and what admit does.
+        Raises HandoffError, its reason a HandoffProblem, and what admit does.
         """
         spec = RequestSpec(request_id, prompt, max_new_tokens, needs_logits=False)
         return await self.claim_as(spec, ticket_id, policy, deadline_s, sampling)
@@ -648,7 +648,7 @@ class Service:
         """Raises HandoffError without a storage tier."""
         if self.tiers.copies.storage is None:
             raise HandoffError(
-                ClaimProblem.UNAVAILABLE.value,
+                HandoffProblem.UNAVAILABLE.value,
                 "this node has no storage tier: set storage.url to hand prompts over",
             )
         return self._parts.handoff
@@ -703,7 +703,9 @@ class Service:
         tickets = self._the_handoff().tickets
         ticket = await tickets.read(ticket_id)
         if ticket is None:
-            raise HandoffError(ClaimProblem.NOT_YET.value, f"there is no ticket {ticket_id[:80]!r}")
+            raise HandoffError(
+                HandoffProblem.NOT_YET.value, f"there is no ticket {ticket_id[:80]!r}"
+            )
         await tickets.acknowledge(ticket)
 
     def issued_tickets(self) -> list[TicketView]:

@@ -33,7 +33,7 @@ from tierkv.gpu.protocol import Event
 from tierkv.observe import Moment, Timeline
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import Published, PublishStream
-from tierkv.pd.tickets import ClaimProblem, Ticket
+from tierkv.pd.tickets import HandoffProblem, Ticket
 from tierkv.sched.request import Matched, Request, RequestSpec, RequestState
 from tierkv.service.service import Publishing, Service
 
@@ -234,7 +234,7 @@ class Session:
         """Raise HandoffError (load_failed) if it was claimed whole or not at all."""
         if self._policy is ClaimPolicy.WHOLE:
             text = f"the claimed prompt did not load: {error}"
-            raise HandoffError(ClaimProblem.LOAD_FAILED.value, text) from error
+            raise HandoffError(HandoffProblem.LOAD_FAILED.value, text) from error
 
     async def recover(self, problem: str, *, timeout_s: float, after: Sequence[Event] = ()) -> None:
         """Get other blocks, of which those that are intact on the device are filled; what must be

@@ -495,8 +495,8 @@ class SealedCodec(_KeyedCodec):
 
 
 _HEAD = struct.Struct("<4sHH")
-_MAGIC = b"TKVS"
-_VERSION = 1
+_SMALL_MAGIC = b"TKVS"
+_SMALL_VERSION = 1
 _TAG_BYTES = 16
 _DIGEST_BYTES = 32
 _FORGED_SMALL = "the value was not made with this key and for this name, or was changed"
@@ -523,11 +523,11 @@ class SmallCodec:
         self._key = check_key(trust, key)
         if trust is Trust.SIGNED:
             self._blake3 = import_blake3()
-            self._head = _HEAD.pack(_MAGIC, _VERSION, FLAG_SIGNED)
+            self._head = _HEAD.pack(_SMALL_MAGIC, _SMALL_VERSION, FLAG_SIGNED)
             self._seal, self._unseal = self._sign, self._check
         else:
             self._aes_gcm, self._invalid_tag = import_aes_gcm()
-            self._head = _HEAD.pack(_MAGIC, _VERSION, FLAG_SEALED)
+            self._head = _HEAD.pack(_SMALL_MAGIC, _SMALL_VERSION, FLAG_SEALED)
             self._seal, self._unseal = self._encrypt, self._decrypt
 
     def seal_small(self, name: str, content: bytes) -> bytes:

@@ -1,0 +1,169 @@
+"""What the host has no room for comes from storage a few blocks at a time, into a request's own."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+
+from tierkv.cache.keys import StoredKey
+from tierkv.errors import (
+    OwnershipError,
+    RequestAbortedError,
+    StoreUnavailableError,
+    TransferError,
+)
+from tierkv.pd.handoff import Group, Staging
+from tierkv.sched.copies import GROUP_BLOCKS
+from tierkv.sched.fetch import NO_ROOM, Source
+from tierkv.sched.request import Request
+from tierkv.sched.scheduler import Scheduler
+from tierkv.storage.protocol import GetOutcome, GetStatus
+
+_LATE = GetOutcome(GetStatus.FAILED, "storage took too long")
+
+
+class Portions:
+    """From storage into blocks that an admitted request has to itself, GROUP_BLOCKS at a time.
+
+    The staging slots are nobody's for longer than one portion needs, and the device blocks are
+    taken already: whoever is here waits for the store alone, so claims cannot wait for each other.
+    """
+
+    def __init__(self, scheduler: Scheduler, source: Source, staging: Staging) -> None:
+        self._scheduler = scheduler
+        self._source = source
+        self._staging = staging
+
+    async def bring_or_end(
+        self,
+        request: Request,
+        keys: Sequence[StoredKey] = (),
+        *,
+        give_up_at: float,
+        portion_s: float,
+        end_at: float = math.inf,
+    ) -> GetOutcome | None:
+        """`bring`, for a request that nobody has yet: whatever it raises, the request has ended."""
+        try:
+            keys = keys or self._scheduler.tiers.copies.prompt_keys(request.spec.prompt)
+            return await self.bring(
+                request, keys, give_up_at=give_up_at, portion_s=portion_s, end_at=end_at
+            )
+        except BaseException:  # a load that failed, an abort, a cancel
+            self._scheduler.end(request)
+            raise
+        finally:
+            self._scheduler.brought_all(request)
+
+    async def bring(
+        self,
+        request: Request,
+        keys: Sequence[StoredKey],
+        *,
+        give_up_at: float,
+        portion_s: float,
+        end_at: float = math.inf,
+    ) -> GetOutcome | None:
+        """Bring what `request` lacks of its prompt, whose stored keys are `keys`; why that ended
+        early, None if it did not. What came counts in `cached_tokens` and is committed. If it needs
+        logits, its last block is left to be computed.
+
+        It gives up when storage has brought nothing for `portion_s` seconds, or at `end_at`, and
+        waits for its turn until `give_up_at`. Raises TransferError, and what a commit raises.
+        Cancelling it leaves the request as far as it has come: `end` it.
+        """
+        if request.spec.needs_logits:
+            keys = keys[: (request.spec.prompt.num_tokens - 1) // request.spec.prompt.block_size]
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[GetOutcome | None] = loop.create_future()
+        scope = asyncio.timeout_at(min(max(give_up_at, loop.time() + portion_s), end_at))
+        waits_for_turn = True
+
+        def give_up_in(seconds: float) -> None:
+            nonlocal waits_for_turn
+            waits_for_turn = False
+            if scope.expired():
+                outcome.cancel()
+            elif not outcome.done():
+                is_loading = seconds == math.inf
+                scope.reschedule(None if is_loading else min(loop.time() + seconds, end_at))
+
+        work = self._bring(request, keys, portion_s, give_up_in, outcome)
+        self._scheduler.tiers.work.start(work, "tierkv-portions")
+        try:
+            async with scope:
+                return await asyncio.shield(outcome)
+        except TimeoutError:
+            return NO_ROOM if waits_for_turn else _LATE
+        finally:
+            outcome.cancel()
+
+    async def _bring(
+        self,
+        request: Request,
+        keys: Sequence[StoredKey],
+        portion_s: float,
+        give_up_in: Callable[[float], None],
+        outcome: asyncio.Future[GetOutcome | None],
+    ) -> None:
+        """give_up_in: called when it waits for the store from now on; with infinity when it has
+        what it waited for: a copy into the request's blocks is not left alone."""
+        try:
+            for load in request.loads:
+                await load.done()
+            problem: GetOutcome | None = None
+            while problem is None and not outcome.done():
+                at = request.lease.num_blocks
+                portion = keys[at : at + GROUP_BLOCKS]
+                if not portion or request.cached_tokens == request.spec.prompt.num_tokens:
+                    break
+                async with self._staging.group(len(portion)) as group:
+                    give_up_in(portion_s)
+                    slots = group.slots[: len(portion)]
+                    found = await self._source.fetch(portion, slots)
+                    give_up_in(math.inf)
+                    if not outcome.done():
+                        problem = await self._load(request, portion, at, group, found)
+                    give_up_in(portion_s)  # for its turn, or the end
+            result: GetOutcome | Exception | None = problem
+        except StoreUnavailableError as error:
+            result = GetOutcome(GetStatus.FAILED, str(error))
+        except (TransferError, OwnershipError, RequestAbortedError) as error:
+            result = error
+        except BaseException:  # nothing expected: it goes up and stops the service
+            outcome.cancel()
+            raise
+        if outcome.done():
+            return
+        if isinstance(result, Exception):
+            outcome.set_exception(result)
+        else:
+            outcome.set_result(result)
+
+    async def _load(
+        self,
+        request: Request,
+        keys: Sequence[StoredKey],
+        at: int,
+        group: Group,
+        found: Sequence[GetOutcome],
+    ) -> GetOutcome | None:
+        """Bring the blocks from `at` on that were found to the device; the first that was not."""
+        num_hits = next(
+            (i for i, one in enumerate(found) if one.status is not GetStatus.HIT), len(found)
+        )
+        if num_hits:
+            request.check_wanted()
+            target = request.block_table[at : at + num_hits]
+            mover = self._scheduler.tiers.mover
+            movement = group.movement = mover.load(group.slots[:num_hits], target)
+            request.loads = (*request.loads, movement)  # its blocks are nobody else's before
+            await movement.done()
+            came = list(zip(found[:num_hits], keys, strict=False))
+            await self._scheduler.brought(
+                request,
+                at * request.spec.prompt.block_size + sum(key.num_tokens for _, key in came),
+                num_direct=sum(key.num_tokens for one, key in came if one.is_direct),
+            )
+        return found[num_hits] if num_hits < len(found) else None
