@@ -62,7 +62,7 @@ def run(folder: Path, hang: str, *options: str) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=280,
     )
     left = [path.name for path in temporary.iterdir()]
     assert not [name for name in left if not name.startswith("pytest-of-")], left

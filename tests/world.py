@@ -132,7 +132,7 @@ class World:
 
     async def prefill(self, request: Request, tokens: Sequence[int]) -> None:
         """Wait for what is cached, check every byte of it, compute and commit the rest."""
-        await request.gate.all_layers(20.0)
+        await request.gate.all_layers(100.0)
         self.check_kv(request, tokens, request.cached_tokens)
         self.compute(request, tokens, request.cached_tokens)
         await finish(self.service.commit(request, pack(list(tokens))))

@@ -34,7 +34,7 @@ def stored(stats: StorageStats, blocks: int) -> Callable[[], bool]:
 
 
 async def claim(on: Here, **options: Any) -> Answer:
-    body = {"tokens": PROMPT, "ticket_id": "t", "request_id": "c", "deadline_s": 20}
+    body = {"tokens": PROMPT, "ticket_id": "t", "request_id": "c", "deadline_s": 100.0}
     return await on.client.post("/v1/claims", body | options)
 
 

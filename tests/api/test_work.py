@@ -193,7 +193,7 @@ async def test_a_claim_waits_for_its_ticket() -> None:
     store = MemoryStore(MemorySettings(), SystemClock())
     async with here(store=store) as on, asyncio.TaskGroup() as group:
         claim = group.create_task(
-            on.client.post("/v1/decode", BODY | {"ticket_id": "late", "deadline_s": 20})
+            on.client.post("/v1/decode", BODY | {"ticket_id": "late", "deadline_s": 100.0})
         )
         before = on.store.num_operations
         await until(lambda: on.store.num_operations > before, "the claim to look for its ticket")

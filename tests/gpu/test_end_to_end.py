@@ -81,7 +81,7 @@ class GpuNode:
             f"probe-{self._count}", Prompt.of(list(prompt), BLOCK_SIZE), max_new_tokens=0
         )
         try:
-            await request.gate.all_layers(20)
+            await request.gate.all_layers(100.0)
             arrays = self.service.planes.arrays
             return self.rows(arrays, request.block_table, request.cached_tokens)
         finally:

@@ -40,7 +40,7 @@ def url(tmp_path: Path) -> str:
 
 @asynccontextmanager
 async def claimer(url: str, gpu: int = 0, **fields: Any) -> AsyncIterator[CudaWorld]:
-    settings = HandoffSettings(**({"lookup_deadline_s": 20, "claim_deadline_s": 20} | fields))
+    settings = HandoffSettings(**({"lookup_deadline_s": 100.0, "claim_deadline_s": 100.0} | fields))
     store = open_store(url, StoreSettings(), SystemClock())
     async with cuda_world(store=store, handoff=settings, gpu=gpu, **CACHE) as node:
         yield node

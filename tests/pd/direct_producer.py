@@ -81,7 +81,7 @@ async def claim(node: World, count: int, ticket: str = "t") -> None:
     request, found = await finish(
         node.service.claim("claim", ticket, node.prompt(prompt), max_new_tokens=1)
     )
-    await finish(request.gate.all_layers(20))
+    await finish(request.gate.all_layers(100.0))
     assert found is not None
     assert request.cached_tokens == count
     node.check_kv(request, prompt, count)

@@ -29,7 +29,7 @@ TOKENS = tokens(42)  # ten blocks, and a tail
 
 def settings(**fields: Any) -> HandoffSettings:
     """Through storage alone, unless `fields` say otherwise, and with patience."""
-    patient = {"publish_deadline_s": 20, "claim_deadline_s": 20, "lookup_deadline_s": 20}
+    patient = {"publish_deadline_s": 100.0, "claim_deadline_s": 100.0, "lookup_deadline_s": 100.0}
     return HandoffSettings(**({"direct": DirectPath.OFF} | patient | fields))
 
 
@@ -79,7 +79,7 @@ async def claimed(
     request, _ = await finish(
         node.service.claim(name, ticket, node.prompt(prompt), max_new_tokens=new, **options)
     )
-    await finish(request.gate.all_layers(20))
+    await finish(request.gate.all_layers(100.0))
     node.check_kv(request, prompt, request.cached_tokens)
     return request
 

@@ -28,7 +28,7 @@ from tierkv.storage.file import FileSettings, FileStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import GetOutcome, GetStatus, Store
 
-SHORT = HandoffSettings(publish_deadline_s=20, claim_deadline_s=20, direct=DirectPath.OFF)
+SHORT = HandoffSettings(publish_deadline_s=100.0, claim_deadline_s=100.0, direct=DirectPath.OFF)
 
 
 def prompt_of(number: int, count: int) -> list[int]:
@@ -65,7 +65,7 @@ async def claim(
     request, _ = await node.service.claim(
         f"claim {number}", str(number), node.prompt(prompt), max_new_tokens=1, policy=policy
     )
-    await request.gate.all_layers(20)
+    await request.gate.all_layers(100.0)
     assert request.cached_tokens == len(prompt)
     assert request.matched.total_tokens == len(prompt)
     node.check_kv(request, prompt, len(prompt))
@@ -110,7 +110,7 @@ async def test_claims_of_one_prompt_come_through_a_small_host_tier_side_by_side(
             request, _ = await node.service.claim(
                 name, "0", node.prompt(prompts[0]), max_new_tokens=1
             )
-            await request.gate.all_layers(20)
+            await request.gate.all_layers(100.0)
             node.check_kv(request, prompts[0], 200)
             node.service.end(request)
 

@@ -179,7 +179,7 @@ async def test_bytes_that_changed_since_are_fetched_from_storage() -> None:
                 before = ctypes.string_at(answer.addresses[4], 8)
                 ctypes.memset(answer.addresses[4], before[0] ^ 0xFF, 1)
                 fetched = await finish(
-                    decode.service.fetcher.fetch(decode.prompt(TOKENS), deadline_s=20)
+                    decode.service.fetcher.fetch(decode.prompt(TOKENS), deadline_s=100.0)
                 )
                 assert fetched.first_problem is None
                 fetched.release()

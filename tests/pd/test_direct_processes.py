@@ -67,7 +67,7 @@ async def claimer(
     store = open_store(url, PATIENT, SystemClock())
     if "direct" in fields:
         fields["direct"] = DirectPath(fields["direct"])
-    settings = HandoffSettings(**({"lookup_deadline_s": 20, "claim_deadline_s": 20} | fields))
+    settings = HandoffSettings(**({"lookup_deadline_s": 100.0, "claim_deadline_s": 100.0} | fields))
     cache: dict[str, Any] = {"device_blocks": 64, "host_blocks": 64}
     cache["fetch_deadline_s"] = fetch_deadline_s
     async with world(store=store, handoff=settings, **cache) as node:

@@ -26,7 +26,7 @@ async def test_a_cancelled_prefill_tells_who_waits_and_gives_its_blocks_back() -
     store = memory()
     async with bench(store, device_blocks=64) as on, bench(store, device_blocks=64) as other:
         claiming = asyncio.create_task(
-            other.node.engine.decode(other.node.job(LONG, NEW), "t", deadline_s=20)
+            other.node.engine.decode(other.node.job(LONG, NEW), "t", deadline_s=100.0)
         )
         prefilling = asyncio.create_task(on.node.engine.prefill(on.node.job(LONG, 1), "t"))
         await begun(on)
@@ -49,7 +49,7 @@ async def test_a_load_that_fails_in_a_streamed_prefill_delays_the_claim_only() -
         await on.push_to_host(prompt)
         on.latch.fail_next(Direction.LOAD)
         claiming = asyncio.create_task(
-            other.node.engine.decode(other.node.job(prompt, NEW), "t", deadline_s=20)
+            other.node.engine.decode(other.node.job(prompt, NEW), "t", deadline_s=100.0)
         )
         prefilled = await finish(on.node.engine.prefill(on.node.job(prompt, 1), "t"))
         assert prefilled.generation.load_problem is not None

@@ -74,7 +74,7 @@ async def pair(
     **cache: Any,
 ) -> AsyncIterator[tuple[ExactNode, ExactNode]]:
     """handoff: fields of HandoffSettings. cache: of CacheSettings."""
-    patient: dict[str, Any] = {"direct": DirectPath.OFF, "lookup_deadline_s": 20}
+    patient: dict[str, Any] = {"direct": DirectPath.OFF, "lookup_deadline_s": 100.0}
     patient["publish_deadline_s"] = 60
     settings = HandoffSettings(**(patient | (handoff or {})))
     # The model here is so small that computing beats any store: fetch all the same.

@@ -35,7 +35,9 @@ def server() -> Iterator[RedisServer]:
 async def published(server: RedisServer) -> AsyncIterator[tuple[ExactNode, ExactNode, Ticket]]:
     """A prefill node that has published PROMPT as `t`, and a decode node."""
     server.execute("FLUSHALL")
-    settings = HandoffSettings(direct=DirectPath.MEMORY, lookup_deadline_s=20, claim_deadline_s=20)
+    settings = HandoffSettings(
+        direct=DirectPath.MEMORY, lookup_deadline_s=100.0, claim_deadline_s=100.0
+    )
 
     def store() -> Any:
         return open_store(server.url, PATIENT, SystemClock())

@@ -68,7 +68,7 @@ async def test_what_was_published_is_claimed_byte_for_byte_tail_included(count: 
         request, ticket = await finish(
             decode.service.claim("claim", "ticket", decode.prompt(tokens(count)), max_new_tokens=3)
         )
-        await finish(request.gate.all_layers(20))
+        await finish(request.gate.all_layers(100.0))
         assert request.cached_tokens == count  # not one token is left to compute
         decode.check_kv(request, tokens(count), count)
         assert ticket is not None
@@ -111,7 +111,7 @@ async def test_many_claims_at_once_get_one_fetch() -> None:
 
 async def test_a_claim_that_comes_first_waits_for_the_ticket() -> None:
     async with pair() as (prefill, decode), asyncio.TaskGroup() as group:
-        claiming = group.create_task(claim(decode, tokens(9), new=0, deadline_s=20))
+        claiming = group.create_task(claim(decode, tokens(9), new=0, deadline_s=100.0))
         await turns(20)
         assert not claiming.done()
         await publish(prefill, tokens(9))

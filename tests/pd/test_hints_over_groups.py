@@ -65,7 +65,10 @@ async def test_every_topic_is_heard_whichever_node_its_slot_is_on(url: str) -> N
 async def test_a_claim_hears_of_its_ticket(url: str) -> None:
     """Without hints it would look after 5 ms, 10 ms, ...; with them it looks once a second."""
     settings = HandoffSettings(
-        direct=DirectPath.OFF, publish_deadline_s=20, claim_deadline_s=20, lookup_deadline_s=20
+        direct=DirectPath.OFF,
+        publish_deadline_s=100.0,
+        claim_deadline_s=100.0,
+        lookup_deadline_s=100.0,
     )
 
     def store() -> object:
@@ -83,7 +86,7 @@ async def test_a_claim_hears_of_its_ticket(url: str) -> None:
         await prefill.prefill(request, tokens)
         await finish(prefill.service.publish(request, "t", [42]))
         claimed, _ = await finish(claim)
-        await finish(claimed.gate.all_layers(20))
+        await finish(claimed.gate.all_layers(100.0))
         decode.check_kv(claimed, tokens, 21)
         decode.service.end(claimed)
         prefill.service.end(request)

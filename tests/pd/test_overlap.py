@@ -27,9 +27,9 @@ from tierkv.storage.protocol import GetStatus, Store
 PROMPT = [token % 50 for token in range(4 * (3 * GROUP_BLOCKS + 10))]  # four groups
 BLOCKS = len(PROMPT) // 4
 SETTINGS = HandoffSettings(
-    publish_deadline_s=20,
-    claim_deadline_s=20,
-    lookup_deadline_s=20,
+    publish_deadline_s=100.0,
+    claim_deadline_s=100.0,
+    lookup_deadline_s=100.0,
     direct=DirectPath.OFF,
     streams=False,
 )
@@ -129,7 +129,7 @@ async def test_what_has_been_fetched_is_loaded_while_the_rest_is_on_its_way(
                 gated.gates[at].set_result(GetStatus.HIT)
             claimed, _ = await claiming
             assert claimed.cached_tokens == len(PROMPT)
-            await finish(claimed.gate.all_layers(20.0))
+            await finish(claimed.gate.all_layers(100.0))
             here.check_kv(claimed, PROMPT, len(PROMPT))
             assert sum(len(copy) for copy in here.latch.seen) == BLOCKS, "each block once"
             await here.ended(claimed)
@@ -158,7 +158,7 @@ async def test_what_has_been_fetched_is_loaded_when_it_is_worth_a_load(
             await until(lambda: here.latch.count(Direction.LOAD) == (groups < 4))
             gated.gates[3].set_result(GetStatus.HIT)
             claimed, _ = await claiming
-            await finish(claimed.gate.all_layers(20.0))
+            await finish(claimed.gate.all_layers(100.0))
             here.check_kv(claimed, PROMPT, len(PROMPT))
             loaded = [len(copy) for copy in here.latch.seen]
             assert sum(loaded) == BLOCKS, "each block once"
@@ -187,7 +187,7 @@ async def test_a_device_without_room_takes_blocks_only_when_the_request_is_admit
             assert here.latch.count(Direction.LOAD) == 0
             here.service.end(busy)
             claimed, _ = await claiming
-            await finish(claimed.gate.all_layers(20.0))
+            await finish(claimed.gate.all_layers(100.0))
             assert here.latch.count(Direction.LOAD) == 1
             await here.ended(claimed)
             assert not len(here.service.tiers.slots.lent(Tier.HOST))

@@ -41,7 +41,7 @@ def trust(request: pytest.FixtureRequest) -> Trust:
 async def node(store: MemoryStore, trust: Trust, key: bytes | None = KEY) -> AsyncIterator[World]:
     options = StorageOptions(codecs=TenantCodecs(trust, key), small=SmallCodec(trust, key))
     settings = CacheSettings(block_size=BLOCK, device_blocks=64, host_blocks=64)
-    handoff = HandoffSettings(lookup_deadline_s=20, claim_deadline_s=20)
+    handoff = HandoffSettings(lookup_deadline_s=100.0, claim_deadline_s=100.0)
     service = Service(CpuDevice(), fingerprint(), settings, handoff, store, storage=options)
     async with service.running():
         yield World(service, CopyLatch())

@@ -57,7 +57,7 @@ class Waiting:
 async def waiting(server: RedisServer, *, lease_s: float) -> AsyncIterator[Waiting]:
     """At the end the producer says that it lives, and completes its ticket."""
     settings = HandoffSettings(
-        direct=DirectPath.OFF, producer_lease_s=lease_s, lookup_deadline_s=20
+        direct=DirectPath.OFF, producer_lease_s=lease_s, lookup_deadline_s=100.0
     )
 
     def store() -> Store:

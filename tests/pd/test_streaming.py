@@ -84,7 +84,7 @@ async def claim(node: World, prompt: list[int], ticket: str = "t", **options: An
         f"claim of {ticket}", ticket, node.prompt(prompt), max_new_tokens=1, **options
     )
     try:
-        await request.gate.all_layers(20)
+        await request.gate.all_layers(100.0)
     except BaseException:
         node.service.end(request)
         raise

@@ -23,7 +23,7 @@ from tierkv.storage.protocol import Store
 
 PROMPTS = ([1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11])
 QUICK = HandoffSettings(
-    publish_deadline_s=20, claim_deadline_s=20, lookup_deadline_s=20, direct=DirectPath.OFF
+    publish_deadline_s=100.0, claim_deadline_s=100.0, lookup_deadline_s=100.0, direct=DirectPath.OFF
 )
 
 

@@ -117,7 +117,7 @@ async def test_a_ticket_is_for_any_tenant_that_both_nodes_serve() -> None:
         claimed, ticket = await finish(
             decode.service.claim("c", "ticket", prompt, max_new_tokens=0)
         )
-        await finish(claimed.gate.all_layers(20))
+        await finish(claimed.gate.all_layers(100.0))
         assert ticket is not None
         assert ticket.fingerprint == tenant.readable()
         decode.check_kv(claimed, tokens(9), 9)
@@ -173,7 +173,7 @@ async def test_a_ticket_for_another_prompt_is_refused_whatever_the_policy(
 async def test_waiting_for_a_ticket_is_not_hammering() -> None:
     async with pair() as (prefill, decode):
         before, began = decode.the_store.num_operations, time.monotonic()
-        waiting = asyncio.create_task(claim(decode, tokens(9), deadline_s=20))
+        waiting = asyncio.create_task(claim(decode, tokens(9), deadline_s=100.0))
         await asyncio.sleep(0.7)
         looks = 1 + int(time.monotonic() - began)  # the first, and one each second
         assert decode.the_store.num_operations - before <= 2 * looks  # the ticket, the open ticket

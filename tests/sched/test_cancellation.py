@@ -66,7 +66,7 @@ async def admit_after_another(on: Stage) -> None:
 
 
 async def gate(on: Stage) -> None:
-    await on.running[0].gate.all_layers(20)
+    await on.running[0].gate.all_layers(100.0)
 
 
 async def commit(on: Stage) -> None:
@@ -158,7 +158,7 @@ async def test_a_cancel_at_any_await_leaves_nothing_behind(case: str, late: bool
                         "again", "ticket", on.here.prompt(PROMPT), max_new_tokens=0
                     )
                 )
-                await finish(again.gate.all_layers(20))
+                await finish(again.gate.all_layers(100.0))
                 on.here.check_kv(again, PROMPT, len(PROMPT))
                 on.here.service.end(again)
         at += 1

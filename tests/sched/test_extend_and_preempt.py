@@ -134,7 +134,7 @@ async def test_what_was_preempted_comes_back_byte_for_byte_after_others_had_the_
         await here.run(tokens(16, 500))
         await here.run(tokens(16, 600))
         again = await finish(here.service.resume(request, max_new_tokens=4))
-        await finish(again.gate.all_layers(20))
+        await finish(again.gate.all_layers(100.0))
         assert again.cached_tokens == count  # the tail included: nothing is computed again
         assert again.matched.host_tokens == count
         here.check_kv(again, tokens(count), count)

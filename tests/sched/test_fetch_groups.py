@@ -31,7 +31,7 @@ async def fetching() -> AsyncGenerator[tuple[World, GatedReads, asyncio.Task[int
     ) as other:
         await other.run(PROMPT)
     store = GatedReads(filled)
-    async with world(store=store, device_blocks=90, host_blocks=90, fetch_deadline_s=20.0) as here:
+    async with world(store=store, device_blocks=90, host_blocks=90, fetch_deadline_s=100.0) as here:
 
         async def admit() -> int:
             request = await here.admit(PROMPT)

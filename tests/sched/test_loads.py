@@ -61,7 +61,7 @@ async def test_layers_open_as_they_arrive_and_not_before() -> None:  # faults 4 
         match = here.service.index.match(here.prompt(tokens(8)))
         assert (match.device_blocks, match.loading_blocks) == (0, 2)
         here.latch.release()
-        await finish(request.gate.all_layers(20))
+        await finish(request.gate.all_layers(100.0))
         here.check_kv(request, tokens(8), 8)
         await here.ended(request)
 
@@ -94,7 +94,7 @@ async def test_identical_prompts_at_the_same_time_share_one_load() -> None:
         assert not any(request.gate.is_open(0) for request in requests)
         here.latch.release()
         for request in requests:
-            await finish(request.gate.all_layers(20))
+            await finish(request.gate.all_layers(100.0))
             here.check_kv(request, tokens(16), 16)
         assert here.latch.count(LOAD) == before + 1
         assert len({tuple(request.block_table[:4].tolist()) for request in requests}) == 1
@@ -149,10 +149,10 @@ async def test_a_cancelled_wait_for_a_load_leaves_the_load_alone(at: int, late: 
             here.latch.release()
         # It has one await only, where the copy was handed to its thread before that.
         release = asyncio.get_running_loop().call_later(0.3, here.latch.release)
-        await cancelled_at(at, request.gate.all_layers(20), late=late)
+        await cancelled_at(at, request.gate.all_layers(100.0), late=late)
         release.cancel()
         here.latch.release()
-        await finish(request.gate.all_layers(20))
+        await finish(request.gate.all_layers(100.0))
         here.check_kv(request, tokens(16), 16)
         await here.ended(request)
 
@@ -164,7 +164,7 @@ async def test_a_failed_load_names_its_blocks_and_the_index_forgets_the_device_c
         request = await here.admit([*tokens(16), 5])
         for _ in range(2):
             with pytest.raises(TransferError, match="caught fire") as error:
-                await finish(request.gate.all_layers(20))
+                await finish(request.gate.all_layers(100.0))
             assert sorted(error.value.blocks) == sorted(request.block_table[:4].tolist())
         with pytest.raises(TransferError, match="caught fire"):
             await finish(here.service.commit(request, pack([*tokens(16), 5])))
@@ -193,7 +193,7 @@ async def test_a_last_block_that_was_not_copied_fails_its_request_and_nothing_of
             request = await here.admit(tokens(16))  # all but the last token is there
         assert request.cached_tokens == 15
         with pytest.raises(TransferError, match="caught fire"):
-            await finish(request.gate.all_layers(20))
+            await finish(request.gate.all_layers(100.0))
         for _ in range(2):
             with pytest.raises(TransferError, match="caught fire"):
                 await finish(here.service.commit(request, pack(tokens(16))))
@@ -214,7 +214,7 @@ async def test_a_failed_load_fails_everyone_who_waits_for_it_and_all_blocks_belo
         here.latch.release()
         for request in (first, second):
             with pytest.raises(TransferError, match="caught fire"):
-                await finish(request.gate.all_layers(20))
+                await finish(request.gate.all_layers(100.0))
         await here.settle()
         match = here.service.index.match(here.prompt(tokens(24)))
         assert (match.device_blocks, match.loading_blocks, match.host_blocks) == (0, 0, 6)
@@ -243,7 +243,7 @@ async def test_the_block_that_is_matched_in_part_comes_in_one_movement_with_the_
     async with with_host_copies(tokens(18)) as here:
         here.latch.seen.clear()
         request = await here.admit(tokens(18))
-        await finish(request.gate.all_layers(20))
+        await finish(request.gate.all_layers(100.0))
         loads = [copy for copy in here.latch.seen if copy.direction is LOAD]
         assert [copy.block_ids.tolist() for copy in loads] == [request.block_table[:5].tolist()]
         await here.ended(request)
@@ -255,7 +255,7 @@ async def test_a_failed_copy_of_a_partial_match_fails_only_that_request() -> Non
         here.latch.fail_next(LOAD)
         request = await here.admit(tokens(6))
         with pytest.raises(TransferError):
-            await finish(request.gate.all_layers(20))
+            await finish(request.gate.all_layers(100.0))
         await here.ended(request)
         assert (await here.run(tokens(6))).host_tokens == 5
 
@@ -340,8 +340,8 @@ async def test_a_load_that_joined_another_keeps_its_blocks_in_whatever_order_the
         first = await here.admit([*tokens(8), 70])
         await turns(20)
         second = await here.admit([*tokens(16), 71])
-        await finish(second.gate.all_layers(20))
-        await finish(first.gate.all_layers(20))
+        await finish(second.gate.all_layers(100.0))
+        await finish(first.gate.all_layers(100.0))
         await here.settle()
         device.is_armed = False
         assert service.stats().tiers.failed_transfers == 0
@@ -403,7 +403,7 @@ async def test_an_offload_for_room_starts_after_the_kernels_that_wrote_the_block
         here.service.end(other.result())
         await here.settle()
         found = await here.admit([*tokens(8), 1])
-        await finish(found.gate.all_layers(20))
+        await finish(found.gate.all_layers(100.0))
         assert found.cached_tokens == 8
         here.check_kv(found, tokens(8), 8)
         await here.ended(found)
@@ -546,7 +546,7 @@ async def test_slots_of_a_failed_load_are_lent_until_all_who_shared_it_have_ende
         here.latch.release()
         for request in both:
             with pytest.raises(TransferError):
-                await finish(request.gate.all_layers(20.0))
+                await finish(request.gate.all_layers(100.0))
         await until(lambda: here.service.tiers.copies.num_loads == 0)
         first, last = both if starter_ends_first else reversed(both)
         here.service.end(first)

@@ -33,10 +33,10 @@ async def found(on: World, prompt: list[int]) -> Matched:
     service, asked = on.service, on.prompt(prompt)
     fetched = None
     if service.tiers.copies.storage is not None:
-        fetched = await finish(service.fetcher.fetch(asked, deadline_s=5.0))
+        fetched = await finish(service.fetcher.fetch(asked, deadline_s=100.0))
     spec = RequestSpec("found", asked, 0, needs_logits=False)
     request = await finish(service.scheduler.admit(spec, fetched))
-    await request.gate.all_layers(20.0)
+    await request.gate.all_layers(100.0)
     on.check_kv(request, prompt, request.cached_tokens)
     service.end(request)
     await on.settle()

@@ -104,6 +104,6 @@ async def test_a_ticket_is_for_the_prompt_with_its_images() -> None:
         claimed, _ = await finish(
             here.service.claim("right", "ticket", prompt(places, CAT), max_new_tokens=0)
         )
-        await finish(claimed.gate.all_layers(20.0))
+        await finish(claimed.gate.all_layers(100.0))
         here.check_kv(claimed, IDS, len(IDS))
         await here.ended(claimed)

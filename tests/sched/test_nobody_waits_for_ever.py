@@ -53,7 +53,7 @@ class Storm:
         """Generate so many tokens one by one; None if the request is over."""
         service, rng = self.here.service, self.rng
         try:
-            await request.gate.all_layers(20.0)
+            await request.gate.all_layers(100.0)
             self.here.compute(request, ids, request.cached_tokens)
             await service.commit(request, pack(ids))
             for _ in range(count):

@@ -135,7 +135,7 @@ async def test_the_block_that_is_matched_in_part_stays_until_it_has_been_copied(
         here.service.reset()
         assert here.service.stats().host.used == 4, "three blocks, and the one shared in part"
         here.latch.release()
-        await finish(request.gate.all_layers(20))
+        await finish(request.gate.all_layers(100.0))
         here.check_kv(request, tokens(14), 14)
         await here.ended(request)
         here.service.reset()

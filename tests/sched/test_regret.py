@@ -89,7 +89,7 @@ async def answers(
     loop, prompt = asyncio.get_running_loop(), prompt_of(number)
     began = loop.time()
     request = await here.admit(prompt)
-    await request.gate.all_layers(20.0)
+    await request.gate.all_layers(100.0)
     rest = NUM_TOKENS - request.cached_tokens
     share = 1 - (request.cached_tokens / NUM_TOKENS) ** exponent
     compute_s = whole_s * share + (stall_s if rest > 1 else 0.0)

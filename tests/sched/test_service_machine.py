@@ -90,7 +90,7 @@ class Machine:
         except TierKVError:
             return
         try:
-            await request.gate.all_layers(20.0)
+            await request.gate.all_layers(100.0)
             self.here.check_kv(request, prompt, request.cached_tokens)
             for stop in range(request.cached_tokens + 8, len(prompt), 8):
                 self.here.compute(request, prompt[:stop], stop - 8)
@@ -101,7 +101,7 @@ class Machine:
             if preempts:
                 service.preempt(request)
                 request = await service.resume(request, max_new_tokens=0)
-                await request.gate.all_layers(20.0)
+                await request.gate.all_layers(100.0)
                 self.here.check_kv(request, prompt, request.cached_tokens)
             elif more:
                 await service.extend(request, len(more))

@@ -30,7 +30,7 @@ async def longest_admission(here: World, num_requests: int, num_tokens: int = 16
         began = loop.time()
         request = await here.service.admit(str(number), here.prompt(ids), max_new_tokens=0)
         longest = max(longest, loop.time() - began)
-        await request.gate.all_layers(20.0)
+        await request.gate.all_layers(100.0)
         here.compute(request, ids, request.cached_tokens)
         await here.service.commit(request, pack(ids))
         here.service.end(request)

@@ -100,6 +100,6 @@ async def test_a_tail_is_shared_by_a_node_that_knows_how_fast_it_computes() -> N
         here.service.note_prefill(1000, 1000.0)
         request = await here.admit([*tokens(3), 77, 78])
         assert request.cached_tokens == 3
-        await finish(request.gate.all_layers(20.0))
+        await finish(request.gate.all_layers(100.0))
         here.check_kv(request, tokens(3), 3)
         await here.ended(request)

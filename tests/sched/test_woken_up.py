@@ -40,7 +40,7 @@ async def whole(here: World, ids: list[int], name: str, space: str = "") -> None
     """A request from its admission to its end, and all that its blocks set going."""
     prompt = Prompt.of(ids, GQA.block_size, space=space)
     request = await here.service.admit(name, prompt, max_new_tokens=0)
-    await request.gate.all_layers(20.0)
+    await request.gate.all_layers(100.0)
     here.compute(request, ids, request.cached_tokens)
     await here.service.commit(request, pack(ids))
     here.service.end(request)
@@ -148,7 +148,7 @@ def test_a_tenant_whose_waiting_requests_fill_its_quota_goes_on_while_others_run
         async def again(name: str) -> None:  # half of it is cached, and held while it waits
             prompt = Prompt.of(prompts[name], GQA.block_size, space=acme)
             request = await here.service.admit(name, prompt, max_new_tokens=0)
-            await request.gate.all_layers(20.0)
+            await request.gate.all_layers(100.0)
             here.service.end(request)
 
         await asyncio.gather(*(again(name) for name in prompts))

@@ -90,7 +90,7 @@ async def test_a_block_that_was_never_matched_is_not_written_for_its_parents_hit
         await here.run(tokens(8))
         for number in range(3):
             request = await here.admit([*tokens(8), 90 + number])
-            await finish(request.gate.all_layers(20))
+            await finish(request.gate.all_layers(100.0))
             here.service.end(request)
         await here.settle()
         assert on_host(here) == 2

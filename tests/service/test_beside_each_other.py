@@ -148,7 +148,7 @@ async def test_one_that_comes_back_gets_from_storage_what_left_the_host_meanwhil
         assert lookup.storage_tokens, "some of it is in storage only"
         back = await finish(here.service.resume(request, max_new_tokens=0))
         assert back.cached_tokens == 16
-        await back.gate.all_layers(20.0)
+        await back.gate.all_layers(100.0)
         here.check_kv(back, tokens(16), 16)
         await here.ended(back)
 
@@ -194,7 +194,7 @@ async def test_an_explanation_names_no_block_twice_when_some_come_while_storage_
     async with world(store=await filled(tokens(40))) as here:
         prompt = here.prompt(tokens(40))
         here.the_store.hold()
-        asks = asyncio.ensure_future(here.service.explain_with_storage(prompt, deadline_s=20.0))
+        asks = asyncio.ensure_future(here.service.explain_with_storage(prompt, deadline_s=100.0))
         await finish(here.the_store.until_held(1))
         request = await finish(here.service.scheduler.admit(RequestSpec("mine", prompt, 0)))
         here.compute(request, tokens(20))
@@ -210,7 +210,7 @@ async def test_an_explanation_does_not_say_that_storage_has_what_it_was_not_aske
         await here.run(tokens(20))
         prompt = here.prompt(tokens(40))
         here.the_store.hold()
-        asked = asyncio.ensure_future(here.service.explain_with_storage(prompt, deadline_s=20.0))
+        asked = asyncio.ensure_future(here.service.explain_with_storage(prompt, deadline_s=100.0))
         await finish(here.the_store.until_held(1))
         here.service.reset()
         here.the_store.release()

@@ -62,7 +62,7 @@ async def test_a_store_that_does_not_answer_holds_no_explanation_up() -> None:
     patient = HandoffSettings(lookup_deadline_s=60.0)
     async with world(store=await filled(tokens(18)), handoff=patient) as here:
         prompt = here.prompt(tokens(18))
-        told = await finish(here.service.explain_with_storage(prompt, deadline_s=20.0))
+        told = await finish(here.service.explain_with_storage(prompt, deadline_s=100.0))
         assert (told.reason, told.runs[-1].where) == ("only in storage", "storage")
         here.the_store.hold()
         async with asyncio.timeout(10.0):

@@ -29,7 +29,7 @@ async def served(on: World, tokens: Sequence[int], *, uses_cache: bool = True) -
     spec = RequestSpec(f"r{on.num_requests}", on.prompt(tokens), 0, uses_cache=uses_cache)
     one = Session(on.service, spec)
     request = await finish(one.admit())
-    await request.gate.all_layers(20.0)
+    await request.gate.all_layers(100.0)
     on.compute(request, tokens, request.cached_tokens)
     await finish(one.commit(pack(list(tokens))))
     one.end()

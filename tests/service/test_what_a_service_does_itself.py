@@ -165,7 +165,7 @@ async def test_a_tenant_whose_claim_waits_for_its_ticket_is_not_closed() -> None
         space = here.service.space_of_tenant("waits")
         prompt = Prompt.of(tokens(16), GQA.block_size, space=space)
         claims = asyncio.ensure_future(
-            here.service.claim("waits", "no ticket", prompt, max_new_tokens=1, deadline_s=20.0)
+            here.service.claim("waits", "no ticket", prompt, max_new_tokens=1, deadline_s=100.0)
         )
         await turns(10)
         with pytest.raises(BadRequestError, match="have not ended"):

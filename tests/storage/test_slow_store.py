@@ -141,7 +141,7 @@ async def test_a_hand_off_over_a_store_that_is_later_than_its_deadlines_succeeds
         ):
             prompt = text(100)
             await prefill.engine.prefill(prefill.job(prompt, 1), "t")
-            generation, _ = await decode.engine.decode(decode.job(prompt, 4), "t", deadline_s=20)
+            generation, _ = await decode.engine.decode(decode.job(prompt, 4), "t", deadline_s=100.0)
             assert generation.tokens == truth(prompt, 4).tokens
 
 

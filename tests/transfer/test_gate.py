@@ -48,7 +48,7 @@ async def test_layers_open_one_by_one_not_at_submission(poller: EventPoller) -> 
         assert [gate.is_open(layer) for layer in range(LAYERS)] == [
             layer <= at for layer in range(LAYERS)
         ]
-    await finish(gate.all_layers(20))
+    await finish(gate.all_layers(100.0))
 
 
 async def test_a_failed_layer_fails_for_everyone_each_time_and_earlier_layers_stay_open(
@@ -69,7 +69,7 @@ async def test_a_failed_layer_fails_for_everyone_each_time_and_earlier_layers_st
             with pytest.raises(TransferError, match="broke"):
                 gate.is_open(layer)
     with pytest.raises(TransferError, match="broke"):
-        await finish(gate.all_layers(20))
+        await finish(gate.all_layers(100.0))
 
 
 async def test_a_gate_with_nothing_behind_it_is_open(poller: EventPoller) -> None:  # fault 5
@@ -78,7 +78,7 @@ async def test_a_gate_with_nothing_behind_it_is_open(poller: EventPoller) -> Non
         await finish(gate.layer(layer, 20))
         assert gate.is_open(layer)
         gate.wait_on(CpuDevice().compute_stream, layer, 0.0)
-    await finish(gate.all_layers(20))
+    await finish(gate.all_layers(100.0))
 
 
 async def test_a_timeout_leaves_the_copy_and_the_gate_as_they_are(poller: EventPoller) -> None:
@@ -88,7 +88,7 @@ async def test_a_timeout_leaves_the_copy_and_the_gate_as_they_are(poller: EventP
         await gate.all_layers(0.001)
     for event in layers:
         event.finish()
-    await finish(gate.all_layers(20))
+    await finish(gate.all_layers(100.0))
 
 
 async def test_a_cancelled_waiter_does_not_cancel_the_submission(poller: EventPoller) -> None:
@@ -160,7 +160,7 @@ async def test_every_movement_behind_a_gate_is_waited_for_in_each_of_its_ways(
             await wait
     both[last][-1].finish()
     await asyncio.to_thread(gate.wait_on, stream, LAYERS - 1, 20.0)
-    await finish(gate.all_layers(20))
+    await finish(gate.all_layers(100.0))
 
 
 async def test_the_movements_behind_a_gate_have_the_time_of_a_wait_together(
@@ -195,6 +195,6 @@ async def test_a_gate_answers_after_the_poller_has_closed() -> None:
         gate = LayerGate(LAYERS, [Submitted(layers)], poller)
         for event in layers:
             event.finish()
-        await finish(gate.all_layers(20))
+        await finish(gate.all_layers(100.0))
     await until(lambda: gate.is_open(LAYERS - 1))
-    await finish(gate.all_layers(20))
+    await finish(gate.all_layers(100.0))

@@ -272,7 +272,7 @@ async def test_a_lane_whose_close_raises_leaves_no_other_open(*, is_suspended: b
 async def test_an_empty_movement_ends() -> None:  # fault 5
     async with ground() as here:
         await finish(here.mover.load(ids(), ids()).done())
-        await finish(here.mover.gate([here.mover.load(ids(), ids())]).all_layers(20))
+        await finish(here.mover.gate([here.mover.load(ids(), ids())]).all_layers(100.0))
 
 
 async def test_a_copy_within_the_device_is_whole() -> None:

@@ -80,7 +80,7 @@ async def ground(
     host.array[:] = np.random.default_rng(3).integers(1, 256, host.array.shape, np.uint8)
     names = Names("tierkv", who.short)
     codecs = None if codec is None else lambda _: codec
-    io = StorageIO(store, names, layout, host, deadline_s=20.0, block_ttl_s=None, codecs=codecs)
+    io = StorageIO(store, names, layout, host, deadline_s=100.0, block_ttl_s=None, codecs=codecs)
     prompt = Prompt.of(range(num_tokens), layout.block_size)
     store.sends_from_loop = sends_from_loop
     async with store.running(), io.running():
@@ -242,7 +242,7 @@ async def test_a_block_of_another_layout_is_damaged() -> None:
     async with ground(layout) as here:
         await here.io.flush(here.keys, ids(0, 1, 2))
         other = StorageIO(
-            here.store, here.names, swapped, here.host, deadline_s=20.0, block_ttl_s=None
+            here.store, here.names, swapped, here.host, deadline_s=100.0, block_ttl_s=None
         )
         async with other.running():
             outcomes = await other.fetch(here.keys[:1], ids(5))

@@ -45,7 +45,7 @@ async def test_a_mover_whose_body_breaks_still_tells_everyone_of_the_end_of_copi
             movement.when_ended(lambda: told.append("end"))
             waiting.append(group.create_task(movement.done()))
             gate = mover.gate([movement])
-            waiting.append(group.create_task(gate.all_layers(20)))
+            waiting.append(group.create_task(gate.all_layers(100.0)))
             if not is_cancelled:
                 raise BodyError
             await asyncio.Event().wait()
