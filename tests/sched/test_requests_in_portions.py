@@ -150,6 +150,20 @@ async def test_all_portions_together_take_no_longer_than_the_policy_says() -> No
         await node.settle()
 
 
+async def test_what_the_fetch_before_took_is_part_of_the_deadline_of_its_portions() -> None:
+    """The question, two blocks and four portions: six times 0.6 s, of which 3 s have room."""
+    settings: dict[str, Any] = {"fetch_policy": FetchPolicy.DEADLINE, "fetch_deadline_s": 3.0}
+    async with world(
+        store=await stored(LONG), device_blocks=110, host_blocks=2, **settings
+    ) as node:
+        node.the_store.delay_s = 0.6
+        request = await node.admit(LONG)
+        assert request.cached_tokens < 396
+        node.the_store.delay_s = 0.0
+        await use(node, LONG, request)
+        await node.settle()
+
+
 async def test_a_turn_for_the_next_portion_is_waited_for_no_longer_than_the_policy_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

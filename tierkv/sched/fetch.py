@@ -295,7 +295,8 @@ class Fetched:
     tokens: the prompt's tokens that came from storage for this call. earlier: those that came for
         the same request before it, if its owner says so. direct: those of either that came
         straight from another node's memory.
-    matched_at, ended_at: on the monotonic clock, when it was known what is where, and its end.
+    began_at, matched_at, ended_at: on the monotonic clock, its beginning, when it was known what is
+        where, and its end.
     first_problem: why it ended before the end of the prompt, None if it did not.
     It stays on the host until `release`, which the owner calls once the request is admitted, or
     earlier: then it may be evicted, and the request matches less.
@@ -307,8 +308,13 @@ class Fetched:
     is_released: bool = False
     earlier: tuple[range, ...] = ()
     direct: tuple[range, ...] = ()
+    began_at: float = 0.0
     matched_at: float = 0.0
     ended_at: float = 0.0
+
+    @property
+    def took_s(self) -> float:
+        return self.ended_at - self.began_at
 
     @property
     def lacked_room(self) -> bool:
@@ -453,6 +459,8 @@ class _Shared:
         problem: GetOutcome | None,
         lease: Lease,
         direct: tuple[range, ...],
+        *,
+        began_at: float,
         matched_at: float,
     ) -> Fetched:
         """What `lease` holds, for the caller of a fetch."""
@@ -462,6 +470,7 @@ class _Shared:
             problem,
             partial(self._release, lease),
             direct=direct,
+            began_at=began_at,
             matched_at=matched_at,
             ended_at=time.monotonic(),
         )
@@ -534,8 +543,9 @@ class _Fetch:
     is_whole: all that storage has of it is here, but for the first tokens of another one's tail.
     fate: why it goes no further, where that is not the store's answer. waits_since: on the loop's
     clock, if the request could compute instead and has not waited for nothing yet. hedge_s: see
-    Decision; hedge: when the request goes on. matched_at: on
-    the monotonic clock, when it was known what the tiers and storage have; 0 before that.
+    Decision; hedge: when the request goes on. began_at,
+    matched_at: on the monotonic clock, and when it was known what the tiers and storage have; 0
+    before that.
     """
 
     shared: _Shared
@@ -555,13 +565,13 @@ class _Fetch:
     hedge_s: float | None = None
     hedge: asyncio.TimerHandle | None = None
     has_gone_on: bool = False
+    began_at: float = field(default_factory=time.monotonic)
     matched_at: float = 0.0
     fate: Fate | None = None
     is_whole: bool = False
 
     async def run(self, deadline_s: float) -> None:
         index = self.shared.tiers.index
-        began_at = time.monotonic()
         match = index.match(self.prompt)
         self.landed = Landed(index.hold(match.node, match.num_blocks))
         self.first_token = match.num_blocks * index.block_size
@@ -571,7 +581,7 @@ class _Fetch:
             async with scope:
                 self.deadline = FetchDeadline(scope, deadline_s, self.policy, self._go_on)
                 try:
-                    await self._bring(began_at)
+                    await self._bring()
                 finally:
                     self.deadline.end()
         except TimeoutError:
@@ -637,8 +647,15 @@ class _Fetch:
     def _tell(self, lease: Lease) -> None:
         start = self.first_token
         tokens = range(start, start + self.landed.num_tokens)
-        direct, at = tuple(self.landed.direct), self.matched_at or time.monotonic()
-        self.outcome.set_result(self.shared.held(tokens, self.landed.problem, lease, direct, at))
+        fetched = self.shared.held(
+            tokens,
+            self.landed.problem,
+            lease,
+            tuple(self.landed.direct),
+            began_at=self.began_at,
+            matched_at=self.matched_at or time.monotonic(),
+        )
+        self.outcome.set_result(fetched)
 
     def _ends(self, fate: Fate, reason: str) -> None:
         """It goes no further, for a reason that is not the store's answer."""
@@ -647,10 +664,10 @@ class _Fetch:
 
     # Asking and bringing
 
-    async def _bring(self, began_at: float) -> None:
+    async def _bring(self) -> None:
         keys, present, question = await self._match()
         self.matched_at = time.monotonic()
-        tracing.tell("match", began_at, self.matched_at)
+        tracing.tell("match", self.began_at, self.matched_at)
         # Where nothing is present the time for the answer is that for a shared tail, too.
         if question is None:
             return

@@ -499,14 +499,14 @@ class Service:
     async def _admit_fetched(self, spec: RequestSpec) -> Request:
         fetched = await self.fetched(spec)
         request = await self.scheduler.admit(spec, fetched)
-        return await self.with_rest(request) if fetched.lacked_room else request
+        return await self.with_rest(request, fetched) if fetched.lacked_room else request
 
-    async def with_rest(self, request: Request) -> Request:
+    async def with_rest(self, request: Request, fetched: Fetched) -> Request:
         """One that was just admitted, with what storage has of it and the host had no room for: now
         that there are blocks for that, it comes in portions, where it is worth its time. Another
         one of the same id, without the cache, if a portion does not load."""
         try:
-            await self._bring_rest(request)
+            await self._bring_rest(request, fetched.took_s)
         except DeviceFailedError:
             raise
         except TransferError as error:
@@ -515,15 +515,18 @@ class Service:
             return await self.scheduler.admit(alone)
         return request
 
-    async def _bring_rest(self, request: Request) -> None:
-        """If it raises, the request has ended."""
+    async def _bring_rest(self, request: Request, waited_s: float) -> None:
+        """waited_s: for storage, already. If it raises, the request has ended."""
         time, policy = asyncio.get_running_loop().time, self.settings.fetch_policy
         missing = request.spec.prompt.num_tokens - request.cached_tokens
         decision = self.estimator.decide_question(missing)
         if not decision.fetches:
             self.scheduler.brought_all(request)
             return
-        limits = self.settings.fetch_deadline_s, decision.give_up_s, decision.hedge_s
+        deadline_s = self.settings.fetch_deadline_s
+        if policy is FetchPolicy.DEADLINE:  # one for both
+            deadline_s -= waited_s
+        limits = deadline_s, decision.give_up_s, decision.hedge_s
         most_s = min(limit for limit in limits if limit is not None)
         waits_for_all = policy is FetchPolicy.WAIT_COMPLETE
         began_at = time()

@@ -133,7 +133,7 @@ class Session:
                     raise
             request = await self._service.scheduler.admit(self.spec, fetched)
             if fetched is not None and fetched.lacked_room:
-                request = await self._service.with_rest(request)
+                request = await self._service.with_rest(request, fetched)
             return self._take(request)
 
     @contextmanager
