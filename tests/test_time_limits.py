@@ -13,10 +13,12 @@ _INI = "[pytest]\ntimeout = 2\ntimeout_method = thread\nasyncio_mode = auto\n"
 _TESTS = """
 import asyncio, os, threading, pytest
 
+@pytest.mark.timeout(100)
 def test_wrong():
     assert 1 == 2
 
 {hang}
+@pytest.mark.timeout(100)
 def test_right():
     pass
 """

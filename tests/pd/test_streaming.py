@@ -23,7 +23,7 @@ from tierkv.pd import claims
 from tierkv.pd.claims import Ahead, ClaimPolicy
 from tierkv.pd.handoff import Published, PublishStream
 from tierkv.pd.settings import HandoffSettings
-from tierkv.pd.tickets import Standing
+from tierkv.pd.tickets import Standing, Ticket, Tickets
 from tierkv.sched.fetch import Fetched
 from tierkv.sched.request import Matched, Request, RequestSpec
 from tierkv.storage.memory import MemorySettings, MemoryStore
@@ -437,6 +437,40 @@ async def test_a_claim_may_come_before_an_id_that_is_over_is_begun_again(
         with pytest.raises(HandoffError) as error:
             await claim(decode, tokens(13, 900), "same")
         assert error.value.reason == "other_prompt"
+
+
+async def test_an_id_that_is_begun_again_while_a_claim_looks_at_what_it_was_is_no_other_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(claims, "_GRACE_S", PATIENCE_S)
+    async with pair() as (prefill, decode):
+        async with prefilling(prefill, tokens(13), "same") as here:
+            await here.compute(13)
+            here.finish()
+        await decode.ended(await finish(claim(decode, tokens(13), "same")))
+
+        prompt, looks, may_go_on = tokens(13, 500), asyncio.Event(), asyncio.Event()
+        is_claimed = Tickets.is_claimed
+
+        async def once_the_next_one_has_begun(self: Tickets, ticket: Ticket) -> bool:
+            looks.set()
+            await may_go_on.wait()
+            return await is_claimed(self, ticket)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Tickets, "is_claimed", once_the_next_one_has_begun)
+            claiming = asyncio.create_task(claim(decode, prompt, "same"))
+            await finish(looks.wait())
+        async with prefilling(prefill, prompt, "same") as here:
+            await here.compute(8)
+            await here.stored(2)
+            may_go_on.set()
+            await turns(50)
+            await here.compute(13)
+            here.finish()
+        request = await finish(claiming)
+        decode.check_kv(request, prompt, 13)
+        await decode.ended(request)
 
 
 async def test_with_a_policy_that_may_compute_a_lost_producer_is_no_failure() -> None:

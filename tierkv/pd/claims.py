@@ -156,10 +156,7 @@ class Watch:
             try:
                 self._tickets.check(ticket, self._prompt.space, self._hashed())
             except HandoffError as error:
-                is_over = self._tickets.has_expired(ticket) or await self._tickets.is_claimed(
-                    ticket
-                )
-                if not is_over:
+                if not await self._is_over(ticket):
                     raise
                 self._give_up(error, _GRACE_S)  # unless the id is in use again
             else:
@@ -185,6 +182,16 @@ class Watch:
             if is_new or not self._ready_blocks:
                 self._on_progress(None)
         return None
+
+    async def _is_over(self, ticket: Ticket) -> bool:
+        """Whether its time is over, or somebody has claimed it, or it makes room for another, which
+        takes the acknowledgement away, too. Raises what `_look` does."""
+        tickets = self._tickets
+        return (
+            tickets.has_expired(ticket)
+            or await tickets.is_claimed(ticket)
+            or await tickets.read(self._ticket_id) != ticket
+        )
 
     async def _read(self) -> tuple[Ticket | None, OpenTicket | None]:
         """The ticket, and where it has to be waited for the open one. Raises what `_look` does."""
