@@ -20,7 +20,7 @@ from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import SharedPlanes
-from tierkv.pd.direct import offers
+from tierkv.pd.direct import direct, offers
 from tierkv.pd.direct.address import Channel, DirectAddress, DirectAnswer, DirectAsk, this_machine
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.pd.tickets import Ticket
@@ -154,7 +154,11 @@ class _Recorder:
 
 
 @pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.1\r\n\r\n" * 9, b"\xff" * 400])
-async def test_noise_holds_nothing_and_harms_nobody(noise: bytes) -> None:
+async def test_noise_holds_nothing_and_harms_nobody(
+    noise: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read as a length it is longer than a frame may be: nobody waits for the rest of it."""
+    monkeypatch.setattr(direct, "_FIRST_WORD_S", 3600.0)
     async with pair() as (prefill, decode):
         address = await address_of(prefill)
         reader, writer = await asyncio.open_connection(address.host, address.port)
