@@ -61,7 +61,8 @@ MAX_TICKET_BYTES = 16 << 20  # about 300,000 blocks
 
 
 class HandoffProblem(Enum):
-    """Why a claim cannot be served whole. The value is what HTTP clients see."""
+    """Why a hand-off came to nothing, or not whole: claims raise all of these, publishing some. The
+    value is what HTTP clients see."""
 
     NOT_YET = "not_yet"  # no ticket came before the deadline
     EXPIRED = "expired"  # there is one, but its time is over
