@@ -388,7 +388,8 @@ def test_a_redis_that_dies_hangs_or_forgets_costs_time_and_no_token() -> None:
             assert cache.verify() == []
 
 
-def test_a_redis_that_is_half_a_second_late_costs_time_and_no_token() -> None:
+@pytest.mark.parametrize("late", ["from the start", "later"])
+def test_a_redis_that_is_half_a_second_late_costs_time_and_no_token(late: str) -> None:
     model, prompt = plain(), prompt_of(LENGTH)
     expected = generate(model, prompt)
     with redis_server() as server, proxy_on_a_thread(server.port) as proxy:
@@ -396,6 +397,7 @@ def test_a_redis_that_is_half_a_second_late_costs_time_and_no_token() -> None:
         assert url != server.url
         with TierKVCache.for_model(model, url, host_bytes=16 * MIB) as cache:
             assert generate(model, prompt, past_key_values=cache) == expected
+        proxy.delay_s = 0.5 if late == "from the start" else 0.0
         with TierKVCache.for_model(model, url, host_bytes=16 * MIB) as cache:
             proxy.delay_s = 0.5
             for text in (prompt, prompt_of(LENGTH, seed=8)):

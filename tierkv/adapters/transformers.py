@@ -70,7 +70,7 @@ from tierkv.ranks.memory import EnginePlanes
 from tierkv.ranks.worker_planes import WorkerPlanes
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import FetchPolicy
-from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.factory import StoreSettings, open_guarded_store
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -494,7 +494,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
             store=lambda: (
                 None
                 if store is None
-                else open_store(store, settings or StoreSettings(), SystemClock())
+                else open_guarded_store(store, settings or StoreSettings(), SystemClock())
             ),
             planes=planes,
             handoff=HandoffSettings(block_ttl_s=ttl_s),
