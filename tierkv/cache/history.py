@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from enum import Enum
 
@@ -11,7 +10,7 @@ from xxhash import xxh3_64_intdigest
 
 from tierkv.cache.index import segments
 from tierkv.cache.keys import TOKEN_BYTES, Prompt
-from tierkv.cache.node import Tier, TreeNode
+from tierkv.cache.node import HOST, Tier, TreeNode
 
 
 class Fate(Enum):
@@ -36,7 +35,6 @@ class HistoryEvent(msgspec.Struct, frozen=True, gc=False):
     detail: str = ""
 
 
-_NAMES = tuple(tier.name.lower() for tier in Tier)
 # Hash of the fingerprint, the block, and a hash of its tokens and media, and of those of some
 # blocks before it: what another prompt lost is not taken for this one's, nor is all of it hashed.
 _Key = int
@@ -47,56 +45,69 @@ _RUN_BYTES, _EXTRA_BYTES = 400, 120  # of a run, and of one of its extras, besid
 _NO_EXTRAS: Mapping[int, bytes] = {}
 
 
-class _Run(msgspec.Struct, frozen=True):
-    """tokens, extras: of the blocks that an event is about, from its first one on."""
+class _Run(msgspec.Struct, frozen=True, gc=False):
+    """The blocks that an event is about, from its first one on.
+
+    Their tokens are bytes [start, stop) of `packed`, which the run's node had, too.
+    longer: those that begin with the same block and tell of later ones, the newest first.
+    """
 
     event: HistoryEvent
-    tokens: bytes
+    packed: bytes
+    start: int
+    stop: int
     extras: Mapping[int, bytes]
+    longer: tuple[_Run, ...] = ()
+
+    def covers(self, prompt: Prompt, first: int, block: int) -> bool:
+        """Whether it begins with block `first` of `prompt` and goes on as that does to `block`."""
+        width = prompt.block_token_bytes
+        tokens = prompt.tokens[first * width : (block + 1) * width]
+        return (
+            len(tokens) == (block + 1 - first) * width
+            and self.packed.startswith(tokens, self.start, self.stop)
+            and all(
+                self.extras.get(number, b"") == prompt.extra(number)
+                for number in range(first, block + 1)
+            )
+        )
 
 
 class History:
-    """Keeps the newest events, `capacity` of them (some 240 bytes each), and the tokens of the
+    """Keeps the newest events, at most `capacity` (some 240 bytes each), and the tokens of the
     newest runs in `capacity_bytes`: at most 12 MB as it is.
 
     Recording costs one hash of a few blocks a run: an evicted run is remembered by its first block,
-    mostly the first that a later match misses, and by its tokens, for when it is not."""
+    mostly the first that a later match misses, and by its tokens, for when it is not. When there
+    is no more room the older half is forgotten at once: one by one, each would cost 5 us.
+    """
 
     def __init__(self, capacity: int = 32_768, capacity_bytes: int = 4 << 20) -> None:
-        self._capacity = capacity
-        self._capacity_bytes = capacity_bytes
+        self._most_events = max(capacity // 2, 1)
+        self._most_bytes = capacity_bytes // 2
         self._num_bytes = 0
-        self._events: OrderedDict[_Key, HistoryEvent] = OrderedDict()  # the newest of each block
-        self._runs: OrderedDict[_Key, tuple[_Run, ...]] = OrderedDict()  # newest first
+        self._events: dict[_Key, HistoryEvent] = {}  # the newest of each block
+        self._older_events: dict[_Key, HistoryEvent] = {}
+        self._runs: dict[_Key, _Run] = {}  # the newest of each first block
+        self._older_runs: dict[_Key, _Run] = {}
+        self._packed = b""  # of the newest run
 
     def __len__(self) -> int:
         """Blocks about which something is remembered."""
-        return len(self._events)
+        return len(self._events.keys() | self._older_events.keys())
 
     def evicted(self, node: TreeNode, first: int, stop: int, tier: Tier, at_s: float) -> None:
         """Run blocks [first, stop) of `node` went from `tier`; before they are dropped."""
-        block, width = node.start + first, node.token_bytes // node.num_blocks
-        back = min(block, _BEFORE)
-        if back <= first and not node.extras:  # all that is hashed lies in the run, as mostly
-            at = node.packed_at + first * width
-            mark = xxh3_64_intdigest(node.packed[at - back * width : at + width])
-        else:
-            parts = segments(node, block - back, block + 1)
-            tokens = b"".join([part.tokens_of(start, stop) for part, start, stop in parts])
-            extras = [
-                (number, extra)
-                for part, start, stop in parts
-                if part.extras
-                for number in range(part.start + start, part.start + stop)
-                if (extra := part.extra(number))
-            ]
-            mark = _mark(tokens, extras)
-        event = HistoryEvent(Fate.EVICTED, _NAMES[tier], at_s)
-        key = hash((node.space.name, block, mark))
+        width = node.token_bytes // node.num_blocks
+        name = "host" if tier is HOST else "device"
+        event = HistoryEvent(Fate.EVICTED, name, at_s)
+        key = hash((node.space.name, node.start + first, _mark_before(node, first, width)))
         self._keep(key, event)
-        if stop - first > 1:
-            extras_of_run = dict(node.extras) if node.extras else _NO_EXTRAS
-            self._keep_run(key, _Run(event, node.tokens_of(first, stop), extras_of_run))
+        if stop - first > 1 and len(node.packed) < self._most_bytes:
+            extras = dict(node.extras) if node.extras else _NO_EXTRAS
+            at = node.packed_at
+            run = _Run(event, node.packed, at + first * width, at + stop * width, extras)
+            self._keep_run(key, run)
 
     def record(self, prompt: Prompt, block: int, event: HistoryEvent) -> None:
         self._keep(self._key(prompt, block), event)
@@ -105,27 +116,27 @@ class History:
         """What happened last to this block; None if nothing is remembered. Looks at all runs that
         begin before it: where the first blocks of one that went are cached again, a match misses
         in the middle of it."""
-        width = prompt.block_token_bytes
         newest = self.newest(prompt, block)
-        for first in range(block, max(block - _MOST_BACK, -1), -1) if self._runs else ():
-            for run in self._runs.get(self._key(prompt, first), ()):
-                span = prompt.tokens[first * width : (block + 1) * width]
-                covers = (
-                    len(span) == (block + 1 - first) * width
-                    and run.tokens.startswith(span)
-                    and all(
-                        run.extras.get(number, b"") == prompt.extra(number)
-                        for number in range(first, block + 1)
-                    )
-                )
-                if covers and (newest is None or run.event.at > newest.at):
+        is_any = self._runs or self._older_runs
+        for first in range(block, max(block - _MOST_BACK, -1), -1) if is_any else ():
+            known = self._run_at(self._key(prompt, first))
+            for run in (known, *known.longer) if known is not None else ():
+                is_newer = newest is None or run.event.at > newest.at
+                if is_newer and run.covers(prompt, first, block):
                     newest = run.event
         return newest
 
     def newest(self, prompt: Prompt, block: int) -> HistoryEvent | None:
         """As `find`, of this block or a run that begins with it only: one hash."""
-        events = self._events
-        return events.get(self._key(prompt, block)) if events else None
+        if not self._events:
+            return None
+        key = self._key(prompt, block)
+        event = self._events.get(key)
+        return event if event is not None else self._older_events.get(key)
+
+    def _run_at(self, key: _Key) -> _Run | None:
+        run = self._runs.get(key)
+        return run if run is not None else self._older_runs.get(key)
 
     def _key(self, prompt: Prompt, block: int) -> _Key:
         first, width = block - _BEFORE if block > _BEFORE else 0, prompt.block_size * TOKEN_BYTES
@@ -137,31 +148,55 @@ class History:
         return hash((prompt.space, block, _mark(tokens, extras)))
 
     def _keep(self, key: _Key, event: HistoryEvent) -> None:
-        events = self._events
-        events.pop(key, None)
-        events[key] = event
-        if len(events) > self._capacity:
-            events.popitem(last=False)
+        if len(self._events) >= self._most_events:
+            self._older_events, self._events = self._events, {}
+        self._events[key] = event
 
     def _keep_run(self, key: _Key, run: _Run) -> None:
         """With the longer ones that begin with the same block, which tell of later blocks."""
-        runs = self._runs
-        now: tuple[_Run, ...] = (run,)
-        if known := runs.pop(key, None):
-            length = len(run.tokens)
-            now = (run, *[one for one in known if len(one.tokens) > length][:_MOST_RUNS])
-            self._num_bytes -= _bytes_of(known)
-        runs[key] = now
-        self._num_bytes += _bytes_of(now)
-        while self._num_bytes > self._capacity_bytes:
-            _, gone = runs.popitem(last=False)
-            self._num_bytes -= _bytes_of(gone)
+        if (known := self._run_at(key)) is not None:
+            most = run.stop - run.start
+            others = (msgspec.structs.replace(known, longer=()), *known.longer)
+            longer = [one for one in others if one.stop - one.start > most][:_MOST_RUNS]
+            run = msgspec.structs.replace(run, longer=tuple(longer))
+            self._num_bytes += sum(_RUN_BYTES + len(one.packed) for one in longer)
+        if run.packed is not self._packed:  # parts of one run mostly go one after the other
+            self._packed = run.packed
+            self._num_bytes += len(run.packed)
+        self._num_bytes += _RUN_BYTES + _EXTRA_BYTES * len(run.extras)
+        if self._num_bytes > self._most_bytes:
+            self._older_runs, self._runs = self._runs, {}
+            self._num_bytes = _RUN_BYTES + len(run.packed)
+        self._runs[key] = run
+
+
+def _mark_before(node: TreeNode, first: int, width: int) -> int:
+    """Of run block `first` and the _BEFORE blocks of the path before it."""
+    block, at = node.start + first, node.packed_at + first * width
+    back = min(_BEFORE, block)
+    if back <= first and not node.extras:  # all that is hashed lies in the run
+        return xxh3_64_intdigest(node.packed[at - back * width : at + width])
+    pieces, left, part = [node.packed[node.packed_at : at + width]], back - first, node.parent
+    has_extras = bool(node.extras)
+    while left > 0 and not has_extras:
+        assert part is not None, "blocks before one are on its path"
+        stop, count = part.packed_at + part.token_bytes, min(left, part.num_blocks)
+        pieces.append(part.packed[stop - count * width : stop])
+        left, has_extras, part = left - count, bool(part.extras), part.parent
+    if not has_extras:
+        return xxh3_64_intdigest(b"".join(reversed(pieces)))
+    parts = segments(node, block - back, block + 1)
+    tokens = b"".join([part.tokens_of(start, stop) for part, start, stop in parts])
+    extras = [
+        (number, extra)
+        for part, start, stop in parts
+        if part.extras
+        for number in range(part.start + start, part.start + stop)
+        if (extra := part.extra(number))
+    ]
+    return _mark(tokens, extras)
 
 
 def _mark(tokens: bytes, extras: list[tuple[int, bytes]]) -> int:
     mark = xxh3_64_intdigest(tokens)  # of 2 KiB in a quarter of the time that hash() takes
     return hash((mark, *extras)) if extras else mark
-
-
-def _bytes_of(runs: tuple[_Run, ...]) -> int:
-    return sum([_RUN_BYTES + len(one.tokens) + _EXTRA_BYTES * len(one.extras) for one in runs])
