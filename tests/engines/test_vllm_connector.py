@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -603,16 +604,17 @@ def test_a_slow_store_is_not_waited_for_once_it_is_known(model: str, alone: Engi
         url = slow(stack, server)
         config = transfer(url, fetch_policy="best_effort")
         with engine(model, config) as second:
-            took = []
+            took, computed = [], []
             for at, some in enumerate(prompts):
-                started = time.monotonic()
-                assert second.tokens([some], f"s{at}") == [right[at]]
-                took.append(time.monotonic() - started)
+                for of, times in ((alone, computed), (second, took)):
+                    started = time.monotonic()
+                    assert of.tokens([some], f"s{at}") == [right[at]]
+                    times.append(time.monotonic() - started)
             second.rests()
         # All wait a second at most before the engine's speed is known, and one that it is a try
-        # for (`PROBE_EVERY`) later; who waits for an answer waits half a second.
-        assert sum(took) < 4.0, took
-        assert sorted(took)[-3] < 0.4, took
+        # for (`PROBE_EVERY`) later; who waits for an answer waits half a second, 20 s if all do.
+        assert sum(took) < 1.5 * sum(computed) + 3.0, (took, computed)
+        assert sorted(took)[-6] < statistics.median(computed) + 0.4, (took, computed)
         with engine(model, transfer(server.url, fetch_policy="best_effort")) as third:
             assert third.cached(prompts[:1]) == [200], "a store that is fast is asked"
 
