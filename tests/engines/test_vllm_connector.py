@@ -604,7 +604,7 @@ def test_a_slow_store_is_not_waited_for_once_it_is_known(model: str, alone: Engi
         url = slow(stack, server)
         config = transfer(url, fetch_policy="best_effort")
         with engine(model, config) as second:
-            took, computed = [], []
+            took, computed = list[float](), list[float]()
             for at, some in enumerate(prompts):
                 for of, times in ((alone, computed), (second, took)):
                     started = time.monotonic()
