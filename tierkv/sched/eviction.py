@@ -134,15 +134,12 @@ class Eviction:
         pool, order, rule = self._pools[tier], self.index.spaces.order[tier], self.rules[tier]
         missing = self._missing(tier, count)
         freed: list[Ids] = []
-        gone: list[tuple[int, int]] = []
         now = monotonic() if missing > 0 else 0.0
         while missing > 0 and (leaf := order.leaf_to_go(missing, rule)):
             node, start, stop = leaf  # as nearly all go: its last copies
-            gone.append((node.born, stop - start))
+            self._count(tier, node, stop - start, stop - start, now)
             freed.append(self._let_go(tier, node, start, stop, now))
             missing -= stop - start
-        if gone:
-            self._count(tier, sum([count for _, count in gone]), gone, now)
         if missing > 0:
             steps = plan_eviction(order, tier, missing, rule)
             if not any(step.must_copy for step in steps):
@@ -269,20 +266,19 @@ class Eviction:
         now, count = monotonic(), stop - start
         other = node.device if tier is HOST else node.host
         kept = other.present_in(start, stop) if other is not None and other.num_present else 0
-        self._count(tier, count, [(node.born, count - kept)] if count > kept else [], now)
+        self._count(tier, node, count, count - kept, now)
         return self._let_go(tier, node, start, stop, now)
 
-    def _count(self, tier: Tier, evicted: int, gone: list[tuple[int, int]], now: float) -> None:
-        """So many copies go, and with them the last ones of `gone`: when they were born, and how
-        many. Once for all that one `take` evicts."""
-        stats, tick = self.stats, int(now * TICKS_PER_S)
+    def _count(self, tier: Tier, node: TreeNode, evicted: int, gone: int, now: float) -> None:
+        """So many copies of `node` go from `tier`; `gone` of them are the last ones."""
+        stats = self.stats
         if tier is HOST:
             stats.evicted_host_blocks += evicted
         else:
             stats.evicted_device_blocks += evicted
-        for born, count in gone:
-            stats.forgotten_blocks += count
-            stats.lifetimes.add(tick - born, count)
+        if gone:
+            stats.forgotten_blocks += gone
+            stats.lifetimes.add(int(now * TICKS_PER_S) - node.born, gone)
 
     def _let_go(self, tier: Tier, node: TreeNode, start: int, stop: int, now: float) -> Ids:
         self.history.evicted(node, start, stop, tier, now)
