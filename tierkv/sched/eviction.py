@@ -134,12 +134,15 @@ class Eviction:
         pool, order, rule = self._pools[tier], self.index.spaces.order[tier], self.rules[tier]
         missing = self._missing(tier, count)
         freed: list[Ids] = []
-        now = monotonic() if missing > 0 else 0.0
+        now, wanted = monotonic() if missing > 0 else 0.0, missing
+        tick, lifetimes = int(now * TICKS_PER_S), self.stats.lifetimes
         while missing > 0 and (leaf := order.leaf_to_go(missing, rule)):
             node, start, stop = leaf  # as nearly all go: its last copies
-            self._count(tier, node, stop - start, stop - start, now)
+            lifetimes.add(tick - node.born, stop - start)
             freed.append(self._let_go(tier, node, start, stop, now))
             missing -= stop - start
+        if freed:
+            self._count(tier, wanted - missing, wanted - missing)
         if missing > 0:
             steps = plan_eviction(order, tier, missing, rule)
             if not any(step.must_copy for step in steps):
@@ -266,19 +269,19 @@ class Eviction:
         now, count = monotonic(), stop - start
         other = node.device if tier is HOST else node.host
         kept = other.present_in(start, stop) if other is not None and other.num_present else 0
-        self._count(tier, node, count, count - kept, now)
+        if count > kept:
+            self.stats.lifetimes.add(int(now * TICKS_PER_S) - node.born, count - kept)
+        self._count(tier, count, count - kept)
         return self._let_go(tier, node, start, stop, now)
 
-    def _count(self, tier: Tier, node: TreeNode, evicted: int, gone: int, now: float) -> None:
-        """So many copies of `node` go from `tier`; `gone` of them are the last ones."""
+    def _count(self, tier: Tier, evicted: int, gone: int) -> None:
+        """So many copies go from `tier`, `gone` of them the last ones of their blocks."""
         stats = self.stats
+        stats.forgotten_blocks += gone
         if tier is HOST:
             stats.evicted_host_blocks += evicted
         else:
             stats.evicted_device_blocks += evicted
-        if gone:
-            stats.forgotten_blocks += gone
-            stats.lifetimes.add(int(now * TICKS_PER_S) - node.born, gone)
 
     def _let_go(self, tier: Tier, node: TreeNode, start: int, stop: int, now: float) -> Ids:
         self.history.evicted(node, start, stop, tier, now)
