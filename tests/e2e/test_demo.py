@@ -57,7 +57,7 @@ def running_below(folder: Path) -> list[str]:
     ],
 )
 def test_all_scenes_are_identical_to_a_single_node(options: list[str], tmp_path: Path) -> None:
-    done = demo("--json", "--max-tokens", "12", *options, cwd=tmp_path)
+    done = demo("--json", "--max-tokens", "6", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     scenes = json.loads(done.stdout)
     assert [scene["is_identical"] for scene in scenes] == [True] * 6
