@@ -69,10 +69,12 @@ def test_a_block_inside_an_evicted_run_is_found_too() -> None:
     assert history.find(dog, 5) is None, "behind another image"
 
 
+@pytest.mark.parametrize("image", [None, 8, 37, 38], ids="image in block {}".format)
 @pytest.mark.parametrize("cuts", [[], [1], [1, 2, 5], [1, 2, 3, 30, 31, 36]], ids=str)
-def test_a_run_below_any_number_of_others_is_found(cuts: list[int]) -> None:
+def test_a_run_below_any_number_of_others_is_found(cuts: list[int], image: int | None) -> None:
     """What is hashed of the blocks before it lies in as many runs."""
-    history, index, prompt = History(), Index(SIZE), Prompt.of(range(2 * 40), SIZE)
+    media = [] if image is None else [MediaItem(2 * image, 1, CAT)]
+    history, index, prompt = History(), Index(SIZE), Prompt.of(range(2 * 40), SIZE, media)
     lease = index.hold(index.spaces.root_of(prompt), 0)
     index.insert(Tier.DEVICE, lease, prompt, 40, BlockPool("device", 40).allocate(40))
     index.release(lease)
@@ -83,8 +85,23 @@ def test_a_run_below_any_number_of_others_is_found(cuts: list[int]) -> None:
     history.evicted(node, 0, 2, Tier.HOST, 7.0)
     for block in (38, 39):
         assert history.find(prompt, block) == HistoryEvent(Fate.EVICTED, "host", 7.0)
-    near = Prompt.of([*range(7 * 2), 99, *range(7 * 2 + 1, 80)], SIZE)  # block 7 of 6 to 38
+    near = Prompt.of([*range(7 * 2), 99, *range(7 * 2 + 1, 80)], SIZE, media)  # block 7 of 6 to 38
     assert history.find(near, 38) is None, "another block before it"
+    if image is not None:
+        assert history.find(Prompt.of(range(2 * 40), SIZE), 38) is None, "without the image"
+
+
+def test_a_part_of_a_run_is_that_part_only() -> None:
+    """Blocks 3 to 5 of 2 to 8."""
+    history, index, prompt = History(), Index(SIZE), Prompt.of(range(2 * 8), SIZE)
+    lease = index.hold(index.spaces.root_of(prompt), 0)
+    index.insert(Tier.DEVICE, lease, prompt, 8, BlockPool("device", 8).allocate(8))
+    index.release(lease)
+    index.release(index.hold(index.match(prompt).node, 2))
+    history.evicted(index.match(prompt).node, 1, 4, Tier.DEVICE, 7.0)
+    found = [history.find(prompt, block) is not None for block in range(8)]
+    assert found == [False] * 3 + [True] * 3 + [False] * 2
+    assert history.find(Prompt.of(range(2 * 5 + 1), SIZE), 5) is None, "not a whole block"
 
 
 def test_the_newest_of_what_happened_to_a_block_counts_whichever_run_it_went_with() -> None:
@@ -93,6 +110,8 @@ def test_the_newest_of_what_happened_to_a_block_counts_whichever_run_it_went_wit
     lose_from(1, prompt, history, at=7.0)
     lose_from(1, Prompt.of([1, 2, 3, 4], SIZE), history, at=9.0)  # its first block once more
     assert [e.at if (e := history.find(prompt, n)) else None for n in range(4)] == [None, 9, 7, 7]
+    lose_from(1, Prompt.of([1, 2, 3, 4, 5, 6], SIZE), history, at=11.0)  # a shorter run of it
+    assert [e.at if (e := history.find(prompt, n)) else None for n in range(4)] == [None, 11, 11, 7]
 
 
 def test_of_runs_whose_tokens_are_forgotten_the_first_block_is_remembered() -> None:
