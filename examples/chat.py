@@ -7,6 +7,7 @@ Start it again, or on another machine with the same store: the conversation is f
 """
 
 import argparse
+from contextlib import suppress
 
 try:
     import torch
@@ -35,7 +36,10 @@ else:
     tokenizer, policy = AutoTokenizer.from_pretrained(chosen.model), FetchPolicy.BEST_EFFORT
 
 messages: list[dict[str, str]] = []
-with TierKVCache.for_model(model, chosen.store, fetch_policy=policy) as cache:
+with (
+    suppress(EOFError, KeyboardInterrupt),  # Ctrl-D and Ctrl-C end it
+    TierKVCache.for_model(model, chosen.store, fetch_policy=policy) as cache,
+):
     while said := input("you> "):
         messages.append({"role": "user", "content": said})
         if tokenizer is None:

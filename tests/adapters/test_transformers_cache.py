@@ -757,3 +757,22 @@ def test_a_store_that_cannot_be_used_is_a_sentence() -> None:
         TierKVCache.for_model(plain(), "nonsense")
     with pytest.raises(StoreUnavailableError):
         TierKVCache.for_model(plain(), "redis://127.0.0.1:1/0")
+
+
+def test_a_chat_ends_with_its_input_and_is_found_by_the_next(tmp_path: Path) -> None:
+    store = f"file://{tmp_path / 'store'}"
+    words = [sys.executable, str(ROOT / "examples/chat.py"), "tiny", "--store", store]
+    hits = []
+    for _ in range(2):
+        done = subprocess.run(
+            [*words, "--max-new-tokens", "4"],
+            input="what is said " * 20 + "\n",
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+        hits.append(done.stdout.partition("[")[2].partition("]")[0])
+    assert "0 from storage, 260 computed" in hits[0]
+    assert "259 from storage, 1 computed" in hits[1]
