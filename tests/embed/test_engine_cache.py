@@ -32,6 +32,7 @@ from tierkv.errors import BadRequestError, ConfigError, HandoffError, TierKVErro
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.handoff import Published
+from tierkv.pd.settings import HandoffSettings
 from tierkv.ranks.link import Plan
 from tierkv.ranks.memory import EnginePlanes
 from tierkv.ranks.worker_planes import Finished, WorkerPlanes
@@ -140,6 +141,7 @@ def engine(
     settings: EngineCacheSettings | None = None,
     write: WritePolicy = WritePolicy.WRITE_THROUGH,
     ends: bool = True,
+    handoff: HandoffSettings | None = None,
 ) -> Iterator[Engine]:
     """ends: everything that was begun, before the cache is closed."""
     arrays = [np.zeros((BLOCKS, plane.block_bytes), np.uint8) for plane in GQA.planes]
@@ -160,6 +162,7 @@ def engine(
         store=make,
         planes=planes,
         settings=settings or EngineCacheSettings(save_blocks=16),
+        handoff=handoff or HandoffSettings(),
     )
     with cache:
         found = Engine(cache, planes, arrays, latch)
@@ -317,6 +320,21 @@ def test_who_waits_for_a_prompt_that_is_not_saved_to_its_end_is_told_why(
         assert found.num_tokens == 0
         assert found.problem is not None
         assert reasons[end] in found.problem
+
+
+@pytest.mark.parametrize("how", ["hangs", "is killed"])
+def test_a_ticket_is_not_waited_for_in_a_store_that_is_gone(how: str) -> None:
+    """Its engine would rather compute: see `ClaimPolicy.RECOMPUTE`."""
+    patient = HandoffSettings(claim_deadline_s=1_000 * PATIENCE_S)
+    with redis_server() as redis, engine(redis.url, write=NONE, handoff=patient) as on:
+        assert on.cache.lookup("a", on.prompt(tokens_of(LONG)), ticket="t") is None
+        (redis.pause if how == "hangs" else redis.kill)()
+        found = on.lookup("b", tokens_of(LONG), ticket="t")
+        assert found.num_tokens == 0
+        assert found.problem is not None
+        on.cache.release("a")
+        if how == "hangs":
+            redis.resume()
 
 
 def test_a_store_that_is_away_while_a_prompt_is_saved_delays_its_ticket_only() -> None:

@@ -129,7 +129,7 @@ async def test_without_a_store_to_hand_over_through_a_prompt_is_computed_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # For a prompt that takes longer the decode node does not wait: a slow machine's takes so long.
-    for name in ("_SILENT_S", "_GONE_S"):
+    for name in ("SILENT_S", "GONE_S"):
         monkeypatch.setattr(claims, name, PATIENCE_S)
     with redis_server() as server:
         stores = [open_guarded_store(server.url, StoreSettings(), SystemClock()) for _ in range(2)]

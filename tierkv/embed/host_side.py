@@ -42,7 +42,7 @@ from tierkv.errors import (
 )
 from tierkv.gpu.protocol import HostSlots
 from tierkv.observe import Stats
-from tierkv.pd.claims import Watch
+from tierkv.pd.claims import GONE_S, SILENT_S, Watch
 from tierkv.pd.handoff import Handoff, Published
 from tierkv.pd.tickets import PROGRESS, HandoffProblem, OpenTicket, Ticket, check_written
 from tierkv.sched.copies import GROUP_BLOCKS, path_keys
@@ -395,7 +395,9 @@ class HostSide:
             on_open=lambda _: None,
         )
         async with background({"tierkv-fetch-ahead": self._fetch_ahead(prompt, ahead)}):
-            return await watch.ticket(deadline_s=self._service.claim_deadline_s), watch.keys
+            deadline_s = self._service.claim_deadline_s
+            ticket = await watch.ticket(deadline_s=deadline_s, silent_s=SILENT_S, gone_s=GONE_S)
+            return ticket, watch.keys
 
     async def _fetch_ahead(self, prompt: Prompt, ahead: _Ahead) -> None:
         """Bring to the host what is published of a prompt whose ticket is to come, until cancelled.

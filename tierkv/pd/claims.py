@@ -249,8 +249,8 @@ log = logging.getLogger(__name__)
 
 # Whoever would rather compute than wait gives up a store that has said nothing for so long, or that
 # is gone: one that is left alone is asked each second whether it is back.
-_SILENT_S = 1.5
-_GONE_S = 1.0
+SILENT_S = 1.5
+GONE_S = 1.0
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
 # Computing the prompt here would not be what the caller meant.
@@ -324,7 +324,7 @@ class Claims:
                     try:
                         since_s = time.monotonic()
                         async with self._watching(spec, ticket_id, near) as watch:
-                            patience = {"silent_s": _SILENT_S, "gone_s": _GONE_S}
+                            patience = {"silent_s": SILENT_S, "gone_s": GONE_S}
                             if policy is ClaimPolicy.WHOLE:
                                 patience = {}
                             ticket = await watch.ticket(deadline_s=deadline_s, **patience)
