@@ -33,7 +33,7 @@ _VALUE_BYTES = 1 << 20  # about a block of a model of 8B parameters
 _NUM_VALUES = 32  # as many as a node moves at once
 _ROUNDS = 3
 _DEADLINE_S = 20.0
-_LATENCY_S = 1.0
+_LATENCY_S = 1.0  # who takes so long to answer is slow, not gone
 _TTL_S = 60.0  # should nobody be left to remove them
 
 
