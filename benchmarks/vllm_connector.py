@@ -16,17 +16,21 @@ many, at any point of which it may be; when one ends the next comes, so that 1.3
 step. Of the prompts every second one was there before and is on the host, and vLLM has lost it.
 Counted are all calls into the connector of one step, by time and by processor time of the thread. A
 step waits 10 ms more, with the GIL given up, as for a GPU: the model itself takes hardly any time.
+Without --quick vLLM's own OffloadingConnector has the same traffic and as much host memory, in a
+process of its own, with tests/engines/vllm_cpu_spec.py as its worker: vLLM has none without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,12 +44,23 @@ RUNNING = 256
 PROMPT, SHORT, ANSWER = 200, 40, 200
 LOST = 80  # of the last requests that have ended vLLM may still have blocks
 MODEL_S = 0.01  # of a step with traffic
+HOST_BYTES = 256 << 20
 TRANSFER: dict[str, Any] = {
     "kv_connector": "TierKVConnector",
     "kv_connector_module_path": "tierkv.adapters.vllm",
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
-    "kv_connector_extra_config": {"host_bytes": 256 << 20},
+    "kv_connector_extra_config": {"host_bytes": HOST_BYTES},
+}
+OFFLOADING: dict[str, Any] = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "spec_name": "CpuTieringSpec",
+        "spec_module_path": "tests.engines.vllm_cpu_spec",
+        "cpu_bytes_to_use": HOST_BYTES,
+        "secondary_tiers": [],
+    },
 }
 CALLS = (
     "on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc",
@@ -86,7 +101,7 @@ class Step(NamedTuple):
 
 
 class Engine:
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, transfer: dict[str, Any]) -> None:
         from vllm import EngineArgs  # noqa: PLC0415
         from vllm.config import KVTransferConfig  # noqa: PLC0415
         from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415
@@ -101,13 +116,13 @@ class Engine:
                 block_size=32,
                 num_gpu_blocks_override=3600,  # of which 2,700 are taken
                 enforce_eager=True,
-                kv_transfer_config=KVTransferConfig(**TRANSFER),
+                kv_transfer_config=KVTransferConfig(**transfer),
             )
         )
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.connector = self.scheduler.connector
         self.ways: dict[str, tuple[Any, Any]] = {}  # by kind, scheduler's side and worker's
-        self.counts: Counter[str] = Counter()
+        self.num_loaded = 0  # tokens
         self.in_calls = self.of_thread = 0.0  # in this step
         self.draws = random.Random(1)
         self.number = 0
@@ -129,13 +144,12 @@ class Engine:
                 self.of_thread += time.thread_time() - cpu_started
                 self.in_calls += time.perf_counter() - started
 
-        setattr(self.connector, name, timed)
-        if name == "get_kv_connector_stats":
-            self.connector.get_kv_connector_stats = lambda: self._counted(timed())
+        def counted(request: Any, blocks: Any, num_tokens: int) -> Any:  # noqa: ANN401
+            self.num_loaded += num_tokens
+            return timed(request, blocks, num_tokens)
 
-    def _counted(self, stats: Any) -> Any:  # noqa: ANN401
-        self.counts.update(stats.data if stats is not None else {})
-        return stats
+        is_load = name == "update_state_after_alloc"
+        setattr(self.connector, name, counted if is_load else timed)
 
     def _add(self, num_tokens: int, prompt: list[int]) -> None:
         from vllm import SamplingParams  # noqa: PLC0415
@@ -199,6 +213,11 @@ class Engine:
         self._drain()
         return steps
 
+    def with_hits(self, num_steps: int) -> list[Step]:
+        steps = self.traffic(num_steps)
+        assert self.num_loaded > num_steps * PROMPT // 4, self.num_loaded
+        return steps
+
     def traffic(self, num_steps: int) -> list[Step]:
         executor = self.engine.engine_core.engine_core.model_executor
         execute = executor.execute_model
@@ -230,8 +249,8 @@ class Engine:
             self.step()
 
 
-def measured(model: str, *, rounds: int, traffic_steps: int) -> list[Row]:
-    engine = Engine(model)
+def measured(model: str, *, rounds: int, traffic_steps: int, has_theirs: bool) -> list[Row]:
+    engine = Engine(model, TRANSFER)
     engine.idle()  # not counted
     idle: dict[str, list[Step]] = {kind: [] for kind in KINDS}
     for _ in range(rounds):
@@ -239,8 +258,8 @@ def measured(model: str, *, rounds: int, traffic_steps: int) -> list[Row]:
             idle[kind] += steps
     engine.time_calls()
     attached_steps = engine.attached()
-    busy = engine.traffic(traffic_steps)
-    assert engine.counts["loaded_tokens"] > traffic_steps * PROMPT // 4, engine.counts
+    busy = engine.with_hits(traffic_steps)
+    theirs = offloading(model, traffic_steps) if has_theirs else []
     rows = []
     for what, of in (("processor time", "of_process"), ("time", "took")):
         of_kind = {kind: [getattr(one, of) * 1e3 for one in idle[kind]] for kind in KINDS}
@@ -259,10 +278,29 @@ def measured(model: str, *, rounds: int, traffic_steps: int) -> list[Row]:
         for what, of in (("time", "in_calls"), ("processor time", "of_thread")):
             times = sorted(getattr(step, of) * 1e3 for step in steps)
             for share, most in ((50, 0.2), (99, 1.0)):
-                at = len(times) * share // 100
                 name = f"scheduler's thread, {where}, {what}, p{share}"
-                rows.append(row(name, [times[at]], "ms", most=most))
+                rows.append(row(name, [at_share(times, share)], "ms", most=most))
+    for share in (50, 99) if theirs else ():
+        of_vllm = row(
+            f"the same, with traffic, OffloadingConnector, time, p{share}",
+            [at_share(sorted(theirs), share)],
+            "ms",
+        )
+        ours = [at_share(sorted(step.in_calls * 1e3 for step in busy), share)]
+        rows += [of_vllm, row(f"tierkv's to it, p{share}", ours, "ms", against=of_vllm)]
     return rows
+
+
+def at_share(ordered: list[float], share: int) -> float:
+    return ordered[len(ordered) * share // 100]
+
+
+def offloading(model: str, num_steps: int) -> list[float]:
+    """Milliseconds in each step's calls into vLLM's own connector."""
+    command = [sys.executable, __file__, "--here", "--offloading", model, str(num_steps)]
+    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=3600)
+    times: list[float] = json.loads(found.stdout.splitlines()[-1])
+    return times
 
 
 def tiny_model(path: str) -> None:
@@ -287,6 +325,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--offloading", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if not given.here:
         threads = Path(sys.prefix).glob("lib/python*/site-packages/**/libiomp5.so")
@@ -301,10 +340,16 @@ def main() -> None:
             "OMP_NUM_THREADS": "1",
         }
         os.execve(sys.executable, [sys.executable, *sys.argv, "--here"], environment)
+    if given.offloading is not None:
+        engine = Engine(given.offloading[0], OFFLOADING)
+        engine.time_calls()
+        steps = engine.with_hits(int(given.offloading[1]))
+        print(json.dumps([step.in_calls * 1e3 for step in steps]))
+        return
     with tempfile.TemporaryDirectory() as path:
         tiny_model(path)
-        rounds, steps = (4, 100) if given.quick else (20, 600)
-        rows = measured(path, rounds=rounds, traffic_steps=steps)
+        rounds, num_steps = (4, 100) if given.quick else (20, 600)
+        rows = measured(path, rounds=rounds, traffic_steps=num_steps, has_theirs=not given.quick)
         show(rows, as_json=given.json)
 
 

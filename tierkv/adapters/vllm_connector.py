@@ -956,7 +956,8 @@ class _SchedulerSide:
             self.cache.release(name)
 
     def take_counts(self) -> TierKVStats | None:
-        if not self._counts:
+        """In every step of saves, and in the last one for a while."""
+        if not self._counts or (self._tracked and not self._is_turn):
             return None
         counts = dict(self._counts)
         self._counts.clear()
