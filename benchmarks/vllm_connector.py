@@ -116,6 +116,7 @@ class Engine:
                 block_size=32,
                 num_gpu_blocks_override=3600,  # of which 2,700 are taken
                 enforce_eager=True,
+                async_scheduling=False,  # connectors change places between steps
                 kv_transfer_config=KVTransferConfig(**transfer),
             )
         )

@@ -358,6 +358,64 @@ def test_models_of_other_weights_share_nothing(tmp_path: Path) -> None:
         assert cache.last_hit == PromptHit()
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT's affair
+def test_what_an_adapter_of_peft_computes_is_found_only_while_it_does_the_same(
+    tmp_path: Path,
+) -> None:
+    """Its weights are there, whether it is active or not, and how much of them is added is none."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(plain(), config).eval()
+    model.add_adapter("other", config)
+    prompt, layers = (
+        prompt_of(LENGTH),
+        [one for one in model.modules() if isinstance(getattr(one, "scaling", None), dict)],
+    )
+
+    def scale(factor: float) -> None:
+        for layer in layers:
+            layer.scaling["other"] *= factor
+
+    def found(revision: str | None) -> list[int]:
+        """Tokens from the store, for a cache of the model as it is now, and for another one."""
+        right, hits = generate(model, prompt), []
+        store = f"file://{tmp_path}/store"
+        for _ in range(2):
+            with TierKVCache.for_model(
+                model, store, host_bytes=16 * MIB, fetch_policy=ALL, revision=revision
+            ) as cache:
+                assert generate(model, prompt, past_key_values=cache) == right
+                hits.append(cache.last_hit.storage)
+        return hits
+
+    for revision in (None, "named"):
+        assert found(revision) == [0, LENGTH - 1]
+        with model.disable_adapter():
+            assert found(revision) == [0, LENGTH - 1]
+        model.set_adapter("other")
+        assert found(revision) == [0, LENGTH - 1]
+        scale(2.0)
+        assert found(revision) == [0, LENGTH - 1]
+        scale(0.5)
+        model.set_adapter("default")
+        assert found(revision) == [LENGTH - 1] * 2
+    model.set_adapter("other")
+    with TierKVCache.for_model(model, host_bytes=16 * MIB) as cache:
+        generate(model, prompt, past_key_values=cache)
+        scale(2.0)
+        with pytest.raises(ConfigError, match="have changed"):
+            generate(model, prompt, past_key_values=cache)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT's affair
+def test_virtual_tokens_are_refused() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(ConfigError, match="virtual tokens"):
+        TierKVCache.for_model(peft.get_peft_model(plain(), config))
+
+
 # Faults
 
 

@@ -14,13 +14,17 @@ import os
 import sys
 import time
 from collections import Counter
+from functools import partial
 from typing import Any
+
+import torch
 
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import BlockCopy, Direction
 from tierkv.ranks.link import Plan
 
 PATIENCE_S = 120.0
+ON_GPU = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 256 << 20}  # several at once
 
 
 class Faults:
@@ -51,7 +55,13 @@ class Driver:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self.copies = Faults()
-        if transfer:
+        self.is_on_gpu = torch.cuda.is_available()
+        if transfer and self.is_on_gpu:
+            from tierkv.gpu import cuda_device
+
+            device = partial(cuda_device.CudaDevice, before_copy=self.copies)
+            vars(cuda_device)["CudaDevice"] = device
+        elif transfer:
             from tierkv.adapters import vllm_connector
 
             vars(vllm_connector)["CpuDevice"] = lambda: CpuDevice(before_copy=self.copies)
@@ -63,7 +73,7 @@ class Driver:
             "enable_prefix_caching": True,
             "enforce_eager": True,
             "disable_log_stats": True,
-        }
+        } | (ON_GPU if self.is_on_gpu else {})
         events = None
         if more.pop("events", False):
             events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
@@ -130,6 +140,8 @@ class Driver:
         expected: dict[int, list[tuple[int, int, bytes]]] = {}
 
         def started(plan: Plan, *after: Any) -> None:
+            if self.is_on_gpu:
+                torch.cuda.synchronize()  # CuPy reads on a stream of its own
             expected[plan.number] = [
                 (group, slot, b"".join(plane[block].tobytes() for plane in arrays[group]))
                 for group, blocks, slots in plan.parts()
@@ -213,8 +225,8 @@ class Driver:
                 continue
             digest = hashlib.sha256()
             for name in sorted(layers):
-                digest.update(layers[name].kv_cache[block[0].block_id].contiguous()
-                              .view(-1).view(dtype=_bytes()).numpy().tobytes())  # fmt: skip
+                content = layers[name].kv_cache[block[0].block_id].contiguous().cpu()
+                digest.update(content.view(-1).view(dtype=torch.uint8).numpy().tobytes())
             found.append(digest.hexdigest())
         return found
 
@@ -302,12 +314,6 @@ class Driver:
                     break
                 time.sleep(0.01)
         return {"taken": taken, "requests": len(self.scheduler.requests), "findings": found}
-
-
-def _bytes() -> Any:
-    import torch
-
-    return torch.uint8
 
 
 def main() -> None:

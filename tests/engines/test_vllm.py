@@ -28,10 +28,14 @@ __all__ = ["empty_redis", "module_redis"]
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed (./scripts/test --engines)", allow_module_level=True)
 
+import torch
+
 pytestmark = [pytest.mark.timeout(600)]
 
 _HERE = Path(__file__).parent
 _BLOCK = 32
+_ON_GPU = {"spec_name": "TieringOffloadingSpec"}
+_ON_CPU = {"spec_name": "CpuTieringSpec", "spec_module_path": "tests.engines.vllm_cpu_spec"}
 Prompt = list[int]
 
 
@@ -47,11 +51,10 @@ def tier(url: str, **more: object) -> dict[str, object]:
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
-            "spec_name": "CpuTieringSpec",
-            "spec_module_path": "tests.engines.vllm_cpu_spec",
             "cpu_bytes_to_use": 64 << 20,
             "secondary_tiers": [secondary | more],
-        },
+        }
+        | (_ON_GPU if torch.cuda.is_available() else _ON_CPU),
     }
 
 

@@ -10,11 +10,14 @@ import json
 import os
 import sys
 
+from tests.engines.connector_process import ON_GPU
+
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")  # vLLM prints to stdout
     os.dup2(2, 1)
     model, config = sys.argv[1], json.loads(sys.argv[2] or "null")
+    import torch
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
@@ -29,6 +32,7 @@ def main() -> None:
         kv_transfer_config=KVTransferConfig(**config) if config else None,
         disable_log_stats=True,
         enforce_eager=True,
+        **(ON_GPU if torch.cuda.is_available() else {}),
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
     answers.write("ready\n")

@@ -468,6 +468,9 @@ class TierKVCache(Cache):  # type: ignore[misc]
         Raises LayoutError if the model's cache is not keys and values of every token, ConfigError
         if the model or a setting cannot be used, StoreUnavailableError if the store cannot.
         """
+        virtual = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
+        if virtual:  # of prompt and prefix tuning
+            raise ConfigError("PEFT puts virtual tokens before the text, which no cache here knows")
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         _check_model(model)
         like = _states_of_one_token(model)
@@ -476,6 +479,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
             _layout_of(like, block_size),
             revision=_content_of(model) if revision is None else revision,
             weight_dtype=_name(model.dtype),
+            adapter=_adapters_of(model),
             tenant=tenant,
         )
         rules = CacheSettings(
@@ -1201,12 +1205,46 @@ def _state_of(model: PreTrainedModel) -> list[object]:
     found: list[object] = [
         (one.data_ptr(), 0 if one.is_inference() else version(one)) for one in model.parameters()
     ]
-    adapters = [
-        one
-        for one in model.modules()
+    for layer in _adapter_layers(model).values():
+        scaling = getattr(layer, "scaling", None)
+        scales = tuple(scaling.values()) if isinstance(scaling, dict) else scaling
+        found.append((tuple(layer.active_adapters), layer.disable_adapters, scales))
+    return found
+
+
+def _adapter_layers(model: PreTrainedModel) -> dict[str, Any]:
+    """By name, the layers that PEFT has put adapters into: `disable_adapters` is a property there,
+    and asking modules themselves takes 5 us each."""
+    return {
+        name: one
+        for name, one in model.named_modules()
         if hasattr(type(one), "disable_adapters") and isinstance(one.disable_adapters, bool)
-    ]  # of PEFT, where it is a property: asking modules themselves takes 5 us each
-    return found + [(tuple(one.active_adapters), one.disable_adapters) for one in adapters]
+    }
+
+
+def _adapters_of(model: PreTrainedModel) -> str:
+    """A digest of what decides, beside weights, what PEFT's adapters do: which are active, and how
+    much of them is added. "" if there are none."""
+    layers = {name: _settings_of(one) for name, one in _adapter_layers(model).items()}
+    return hashlib.sha256(repr(sorted(layers.items())).encode()).hexdigest() if layers else ""
+
+
+def _settings_of(layer: torch.nn.Module) -> list[tuple[str, object]]:
+    """Its attributes that are plain values, or lists or mappings of such."""
+
+    def is_plain(value: object) -> bool:
+        if isinstance(value, dict):
+            return all(map(is_plain, value)) and all(map(is_plain, value.values()))
+        if isinstance(value, (list, tuple)):
+            return all(map(is_plain, value))
+        return value is None or isinstance(value, (bool, int, float, str))
+
+    named = {name: value for name, value in vars(layer).items() if name != "training"}
+    return sorted(
+        (name, value if not isinstance(value, dict) else sorted(value.items()))
+        for name, value in named.items()
+        if is_plain(value)
+    )
 
 
 def _check_drops_nothing(model: PreTrainedModel) -> None:
