@@ -122,6 +122,9 @@ class Engine:
         )
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.connector = self.scheduler.connector
+        self.runner = self.engine.engine_core.engine_core.model_executor.driver_worker.model_runner
+        # vLLM's runner for GPUs keeps the worker's side; that for processors asks each time.
+        self.active = getattr(self.runner, "kv_connector", None)
         self.ways: dict[str, tuple[Any, Any]] = {}  # by kind, scheduler's side and worker's
         self.num_loaded = 0  # tokens
         self.in_calls = self.of_thread = 0.0  # in this step
@@ -186,6 +189,13 @@ class Engine:
                 "tierkv": (self.connector, of_worker["_KV_CONNECTOR_AGENT"]),
             }
         self.scheduler.connector, of_worker["_KV_CONNECTOR_AGENT"] = self.ways[kind]
+        if self.active is None:
+            return
+        from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR  # noqa: PLC0415
+
+        self.active.kv_connector = self.ways[kind][1]
+        is_without = self.ways[kind][1] is None
+        self.runner.kv_connector = NO_OP_KV_CONNECTOR if is_without else self.active
 
     def idle(self) -> dict[str, list[Step]]:
         """All requests decode."""

@@ -24,7 +24,8 @@ from tierkv.gpu.protocol import BlockCopy, Direction
 from tierkv.ranks.link import Plan
 
 PATIENCE_S = 120.0
-ON_GPU = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 256 << 20}  # several at once
+# Several at once; kernels for one token and for many round bfloat16 differently there.
+ON_GPU = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 256 << 20, "dtype": "float32"}
 
 
 class Faults:

@@ -947,10 +947,13 @@ class HostSide:
         """At the end: promises, and slots that nothing was saved to. What was saved is stored
         first, if the store takes it soon."""
         work = self._service.tiers.work
-        with suppress(TimeoutError):
+        try:
             async with asyncio.timeout(_CLOSING_S):
                 while work.num_tasks:
                     await work.next_change()
+        except TimeoutError:
+            log.warning("what was saved last is not all stored: that takes more than %g s",
+                        _CLOSING_S)  # fmt: skip
         for outlet in self._outlets.values():
             outlet.fail("the engine's cache was closed")
         for promise in list(self._promises):
