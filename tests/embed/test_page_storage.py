@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from concurrent.futures import wait
 from pathlib import Path
@@ -114,6 +116,33 @@ def test_closing_lets_what_is_under_way_end_and_refuses_what_comes_later(url: st
         pool.present(keys).result(0)
     storage.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "tierkv-pages"]
+
+
+@pytest.mark.parametrize("closes", ["never", "when the interpreter ends"])
+def test_what_a_process_has_stored_is_there_when_it_has_ended(tmp_path: Path, closes: str) -> None:
+    """Also if it does not close, or so late that the interpreter's thread pools have ended."""
+    lines = [
+        "import atexit, numpy as np",
+        "from tierkv.embed.page_storage import PageStorage",
+        f"storage = PageStorage({f'file://{tmp_path}/store'!r})",
+        f"if {closes != 'never'}: atexit.register(storage.close)",
+        "storage.open()",
+        "pool = storage.pool({'model': 'm'}, np.full((64, 1 << 16), 7, np.uint8))",
+        "pool.store([bytes([at]) * 32 for at in range(64)], range(64))",
+    ]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    storage = PageStorage(f"file://{tmp_path}/store")
+    storage.open()
+    try:
+        pages = np.zeros((64, 1 << 16), np.uint8)
+        pool = storage.pool({"model": "m"}, pages)
+        keys = [bytes([at]) * 32 for at in range(64)]
+        assert all(pool.load(keys, range(64)).result(20))
+        assert (pages == 7).all()
+    finally:
+        storage.close()
 
 
 def test_a_store_that_is_not_there_is_said_when_opening() -> None:

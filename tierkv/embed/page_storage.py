@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import math
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -27,6 +28,7 @@ from tierkv.cache.keys import Fingerprint, Names, StoredKey
 from tierkv.cache.layout import Layout, Plane
 from tierkv.cache.shards import Shard
 from tierkv.clock import SystemClock
+from tierkv.embed.thread import unwatch, watch
 from tierkv.errors import (
     BadRequestError,
     ConfigError,
@@ -43,6 +45,8 @@ from tierkv.transfer.storage_io import Slice, Slices, StorageIO, StorageStats
 
 Pages = npt.NDArray[np.uint8]
 _Result = TypeVar("_Result")
+
+log = logging.getLogger(__name__)
 
 _OPEN_S = 30.0  # a store is opened once, when the engine starts
 _CLOSE_S = 30.0
@@ -106,7 +110,7 @@ class PageStorage:
         self._thread = threading.Thread(target=self._live, name="tierkv-pages", daemon=True)
         self._opened: Future[None] = Future()
         self._lock = threading.Lock()  # around the next two, and giving the loop anything
-        self._is_closed = False
+        self._is_closed = self._is_forked = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pending: dict[Future[Any], Coroutine[object, object, Any] | None] = {}
         self._coming: asyncio.Queue[PagePool | None] = asyncio.Queue()  # None: close
@@ -120,6 +124,7 @@ class PageStorage:
     def open(self) -> None:
         """Open the store. Raises StoreUnavailableError or ConfigError, with what to do, if it
         cannot be used: an engine should not start with a cache that keeps nothing."""
+        watch(self)
         self._thread.start()
         try:
             self._opened.result(timeout=_OPEN_S)
@@ -134,11 +139,24 @@ class PageStorage:
             loop, self._loop = self._loop, None
             if loop is not None:
                 loop.call_soon_threadsafe(self._coming.put_nowait, None)
-        if self._thread.ident is None:
+        if self._thread.ident is None or self._is_forked:
             return
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
             raise StoreUnavailableError(f"{self.url} is still being used after {_CLOSE_S:g} s")
+        unwatch(self)
+
+    def forked(self) -> None:
+        self._is_forked = self._is_closed = True
+        self._lock = threading.Lock()  # a thread that is not here may have held it
+        self._loop, self._pending = None, {}
+
+    def exiting(self) -> None:
+        """An engine that has not closed it: what it has stored last is stored."""
+        try:
+            self.close()
+        except StoreUnavailableError as error:
+            log.warning("the page storage was not closed before the exit: %s", error)
 
     def pool(self, identity: Mapping[str, str], *parts: Pages) -> PagePool:
         """Pages that are shared by all engines whose `identity` is the same.
