@@ -459,7 +459,8 @@ class TierKVCache(Cache):  # type: ignore[misc]
         store: URL of docs/storage.md; None for host memory alone. host_bytes: of host memory, which
             is pinned for a GPU. ttl_s: how long a value lives in the store.
         revision: names the weights. If it is None their content does, which takes a pass over them:
-            models share KV if their configuration and every weight are the same.
+            models share KV if their configuration and every weight are the same. Which of PEFT's
+            adapters are active, and how much of them is added, counts in either case.
         tenant: what was stored under another name is not found.
         fetch_policy: BEST_EFFORT fetches what is estimated to be faster than computing,
             WAIT_COMPLETE all there is.
@@ -1241,7 +1242,7 @@ def _settings_of(layer: torch.nn.Module) -> list[tuple[str, object]]:
 
     named = {name: value for name, value in vars(layer).items() if name != "training"}
     return sorted(
-        (name, value if not isinstance(value, dict) else sorted(value.items()))
+        (name, sorted(value.items(), key=repr) if isinstance(value, dict) else value)
         for name, value in named.items()
         if is_plain(value)
     )
