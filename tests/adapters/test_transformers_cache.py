@@ -403,9 +403,35 @@ def test_what_an_adapter_of_peft_computes_is_found_only_while_it_does_the_same(
     model.set_adapter("other")
     with TierKVCache.for_model(model, host_bytes=16 * MIB) as cache:
         generate(model, prompt, past_key_values=cache)
+        with pytest.raises(ConfigError, match="adapter_names of PEFT"):
+            generate(model, prompt, past_key_values=cache, adapter_names=["default"])
         scale(2.0)
         with pytest.raises(ConfigError, match="have changed"):
             generate(model, prompt, past_key_values=cache)
+
+
+def test_hooks_that_may_change_what_is_computed_are_part_of_it(tmp_path: Path) -> None:
+    """Such as those that steer a model. What transformers sets to look at states is none."""
+    model, prompt = plain(), prompt_of(LENGTH)
+    store = f"file://{tmp_path}/store"
+    with TierKVCache.for_model(model, store, host_bytes=16 * MIB, fetch_policy=ALL) as cache:
+        right = generate(model, prompt, past_key_values=cache)
+        model(torch.tensor([prompt]), output_hidden_states=True)
+        assert generate(model, prompt, past_key_values=cache) == right
+        handle = model.model.layers[0].mlp.register_forward_hook(lambda *given: given[-1] + 1.0)
+        with pytest.raises(ConfigError, match="hooks or device have changed"):
+            generate(model, prompt, past_key_values=cache)
+    with pytest.raises(ConfigError, match="say revision="):
+        TierKVCache.for_model(model, store)
+    steered = generate(model, prompt)
+    assert steered != right
+    for hits in (0, LENGTH - 1):
+        with TierKVCache.for_model(
+            model, store, host_bytes=16 * MIB, fetch_policy=ALL, revision="steered"
+        ) as cache:
+            assert generate(model, prompt, past_key_values=cache) == steered
+            assert cache.last_hit.storage == hits
+    handle.remove()
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT's affair

@@ -474,6 +474,11 @@ class TierKVCache(Cache):  # type: ignore[misc]
             raise ConfigError("PEFT puts virtual tokens before the text, which no cache here knows")
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         _check_model(model)
+        if store is not None and revision is None and _hooks_of(model):
+            raise ConfigError(
+                "the model has forward hooks, and nobody knows what they do to what it caches: say "
+                "revision=, which names weights and hooks"
+            )
         like = _states_of_one_token(model)
         fingerprint = Fingerprint(
             f"{type(model).__name__} of {_FORMAT}",
@@ -836,8 +841,8 @@ class TierKVCache(Cache):  # type: ignore[misc]
         _check_drops_nothing(self._model)
         if _state_of(self._model) != self._weights:
             raise ConfigError(
-                "the model's weights, adapters or device have changed since this cache was made: "
-                "close it and make another one"
+                "the model's weights, adapters, hooks or device have changed since this cache was "
+                "made: close it and make another one (adapter_names of PEFT sets hooks for a call)"
             )
 
 
@@ -1201,7 +1206,7 @@ def _adopted(device: Device, layout: Layout, room: _DeviceRoom) -> DevicePlanes:
 
 
 def _state_of(model: PreTrainedModel) -> list[object]:
-    """Another one when a weight was written or moved, or an adapter switched."""
+    """Another one when a weight was written or moved, an adapter switched, or a hook set."""
     version = attrgetter("_version")  # PyTorch counts the writes to a tensor
     found: list[object] = [
         (one.data_ptr(), 0 if one.is_inference() else version(one)) for one in model.parameters()
@@ -1210,6 +1215,21 @@ def _state_of(model: PreTrainedModel) -> list[object]:
         scaling = getattr(layer, "scaling", None)
         scales = tuple(scaling.values()) if isinstance(scaling, dict) else scaling
         found.append((tuple(layer.active_adapters), layer.disable_adapters, scales))
+    return [*found, *_hooks_of(model)]
+
+
+_LOOKERS = ("transformers.", "tierkv.")
+
+
+def _hooks_of(model: PreTrainedModel) -> list[int]:
+    """PyTorch's numbers of the hooks that may change what the model computes, and so what it
+    caches: those of transformers and tierkv only look."""
+    found: list[int] = []
+    for one in model.modules():
+        for hooks in (one._forward_pre_hooks, one._forward_hooks):  # noqa: SLF001 - no other way
+            for number, hook in hooks.items():
+                if not str(getattr(hook, "__module__", "")).startswith(_LOOKERS):
+                    found.append(number)
     return found
 
 
