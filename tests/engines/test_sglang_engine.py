@@ -244,6 +244,19 @@ def test_a_store_that_answers_half_a_second_late_costs_time_and_no_token(
             assert tokens(engine.ask(PROMPTS, flushes=True)) == alone[0]
 
 
+def test_a_model_that_is_told_to_compute_otherwise_shares_nothing(
+    model: str, empty_redis: RedisServer
+) -> None:
+    """Its weights and their name are the same."""
+    prompts = [prompt(900, 200)]
+    with engines(model, third_level(empty_redis.url)) as [first]:
+        first.ask(prompts)
+        wait_until_stored(empty_redis, prompts)
+    other = {"json_model_override_args": '{"rms_norm_eps": 0.5}'}
+    with engines(model, third_level(empty_redis.url) | other) as [second]:
+        assert from_storage(second.ask(prompts)) == 0
+
+
 def test_two_ranks_share_a_prompt_of_two_ranks(model: str, empty_redis: RedisServer) -> None:
     mine = third_level(empty_redis.url) | {"tp_size": 2}
     with engines(model, mine) as (first,):

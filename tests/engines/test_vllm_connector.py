@@ -231,6 +231,19 @@ def test_a_prefix_comes_through_files_into_a_fresh_process(
     assert [answers[f"r{at}"]["cached"] for at in range(4)] == [200, 192, 160, 193]
 
 
+def test_a_model_that_is_told_to_compute_otherwise_shares_nothing(
+    model: str, empty_redis: RedisServer
+) -> None:
+    """Its weights and their name are the same."""
+    other = {"hf_overrides": {"rms_norm_eps": 0.5}}
+    with engine(model, transfer(empty_redis.url)) as first:
+        tokens = first.tokens(PROMPTS[:2])
+    with engine(model, transfer(empty_redis.url), **other) as second:
+        assert second.cached(PROMPTS[:2]) == [0, 0]
+        second.ask("forget")
+        assert second.tokens(PROMPTS[:2], "again") != tokens
+
+
 def test_engines_whose_core_is_a_process_of_its_own_find_each_others_prefixes(
     model: str, alone: Engine, empty_redis: RedisServer
 ) -> None:

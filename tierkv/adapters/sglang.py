@@ -428,23 +428,34 @@ def _identity(
 ) -> dict[str, str]:
     """What makes pages of one instance usable in another: all that shapes their bytes. Prompts'
     namespaces (cache_salt, LoRA) are in SGLang's keys."""
-    return {
-        # What lies where within a page is private to SGLang's pools, and changes with them.
-        "engine": f"sglang {sglang.__version__}",
-        "pool": f"{name} {type(pool).__name__}",
-        "model": config.model_name or "",
-        "weights": own.revision,
-        "tenant": own.tenant,
-        "dtypes": f"{pool.dtype} {getattr(pool, 'temporal_dtype', '')}",
-        "layout": f"{pool.layout} {envs.SGLANG_USE_HND_KVCACHE.get()} "
-        f"{envs.SGLANG_AITER_KV_CACHE_LAYOUT.get()}",
-        "format": str(pool.storage_format_tag),
-        "page_size": str(pool.page_size),
-        "layers": str([getattr(pool, side, None) for side in ("start_layer", "end_layer")]),
-        "ranks": f"pp {config.pp_rank} of {config.pp_size} "
-        f"cp {config.attn_cp_rank} of {config.attn_cp_size} "
-        f"dcp {config.dcp_rank} of {config.dcp_size}",
-    } | {argument: _argument(argument) for argument in _ARGUMENTS}
+    return (
+        {
+            # What lies where within a page is private to SGLang's pools, and changes with them.
+            "engine": f"sglang {sglang.__version__}",
+            "pool": f"{name} {type(pool).__name__}",
+            "model": config.model_name or "",
+            "weights": own.revision,
+            "tenant": own.tenant,
+            "dtypes": f"{pool.dtype} {getattr(pool, 'temporal_dtype', '')}",
+            "layout": f"{pool.layout} {envs.SGLANG_USE_HND_KVCACHE.get()} "
+            f"{envs.SGLANG_AITER_KV_CACHE_LAYOUT.get()}",
+            "format": str(pool.storage_format_tag),
+            "page_size": str(pool.page_size),
+            "layers": str([getattr(pool, side, None) for side in ("start_layer", "end_layer")]),
+            "ranks": f"pp {config.pp_rank} of {config.pp_size} "
+            f"cp {config.attn_cp_rank} of {config.attn_cp_size} "
+            f"dcp {config.dcp_rank} of {config.dcp_size}",
+        }
+        | {argument: _argument(argument) for argument in _ARGUMENTS}
+        | _overrides()
+    )
+
+
+def _overrides() -> dict[str, str]:
+    """What makes SGLang compute otherwise with the same weights, if anything."""
+    name = "json_model_override_args"
+    value = _argument(name)
+    return {} if value in {"", "{}"} else {name: value}
 
 
 def _argument(name: str) -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import logging
 import os
 import tempfile
@@ -1108,10 +1109,12 @@ def _fingerprint(
     model, cache = config.model_config, config.cache_config
     text = model.hf_text_config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
+    overrides = model.hf_overrides  # another computation with the same weights
+    changed = "+" + json.dumps(overrides, sort_keys=True, default=str) if overrides else ""
     return Fingerprint(
         model.model,
         layout,
-        revision=f"{model.revision or ''}+{settings.revision}",
+        revision=f"{model.revision or ''}+{settings.revision}{changed}",
         weight_dtype=f"{model.dtype} {model.quantization or ''} {rope or ''}",
         engine=f"vllm {'.'.join(vllm.__version__.split('.')[:2])}, {num_ranks} ranks, "
         f"drafts {getattr(config.speculative_config, 'method', None)}",
