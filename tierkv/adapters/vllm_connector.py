@@ -1109,8 +1109,14 @@ def _fingerprint(
     model, cache = config.model_config, config.cache_config
     text = model.hf_text_config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
-    overrides = model.hf_overrides  # another computation with the same weights
-    changed = "+" + json.dumps(overrides, sort_keys=True, default=str) if overrides else ""
+    media = model.multimodal_config
+    told = {  # to compute otherwise with the same weights, or from other images for the same name
+        "hf_overrides": model.hf_overrides,
+        "mm_processor_kwargs": getattr(media, "mm_processor_kwargs", None),
+        "media_io_kwargs": getattr(media, "media_io_kwargs", None),
+    }
+    told = {name: value for name, value in told.items() if value}
+    changed = "+" + json.dumps(told, sort_keys=True, default=str) if told else ""
     return Fingerprint(
         model.model,
         layout,
