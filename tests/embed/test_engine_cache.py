@@ -337,6 +337,21 @@ def test_a_ticket_is_not_waited_for_in_a_store_that_is_gone(how: str) -> None:
             redis.resume()
 
 
+def test_closing_says_so_when_it_does_not_wait_for_what_is_being_stored(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with redis_server() as redis:
+        with engine(redis.url) as on:
+            save_some(on, tokens_of(LONG), 0, 4)
+        assert "not all stored" not in caplog.text
+        monkeypatch.setattr("tierkv.embed.host_side._CLOSING_S", 0.1)
+        with engine(redis.url, ends=False) as on:
+            redis.pause()
+            save_some(on, tokens_of(LONG, seed=2), 0, 4)
+        redis.resume()
+    assert "not all stored" in caplog.text
+
+
 def test_a_store_that_is_away_while_a_prompt_is_saved_delays_its_ticket_only() -> None:
     tokens = tokens_of(LONG)
     with redis_server() as redis, engine(redis.url, write=NONE) as on:
