@@ -11,6 +11,9 @@ of vLLM and put back, so that all are of one engine and one moment. Compared are
 the whole process, whatever thread it is of, and time. What a connector costs that does nothing is
 vLLM's own affair.
 
+Saving: as before with longer prompts, so that 1.5 of the 256 requests in each step have enough that
+is not saved yet. Of answers that go on for ever it would be one.
+
 With traffic: as many requests run all the time. Each has a prompt of 200 tokens and an answer of as
 many, at any point of which it may be; when one ends the next comes, so that 1.3 come and go in each
 step. Of the prompts every second one was there before and is on the host, and vLLM has lost it.
@@ -127,6 +130,7 @@ class Engine:
         self.active = getattr(self.runner, "kv_connector", None)
         self.ways: dict[str, tuple[Any, Any]] = {}  # by kind, scheduler's side and worker's
         self.num_loaded = 0  # tokens
+        self.num_saves = 0
         self.in_calls = self.of_thread = 0.0  # in this step
         self.draws = random.Random(1)
         self.number = 0
@@ -152,8 +156,13 @@ class Engine:
             self.num_loaded += num_tokens
             return timed(request, blocks, num_tokens)
 
-        is_load = name == "update_state_after_alloc"
-        setattr(self.connector, name, counted if is_load else timed)
+        def planned(step: Any) -> Any:  # noqa: ANN401
+            plans = timed(step)
+            self.num_saves += len(getattr(plans, "saves", ()))
+            return plans
+
+        ways = {"update_state_after_alloc": counted, "build_connector_meta": planned}
+        setattr(self.connector, name, ways.get(name, timed))
 
     def _add(self, num_tokens: int, prompt: list[int]) -> None:
         from vllm import SamplingParams  # noqa: PLC0415
@@ -210,9 +219,10 @@ class Engine:
         self._drain()
         return steps
 
-    def _fill(self) -> None:
-        for _ in range(RUNNING):
-            self._add(ANSWER, self._prompt(SHORT))
+    def _fill(self, longest: int = SHORT) -> None:
+        """With prompts of SHORT to `longest` tokens, evenly."""
+        for at in range(RUNNING):
+            self._add(ANSWER, self._prompt(SHORT + (longest - SHORT) * at // RUNNING))
         while len(self.scheduler.running) < RUNNING or self.scheduler.waiting:
             self.step()
         for _ in range(40):  # what their prompts brought to do is done
@@ -221,6 +231,15 @@ class Engine:
     def attached(self) -> list[Step]:
         self._fill()
         steps = [self.step() for _ in range(ANSWER // 2)]
+        self._drain()
+        return steps
+
+    def saving(self) -> list[Step]:
+        self._fill(PROMPT)
+        before = self.num_saves
+        steps = [self.step() for _ in range(ANSWER * 7 // 10)]
+        assert len(self.scheduler.running) == RUNNING
+        assert self.num_saves - before > RUNNING // 2, self.num_saves
         self._drain()
         return steps
 
@@ -268,7 +287,7 @@ def measured(model: str, *, rounds: int, traffic_steps: int, has_theirs: bool) -
         for kind, steps in engine.idle().items():
             idle[kind] += steps
     engine.time_calls()
-    attached_steps = engine.attached()
+    attached_steps, saving_steps = engine.attached(), engine.saving()
     busy = engine.with_hits(traffic_steps)
     theirs = offloading(model, traffic_steps) if has_theirs else []
     rows = []
@@ -285,7 +304,8 @@ def measured(model: str, *, rounds: int, traffic_steps: int, has_theirs: bool) -
             row(name, times, "ms", against=without, most=1 / 0.99),
             row(name, times, "ms", against=nothing, most=1 / 0.99),
         ]
-    for where, steps in (("nothing to do", attached_steps), ("with traffic", busy)):
+    of_thread = {"nothing to do": attached_steps, "saving": saving_steps, "with traffic": busy}
+    for where, steps in of_thread.items():
         for what, of in (("time", "in_calls"), ("processor time", "of_thread")):
             times = sorted(getattr(step, of) * 1e3 for step in steps)
             for share, most in ((50, 0.2), (99, 1.0)):

@@ -540,6 +540,46 @@ def test_generate_does_not_wait_for_what_it_keeps() -> None:
         assert cache.verify() == []
 
 
+def test_a_text_waits_for_no_host_slots_that_the_last_one_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, prompt = plain(), prompt_of(LENGTH)
+    expected = generate(model, prompt)
+    with TierKVCache.for_model(model, host_bytes=16 * MIB) as cache:
+        with monkeypatch.context() as patched:
+            patched.setitem(vars(transformers), "_KEEP_S", 1e6)
+            patched.setattr(vars(cache)["_moves"].engine, "save", lambda *_, **__: None)
+            for _ in range(2):
+                assert generate(model, prompt, past_key_values=cache) == expected
+                elsewhere(model, cache)
+        assert cache.last_hit.computed > 0
+        assert cache.verify() == []
+
+
+def test_what_was_evicted_before_it_could_be_found_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, prompt = plain(), prompt_of(LENGTH)
+    expected = generate(model, prompt)
+    with TierKVCache.for_model(model, host_bytes=16 * MIB) as cache:
+        engine = vars(cache)["_moves"].engine
+        poll = engine.poll
+
+        def emptied(*given: Any) -> Any:
+            polled = poll(*given)
+            polled.stored = [(key, 0) for key, _ in polled.stored]
+            return polled
+
+        with monkeypatch.context() as patched:
+            patched.setitem(vars(transformers), "_ANSWER_S", 1e6)
+            patched.setattr(engine, "poll", emptied)
+            for _ in range(2):
+                assert generate(model, prompt, past_key_values=cache) == expected
+                elsewhere(model, cache)
+            cache.verify()
+        assert cache.verify() == []
+
+
 def test_a_generate_that_is_broken_off_keeps_what_it_had() -> None:
     class Stop(BaseStreamer):  # type: ignore[misc]
         count = 0

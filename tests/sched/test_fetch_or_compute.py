@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.simulated import simulate, simulated_world
 from tests.world import World, tokens, world
 from tierkv.errors import RequestAbortedError
 from tierkv.sched.worth import FIRST_TRY_S, PROBE_EVERY, FetchPolicy
+from tierkv.storage.protocol import GetItem, GetOutcome, GetStatus
 
 BEST, WAIT, DEADLINE = FetchPolicy.BEST_EFFORT, FetchPolicy.WAIT_COMPLETE, FetchPolicy.DEADLINE
 
@@ -245,3 +247,30 @@ def test_until_the_engine_tells_its_speed_a_store_that_hangs_costs_no_more_than_
             return took
 
     assert simulate(scene()) <= FIRST_TRY_S
+
+
+def test_a_store_that_says_what_it_has_and_does_not_send_it_is_known_to_be_slow() -> None:
+    """Where a guard gives it up, long after the request has gone on."""
+
+    async def scene() -> list[bool]:
+        values, room = await filled(tokens(40)), {"device_blocks": 32, "host_blocks": 32}
+        async with simulated_world(None, values, fetch_policy=BEST, **room) as here:
+
+            async def silent(items: Sequence[GetItem]) -> list[GetOutcome]:
+                await asyncio.sleep(0.7)
+                return [GetOutcome(GetStatus.FAILED, "no answer within 700 ms")] * len(items)
+
+            monkey = pytest.MonkeyPatch()
+            monkey.setattr(here.the_store, "get_into", silent)
+            here.service.note_prefill(1000, 12.5)  # 0.5 s for this prompt
+            asked = []
+            for _ in range(2):
+                before = here.the_store.num_operations
+                here.service.end(await here.admit(tokens(40)))
+                asked.append(here.the_store.num_operations > before)
+                await asyncio.sleep(1.0)
+            monkey.undo()
+            await here.settle()
+            return asked
+
+    assert simulate(scene()) == [True, False]

@@ -211,7 +211,8 @@ _MOST_KEPT = 0.75  # of the host tier, of one sequence: the rest is for what com
 _COPY_S = 60.0  # a copy between host and device that takes longer is a fault of the machine
 _KEEP_S = 5.0  # what has no host slot by then is not kept
 _FIND_S = 12.0  # the service itself ends a lookup after 10
-_SLOTS_S = 0.1
+_SLOTS_S = 0.05
+_HELD_UP_S = 0.1  # so long at the most the next text waits for host slots for the last one
 _ANSWER_S = 2.0
 _SAMPLES = 64  # of each weight
 # After a hit transformers computes with a mask, which may double the time of long texts (32k tokens
@@ -570,6 +571,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
                 "another generate uses this cache now: wait for it, or have a cache for each thread"
             )
         with self._turn:
+            self._moves.hurry()
             self._keep()  # what the model was given outside of any
             self.last_hit = PromptHit()
             self._fed.clear()
@@ -602,6 +604,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
                 "copies would not be in order with it; make the cache on the stream that computes"
             )
         self._check_open()
+        self._moves.hurry()
         self._kept()
         given = dict(zip(self._parameters, args, strict=False)) | dict(arguments)
         with self._changing():
@@ -864,6 +867,7 @@ class _Moves:
         self._num_most_kept = num_most_kept
         self._numbers = itertools.count()
         self._loads: dict[str, _Load] = {}  # under way, by key
+        self._hurries = False  # somebody waits for what is being kept
         self._todo: SimpleQueue[_Asked[Any] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._live, name="tierkv-moves", daemon=True)
         self._thread.start()
@@ -876,6 +880,7 @@ class _Moves:
     ) -> tuple[Found, _Load | None]:
         """What there is beyond the first `have` tokens, at most `most` in all; its load has started
         if there is any."""
+        self.hurry()
         return self._ask(self._start_load, tokens, have, most).result()
 
     def failed(self, load: _Load) -> bool:
@@ -886,7 +891,12 @@ class _Moves:
     def keep(self, tokens: npt.NDArray[np.int64], num_kept: int) -> _Asked[int]:
         """Copy to the host what lookups do not find, which is not the first `num_kept` tokens; how
         many they find then. Whatever fails is not kept."""
+        self._hurries = False
         return self._ask(self._kept, tokens, num_kept)
+
+    def hurry(self) -> None:
+        """The next text comes: what `keep` has no host slot for soon is not kept."""
+        self._hurries = True
 
     def note_prefills(self, computed: Sequence[tuple[int, float]]) -> None:
         """Tokens, and the seconds that computing them took."""
@@ -978,31 +988,36 @@ class _Moves:
             except TierKVError as error:
                 log.warning("what was computed is not kept: %s", error)
                 break
+            if self._hurries:
+                break
         return 0
 
     def _save(self, prompt: Prompt, first: int, stop: int) -> bool:
         """Whether lookups find blocks [first, stop) now."""
-        key, plans, left, num_found = f"saved {next(self._numbers)}", [], stop - first, 0
-        deadline = time.monotonic() + _KEEP_S
-        while left and time.monotonic() < deadline:
+        key, plans, left = f"saved {next(self._numbers)}", [], stop - first
+        kept: list[int] = []  # blocks, of each plan that the cache has answered
+        deadline, held_up_s = time.monotonic() + _KEEP_S, 0.0
+        while left and time.monotonic() < deadline and held_up_s < _HELD_UP_S:
             plan = self.engine.save(key, prompt, [range(first, stop)], [first])
             if plan is None:  # host slots are being made free
+                began = time.monotonic()
                 self.engine.wait(_SLOTS_S)
+                held_up_s += (time.monotonic() - began) * self._hurries
             else:
                 self._planes.start_saves(plan)
                 plans.append(plan.number)
                 left -= len(plan.slots()[0])
-            num_found += sum(count for _, count in self.engine.poll().stored)
+            kept += [count for _, count in self.engine.poll().stored]
         for number in plans:
             self._planes.wait(number, _COPY_S)
         deadline = time.monotonic() + _ANSWER_S
         while True:
-            num_found += sum(count for _, count in self.engine.poll().stored)
-            if num_found >= stop - first - left or time.monotonic() > deadline:
+            kept += [count for _, count in self.engine.poll().stored]
+            if len(kept) >= len(plans) or time.monotonic() > deadline:
                 break
             self.engine.wait(_ANSWER_S)
         self.engine.release(key)
-        return num_found >= stop - first
+        return sum(kept) >= stop - first
 
     def close(self) -> None:
         self.is_open = False

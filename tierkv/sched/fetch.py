@@ -864,9 +864,11 @@ class _Fetch:
     # What it came to
 
     def _learn_transfer(self, *, is_late: bool) -> None:
+        """A store that has not answered is one that was waited for so long in vain."""
         transfer, self.transfer = self.transfer, None
         if transfer is not None:
-            estimator = self.shared.estimator
+            estimator, problem = self.shared.estimator, self.landed.problem
+            is_late |= problem is not None and problem.status is GetStatus.FAILED
             estimator.arrived(transfer, self.landed.num_tokens)
             estimator.end_transfer(transfer, self.deadline.now(), is_late=is_late)
 
