@@ -47,9 +47,11 @@ from tierkv.pd.handoff import Handoff, Published
 from tierkv.pd.tickets import PROGRESS, HandoffProblem, OpenTicket, Ticket, check_written
 from tierkv.sched.copies import GROUP_BLOCKS, path_keys
 from tierkv.sched.events import CacheEvent, ExternalId, Happening
+from tierkv.sched.fetch import NOT_IN_STORAGE
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import FetchPolicy
 from tierkv.service import Service
+from tierkv.storage.protocol import GetOutcome
 from tierkv.tasks import abandonable, background, both
 from tierkv.transfer.storage_io import StorageIO
 
@@ -60,6 +62,7 @@ _FEWEST_SLOTS = 2  # one to be promised and one to be saved
 _MOST_FAILURES = 4096  # blocks whose failed loads are counted
 _MOST_ROUNDS = 4  # in which a lookup is planned anew because storage has lost something meanwhile
 _LAST_WORD_S = 0.5
+_FOREIGN_S = 0.1  # no request waits longer to be told why there is nothing
 _LEAST_NAMES = 65_536  # blocks whose names by the engine are remembered, at least
 
 
@@ -460,7 +463,7 @@ class HostSide:
         """Bring to the host, and hold for `promise`, the longest length of at most `bound` tokens
         that can be had in every group; why it is not all of the prompt, if anything went wrong.
         What storage turns out to have lost makes it shorter, and is not relied on again."""
-        looks, problem = self._looks(prompt), None
+        looks, problem, is_missing = self._looks(prompt), None, False
         for left in reversed(range(_MOST_ROUNDS)):
             try:
                 length = bound
@@ -468,8 +471,9 @@ class HostSide:
                     length, why = await self._plan(prompt, looks, bound)
                     problem = problem or why
                 wanted = _beginning(prompt, length) if looks else prompt
-                async with self._fetched(wanted, keys, promise) as why:
-                    problem = problem or why
+                async with self._fetched(wanted, keys, promise) as outcome:
+                    problem = problem or (outcome.reason if outcome is not None else None)
+                    is_missing = outcome is NOT_IN_STORAGE
                     length = self._on_host(prompt, length).num_tokens
                     length = await self._longest(looks, length)
                     for number, look in looks.items():
@@ -484,7 +488,9 @@ class HostSide:
                     self._tiers[number].let_go(look)
         if promise.num_tokens == prompt.num_tokens:
             return None
-        return await self._foreign(prompt, promise.num_tokens) or problem
+        # A store that is given up, or too slow, is not asked for this either.
+        foreign = await self._foreign(prompt, promise.num_tokens) if is_missing else None
+        return foreign or problem
 
     async def _foreign(self, prompt: Prompt, num_tokens: int) -> str | None:
         """Whether what comes after `num_tokens` tokens was stored by a node of another number of
@@ -493,9 +499,8 @@ class HostSide:
         if storage is None or self._main is None or len(self._groups) > 1:
             return None
         key = self._service.tiers.copies.prompt_keys(prompt)[num_tokens // prompt.block_size]
-        deadline_s = self._service.handoff_settings.lookup_deadline_s
         with suppress(StoreUnavailableError, TimeoutError):
-            async with asyncio.timeout(deadline_s):
+            async with asyncio.timeout(_FOREIGN_S):
                 size = await storage.foreign_size(key)
                 if size is not None:
                     return (
@@ -507,7 +512,7 @@ class HostSide:
     @asynccontextmanager
     async def _fetched(
         self, prompt: Prompt, keys: Sequence[StoredKey], promise: HostPromise | None = None
-    ) -> AsyncIterator[str | None]:
+    ) -> AsyncIterator[GetOutcome | None]:
         """What storage has of a prompt for the index stays on the host in the body; why it is not
         more, if it is not all. keys: of the prompt and of what follows it, if a ticket promises
         them. promise: is told how much came."""
@@ -525,7 +530,7 @@ class HostSide:
         if promise is not None:
             promise.storage_tokens += len(fetched.tokens)
         try:
-            yield fetched.first_problem.reason if fetched.first_problem is not None else None
+            yield fetched.first_problem
         finally:
             fetched.release()
 

@@ -30,6 +30,7 @@ from tierkv.tasks import task_group
 from tierkv.transfer.storage_io import SharedTail, StorageIO
 
 NO_ROOM = GetOutcome(GetStatus.MISS, "the host tier has no room")
+NOT_IN_STORAGE = GetOutcome(GetStatus.MISS, "not in storage")  # which has said so in time
 
 
 class Source(Protocol):
@@ -711,7 +712,7 @@ class _Fetch:
         else:
             present = await self._ask(keys, missing, question.give_up_s)
         if present < len(keys):
-            self.landed.problem = GetOutcome(GetStatus.MISS, "not in storage")
+            self.landed.problem = NOT_IN_STORAGE
         return keys, present, question
 
     async def _wait_for_others(self) -> Sequence[StoredKey]:
