@@ -1002,22 +1002,26 @@ class _Moves:
             if plan is None:  # host slots are being made free
                 began = time.monotonic()
                 self.engine.wait(_SLOTS_S)
-                held_up_s += (time.monotonic() - began) * self._hurries
+                if self._hurries:
+                    held_up_s += time.monotonic() - began
             else:
                 self._planes.start_saves(plan)
                 plans.append(plan.number)
                 left -= len(plan.slots()[0])
-            kept += [count for _, count in self.engine.poll().stored]
+            kept += self._stored(key)
         for number in plans:
             self._planes.wait(number, _COPY_S)
         deadline = time.monotonic() + _ANSWER_S
         while True:
-            kept += [count for _, count in self.engine.poll().stored]
+            kept += self._stored(key)
             if len(kept) >= len(plans) or time.monotonic() > deadline:
                 break
             self.engine.wait(_ANSWER_S)
         self.engine.release(key)
         return sum(kept) >= stop - first
+
+    def _stored(self, key: str) -> list[int]:
+        return [count for name, count in self.engine.poll().stored if name == key]
 
     def close(self) -> None:
         self.is_open = False
