@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.embed.test_engine_cache import ask
+from tests.faulty import FaultyStore
 from tests.latch import PATIENCE_S, CopyLatch
 from tests.redis_server import PATIENT, redis_server
 from tierkv.cache.eviction import WritePolicy
@@ -223,6 +225,8 @@ def hybrid(
     around: Callable[[Store], Store] = lambda store: store,
     kv_events: EventsSection | None = None,
     node: NodeHost | None = None,
+    policy: FetchPolicy = FetchPolicy.WAIT_COMPLETE,
+    fetch_deadline_s: float = 10.0,
 ) -> Iterator[Hybrid]:
     """node: the tiers are another process's."""
     latch = CopyLatch()
@@ -248,7 +252,8 @@ def hybrid(
         cache=CacheSettings(
             block_size=main.block_size,
             storage_write=write,
-            fetch_policy=FetchPolicy.WAIT_COMPLETE,
+            fetch_policy=policy,
+            fetch_deadline_s=fetch_deadline_s,
         ),
         store=make,
         planes=planes,
@@ -452,6 +457,121 @@ def test_what_storage_has_lost_in_one_group_makes_what_is_found_shorter(lost: in
         redis.execute("DEL", *names)
         with hybrid(groups, redis.url) as second:
             second.check("a", tokens, 24)
+
+
+COMPUTES = "computing is estimated to be faster"
+BESIDE = [MODELS[name] for name in ("window", "all", "no full attention", "a window alone")]
+
+
+@contextmanager
+def filled(
+    groups: Sequence[CacheGroup], texts: Sequence[list[int]], **more: Any
+) -> Iterator[tuple[Hybrid, FaultyStore]]:
+    """An engine that has another one's texts in its store, which can be late, or hang."""
+    stores: list[FaultyStore] = []
+
+    def around(store: Store) -> Store:
+        stores.append(FaultyStore(store))
+        return stores[-1]
+
+    with redis_server() as redis:
+        with hybrid(groups, redis.url) as first:
+            for text in texts:
+                first.save(text)
+        more = {"policy": FetchPolicy.BEST_EFFORT, **more}
+        with hybrid(groups, redis.url, around=around, **more) as second:
+            try:
+                yield second, stores[0]
+            finally:
+                stores[0].delay_s = 0.0
+                stores[0].release()
+
+
+@pytest.mark.parametrize("groups", BESIDE)
+def test_a_store_slower_than_computing_is_not_asked_for_any_group(groups: list[CacheGroup]) -> None:
+    texts = [tokens_of(32, seed) for seed in range(1, 12)]
+    with filled(groups, texts) as (on, store):
+        on.cache.note_prefill(32, 0.01)
+        store.delay_s = 0.3
+        deadline, numbers = time.monotonic() + PATIENCE_S, count(100)
+        # The first finds out how slow it is, with nobody waiting for it.
+        while (number := next(numbers)) and (
+            on.lookup(f"first {number}", tokens_of(32, number)).problem != COMPUTES
+        ):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        asked = 0
+        for number, text in enumerate(texts[1:]):
+            before = store.num_operations
+            assert on.lookup(f"later {number}", text).num_tokens == 0
+            asked += store.num_operations > before
+        assert asked <= 4, "but for a few tries"
+
+
+@pytest.mark.parametrize("groups", BESIDE)
+def test_a_store_faster_than_computing_is_fetched_from_for_every_group(
+    groups: list[CacheGroup],
+) -> None:
+    texts = [tokens_of(32, seed) for seed in range(1, 5)]
+    with filled(groups, texts) as (on, _):
+        on.cache.note_prefill(32, 20.0)
+        for number, text in enumerate(texts):
+            on.check(f"r{number}", text, 32)
+        on.check("again", texts[0], 32)
+
+
+@pytest.mark.parametrize("groups", BESIDE)
+def test_a_store_that_hangs_holds_no_group_up_and_is_used_when_it_is_back(
+    groups: list[CacheGroup],
+) -> None:
+    texts = [tokens_of(32, seed) for seed in range(1, 5)]
+    with filled(groups, texts) as (on, store):
+        on.save(texts[3])  # on the host, whatever the store does
+        on.cache.note_prefill(32, 0.5)
+        store.hold()
+        for number, text in enumerate(texts[:3]):
+            found = on.lookup(f"hangs {number}", text)
+            assert found.num_tokens == 0
+            assert found.problem is not None
+        on.check("here", texts[3], 32)
+        store.release()
+        on.cache.note_prefill(32, 1e6)
+        deadline = time.monotonic() + PATIENCE_S
+        while not on.lookup(f"back {time.monotonic()}", texts[0]).num_tokens:
+            assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("policy", [FetchPolicy.BEST_EFFORT, FetchPolicy.DEADLINE])
+@pytest.mark.parametrize("groups", BESIDE)
+def test_what_the_host_has_is_promised_whatever_ends_the_wait_for_the_rest(
+    groups: list[CacheGroup], policy: FetchPolicy
+) -> None:
+    text = tokens_of(32)
+    with filled(groups, [text], policy=policy, fetch_deadline_s=0.2) as (on, store):
+        on.save(text[:16])
+        on.cache.note_prefill(32, 100.0)
+        store.hold()
+        assert on.lookup("a", text).problem == "storage took too long"
+        on.cache.release("a")
+        on.check("b", text, 16)
+
+
+@pytest.mark.parametrize("groups", BESIDE)
+@pytest.mark.parametrize("late_s", [0.0, 0.02])
+def test_a_request_that_goes_while_it_waits_for_the_store_leaves_nothing(
+    groups: list[CacheGroup], late_s: float
+) -> None:
+    text = tokens_of(32)
+    with filled(groups, [text]) as (on, store):
+        on.cache.note_prefill(32, 20.0)
+        store.hold()
+        for number in range(3):
+            assert on.cache.lookup(f"gone {number}", on.prompt(text)) is None
+            time.sleep(late_s)
+            on.cache.release(f"gone {number}")
+        store.release()
+        assert on.findings() == []
+        on.check("stays", text, 32)
 
 
 class Counting(StoreWrapper):

@@ -606,11 +606,16 @@ def slow(stack: ExitStack, server: RedisServer) -> str:
     return proxy.url
 
 
-def test_a_slow_store_is_not_waited_for_once_it_is_known(model: str, alone: Engine) -> None:
+@pytest.mark.parametrize("kind", ["model", "hybrid"])
+def test_a_slow_store_is_not_waited_for_once_it_is_known(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
     """By default a request that computes faster does so. Nothing is known of either at first."""
+    model = request.getfixturevalue(kind)
     prompts = [prompt(650 + n, 200) for n in range(40)]
-    right = alone.tokens(prompts)
     with ExitStack() as stack:
+        alone = stack.enter_context(engine(model, None))
+        right = alone.tokens(prompts)
         server = stack.enter_context(redis_server())
         with engine(model, transfer(server.url)) as first:
             assert first.tokens(prompts) == right

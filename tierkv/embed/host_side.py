@@ -49,7 +49,7 @@ from tierkv.sched.copies import GROUP_BLOCKS, path_keys
 from tierkv.sched.events import CacheEvent, ExternalId, Happening
 from tierkv.sched.fetch import NOT_IN_STORAGE
 from tierkv.sched.settings import CacheSettings
-from tierkv.sched.worth import FetchPolicy
+from tierkv.sched.worth import FetchPolicy, Transfer
 from tierkv.service import Service
 from tierkv.storage.protocol import GetOutcome
 from tierkv.tasks import abandonable, background, both
@@ -280,6 +280,21 @@ class _Outlet:
         self.changed.set()
 
 
+@dataclass(slots=True, eq=False)
+class _Bringing:
+    """What is brought for a promise. promise: None once it holds that, or its request goes on
+    without it. is_timed: whether the estimator is told how long all of it takes. has_gone_on:
+    without the request, to find that out. answered_at: when it was known what storage has, on the
+    loop's clock; transfer: of that. is_missing: whether storage has said that it has no more."""
+
+    promise: HostPromise | None
+    is_timed: bool = False
+    has_gone_on: bool = False
+    answered_at: float | None = None
+    transfer: Transfer | None = None
+    is_missing: bool = False
+
+
 class HostSide:
     """groups: of the engine's blocks. main: the one whose blocks are in the service's index, None
     if none is of full attention.
@@ -413,7 +428,7 @@ class HostSide:
             wanted = most if ahead.num_blocks is None else min(ahead.num_blocks, most)
             if wanted > done:
                 first = _beginning(prompt, wanted * prompt.block_size)
-                async with self._fetched(first, ()) as problem:
+                async with self._fetched(first, (), _Bringing(None)) as problem:
                     done = wanted if problem is None else done
 
     async def note_prefill(self, num_tokens: int, seconds: float) -> None:
@@ -461,36 +476,137 @@ class HostSide:
         self, prompt: Prompt, keys: Sequence[StoredKey], promise: HostPromise, bound: int
     ) -> str | None:
         """Bring to the host, and hold for `promise`, the longest length of at most `bound` tokens
-        that can be had in every group; why it is not all of the prompt, if anything went wrong.
-        What storage turns out to have lost makes it shorter, and is not relied on again."""
-        looks, problem, is_missing = self._looks(prompt), None, False
+        that can be had in every group; why it is not all of the prompt, if anything went wrong."""
+        service, bringing = self._service, _Bringing(promise)
+        # Of one group of full attention a fetch decides by itself.
+        waits = not self._tiers or service.settings.fetch_policy is FetchPolicy.WAIT_COMPLETE
+        if waits or keys or service.store is None:
+            problem = await self._brought(prompt, keys, bringing, bound)
+        else:
+            problem = await self._bring_if_worth_it(prompt, bringing, bound)
+        if promise.num_tokens == prompt.num_tokens:
+            return None
+        # A store that is given up, or too slow, is not asked for this either.
+        is_asked = bringing.is_missing
+        foreign = await self._foreign(prompt, promise.num_tokens) if is_asked else None
+        return foreign or problem
+
+    async def _bring_if_worth_it(
+        self, prompt: Prompt, bringing: _Bringing, bound: int
+    ) -> str | None:
+        """As `_brought`, if that is estimated to be faster than computing, and for no longer than
+        `Decision` says; a tier that is not known yet is found out about without the request."""
+        service, promise, time = self._service, bringing.promise, asyncio.get_running_loop().time
+        assert promise is not None, "its request waits"
+        here, estimator = self._all_here(prompt, bound), service.estimator
+        question = estimator.decide_question(bound - here) if here < bound else None
+        if question is None or not question.fetches:
+            service.tiers.decisions.recompute_storage += question is not None
+            self._hold(prompt, self._looks(prompt), promise, here)
+            return question.reason if question is not None else None
+        bringing.is_timed, began_at = True, time()
+        told: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        work = self._brought_in_time(prompt, bringing, bound, here, told)
+        task = service.tiers.work.started(work, "tierkv-bring")
+        task.add_done_callback(lambda _: _tell(told, "this service is closing"))  # or has told
+        limits = [one for one in (question.give_up_s, question.hedge_s) if one is not None]
+        try:
+            await asyncio.wait([told], timeout=min(limits, default=None))
+        except asyncio.CancelledError:
+            bringing.promise = None
+            task.cancel()
+            raise
+        if told.done():
+            problem = told.result()
+        else:
+            problem = "storage took too long"
+            service.tiers.decisions.recompute_late += 1
+            bringing.has_gone_on = question.hedge_s is not None
+            estimator.num_finding_out += bringing.has_gone_on
+            if not bringing.has_gone_on:
+                task.cancel()
+        if bringing.promise is not None:
+            bringing.promise = None
+            self._hold(prompt, self._looks(prompt), promise, self._all_here(prompt, bound))
+        if service.settings.fetch_policy is FetchPolicy.BEST_EFFORT:
+            estimator.note_wait(max(promise.num_tokens - here, 0), time() - began_at)
+        return problem
+
+    async def _brought_in_time(
+        self,
+        prompt: Prompt,
+        bringing: _Bringing,
+        bound: int,
+        here: int,
+        told: asyncio.Future[str | None],
+    ) -> None:
+        """Bring it within the deadline for fetches, and tell the estimator how long that took."""
+        service, time = self._service, asyncio.get_running_loop().time
+        estimator, began_at, is_late = service.estimator, time(), True
+        try:
+            async with asyncio.timeout(service.settings.fetch_deadline_s):
+                problem = await self._brought(prompt, (), bringing, bound, here)
+            is_late = False
+        except TimeoutError:
+            problem = "storage took too long"
+        except TierKVError as error:
+            problem = str(error)
+        finally:
+            answered_at = bringing.answered_at
+            took_s = (answered_at or time()) - began_at
+            estimator.note_answer(bound - here, took_s, in_time=answered_at is not None)
+            if bringing.transfer is not None:
+                estimator.end_transfer(bringing.transfer, time(), is_late=is_late)
+            estimator.num_finding_out -= bringing.has_gone_on
+        _tell(told, problem)
+
+    def _all_here(self, prompt: Prompt, bound: int) -> int:
+        """The longest length of at most `bound` tokens that the host has in every group."""
+        return self._longest_here(self._looks(prompt), self._on_host(prompt, bound).num_tokens)
+
+    async def _brought(
+        self,
+        prompt: Prompt,
+        keys: Sequence[StoredKey],
+        bringing: _Bringing,
+        bound: int,
+        here: int = 0,
+    ) -> str | None:
+        """Bring it and hold it, if somebody waits for it still. What storage turns out to have lost
+        makes it shorter, and is not relied on again. here: so many tokens the host had."""
+        looks, problem, service = self._looks(prompt), None, self._service
+        time = asyncio.get_running_loop().time
         for left in reversed(range(_MOST_ROUNDS)):
             try:
                 length = bound
                 if looks:
                     length, why = await self._plan(prompt, looks, bound)
                     problem = problem or why
+                if bringing.is_timed and bringing.answered_at is None:
+                    bringing.answered_at = time()
+                    if length > here:
+                        bringing.transfer = service.estimator.begin_transfer(length - here, time())
                 wanted = _beginning(prompt, length) if looks else prompt
-                async with self._fetched(wanted, keys, promise) as outcome:
+                async with self._fetched(wanted, keys, bringing) as outcome:
                     problem = problem or (outcome.reason if outcome is not None else None)
-                    is_missing = outcome is NOT_IN_STORAGE
+                    bringing.is_missing = outcome is NOT_IN_STORAGE
                     length = self._on_host(prompt, length).num_tokens
                     length = await self._longest(looks, length)
                     for number, look in looks.items():
                         problem = await self._tiers[number].bring(look, length) or problem
                     found = self._on_host(prompt, length).num_tokens
                     found = self._longest_here(looks, found)
+                    if bringing.transfer is not None:
+                        service.estimator.arrived(bringing.transfer, max(found - here, 0))
                     if found == length or not left:
-                        self._hold(prompt, looks, promise, found)
+                        if bringing.promise is not None:
+                            self._hold(prompt, looks, bringing.promise, found)
+                            bringing.promise = None
                         break
             finally:
                 for number, look in looks.items():
                     self._tiers[number].let_go(look)
-        if promise.num_tokens == prompt.num_tokens:
-            return None
-        # A store that is given up, or too slow, is not asked for this either.
-        foreign = await self._foreign(prompt, promise.num_tokens) if is_missing else None
-        return foreign or problem
+        return problem
 
     async def _foreign(self, prompt: Prompt, num_tokens: int) -> str | None:
         """Whether what comes after `num_tokens` tokens was stored by a node of another number of
@@ -511,24 +627,27 @@ class HostSide:
 
     @asynccontextmanager
     async def _fetched(
-        self, prompt: Prompt, keys: Sequence[StoredKey], promise: HostPromise | None = None
+        self, prompt: Prompt, keys: Sequence[StoredKey], bringing: _Bringing
     ) -> AsyncIterator[GetOutcome | None]:
         """What storage has of a prompt for the index stays on the host in the body; why it is not
         more, if it is not all. keys: of the prompt and of what follows it, if a ticket promises
-        them. promise: is told how much came."""
+        them. The promise is told how much came."""
         service = self._service
         if service.tiers.copies.storage is None or self._main is None or not prompt.num_tokens:
             yield None
             return
         policy = FetchPolicy.WAIT_COMPLETE if keys else service.settings.fetch_policy
+        if bringing.is_timed:  # whether it is worth it has been decided for all groups
+            policy = FetchPolicy.DEADLINE
         fetched = await service.fetcher.fetch(
             prompt,
             deadline_s=service.settings.fetch_deadline_s,
             policy=policy,
             promised=keys[: -(-prompt.num_tokens // prompt.block_size)],
+            is_part=bringing.is_timed,
         )
-        if promise is not None:
-            promise.storage_tokens += len(fetched.tokens)
+        if bringing.promise is not None:
+            bringing.promise.storage_tokens += len(fetched.tokens)
         try:
             yield fetched.first_problem
         finally:
@@ -978,6 +1097,11 @@ class _Ahead:
     def ready(self, num_blocks: int | None) -> None:
         self.num_blocks = num_blocks
         self.came.set()
+
+
+def _tell(told: asyncio.Future[str | None], problem: str | None) -> None:
+    if not told.done():
+        told.set_result(problem)
 
 
 async def _give_up(handoff: Handoff, opened: OpenTicket, failure: str) -> None:

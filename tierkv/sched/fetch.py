@@ -381,6 +381,7 @@ class Fetcher:
         policy: FetchPolicy = FetchPolicy.WAIT_COMPLETE,
         on_arrival: Callable[[int], None] = lambda _: None,
         promised: Sequence[StoredKey] = (),
+        is_part: bool = False,
     ) -> Fetched:
         """Bring what storage has of `prompt` beyond the local match, in order, without a gap.
 
@@ -390,9 +391,10 @@ class Fetcher:
         if the store is not done with the host slots by then, which stay taken until it is.
         on_arrival: called with how many of the prompt's first blocks are on the host, while more
         are fetched. promised: all keys of the prompt, where a ticket says that they are stored: it
-        is not asked whether they are. Cancelling it leaves nothing held.
+        is not asked whether they are. is_part: of what its caller brings, who tells the estimator
+        how long all of that takes. Cancelling it leaves nothing held.
         """
-        one = _Fetch(self._shared, prompt, policy, promised, on_arrival)
+        one = _Fetch(self._shared, prompt, policy, promised, on_arrival, is_part)
         try:
             with tracing.span("fetch", tokens=prompt.num_tokens) as span:
                 self._tiers.work.start(one.run(deadline_s), name="tierkv-fetch")
@@ -541,6 +543,7 @@ def _nothing() -> None: ...
 class _Fetch:
     """One call of `Fetcher.fetch`, in a task of its own; its caller waits for `outcome`.
 
+    is_part: see `Fetcher.fetch`.
     is_whole: all that storage has of it is here, but for the first tokens of another one's tail.
     fate: why it goes no further, where that is not the store's answer. waits_since: on the loop's
     clock, if the request could compute instead and has not waited for nothing yet. hedge_s: see
@@ -554,6 +557,7 @@ class _Fetch:
     policy: FetchPolicy
     promised: Sequence[StoredKey]
     on_arrival: Callable[[int], None]
+    is_part: bool = False
     outcome: asyncio.Future[Fetched] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -757,7 +761,8 @@ class _Fetch:
         finally:
             took = self.deadline.now() - began
             waited = took if in_time else max(took, give_up_s or 0.0)
-            self.shared.estimator.note_answer(tokens, waited, in_time=in_time)
+            if not self.is_part:
+                self.shared.estimator.note_answer(tokens, waited, in_time=in_time)
         return found
 
     def _wanted(self, keys: Sequence[StoredKey], question: Decision) -> Sequence[StoredKey]:
@@ -774,7 +779,8 @@ class _Fetch:
             self._refuse(decision)
             return []
         self.shared.tiers.decisions.fetch_storage += 1
-        self.transfer = estimator.begin_transfer(tokens, self.deadline.now())
+        if not self.is_part:
+            self.transfer = estimator.begin_transfer(tokens, self.deadline.now())
         if self.policy is not FetchPolicy.BEST_EFFORT or self.outcome.done():
             self.deadline.until(None)
         elif decision.give_up_s is not None and self.waits_since is not None:
