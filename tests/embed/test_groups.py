@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +39,7 @@ from tierkv.sched.worth import FetchPolicy
 from tierkv.service.kv_events import EventsSection
 from tierkv.storage.base import StoreWrapper
 from tierkv.storage.factory import open_store
-from tierkv.storage.protocol import Store
+from tierkv.storage.protocol import GetItem, GetOutcome, GetStatus, Store
 
 SIZE = 4
 ROW = 8  # bytes of a token in every attention group, and of a state
@@ -506,6 +507,27 @@ def test_a_store_slower_than_computing_is_not_asked_for_any_group(groups: list[C
             assert on.lookup(f"later {number}", text).num_tokens == 0
             asked += store.num_operations > before
         assert asked <= 4, "but for a few tries"
+
+
+@pytest.mark.parametrize("groups", BESIDE)
+def test_a_store_that_does_not_send_what_it_has_of_a_group_is_known_to_be_slow(
+    groups: list[CacheGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [tokens_of(32, seed) for seed in range(1, 12)]
+
+    async def silent(_: FaultyStore, items: Sequence[GetItem]) -> list[GetOutcome]:
+        await asyncio.sleep(0.3)
+        return [GetOutcome(GetStatus.FAILED, "no answer in time")] * len(items)
+
+    with filled(groups, texts) as (on, _):
+        monkeypatch.setattr(FaultyStore, "get_into", silent)
+        on.cache.note_prefill(32, 0.1)
+        problems = []
+        for number, text in enumerate(texts):
+            problems.append(on.lookup(f"r{number}", text).problem)
+            time.sleep(0.4)
+        assert problems.count("storage took too long") <= len(texts) // 2, problems
+        assert COMPUTES in problems
 
 
 @pytest.mark.parametrize("groups", BESIDE)

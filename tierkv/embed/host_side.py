@@ -542,11 +542,10 @@ class HostSide:
     ) -> None:
         """Bring it within the deadline for fetches, and tell the estimator how long that took."""
         service, time = self._service, asyncio.get_running_loop().time
-        estimator, began_at, is_late = service.estimator, time(), True
+        estimator, began_at = service.estimator, time()
         try:
             async with asyncio.timeout(service.settings.fetch_deadline_s):
                 problem = await self._brought(prompt, (), bringing, bound, here)
-            is_late = False
         except TimeoutError:
             problem = "storage took too long"
         except TierKVError as error:
@@ -555,8 +554,8 @@ class HostSide:
             answered_at = bringing.answered_at
             took_s = (answered_at or time()) - began_at
             estimator.note_answer(bound - here, took_s, in_time=answered_at is not None)
-            if bringing.transfer is not None:
-                estimator.end_transfer(bringing.transfer, time(), is_late=is_late)
+            if bringing.transfer is not None:  # what did not come was waited for, too
+                estimator.end_transfer(bringing.transfer, time(), is_late=True)
             estimator.num_finding_out -= bringing.has_gone_on
         _tell(told, problem)
 
