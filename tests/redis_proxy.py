@@ -37,7 +37,11 @@ class Proxy:
     async def serve(
         self, server_port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        from_server, to_server = await asyncio.open_connection("127.0.0.1", server_port)
+        try:
+            from_server, to_server = await asyncio.open_connection("127.0.0.1", server_port)
+        except OSError:  # the server is down, and the caller finds that out as from the server
+            writer.transport.abort()
+            return
         try:
             async with asyncio.TaskGroup() as group:
                 there = group.create_task(self._copy(reader, to_server))
