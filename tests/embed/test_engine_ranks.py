@@ -31,9 +31,10 @@ from tierkv.embed import EngineCache, Finished, RankSocket, WorkerPlanes
 from tierkv.embed.engine_cache import Found, Polled
 from tierkv.errors import ConfigError, DeviceFailedError, GateTimeoutError, TransferError
 from tierkv.gpu.cpu import CpuDevice
-from tierkv.ranks.link import Plan
+from tierkv.ranks.link import MAGIC, VERSION, Goodbye, Link, Plan
 from tierkv.ranks.memory import EnginePlanes, side_by_side
 from tierkv.sched.settings import CacheSettings
+from tierkv.storage.codec import seal
 
 TOKENS = list(range(3 * BLOCK + 1))
 HERE, THERE = [0, 1, 2, 3], [8, 9, 10, 11]
@@ -357,6 +358,35 @@ def test_who_is_no_rank_of_this_cache_is_told_so_and_holds_nothing_up(tmp_path: 
         assert cache.verify().wait(PATIENCE_S) == []
     with pytest.raises(ConfigError, match="side_by_side"):
         a_cache(RankSocket(str(path), [GQA]), side_by_side([GQA, GQA]))
+
+
+@pytest.mark.parametrize(
+    "answer", [b"no record", seal(MAGIC, VERSION + 1, {}), seal(MAGIC, VERSION, Goodbye())]
+)
+def test_a_rank_refuses_plans_and_keeps_no_descriptor_after_an_answer_it_cannot_read(
+    answer: bytes, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "s")
+    planes = _planes()
+    with (
+        open(os.memfd_create("sent-to-a-rank"), "rb") as memory,
+        socket.socket(socket.AF_UNIX) as listener,
+    ):
+        listener.bind(path)
+        listener.listen()
+        planes.connect(path)
+        end, _ = listener.accept()
+        with end:
+            end.settimeout(PATIENCE_S)
+            Link(end).send(answer, descriptors=[memory.fileno()])
+            planes.start_loads(Plan.of(1, "load", np.array([0]), np.array([0])))
+            [report] = _reports(planes)
+            assert "rank 0 has no host slots" in str(report.problem)
+            assert end.recv(1 << 16), "the hello"
+            assert end.recv(1) == b"", "the rank has closed its end"
+    planes.close()
+    left = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    assert not [one for one in left if one.is_symlink() and "sent-to-a-rank" in os.readlink(one)]
 
 
 def test_nothing_is_left_when_ranks_and_scheduler_have_gone(tmp_path: Path) -> None:

@@ -8,18 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tierkv.errors import StoreCorruptError
+from tierkv.errors import ConfigError, StoreCorruptError
 from tierkv.ranks.link import (
     MAGIC,
     VERSION,
-    Alive,
     Goodbye,
     Hello,
     HostRegion,
     NotTaken,
     Plan,
     Record,
-    Report,
     SharedMemory,
     listen,
     read,
@@ -32,12 +30,9 @@ RECORDS = [
     SharedMemory((HostRegion(4, 64, 0, 32),)),
     NotTaken("no place"),
     Goodbye(),
-    Report(3),
-    Report(3, "it broke"),
-    Alive(),
     Plan.of(5, "load", np.array([3, 1]), np.array([0, 2**31 - 1])),
 ]
-BODY = {"type": "plan", "number": 1, "kind": "copy", "source": b"\0" * 4, "target": b"\1\0\0\0"}
+BODY = {"type": "plan", "number": 1, "kind": "load", "source": b"\0" * 4, "target": b"\1\0\0\0"}
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
@@ -55,7 +50,7 @@ def test_a_plan_names_the_slots_it_was_made_of() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"kind": "swap"},
+        {"kind": "copy"},
         {"number": -1},
         {"source": b"\0" * 8},
         {"source": b"\0" * 3, "target": b"\0" * 3},
@@ -82,7 +77,7 @@ def test_a_damaged_record_or_one_of_another_version_is_refused(version: int) -> 
 @pytest.mark.parametrize("number", [2**31, -(2**31) - 1, 0.5])
 def test_a_slot_that_cannot_be_becomes_no_other_slot(number: float) -> None:
     with pytest.raises(StoreCorruptError):
-        Plan.of(1, "copy", np.array([number]), np.array([0]))
+        Plan.of(1, "load", np.array([number]), np.array([0]))
 
 
 def test_fields_that_are_not_known_are_passed_over() -> None:
@@ -104,3 +99,16 @@ def test_sockets_of_schedulers_that_were_killed_are_removed_and_no_other_is_dist
             live.settimeout(0)
             with pytest.raises(BlockingIOError):  # nobody has come
                 live.accept()
+
+
+def test_the_socket_of_a_killed_scheduler_is_taken_over_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))  # and never listens again
+    with listen(str(path)), pytest.raises(ConfigError, match="in use"):
+        listen(str(path))
+    path.unlink()
+    path.write_text("a file of another program")
+    with pytest.raises(ConfigError, match="cannot listen"):
+        listen(str(path))
+    assert path.read_text() == "a file of another program"

@@ -14,7 +14,14 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.embed import Embedded
 from tierkv.errors import ConfigError, LayoutError
 from tierkv.pd.settings import HandoffSettings
-from tierkv.ranks.memory import EngineCpuDevice, EnginePlanes, SharedSlots, shared_memory
+from tierkv.ranks.memory import (
+    EngineCpuDevice,
+    EnginePlanes,
+    SharedSlots,
+    pieces,
+    shared_memory,
+    side_by_side,
+)
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 
@@ -78,3 +85,16 @@ def test_shared_slots_are_seen_by_all_that_map_them_each_its_piece() -> None:
     small = shared_memory(39)
     with pytest.raises(ConfigError, match="cannot be mapped"):
         SharedSlots(small, 4, 10, slice(0, 10))
+
+
+def test_shards_lie_whole_one_behind_the_other() -> None:
+    whole = side_by_side([GQA, GQA])
+    assert whole.num_layers == 2 * GQA.num_layers
+    assert whole.block_bytes == 2 * GQA.block_bytes
+    assert pieces([GQA, GQA]) == [
+        slice(0, GQA.block_bytes),
+        slice(GQA.block_bytes, 2 * GQA.block_bytes),
+    ]
+    assert side_by_side([GQA]).digest == GQA.digest
+    with pytest.raises(LayoutError):
+        side_by_side([])

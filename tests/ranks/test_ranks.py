@@ -1,8 +1,6 @@
-"""A block counts when every rank has it; a rank that dies or lags is named."""
+"""A block counts when every rank has it; a rank that lags is named."""
 
 from __future__ import annotations
-
-import random
 
 import numpy as np
 import pytest
@@ -10,91 +8,10 @@ import pytest
 from tests.latch import ManualEvent
 from tests.layouts import LAYOUTS
 from tierkv.cache.shards import ShardScheme
-from tierkv.errors import DeviceFailedError, TransferError
+from tierkv.errors import TransferError
 from tierkv.gpu.cpu import CpuDevice, CpuLane
 from tierkv.gpu.protocol import BlockCopy, Direction, Event, HostSlots, Ids, Planes
-from tierkv.ranks.ledger import Ledger
 from tierkv.ranks.ranked import RankedDevice, RankedEvent
-
-
-class Ranks:
-    """A ledger whose hands a test turns, and how its movements ended, by number."""
-
-    def __init__(self, count: int = 3) -> None:
-        self.now = 0.0
-        self.ledger = Ledger(count, late_s=1.0, dead_s=5.0, now=lambda: self.now)
-        self.ended: dict[int, TransferError | None] = {}
-
-    def begin(self) -> int:
-        number = self.ledger.begin((3, 4), lambda error: self.ended.setdefault(number, error))
-        return number
-
-
-def test_a_movement_ends_when_every_rank_has_reported_it_in_any_order_and_twice() -> None:
-    rng = random.Random(3)
-    for _ in range(100):
-        all_ranks = Ranks(4)
-        numbers = [all_ranks.begin() for _ in range(3)]
-        reports = [(rank, number) for rank in range(4) for number in numbers] * 2
-        rng.shuffle(reports)
-        seen: set[tuple[int, int]] = set()
-        for rank, number in reports:
-            seen.add((rank, number))
-            all_ranks.ledger.report(rank, number)
-            whole = {n for n in numbers if all((other, n) in seen for other in range(4))}
-            assert all_ranks.ended == dict.fromkeys(whole)
-
-
-def test_a_failure_anywhere_is_a_failure_but_only_once_all_have_let_go() -> None:
-    three = Ranks()
-    number = three.begin()
-    three.ledger.report(0, number, "it broke")
-    three.ledger.report(1, number, "it broke here, too")
-    assert not three.ended
-    three.ledger.report(2, number)
-    assert str(three.ended[number]) == "it broke"
-    assert three.ended[number].blocks == (3, 4)  # type: ignore[union-attr]
-
-
-def test_a_rank_that_lags_and_one_that_is_dead_are_named_with_what_they_owe() -> None:
-    three = Ranks()
-    first, second = three.begin(), three.begin()
-    for number in (first, second):
-        three.ledger.report(0, number)
-    three.now = 0.5
-    assert three.ledger.findings() == []
-    three.now = 7.9
-    three.ledger.alive(1)
-    three.now = 8.0
-    lags, dead = three.ledger.findings()
-    assert lags == f"rank 1 lags, silent for 0.1 s: owes 2 movements, the first is {first}"
-    assert dead == f"rank 2 is dead, silent for 8.0 s: owes 2 movements, the first is {first}"
-    assert three.ledger.silent() == [2]
-
-
-def test_a_rank_that_had_nothing_to_do_for_long_is_not_dead_for_having_said_nothing() -> None:
-    two = Ranks(2)
-    two.now = 100.0
-    two.ledger.report(0, two.begin())
-    two.now = 102.0
-    assert two.ledger.findings()[0].startswith("rank 1 lags, silent for 2.0 s: owes 1 movements")
-    assert two.ledger.silent() == []
-    two.now = 106.0
-    assert two.ledger.findings()[0].startswith("rank 1 is dead, silent for 6.0 s")
-
-
-def test_what_a_rank_that_left_owed_has_failed_and_nothing_more_begins() -> None:
-    two = Ranks(2)
-    number, other = two.begin(), two.begin()
-    two.ledger.report(0, number)
-    assert two.ledger.leave(1, "its process ended with status 9")
-    assert not two.ledger.leave(1, "and again")
-    assert list(two.ended) == [number], "rank 0 still touches the blocks of the other"
-    two.ledger.report(0, other)
-    assert all(isinstance(error, DeviceFailedError) for error in two.ended.values())
-    assert two.ledger.findings() == ["rank 1 has left: its process ended with status 9"]
-    with pytest.raises(DeviceFailedError, match="status 9"):
-        two.begin()
 
 
 def test_an_event_that_failed_on_a_rank_names_the_rank_and_its_blocks_once_all_let_go() -> None:
@@ -168,6 +85,31 @@ def test_a_copy_that_one_rank_does_not_even_take_fails_by_name_once_the_other_le
             _ = event.is_done
         assert failed.value.blocks == ((3, 4) if what == "lane" else (4, 5))
     assert device.findings() == [], "nothing is under way, and no rank owes anything"
+
+
+def test_a_lagging_rank_is_silent_since_its_last_end_or_its_oldest_late_copy() -> None:
+    now, parts = [0.0], [Rank(), Rank()]
+    scheme = ShardScheme(LAYOUTS["gqa"], {"key": 2, "value": 2})
+    device = RankedDevice(parts, scheme, late_s=1.0, now=lambda: now[0])
+    planes = device.allocate_planes(scheme.whole, 8)
+    ids = np.array([3], np.int32)
+    now[0] = 100.0  # an idle rank is not silent
+    events = [device.copy_blocks(planes, ids, ids + 1) for _ in range(3)]
+    for begun in parts[0].events:
+        begun.finish()
+    assert not any(event.is_done for event in events)
+    now[0] = 100.9
+    assert device.findings() == []
+    now[0] = 102.0
+    assert device.findings() == ["rank 1 lags, silent for 2.0 s: owes 3 copies"]
+    parts[1].events[0].finish()
+    assert events[0].is_done
+    now[0] = 102.5
+    assert device.findings() == ["rank 1 lags, silent for 0.5 s: owes 2 copies"]
+    for begun in parts[1].events[1:]:
+        begun.finish()
+    assert all(event.is_done for event in events)
+    assert device.findings() == []
 
 
 class Unclosable(Rank):

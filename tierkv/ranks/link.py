@@ -2,9 +2,7 @@
 
 Each is `length u32 | record`, the record sealed by `storage.codec` (magic, version, checksum). A
 worker sends `Hello` first; the answer is `SharedMemory`, with the descriptor of the host slots, or
-`NotTaken`. Where the scheduler's process moves the blocks (`WorkerDevice`) it then sends plans, and
-a worker a `Report` for each, and `Alive` in between. Where the engine brings the plans
-(`RankSocket`) nothing more is sent but a worker's `Goodbye`.
+`NotTaken`. The engine brings the plans, so nothing more is sent but a worker's `Goodbye`.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from tierkv.errors import ConfigError, StoreCorruptError, TransferError
 from tierkv.pd.direct.address import credentials
 from tierkv.storage.codec import seal, unseal
 
-Kind = Literal["load", "offload", "copy"]
+Kind = Literal["load", "offload"]
 
 MAGIC = b"TKWK"
 VERSION = 3
@@ -76,22 +74,16 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     """A worker has finished all its copies, and begins no more."""
 
 
-class Report(msgspec.Struct, frozen=True, tag="report"):
-    """Plan `number` is carried out; problem: why it failed, None if it did not."""
-
-    number: int
-    problem: str | None = None
-
-
-class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """Sent by a worker every second, whatever its copies do."""
-
-
 class Plan(msgspec.Struct, frozen=True, tag="plan"):
-    """Copies of one kind, reported by `number`. kind: "load" (host to device), "offload" (device to
-    host), "copy" (within the device). source, target: little-endian int32 slots, one of each for
-    every block. groups: how many of the copies are each group's, in this order; () if there is one
-    group."""
+    """Copies of one kind, reported by `number`.
+
+    Attributes:
+        number: The plan's number, at least 0.
+        kind: "load" (host to device) or "offload" (device to host).
+        source: Slots to read, little-endian int32, one for every block.
+        target: Slots to write, little-endian int32, one for every block.
+        groups: Number of copies of each group, in the order of the groups; () for one group.
+    """
 
     number: int
     kind: Kind
@@ -133,7 +125,7 @@ class Plan(msgspec.Struct, frozen=True, tag="plan"):
         return found
 
 
-Record = Hello | SharedMemory | NotTaken | Goodbye | Report | Alive | Plan
+Record = Hello | SharedMemory | NotTaken | Goodbye | Plan
 
 
 class LinkClosedError(TransferError):
@@ -205,10 +197,6 @@ class Link:
             close_all(descriptors)
             raise LinkClosedError("the scheduler has closed its end before it was ready")
         return records[0], descriptors
-
-    def pending(self) -> list[bytes]:
-        """Whole records that have been received already."""
-        return self._whole_records()
 
     def _whole_records(self, most: int | None = None) -> list[bytes]:
         records: list[bytes] = []

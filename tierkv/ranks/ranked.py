@@ -15,7 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from types import ModuleType
 
 import numpy as np
@@ -43,7 +45,6 @@ from tierkv.gpu.protocol import (
     Sharing,
     Stream,
 )
-from tierkv.ranks.ledger import Ledger
 from tierkv.transfer.storage_io import Slice
 
 LATE_S = 5.0
@@ -57,9 +58,16 @@ def _close(parts: Sequence[Device | Planes | HostSlots | Lane]) -> None:
 
 
 class RankedDevice:
-    """devices: one of each rank, in order; it closes them. scheme: how a block is split.
+    """The devices of several ranks as one; `close` closes all of them.
 
-    now: seconds, for what is late; see `findings`.
+    Args:
+        devices: One device per rank, in the order of the ranks.
+        scheme: The split of a block over the ranks.
+        late_s: Seconds after which a copy that a rank has not finished is late; see `findings`.
+        now: A monotonic clock, in seconds.
+
+    Raises:
+        ConfigError: `devices` is empty.
     """
 
     def __init__(
@@ -80,7 +88,7 @@ class RankedDevice:
         self.compute_stream: Stream = RankedStream([d.compute_stream for d in devices])
         self.sharing: Sharing | None = None  # tensor-parallel ranks show nobody their planes
         self.quick_copy_bytes = min(device.quick_copy_bytes for device in devices)
-        self._ledger = Ledger(len(devices), late_s=late_s, now=now)
+        self._pending = _PendingCopies(len(devices), late_s=late_s, now=now)
 
     @property
     def array_module(self) -> ModuleType:
@@ -103,8 +111,8 @@ class RankedDevice:
         return self.devices[0].computing()
 
     def findings(self) -> list[str]:
-        """Ranks that owe a copy for too long, by name."""
-        return self._ledger.findings()
+        """Return one sentence for each rank that has not finished a copy within `late_s`."""
+        return self._pending.findings()
 
     def allocate_planes(self, layout: Layout, num_blocks: int) -> RankedPlanes:
         """`arrays` of the result are those of rank 0, in its layout's order, then of rank 1..."""
@@ -145,7 +153,7 @@ class RankedDevice:
         except BaseException:
             _close(lanes)
             raise
-        return _RankedLane(lanes, planes.layout.num_layers, self._ledger)
+        return _RankedLane(lanes, planes.layout.num_layers, self._pending)
 
     def copy_blocks(self, planes: Planes, source_ids: Ids, target_ids: Ids) -> Event:
         assert isinstance(planes, RankedPlanes), "a ranked device's planes are ranked"
@@ -155,7 +163,7 @@ class RankedDevice:
                 events.append(device.copy_blocks(part, source_ids, target_ids))
             except TransferError as error:
                 events.append(FailedEvent(error))
-        return RankedEvent(events, _begun(self._ledger))
+        return RankedEvent(events, self._pending.begin())
 
     def close(self) -> None:
         _close(self.devices)
@@ -195,10 +203,10 @@ class RankedHost:
 
 
 class _RankedLane:
-    def __init__(self, lanes: Sequence[Lane], num_layers: int, ledger: Ledger) -> None:
+    def __init__(self, lanes: Sequence[Lane], num_layers: int, pending: _PendingCopies) -> None:
         self._lanes = tuple(lanes)
         self._num_layers = num_layers
-        self._ledger = ledger
+        self._pending = pending
 
     def submit(self, copy: BlockCopy) -> tuple[Event, ...]:
         by_rank: list[Sequence[Event]] = []
@@ -210,21 +218,71 @@ class _RankedLane:
             except TransferError as error:  # what the ranks before it have begun goes on
                 by_rank.append([FailedEvent(error)] * self._num_layers)
         *layers, last = zip(*by_rank, strict=True)
-        settled = _begun(self._ledger)
+        settled = self._pending.begin()
         return (*(RankedEvent(events) for events in layers), RankedEvent(last, settled))
 
     def close(self) -> None:
         _close(self._lanes)
 
 
-def _begun(ledger: Ledger) -> Callable[[int], None]:
-    """What is to be told of each rank that is over with a new movement of all ranks."""
-    return partial(ledger.report, number=ledger.begin())
+@dataclass(slots=True, eq=False)
+class _PendingCopy:
+    begun: float
+    ranks: set[int]
+
+
+class _PendingCopies:
+    """Copies that some rank has not finished. Every method may be called from any thread."""
+
+    def __init__(self, num_ranks: int, *, late_s: float, now: Callable[[], float]) -> None:
+        self._late_s = late_s
+        self._now = now
+        self._copies: dict[int, _PendingCopy] = {}
+        self._finished_at = dict.fromkeys(range(num_ranks), now())
+        self._numbers = count()
+        self._lock = threading.Lock()
+
+    def begin(self) -> Callable[[int], None]:
+        """Add a copy of all ranks; return the callable that takes each rank as the rank ends."""
+        with self._lock:
+            number = next(self._numbers)
+            self._copies[number] = _PendingCopy(self._now(), set(self._finished_at))
+        return partial(self._finish, number)
+
+    def _finish(self, number: int, rank: int) -> None:
+        with self._lock:
+            self._finished_at[rank] = self._now()
+            copy = self._copies[number]
+            copy.ranks.discard(rank)
+            if not copy.ranks:
+                del self._copies[number]
+
+    def findings(self) -> list[str]:
+        with self._lock:
+            now = self._now()
+            late: dict[int, list[_PendingCopy]] = {}
+            for copy in self._copies.values():
+                if now - copy.begun > self._late_s:
+                    for rank in copy.ranks:
+                        late.setdefault(rank, []).append(copy)
+            return [
+                f"rank {rank} lags, silent for {self._silent_s(rank, copies[0], now):.1f} s: owes "
+                f"{len(copies)} copies"
+                for rank, copies in sorted(late.items())
+            ]
+
+    def _silent_s(self, rank: int, oldest: _PendingCopy, now: float) -> float:
+        """Return the seconds since the later of the rank's last end and its oldest late copy."""
+        return now - max(self._finished_at[rank], oldest.begun)
 
 
 class RankedEvent:
-    """Done when it is on every rank. settled: told once of each rank that is done or has failed;
-    None where nobody wants to know."""
+    """The event of all ranks, done once every rank's part is.
+
+    Args:
+        parts: One event per rank.
+        settled: Called once with each rank that is done or has failed; None for no call.
+    """
 
     def __init__(
         self, parts: Sequence[Event], settled: Callable[[int], None] | None = None
