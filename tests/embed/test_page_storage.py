@@ -15,6 +15,7 @@ import pytest
 from tests.redis_server import RedisServer, empty_redis, module_redis, redis_server
 from tierkv.embed.page_storage import PagePool, PageStorage
 from tierkv.errors import ConfigError, LayoutError, ShuttingDownError, StoreUnavailableError
+from tierkv.loop_thread import LoopClosedError
 
 __all__ = ["empty_redis", "module_redis"]
 
@@ -190,7 +191,6 @@ def test_pools_of_one_storage_are_apart_and_cleared_apart(url: str) -> None:
     storage.close()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_ends_leaves_no_call_waiting() -> None:
     storage, pool = opened("memory://", pages_of(10))
 
@@ -202,8 +202,8 @@ def test_a_thread_that_ends_leaves_no_call_waiting() -> None:
     futures = [storage.run(end_the_thread())]
     futures += [pool.present([b"1"]) for _ in range(100)]
     assert not wait(futures, _WAIT_S).not_done
-    assert {type(future.exception(0)) for future in futures[1:]} <= {ShuttingDownError}
-    assert isinstance(pool.present([b"1"]).exception(0), ShuttingDownError)
+    assert {type(future.exception(0)) for future in futures[1:]} <= {LoopClosedError}
+    assert isinstance(pool.present([b"1"]).exception(_WAIT_S), ShuttingDownError)
     storage.close()
 
 

@@ -1,13 +1,13 @@
-"""The client for programs without an event loop: it has one of its own, in a thread of its own.
+"""The client for programs without an event loop, which runs one in a thread of its own.
 
-Of a stream a task of that loop reads, and the caller's thread waits."""
+A task of that loop reads a stream, and the caller's thread waits.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import ssl
-import threading
 from collections.abc import AsyncIterable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
@@ -21,12 +21,14 @@ from tierkv.client.asynchronous import AsyncClient
 from tierkv.client.calls import Retries
 from tierkv.client.errors import BrokenOffError, CallError
 from tierkv.client.streams import EventStream, NodeEvent, TokenStream
+from tierkv.loop_thread import LoopClosedError, LoopThread
 
 A = TypeVar("A")
 P = ParamSpec("P")
 T = TypeVar("T")
 S = TypeVar("S", bound=AsyncIterable[object])
 
+_OPEN_S = _CLOSE_S = 30.0  # no more than sockets are opened or closed
 _AHEAD = 16  # so many items are read before they are asked for
 
 
@@ -157,14 +159,15 @@ class Client:
             retries=retries,
             max_connections=max_connections,
         )
-        self._loop = asyncio.new_event_loop()
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="tierkv-client", daemon=True
+        self._thread = LoopThread(
+            "client",
+            lambda: self._client,
+            name="tierkv-client",
+            close_s=_CLOSE_S,
+            grace_s=0.0,
         )
-        self._thread.start()
-        self.wait_for(self._client.__aenter__())
+        if not self._thread.open(_OPEN_S):
+            raise CallError(f"this client's thread did not start within {_OPEN_S:g} s")
 
     def __enter__(self) -> Self:
         return self
@@ -178,45 +181,28 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Calls of other threads that still wait raise CallError. Closing twice is nothing."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    async def _end(self) -> None:
-        me = asyncio.current_task()
-        others = [task for task in asyncio.all_tasks() if task is not me]
-        for task in others:
-            task.cancel()
-        if others:
-            await asyncio.wait(others)
-        await self._client.__aexit__(None, None, None)
-        await self._loop.shutdown_asyncgens()
+        """Close the connections; calls of other threads that still wait raise CallError. Any number
+        of times."""
+        self._thread.close()
 
     def wait_for(self, work: Coroutine[Any, Any, A]) -> A:
-        """The result of `work`, which runs on this client's loop. Raises CallError if the client
-        is closed meanwhile."""
+        """Run `work` on this client's loop, and wait for its result.
+
+        Raises:
+            CallError: The client was closed before there was an answer.
+        """
         future = self.begin(work)
         try:
             return future.result()
-        except BaseException as error:  # Ctrl-C too, see below
-            if future.cancelled() and self._is_closed:
-                raise CallError("this client was closed before the answer came") from error
-            future.cancel()  # Ctrl-C: nobody waits for it any more
+        except LoopClosedError as error:
+            raise CallError(str(error)) from error
+        except BaseException:  # Ctrl-C: nobody waits for the answer any more
+            future.cancel()
             raise
 
     def begin(self, work: Coroutine[Any, Any, A]) -> Future[A]:
-        """Let `work` run on this client's loop."""
-        with self._lock:  # a loop that is being closed would never run it
-            if self._is_closed:
-                work.close()
-                raise CallError("this client is closed")
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Run `work` on this client's loop, without waiting."""
+        return self._thread.run(work)
 
     livez = _waiting(AsyncClient.livez)
     readyz = _waiting(AsyncClient.readyz)

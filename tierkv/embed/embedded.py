@@ -1,11 +1,13 @@
 """The whole cache service in a thread of an engine's process, driven by calls that never block.
 
-What an engine hands over is looked at on its own thread: on the service's a value of the wrong kind
-is an error nobody expects, and stops the service; here its traceback shows where it came from.
+Arguments are checked on the engine's own thread: on the service's thread a value of the wrong kind
+would be an unexpected error, which stops the service; here its traceback shows its origin.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import Enum
@@ -13,9 +15,8 @@ from numbers import Integral, Real
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
-from tierkv import tracing
 from tierkv.cache.keys import Prompt, Tokens, pack
-from tierkv.embed.exchange import Call, Exchange
+from tierkv.embed.exchange import AbortedError, Call, Exchange
 from tierkv.embed.requests import Admitted, Requests, Until
 from tierkv.embed.thread import EmbedSettings, ServiceThread
 from tierkv.errors import BadRequestError, TierKVError
@@ -25,27 +26,35 @@ from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import Published
 from tierkv.sched.request import RequestSpec
 from tierkv.service import Service
+from tierkv.service.session import Session
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 
 class Embedded:
-    """A service and the thread it lives in.
+    """A service in a thread of its own, and the requests of an engine that embeds it.
 
     Every method but `open`, `close` and `wait` returns within some tens of microseconds, from any
     thread: a `Call`, which is READY, REFUSED or to be asked again. Calls about one request run in
-    the order in which they were made. Look at a call, or collect those that have finished with
-    `poll`, once per step. An argument of the wrong kind raises BadRequestError in the caller's
-    thread, and nothing has happened.
+    the order in which they were made. Look at a call, or collect finished calls with `poll`, once
+    per step. An argument of the wrong kind raises BadRequestError in the caller's thread, and
+    nothing has happened.
 
-    tokens: packed bytes (int32 little-endian) cost nothing here; a list of ints is packed by the
-        caller's thread, 8 ns a token; a Prompt brings its media and its space.
-    build: makes the service, with its device and its store, on the service's own thread.
+    Args:
+        build: Makes the service, with its device and its store, on the service's own thread.
+        settings: Limits of calls and deadlines.
+
+    Tokens are packed bytes (int32 little-endian), which cost nothing here; a list of ints, which
+    the caller's thread packs in 8 ns a token; or a Prompt, which brings its media and its space.
     """
 
     def __init__(self, build: Callable[[], Service], settings: EmbedSettings | None = None) -> None:
-        self._thread = ServiceThread(build, settings or EmbedSettings())
-        self._submit = self._thread.exchange.submit
+        settings = settings or EmbedSettings()
+        self._load_timeout_s = settings.load_timeout_s
+        self._requests = Requests()
+        self._thread = ServiceThread(build, settings, at_close=self._end_requests)
 
     def __enter__(self) -> Self:
         self.open()
@@ -61,52 +70,66 @@ class Embedded:
                 raise
 
     def open(self) -> None:
-        """Start the thread and the service; return when it takes calls. Raises what keeps it from
-        that: ConfigError, StoreUnavailableError, CloseTimeoutError."""
-        tracing.join()
+        """Start the thread and the service, and return when the service takes calls.
+
+        Raises:
+            ConfigError: The service cannot be opened as it is configured.
+            StoreUnavailableError: The store cannot be used.
+            CloseTimeoutError: The service did not open in time.
+        """
         self._thread.open()
 
     def close(self, deadline_s: float | None = None) -> None:
-        """End in order: refuse new calls, let those under way end, end every request, wait for
-        copies, close. Any thread, any number of times. Raises CloseTimeoutError after `deadline_s`,
-        or the error with which the service ended."""
+        """Refuse new calls, wait for calls under way, end every request, and wait for copies.
+
+        Any thread may call this any number of times.
+
+        Args:
+            deadline_s: Seconds to wait; None for `EmbedSettings.close_deadline_s`.
+
+        Raises:
+            CloseTimeoutError: The service was still closing after the deadline.
+            TierKVError: The service had ended with this error.
+        """
         self._thread.close(deadline_s)
 
     @property
     def is_open(self) -> bool:
+        """Whether the service takes calls."""
         return self._thread.is_open
 
     @property
     def service(self) -> Service:
-        """For what an engine reads: `planes`, `device`, `fingerprint`. Its methods belong to the
-        service's thread."""
-        return self._requests.service
+        """The service, for what an engine reads: `planes`, `device`, `fingerprint`. Its methods
+        belong to the service's thread."""
+        return self._thread.service
 
-    # What has finished
+    # Finished calls
 
     def poll(self) -> list[Call[Any]]:
-        """The calls that have finished and whose result nobody has taken, each once."""
+        """Return the finished calls whose result nobody has taken, each once."""
         return self._thread.exchange.poll()
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until `poll` has something to return, or for `timeout_s`; whether it has."""
+        """Wait until `poll` has something to return, or for `timeout_s`; return whether it has."""
         return self._thread.exchange.wait(timeout_s)
 
     @property
     def calls(self) -> Exchange:
-        """All that are open."""
+        """All open calls."""
         return self._thread.exchange
 
     @property
     def num_open_calls(self) -> int:
+        """Number of open calls."""
         return self._thread.exchange.num_open
 
     # Requests
 
     def lookup(self, tokens: Tokens | Prompt) -> Call[Lookup]:
-        """Where the prompt's tokens are right now. Changes nothing, and promises nothing."""
+        """Tell where the prompt's tokens are right now. Changes nothing, and promises nothing."""
         prompt = _frozen(tokens)
-        return self._submit("lookup", "", lambda: self.service.lookup(self._prompt(prompt)))
+        return self.run("lookup", lambda service: service.lookup(_prompt(service, prompt)))
 
     def admit(
         self,
@@ -118,27 +141,32 @@ class Embedded:
         priority: int = 0,
         until: Until = Until.LOADED,
     ) -> Call[Admitted]:
-        """Get blocks for a request, and what is cached of it into them. While there is no room it
-        waits, in fair order. Blocks that do not load are named in the result, which has all the
-        others: nothing need be asked again for them. A call that is refused or cancelled leaves
-        nothing behind."""
+        """Get blocks for a request, and load what is cached of the prompt into them.
+
+        A request waits while there is no room, in fair order. The result names the blocks that do
+        not load and has all the others: nothing need be asked again for them. A call that is
+        refused or cancelled leaves nothing behind.
+        """
         check_text(request_id=request_id)
         check_count(max_new_tokens=max_new_tokens)
         check_integer(priority=priority)
         check_choice(Until, until=until)
-        prompt = _frozen(tokens)
+        frozen = _frozen(tokens)
 
-        async def work() -> Admitted:
+        async def work(service: Service) -> Admitted:
             spec = RequestSpec(
                 request_id,
-                self._prompt(prompt),
+                _prompt(service, frozen),
                 max_new_tokens,
                 uses_cache=bool(uses_cache),
                 priority=priority,
             )
-            return await self._requests.admit(spec, until)
+            async with self._requests.new(service, spec) as session:
+                service.scheduler.check(spec)
+                await session.admit()
+                return await self._ready(session, until)
 
-        return self._submit("admit", request_id, work)
+        return self._thread.run("admit", work, request_id=request_id)
 
     def claim(  # noqa: PLR0913 - what an admission says, the ticket, and how to go on
         self,
@@ -151,67 +179,101 @@ class Embedded:
         deadline_s: float | None = None,
         sampling: Mapping[str, str] | None = None,
     ) -> Call[Admitted]:
-        """Wait for a published prompt and get all its tokens; see Service.claim. With
-        ClaimPolicy.RECOMPUTE `cached_tokens` may be fewer. sampling: how this engine would go on,
-        see `publish`; a ticket that says otherwise is refused as incompatible, naming what differs.
-        What the ticket says is in the result's `ticket`."""
+        """Wait for a published prompt and load all its tokens; see Service.claim.
+
+        Args:
+            request_id: A name for the request.
+            ticket_id: The ticket's name, which the producer was given.
+            tokens: The prompt.
+            max_new_tokens: Tokens beyond the prompt that blocks are needed for.
+            policy: With ClaimPolicy.RECOMPUTE `cached_tokens` may be fewer.
+            deadline_s: Seconds to wait for the ticket; None for the service's setting.
+            sampling: How this engine would go on, see `publish`; a ticket that says otherwise is
+                refused as incompatible, and the refusal names the difference.
+
+        Returns:
+            The request's blocks; the ticket is the result's `ticket`.
+        """
         check_text(request_id=request_id, ticket_id=ticket_id)
         check_count(max_new_tokens=max_new_tokens)
         check_choice(ClaimPolicy, policy=policy)
         check_deadline(deadline_s)
-        prompt, ours = _frozen(tokens), texts("sampling", sampling)
+        frozen, ours = _frozen(tokens), texts("sampling", sampling)
 
-        async def work() -> Admitted:
-            spec = RequestSpec(request_id, self._prompt(prompt), max_new_tokens, needs_logits=False)
-            return await self._requests.claim(spec, ticket_id, policy, deadline_s, ours)
+        async def work(service: Service) -> Admitted:
+            prompt = _prompt(service, frozen)
+            spec = RequestSpec(request_id, prompt, max_new_tokens, needs_logits=False)
+            async with self._requests.new(service, spec) as session:
+                await session.claim(ticket_id, policy, deadline_s, ours)
+                return await self._ready(session, Until.LOADED)
 
-        return self._submit("claim", request_id, work)
+        return self._thread.run("claim", work, request_id=request_id)
 
     def commit(self, request_id: str, tokens: Tokens, *, after: Sequence[Event] = ()) -> Call[None]:
-        """KV of `tokens`, from the prompt's first on, is in the block table, or will be when
-        `after` is done. Refused with TransferError if a load that it builds on failed (with
-        Until.ADMITTED): `recover` the request then."""
-        check_text(request_id=request_id)
+        """Note that KV of `tokens`, from the prompt's first on, is in the block table, or will be
+        when `after` is done.
+
+        Refused with TransferError if a load that the tokens build on failed (with Until.ADMITTED):
+        `recover` the request then.
+        """
         packed, done = _packed(tokens), events(after)
-        return self._submit(
-            "commit", request_id, lambda: self._requests.commit(request_id, packed, done)
+        return self._in_turn(
+            "commit", request_id, lambda session: session.commit(pack(packed), after=done)
         )
 
     def extend(self, request_id: str, num_tokens: int) -> Call[Admitted]:
-        """Room for `num_tokens` more than are committed; the result has the longer block table.
-        Refused with OutOfBlocksError if this request is the one to be preempted."""
-        check_text(request_id=request_id)
+        """Make room for `num_tokens` beyond the committed tokens; the result has the longer table.
+
+        Refused with OutOfBlocksError if this request is the one to be preempted.
+        """
         check_count(num_tokens=num_tokens)
-        return self._submit(
-            "extend", request_id, lambda: self._requests.extend(request_id, num_tokens)
-        )
+
+        async def work(session: Session) -> Admitted:
+            await session.extend(num_tokens)
+            return Admitted.of(session)
+
+        return self._in_turn("extend", request_id, work)
 
     def recover(self, request_id: str, *, after: Sequence[Event] = ()) -> Call[Admitted]:
-        """After a layer's gate failed: the request with other blocks, of which those that are
-        intact on the device are filled; what must be computed is named. For Until.ADMITTED; with
-        Until.LOADED this has been done when the admission is READY. What was not committed is lost.
-        after: events of the kernels that may still use the blocks it had. If it is refused, `abort`
-        the request."""
-        check_text(request_id=request_id)
-        done = events(after)
-        return self._submit("recover", request_id, lambda: self._requests.recover(request_id, done))
+        """Give the request other blocks after a layer's gate failed.
+
+        The result names what must be computed; blocks that are intact on the device are filled.
+        For Until.ADMITTED: with Until.LOADED this has been done when the admission is READY. What
+        was not committed is lost. If the call is refused, `abort` the request.
+
+        Args:
+            request_id: The request.
+            after: Events of the kernels that may still use the blocks it had.
+        """
+        done, timeout_s = events(after), self._load_timeout_s
+
+        async def work(session: Session) -> Admitted:
+            why = "the engine could not use what was loaded"
+            await session.recover(why, timeout_s=timeout_s, after=done)
+            return Admitted.of(session)
+
+        return self._in_turn("recover", request_id, work)
 
     def preempt(self, request_id: str, *, after: Sequence[Event] = ()) -> Call[None]:
         """Give the blocks back for a while; what was committed stays cached if it can."""
-        check_text(request_id=request_id)
         done = events(after)
-        return self._submit("preempt", request_id, lambda: self._requests.preempt(request_id, done))
+        return self._in_turn("preempt", request_id, lambda session: session.preempt(after=done))
 
     def resume(
         self, request_id: str, *, max_new_tokens: int, until: Until = Until.LOADED
     ) -> Call[Admitted]:
-        """Wait for blocks again, with all that is still cached of the committed tokens."""
-        check_text(request_id=request_id)
+        """Wait for blocks again, with all that is still cached of the committed tokens.
+
+        A request whose call is cancelled stays preempted, and can be resumed again or aborted.
+        """
         check_count(max_new_tokens=max_new_tokens)
         check_choice(Until, until=until)
-        return self._submit(
-            "resume", request_id, lambda: self._requests.resume(request_id, max_new_tokens, until)
-        )
+
+        async def work(session: Session) -> Admitted:
+            await session.resume(max_new_tokens=max_new_tokens)
+            return await self._ready(session, until)
+
+        return self._in_turn("resume", request_id, work)
 
     def publish(
         self,
@@ -224,67 +286,105 @@ class Embedded:
     ) -> Call[Published]:
         """Store the committed prompt and a ticket for it. An `end` may follow at once: it waits.
 
-        sampling: how `first_tokens` were chosen, in the engine's own words, as equal texts where
-        equal tokens would be chosen. Refused with DuplicateRequestError if another prompt's ticket
-        of this id can still be claimed.
+        Refused with DuplicateRequestError if another prompt's ticket of this id can still be
+        claimed.
+
+        Args:
+            request_id: The request.
+            ticket_id: The ticket's name.
+            first_tokens: The tokens that follow the prompt.
+            after: Events of the kernels that wrote the blocks.
+            sampling: How `first_tokens` were chosen, in the engine's own words, as equal texts
+                where equal tokens would be chosen.
         """
-        check_text(request_id=request_id, ticket_id=ticket_id)
+        check_text(ticket_id=ticket_id)
         first, done = token_ids("first_tokens", first_tokens), events(after)
         how = texts("sampling", sampling)
-        return self._submit(
-            "publish",
-            request_id,
-            lambda: self._requests.publish(request_id, ticket_id, first, done, how),
-        )
+
+        async def work(session: Session) -> Published:
+            publishing = session.publish(ticket_id, first, after=done, sampling=how)
+            try:
+                return await session.published(publishing, first, how)
+            except asyncio.CancelledError:  # the caller does not want the ticket any more
+                publishing.give_up(AbortedError(f"publish of {request_id!r} was cancelled"))
+                raise
+
+        return self._in_turn("publish", request_id, work)
 
     def end(self, request_id: str, *, after: Sequence[Event] = ()) -> Call[None]:
-        """Give the blocks back, after what was asked before. What was committed stays cached."""
+        """Give the blocks back, after the calls that were made before. What was committed stays
+        cached."""
         check_text(request_id=request_id)
         done = events(after)
-        return self._submit("end", request_id, lambda: self._requests.end(request_id, done))
+        return self._thread.run(
+            "end", lambda _: self._requests.end(request_id, done), request_id=request_id
+        )
 
     def abort(self, request_id: str, *, after: Sequence[Event] = ()) -> Call[bool]:
         """End the request whatever it is doing: its calls under way are refused with AbortedError.
-        The result says whether there was such a request."""
+
+        The result says whether there was such a request.
+        """
         check_text(request_id=request_id)
         done = events(after)
-        return self._submit("abort", request_id, lambda: self._requests.abort(request_id, done))
+        return self._thread.run(
+            "abort", lambda _: self._requests.abort(request_id, done), request_id=request_id
+        )
 
     # The rest
 
     def stats(self) -> Call[Stats]:
-        async def work() -> Stats:
-            return self.service.stats()
+        """Count what the service has done."""
 
-        return self._submit("stats", "", work)
+        async def work(service: Service) -> Stats:
+            return service.stats()
+
+        return self.run("stats", work)
 
     def verify(self) -> Call[list[str]]:
-        """Recount everything; what is wrong, in words."""
+        """Recount everything; the result says in words what is wrong."""
 
-        async def work() -> list[str]:
-            return self.service.verify()
+        async def work(service: Service) -> list[str]:
+            return service.verify()
 
-        return self._submit("verify", "", work)
+        return self.run("verify", work)
 
     def run(self, name: str, work: Callable[[Service], Awaitable[T]]) -> Call[T]:
-        """Anything else, such as pins, resizing or a reset: `work(service)` on the service's
-        thread, which it must not block. An error that is no TierKVError stops the service."""
+        """Run anything else, such as pins, resizing or a reset, on the service's thread.
 
-        async def job() -> T:
-            return await work(self.service)
+        Args:
+            name: The call's name.
+            work: Called with the service; must not block. An error of `work` that is no
+                TierKVError stops the service.
+        """
+        return self._thread.run(name, work)
 
-        return self._submit(name, "", job)
+    def _in_turn(
+        self, kind: str, request_id: str, work: Callable[[Session], Awaitable[T]]
+    ) -> Call[T]:
+        """Run `work` on the request's session, after the calls that were made before."""
+        check_text(request_id=request_id)
 
-    @property
-    def _requests(self) -> Requests:
-        requests = self._thread.requests
-        assert requests is not None, "the service is open"
-        return requests
+        async def job(_: Service) -> T:
+            async with self._requests.turn(request_id) as session:
+                return await work(session)
 
-    def _prompt(self, tokens: bytes | Prompt) -> Prompt:
-        if isinstance(tokens, Prompt):
-            return tokens
-        return Prompt.of(tokens, self.service.settings.block_size)
+        return self._thread.run(kind, job, request_id=request_id)
+
+    async def _ready(self, session: Session, until: Until) -> Admitted:
+        if until is Until.LOADED:
+            await session.loaded_or_recovered(self._load_timeout_s)
+        return Admitted.of(session)
+
+    def _end_requests(self) -> None:
+        for name in self._requests.end_all():
+            log.warning("request %r had not been ended when the service closed", name)
+
+
+def _prompt(service: Service, tokens: bytes | Prompt) -> Prompt:
+    if isinstance(tokens, Prompt):
+        return tokens
+    return Prompt.of(tokens, service.settings.block_size)
 
 
 def _packed(tokens: Tokens) -> bytes:

@@ -35,7 +35,6 @@ from tierkv.cache.groups import CacheGroup, GroupKind, as_groups, main_group
 from tierkv.cache.keys import Fingerprint, Prompt
 from tierkv.cache.layout import Layout
 from tierkv.cache.shards import Shard
-from tierkv.embed.embedded import Embedded
 from tierkv.embed.exchange import Call
 from tierkv.embed.external import NodeHost
 from tierkv.embed.host_side import (
@@ -46,7 +45,7 @@ from tierkv.embed.host_side import (
     HostSizes,
     Kept,
 )
-from tierkv.embed.thread import EmbedSettings
+from tierkv.embed.thread import EmbedSettings, ServiceThread
 from tierkv.errors import BadRequestError, ConfigError, DeviceFailedError, TierKVError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.observe import Stats
@@ -109,23 +108,35 @@ class Polled:
 class LocalHost:
     """The host tier in this process, on a thread of its own. `NodeHost` is one in another."""
 
-    def __init__(self, embedded: Embedded, sizes: HostSizes, settings: EngineCacheSettings) -> None:
-        self.life: int | None = None  # ranks hold nothing up: they have their memory from here
-        self.calls = embedded.calls
-        self._embedded = embedded
+    def __init__(
+        self,
+        build: Callable[[], Service],
+        sizes: HostSizes,
+        settings: EngineCacheSettings,
+        embed: EmbedSettings,
+    ) -> None:
+        self.life: int | None = None  # ranks hold nothing up: their memory comes from here
+        self._thread = ServiceThread(build, embed)
+        self.calls = self._thread.exchange
         self._sizes = sizes
         self._settings = settings
 
     @property
     def is_open(self) -> bool:
-        return self._embedded.is_open
+        """Whether the tier answers calls."""
+        return self._thread.is_open
 
     def open(self, _fingerprint: Fingerprint, _groups: Sequence[CacheGroup]) -> None:
-        """Raises ConfigError, StoreUnavailableError."""
-        self._embedded.open()
+        """Start the thread, and return when there is memory. Raises ConfigError,
+        StoreUnavailableError."""
+        self._thread.open()
         sizes, settings = self._sizes, self._settings
-        opening = self._embedded.run("begin", lambda service: sizes.open(service, settings))
-        self._side: HostSide = opening.wait(_CLOSE_S)
+        opening = self._thread.run("begin", lambda service: sizes.open(service, settings))
+        try:
+            self._side: HostSide = opening.wait(_CLOSE_S)
+        except BaseException:  # Ctrl-C too: nobody calls `close` on a tier that did not open
+            self._thread.close()
+            raise
         self.slots, self.most_reserved = self._side.slots, self._side.most_reserved
 
     def call(
@@ -139,22 +150,23 @@ class LocalHost:
         return self.calls.submit(method.__name__, "", work)
 
     def poll(self) -> list[Call[Any]]:
-        """The calls that have been answered and that nobody has taken."""
-        return self._embedded.poll()
+        """Return the calls that have been answered and that nobody has taken."""
+        return self.calls.poll()
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until `poll` has something to return, or for `timeout_s`; whether it has."""
-        return self._embedded.wait(timeout_s)
+        """Wait until `poll` has something to return, or for `timeout_s`; return whether it has."""
+        return self.calls.wait(timeout_s)
 
     def take_events(self) -> list[CacheEvent]:
+        """Return the events since the last call."""
         return self._side.take_events()
 
     def close(self) -> None:
-        """Give all back. No rank copies any more."""
+        """Give everything back. No rank copies any more."""
         try:
             self.call(HostSide.give_back).wait(_CLOSE_S)
         finally:
-            self._embedded.close()
+            self._thread.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -324,8 +336,8 @@ class EngineCache:
                     kv_events=kv_events,
                 )
 
-            embedded = Embedded(build, embed or EmbedSettings(max_calls=_MOST_CALLS))
-            self._host: LocalHost | NodeHost = LocalHost(embedded, sizes, self.settings)
+            limits = embed or EmbedSettings(max_calls=_MOST_CALLS)
+            self._host: LocalHost | NodeHost = LocalHost(build, sizes, self.settings, limits)
         else:
             self._host = node
         self._planes = planes

@@ -11,42 +11,37 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import math
-import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AsyncExitStack
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import uvloop
 
 from tierkv.cache.keys import Fingerprint, Names, StoredKey
 from tierkv.cache.layout import Layout, Plane
 from tierkv.cache.shards import Shard
 from tierkv.clock import SystemClock
-from tierkv.embed.thread import unwatch, watch
 from tierkv.errors import (
     BadRequestError,
     ConfigError,
     LayoutError,
-    ShuttingDownError,
     StoreUnavailableError,
 )
 from tierkv.gpu.protocol import Ids
+from tierkv.loop_thread import LoopThread
 from tierkv.storage.codec import Codec
 from tierkv.storage.factory import StoreSettings, open_guarded_store
 from tierkv.storage.maintenance import remove
 from tierkv.storage.protocol import GetStatus, PutStatus, check_prefix, check_ttl
+from tierkv.tasks import task_group
 from tierkv.transfer.storage_io import Slice, Slices, StorageIO, StorageStats
 
 Pages = npt.NDArray[np.uint8]
 _Result = TypeVar("_Result")
-
-log = logging.getLogger(__name__)
 
 _OPEN_S = 30.0  # a store is opened once, when the engine starts
 _CLOSE_S = 30.0
@@ -107,14 +102,10 @@ class PageStorage:
         self._store = open_guarded_store(url, settings or StoreSettings(), SystemClock())
         self._ttl_s, self._deadline_s, self._prefix = ttl_s, deadline_s, prefix
         self._codecs = codecs
-        self._thread = threading.Thread(target=self._live, name="tierkv-pages", daemon=True)
-        self._opened: Future[None] = Future()
-        self._lock = threading.Lock()  # around the next two, and giving the loop anything
-        self._is_closed = self._is_forked = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._pending: dict[Future[Any], Coroutine[object, object, Any] | None] = {}
-        self._coming: asyncio.Queue[PagePool | None] = asyncio.Queue()  # None: close
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._pools: list[PagePool] = []
+        self._thread = LoopThread(
+            "page storage", self._lifetime, name="tierkv-pages", close_s=_CLOSE_S
+        )
 
     @property
     def url(self) -> str:
@@ -122,41 +113,23 @@ class PageStorage:
         return self._store.url
 
     def open(self) -> None:
-        """Open the store. Raises StoreUnavailableError or ConfigError, with what to do, if it
-        cannot be used: an engine should not start with a cache that keeps nothing."""
-        watch(self)
-        self._thread.start()
-        try:
-            self._opened.result(timeout=_OPEN_S)
-        except TimeoutError:
-            raise StoreUnavailableError(f"{self.url} did not open within {_OPEN_S:g} s") from None
+        """Open the store: an engine should not start with a cache that keeps nothing.
+
+        Raises:
+            StoreUnavailableError: The store cannot be used; the text says what to do.
+            ConfigError: The store's settings are wrong, or it was opened before.
+        """
+        if not self._thread.open(_OPEN_S):
+            raise StoreUnavailableError(f"{self.url} did not open within {_OPEN_S:g} s")
 
     def close(self) -> None:
-        """Let what is under way end, and close the store. Any number of times. Raises
-        StoreUnavailableError if that takes too long: pages may be read or written still."""
-        with self._lock:
-            self._is_closed = True
-            loop, self._loop = self._loop, None
-            if loop is not None:
-                loop.call_soon_threadsafe(self._coming.put_nowait, None)
-        if self._thread.ident is None or self._is_forked:
-            return
-        self._thread.join(_CLOSE_S)
-        if self._thread.is_alive():
+        """Wait for the calls under way, and close the store. Any number of times.
+
+        Raises:
+            StoreUnavailableError: That takes too long: pages may still be read or written.
+        """
+        if not self._thread.close():
             raise StoreUnavailableError(f"{self.url} is still being used after {_CLOSE_S:g} s")
-        unwatch(self)
-
-    def forked(self) -> None:
-        self._is_forked = self._is_closed = True
-        self._lock = threading.Lock()  # a thread that is not here may have held it
-        self._loop, self._pending = None, {}
-
-    def exiting(self) -> None:
-        """An engine that has not closed it: what it has stored last is stored."""
-        try:
-            self.close()
-        except StoreUnavailableError as error:
-            log.warning("the page storage was not closed before the exit: %s", error)
 
     def pool(self, identity: Mapping[str, str], *parts: Pages) -> PagePool:
         """Pages that are shared by all engines whose `identity` is the same.
@@ -171,12 +144,7 @@ class PageStorage:
         ShuttingDownError if the storage is not open.
         """
         pool = PagePool(self, identity, parts)
-        with self._lock:
-            if self._loop is None:
-                raise ShuttingDownError("this page storage is not open")
-            self._loop.call_soon_threadsafe(self._coming.put_nowait, pool)
-            self._pending[pool.ready] = None
-        pool.ready.result(_OPEN_S)
+        self._thread.run(self._begin(pool)).result(_OPEN_S)
         return pool
 
     def storage_io(self, fingerprint: Fingerprint, slices: Sequence[Slice]) -> StorageIO:
@@ -195,70 +163,36 @@ class PageStorage:
         )
 
     def run(self, work: Coroutine[object, object, _Result]) -> Future[_Result]:
-        """Run `work` on the loop. The future is always done in the end: with ShuttingDownError if
-        the storage is not open."""
-        future: Future[_Result] = Future()
+        """Run `work` on the storage's loop.
 
-        async def ends() -> None:
-            try:
-                result = await work
-            except asyncio.CancelledError:
-                future.set_exception(ShuttingDownError("this page storage has ended"))
-            except BaseException as error:  # noqa: BLE001 - whoever holds the future hears of it
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-            self._pending.pop(future, None)
+        Returns:
+            A future that is always done in the end: with ShuttingDownError if the storage is not
+            open.
+        """
+        return self._thread.run(work)
 
-        def start() -> None:
-            task = asyncio.get_running_loop().create_task(ends())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-        with self._lock:
-            if self._loop is not None:
-                self._pending[future] = work
-                self._loop.call_soon_threadsafe(start)
-                return future
-        work.close()
-        future.set_exception(ShuttingDownError("this page storage is not open"))
-        return future
-
-    def _live(self) -> None:
-        pools: list[PagePool] = []
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
         try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(self._main(pools))
-        except BaseException as error:
-            if self._opened.done():
-                raise
-            self._opened.set_exception(error)
+            async with self._store.running(), task_group() as self._group:
+                self._closing = asyncio.Event()
+                yield
+                self._closing.set()
         finally:
-            with self._lock:
-                self._loop = None
-            for pool in pools:
+            for pool in self._pools:
                 pool.close()
-            for future, work in self._pending.items():
-                if work is not None:
-                    work.close()
-                if not future.done():
-                    future.set_exception(ShuttingDownError("this page storage has ended"))
 
-    async def _main(self, pools: list[PagePool]) -> None:
-        """One task for all, since what enters a pool's lifetime has to leave it."""
-        async with self._store.running(), AsyncExitStack() as lifetimes:
-            with self._lock:
-                if self._is_closed:  # whoever opened has waited long enough
-                    return
-                self._loop = asyncio.get_running_loop()
-            self._opened.set_result(None)
-            while (pool := await self._coming.get()) is not None:
-                pools.append(pool)
-                await lifetimes.enter_async_context(pool.io.running())
-                pool.ready.set_result(None)
-                self._pending.pop(pool.ready, None)
-            while self._tasks:
-                await asyncio.wait(self._tasks)
+    async def _begin(self, pool: PagePool) -> None:
+        self._pools.append(pool)
+        began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._group.create_task(self._live(pool, began), name="tierkv-page-pool")
+        await began
+
+    async def _live(self, pool: PagePool, began: asyncio.Future[None]) -> None:
+        """Keep a pool's I/O running; a task of its own, which enters its lifetime and leaves it."""
+        async with pool.io.running():
+            began.set_result(None)
+            await self._closing.wait()
 
 
 class PagePool:
@@ -284,7 +218,6 @@ class PagePool:
         self._root = fingerprint.root()
         self._storage = storage
         self.io = storage.storage_io(fingerprint, slices)
-        self.ready: Future[None] = Future()
 
     @property
     def stats(self) -> StorageStats:

@@ -1,47 +1,48 @@
-"""The thread of an embedded service: its loop, the service's life, and a task for every call."""
+"""An embedded service in a loop's thread: its life, and a task for every call."""
 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import logging
-import os
-import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Protocol
-from weakref import WeakSet
+from typing import Any, TypeVar
 
 import msgspec
-import uvloop
 
+from tierkv import tracing
 from tierkv.config import all_above_zero, all_at_least_one, none_negative
 from tierkv.embed.exchange import AbortedError, Call, Exchange, Work
-from tierkv.embed.requests import Requests
-from tierkv.errors import ConfigError, DeviceFailedError, ShuttingDownError, TierKVError
+from tierkv.errors import DeviceFailedError, ShuttingDownError, TierKVError
+from tierkv.loop_thread import LoopThread
 from tierkv.service import Service
 from tierkv.tasks import task_group
 
+T = TypeVar("T")
+
 
 class ServiceFailedError(TierKVError):
-    """The service stopped after an error nobody expected (its cause): start another one."""
+    """The service stopped after an unexpected error, its cause: start another service."""
 
 
 class ForkedError(TierKVError):
-    """This process is a fork, and the service's thread is in its parent: open one here, or fork
-    before one is opened."""
+    """This process is a fork, and the service's thread is in the parent process: open a service
+    here, or fork before a service is opened."""
 
 
 class CloseTimeoutError(TierKVError):
-    """Closing takes longer than its deadline; it goes on in its thread. The memory that copies in
-    flight touch is not given back before they are done."""
+    """Opening or closing takes longer than its deadline, and goes on in the service's thread. The
+    memory of copies in flight is given back once the copies are done."""
 
 
 class EmbedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """max_calls: calls open at a time, those done that nobody has taken included.
-    load_timeout_s: cached blocks that take longer to arrive are computed instead.
-    open_deadline_s, close_deadline_s: how long `open` and `close` wait, for memory and the store to
-        be there, and for copies to end. grace_s: how long calls may go on once it closes.
+    """Limits of an embedded service.
+
+    max_calls: Calls open at a time, including calls that are done and whose result nobody took.
+    load_timeout_s: Seconds after which cached blocks that have not arrived are computed instead.
+    open_deadline_s, close_deadline_s: Seconds that `open` waits for memory and the store, and that
+        `close` waits for copies. grace_s: Seconds that calls may go on once the service closes.
     """
 
     max_calls: int = 4096
@@ -59,150 +60,151 @@ class EmbedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 log = logging.getLogger(__name__)
 
 _LOOK_AT_DEVICE_S = 0.05  # a device that is lost has no way to call
-_UNWIND_S = 2.0  # a service that failed may wait for a copy; who asked it hears of it before that
+_UNWIND_S = 2.0  # a service that failed may wait for a copy; its callers are answered before that
 NEEDS_NO_DEVICE = frozenset({"end", "abort", "stats", "verify"})
 
 
 class ServiceThread:
-    """build: makes the service, on the thread; it and its device are closed there."""
+    """A service in a thread of its own, and the calls to it from any other thread.
 
-    def __init__(self, build: Callable[[], Service], settings: EmbedSettings) -> None:
-        self.settings = settings
-        self.exchange = Exchange(settings.max_calls, self._wake)
-        self.requests: Requests | None = None
+    Args:
+        build: Makes the service, on the thread; the service and its device are closed there.
+        settings: Limits of calls and deadlines.
+        at_close: Called on the thread when all calls have ended, before the service closes.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], Service],
+        settings: EmbedSettings,
+        *,
+        at_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._settings = settings
         self._build = build
-        self._thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._at_close = at_close
+        self.exchange = Exchange(settings.max_calls, self._wake)
+        self._thread = LoopThread(
+            "embedded service",
+            self._lifetime,
+            name="tierkv-embed",
+            close_s=settings.close_deadline_s,
+            on_end=self._ended,
+            on_fork=self._forked,
+        )
+        self._service: Service | None = None
         self._group: asyncio.TaskGroup | None = None
         self._running: dict[int, tuple[Call[Any], asyncio.Task[object]]] = {}
         self._reasons: dict[int, TierKVError] = {}  # why calls under way are being cancelled
         self._is_awake = False
         self._has_calls = asyncio.Event()
-        self._opened = threading.Event()
-        self._ended = threading.Event()
-        self._closing = asyncio.Event()
-        self._is_close_asked = False
-        self._problem: TierKVError | None = None
-        self._is_forked = False
         self._is_failing = False
 
     # From any thread
 
     def open(self) -> None:
-        """Start; return when the service takes calls. Raises what keeps it from that."""
-        if self._thread is not None:
-            raise ConfigError("an embedded service is opened once")
-        self._thread = threading.Thread(target=self._live, name="tierkv-embed", daemon=True)
-        watch(self)
-        self._thread.start()
-        if not self._opened.wait(self.settings.open_deadline_s):
-            self._ask_to_close()
-            raise CloseTimeoutError(
-                f"the service did not open within {self.settings.open_deadline_s:g} s"
-            )
-        if self._problem is not None:
-            raise self._take_problem()
+        """Start the thread, and return when the service takes calls.
+
+        Raises:
+            ConfigError: The service cannot be opened as it is configured, or was opened before.
+            StoreUnavailableError: The store cannot be used.
+            CloseTimeoutError: The service did not open within `open_deadline_s`.
+        """
+        tracing.join()
+        deadline_s = self._settings.open_deadline_s
+        try:
+            is_open = self._thread.open(deadline_s)
+        except TierKVError:
+            raise
+        except Exception as error:
+            raise _as_failure(error) from error
+        if not is_open:
+            raise CloseTimeoutError(f"the service did not open within {deadline_s:g} s")
 
     def close(self, deadline_s: float | None = None) -> None:
-        """Take no more calls, let those under way end (after grace_s they are cancelled), end the
-        requests, wait for copies, close everything. Any thread, any number of times.
+        """Take no more calls, let calls under way end, and close the service. Any number of times.
 
-        Raises CloseTimeoutError after `deadline_s`, and the error with which the service ended, if
-        nobody has heard it yet.
+        Calls that are under way after `grace_s` are cancelled; copies are waited for.
+
+        Args:
+            deadline_s: Seconds to wait; None for `close_deadline_s`.
+
+        Raises:
+            CloseTimeoutError: The service was still closing after the deadline.
+            TierKVError: The service had ended with this error, which nobody had heard of.
         """
-        if self._thread is None or self._is_forked:
-            return
-        self._ask_to_close()
-        if threading.current_thread() is self._thread:
-            return  # it cannot wait for itself; it closes once this call of it is over
-        if not self._ended.wait(
-            self.settings.close_deadline_s if deadline_s is None else deadline_s
-        ):
+        if not self._thread.close(deadline_s):
             raise CloseTimeoutError("the service is still closing: copies or calls do not end")
-        self._thread.join()
-        if self._problem is not None:
-            raise self._take_problem()
+        error = self._thread.take_error()
+        if error is not None:
+            raise _as_failure(error)
 
     @property
     def is_open(self) -> bool:
-        return self._opened.is_set() and self.exchange.failure is None
+        """Whether the service takes calls."""
+        return self._thread.is_open and self.exchange.failure is None
 
-    def forked(self) -> None:
-        self._is_forked = True
-        self.exchange.fork(ForkedError("this process was forked from the one of the service"))
+    @property
+    def service(self) -> Service:
+        """The service, once it is open. Its methods belong to its thread."""
+        assert self._service is not None, "the service is open"
+        return self._service
 
-    def exiting(self) -> None:
-        try:
-            self.close()
-        except TierKVError as error:
-            log.warning("the service was not closed before the exit, and ended badly: %s", error)
+    def run(
+        self, kind: str, work: Callable[[Service], Awaitable[T]], *, request_id: str = ""
+    ) -> Call[T]:
+        """Run `work(service)` on the service's thread, which `work` must not block.
 
-    def _take_problem(self) -> TierKVError:
-        assert self._problem is not None, "there is one"
-        problem, self._problem = self._problem, None
-        return problem
+        Args:
+            kind: The call's name.
+            work: An error of `work` that is no TierKVError stops the service.
+            request_id: The request that the call is about, "" for none.
+        """
+        return self.exchange.submit(kind, request_id, partial(self._with_service, work))
 
-    def _ask_to_close(self) -> None:
-        self.exchange.refuse(ShuttingDownError("this service is closing"))
-        self._is_close_asked = (
-            True  # before the look at the loop: `_main` looks the other way round
-        )
-        self._on_loop(self._closing.set)
+    async def _with_service(self, work: Callable[[Service], Awaitable[T]]) -> T:
+        return await work(self.service)
 
     def _wake(self) -> None:
         if not self._is_awake:
             self._is_awake = True
-            self._on_loop(self._drain)
+            if not self._thread.call(self._drain):
+                self._is_awake = False  # not open yet, or `_ended` answers every call
 
-    def _on_loop(self, call: Callable[[], None]) -> None:
-        if self._loop is None:
-            return
-        try:
-            self._loop.call_soon_threadsafe(call)
-        except RuntimeError:  # closed: `_live` has answered, or is about to answer, every call
-            self._is_awake = False
+    def _ended(self, error: BaseException | None) -> None:
+        closed = ShuttingDownError("this service is closed")
+        self.exchange.fail(closed if error is None else _as_failure(error))
+
+    def _forked(self) -> None:
+        self.exchange.fork(ForkedError("this process was forked from the one of the service"))
 
     # On the thread
 
-    def _live(self) -> None:
-        try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                self._loop = runner.get_loop()
-                runner.run(self._main())
-        except BaseException as error:  # the thread's last line: every call is told what ended it
-            self._problem = _as_failure(error)
-            log.error("the embedded service has failed: %s", self._problem, exc_info=error)
-        finally:
-            self.exchange.fail(self._problem or ShuttingDownError("this service is closed"))
-            unwatch(self)
-            self._opened.set()
-            self._ended.set()
-
-    async def _main(self) -> None:
-        service = self._build()
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
+        self._service = service = self._build()
         try:
             async with service.running():
-                self.requests = Requests(service, load_timeout_s=self.settings.load_timeout_s)
                 try:
-                    await self._take_calls(service)
-                except BaseException:  # whatever it is, leaving the service must not take for ever
+                    async with self._taking_calls(service):
+                        yield
+                except BaseException:  # leaving the service must not keep callers waiting
                     asyncio.get_running_loop().call_later(_UNWIND_S, self._fail_slowly)
                     raise
-                for name in self.requests.end_all():
-                    log.warning("request %r had not been ended when the service closed", name)
+                self._at_close()
         finally:
             service.device.close()
 
-    async def _take_calls(self, service: Service) -> None:
-        async with task_group() as self._group:
-            watcher = self._group.create_task(self._watch_device(service), name="tierkv-watch")
-            if self._is_close_asked:
-                self._closing.set()
+    @asynccontextmanager
+    async def _taking_calls(self, service: Service) -> AsyncIterator[None]:
+        async with task_group() as group:
+            self._group = group
+            watcher = group.create_task(self._watch_device(service), name="tierkv-watch")
             self._drain()
-            self._opened.set()
             try:
-                await self._closing.wait()
-                service.drain()  # who waits for blocks would wait in vain
+                yield
+                self.exchange.refuse(ShuttingDownError("this service is closing"))
+                service.drain()  # a call that waits for blocks would wait in vain
                 await self._finish_calls()
             except BaseException:  # a cancel is how a failure elsewhere arrives here
                 self._is_failing = True
@@ -210,16 +212,19 @@ class ServiceThread:
             watcher.cancel()
 
     async def _finish_calls(self) -> None:
+        """Return when no call runs: after the grace time calls are cancelled."""
         self._drain()
         tasks = {task for _, task in self._running.values()}
         if tasks:
-            await asyncio.wait(tasks, timeout=self.settings.grace_s)
+            await asyncio.wait(tasks, timeout=self._settings.grace_s)
         self._cancel_all(ShuttingDownError("this service was closed before the call was done"))
         if tasks:
             await asyncio.wait(tasks)
 
     def _drain(self) -> None:
-        self._is_awake = False  # first: who asks from now on wakes the loop again
+        if self._group is None:
+            return  # not open yet
+        self._is_awake = False  # first: a call that is made from now on wakes the loop again
         while (found := self.exchange.take_work()) is not None:
             if not found[0].is_done:
                 self._start(*found)
@@ -228,11 +233,11 @@ class ServiceThread:
                 self._running[number][1].cancel()
 
     def _start(self, call: Call[Any], work: Work) -> None:
-        assert self._group is not None, "calls are taken from when the service runs"
+        assert self._group is not None, "calls are taken once the service runs"
         job = self._run(call, work)
         try:
             task = self._group.create_task(job, name=f"tierkv-{call.kind}", context=call.span)
-        except RuntimeError:  # the group is ending, and `_live` will tell the call why
+        except RuntimeError:  # the group is ending, and `_ended` will answer the call
             job.close()
             return
         self._running[call.number] = (call, task)
@@ -240,7 +245,7 @@ class ServiceThread:
         task.add_done_callback(partial(self._answer, call))
 
     async def _run(self, call: Call[Any], work: Work) -> object:
-        """An expected failure is returned: it is for who asked, not for the group."""
+        """Return an expected failure: it is for the caller, not for the group."""
         try:
             if call.kind not in NEEDS_NO_DEVICE:
                 self._check_device()
@@ -249,12 +254,12 @@ class ServiceThread:
             return error
 
     def _answer(self, call: Call[Any], task: asyncio.Task[object]) -> None:
-        """Not in the task: one that is cancelled before its first step never runs a `finally`."""
+        """Answer outside of the task: a task cancelled before its first step runs no `finally`."""
         del self._running[call.number]
         reason = self._reasons.pop(call.number, None)
         if task.cancelled():
             if self._is_failing:
-                return  # `_live` answers, with what made the service fail
+                return  # `_ended` answers, with what made the service fail
             self.exchange.finish(call, error=reason or AbortedError(f"{call} was cancelled"))
         elif (unexpected := task.exception()) is not None:
             self.exchange.fail(_as_failure(unexpected))
@@ -264,8 +269,10 @@ class ServiceThread:
             self.exchange.finish(call, result=result)
 
     async def _watch_device(self, service: Service) -> None:
-        """Once the device is lost, no call waits for it any more. While there is no call nothing is
-        looked at: each look costs an engine's thread the GIL."""
+        """Cancel all calls that need the device once the device is lost.
+
+        Without a call the task sleeps: each look costs an engine's thread the GIL.
+        """
         while service.device.failure is None:
             await self._has_calls.wait()
             await asyncio.sleep(_LOOK_AT_DEVICE_S)
@@ -274,8 +281,7 @@ class ServiceThread:
         self._cancel_all(DeviceFailedError(service.device.failure), but=NEEDS_NO_DEVICE)
 
     def _check_device(self) -> None:
-        assert self.requests is not None, "calls are taken from when the service runs"
-        failure = self.requests.service.device.failure
+        failure = self.service.device.failure
         if failure is not None:
             raise DeviceFailedError(failure)
 
@@ -297,46 +303,3 @@ def _as_failure(error: BaseException) -> TierKVError:
     failure = ServiceFailedError(f"the service stopped after {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure
-
-
-class Ending(Protocol):
-    def forked(self) -> None:
-        """Called in a forked child: the loop's thread does not exist here."""
-
-    def exiting(self) -> None:
-        """Called when the interpreter is about to exit, before any thread pool has ended."""
-
-
-_open: WeakSet[Ending] = WeakSet()
-
-
-def watch(service: Ending) -> None:
-    """Tell `service` of forks and of the exit until it is garbage or `unwatch`ed."""
-    _open.add(service)
-
-
-def unwatch(service: Ending) -> None:
-    _open.discard(service)
-
-
-def _on_fork() -> None:
-    for service in list(_open):
-        service.forked()
-    _open.clear()
-
-
-def _on_exit() -> None:
-    for service in list(_open):
-        service.exiting()
-
-
-def _before_thread_pools_end(call: Callable[[], None]) -> None:
-    """`atexit` comes too late: by then concurrent.futures has ended every pool of the process, and
-    with them the lanes that the service needs to finish its copies. What it uses itself to be
-    called early runs in reverse order of registration, so that we, who import it, come first."""
-    early: Callable[[Callable[[], None]], object] | None = vars(threading).get("_register_atexit")
-    (early or atexit.register)(call)
-
-
-os.register_at_fork(after_in_child=_on_fork)
-_before_thread_pools_end(_on_exit)

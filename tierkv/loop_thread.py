@@ -1,0 +1,288 @@
+"""An event loop in a thread, for programs that have no loop: the one owner of such threads."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures.thread  # noqa: F401 - its exit hook must be older: see the end
+import logging
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+import uvloop
+
+from tierkv.errors import ConfigError, ShuttingDownError
+from tierkv.tasks import task_group
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class LoopClosedError(ShuttingDownError):
+    """The loop's thread takes no work: it is not open, is closing, or is in the parent process."""
+
+
+def _ignore(_: BaseException | None) -> None:
+    """Do nothing with the error."""
+
+
+class LoopThread:
+    """A daemon thread whose event loop runs from `open` until `close`, inside one lifetime.
+
+    Every method may be called from any thread. A fork's child has no such thread: it refuses all
+    work there. An interpreter that exits closes the thread first, while thread pools still work.
+
+    Args:
+        what: The thread's noun in messages, such as "page storage".
+        lifetime: Makes the context that the loop enters at `open` and leaves at `close`.
+        name: The thread's name.
+        close_s: Seconds that `close` waits if its caller does not say.
+        grace_s: Seconds that work under way may go on at `close` before it is cancelled; None
+            for as long as it takes.
+        on_end: Called last on the thread, with the error that ended it.
+        on_fork: Called in a fork's child.
+    """
+
+    def __init__(  # noqa: PLR0913 - a lifetime, its names and its limits
+        self,
+        what: str,
+        lifetime: Callable[[], AbstractAsyncContextManager[object]],
+        *,
+        name: str,
+        close_s: float,
+        grace_s: float | None = None,
+        on_end: Callable[[BaseException | None], None] = _ignore,
+        on_fork: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._what = what
+        self._lifetime = lifetime
+        self._name = name
+        self._close_s = close_s
+        self._grace_s = grace_s
+        self._on_end = on_end
+        self._on_fork = on_fork
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closing = asyncio.Event()
+        self._opened, self._ended = threading.Event(), threading.Event()
+        self._lock = threading.Lock()  # around the next two, and giving the loop anything
+        self._takes_work = self._is_close_asked = False
+        self._pending: dict[Future[Any], Coroutine[Any, Any, Any]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._error: BaseException | None = None
+        self._is_forked = False
+
+    def open(self, timeout_s: float) -> bool:
+        """Start the thread, and wait until its lifetime is entered.
+
+        Args:
+            timeout_s: Seconds to wait; the thread is told to close if they pass.
+
+        Returns:
+            Whether the thread takes work now.
+
+        Raises:
+            ConfigError: The thread was opened before.
+            BaseException: The error that kept the lifetime from being entered.
+        """
+        if self._thread is not None:
+            raise ConfigError(f"this {self._what} was opened before: make another one")
+        self._thread = threading.Thread(target=self._live, name=self._name, daemon=True)
+        _open.add(self)
+        self._thread.start()
+        if not self._opened.wait(timeout_s):
+            self.ask_to_close()
+            return False
+        error = self.take_error()
+        if error is not None:
+            raise error
+        return True
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Take no more work, let work under way end, and leave the lifetime. Any number of times.
+
+        Args:
+            timeout_s: Seconds to wait; None for the `close_s` of this thread.
+
+        Returns:
+            Whether the thread has ended, which goes on after the wait. True at once on the thread
+            itself, in a fork's child, and if the thread was never opened.
+        """
+        self.ask_to_close()
+        if self._thread is None or self._is_forked or self._thread is threading.current_thread():
+            return True
+        if not self._ended.wait(self._close_s if timeout_s is None else timeout_s):
+            return False
+        self._thread.join()
+        return True
+
+    def ask_to_close(self) -> None:
+        """As `close`, without the wait."""
+        with self._lock:
+            self._takes_work, self._is_close_asked = False, True
+        self.call(self._closing.set)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `run` takes work now."""
+        return self._takes_work
+
+    def take_error(self) -> BaseException | None:
+        """Return the error that ended the thread, once."""
+        error, self._error = self._error, None
+        return error
+
+    def call(self, callback: Callable[[], object]) -> bool:
+        """Run `callback` on the loop soon.
+
+        Returns:
+            False if there is no loop: `callback` will not run.
+        """
+        loop = self._loop
+        if loop is None:
+            return False
+        try:
+            loop.call_soon_threadsafe(callback)
+        except RuntimeError:  # the loop was closed in this moment
+            return False
+        return True
+
+    def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run `work` on the loop, in a task of its own.
+
+        Returns:
+            A future that is always done in the end. Cancelling the future cancels `work`. The
+            future raises LoopClosedError if the thread takes no work, or ends before `work` does.
+        """
+        future: Future[T] = Future()
+        with self._lock:
+            if self._takes_work:
+                self._pending[future] = work
+                self.call(partial(self._start, future, work))
+                return future
+        work.close()
+        future.set_exception(LoopClosedError(f"this {self._what} is closed, or was not opened"))
+        return future
+
+    # On the thread
+
+    def _live(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                self._loop = runner.get_loop()
+                runner.run(self._main())
+        except BaseException as error:
+            self._error = error
+            if self._opened.is_set():
+                log.error("this %s has failed: %s", self._what, error, exc_info=error)
+        finally:
+            with self._lock:
+                self._loop, self._takes_work = None, False
+            for future, work in self._pending.items():
+                work.close()
+                self._refuse(future)
+            self._on_end(self._error)
+            _open.discard(self)
+            self._opened.set()
+            self._ended.set()
+
+    async def _main(self) -> None:
+        async with self._lifetime(), task_group() as self._group:
+            with self._lock:
+                if self._is_close_asked:
+                    return
+                self._takes_work = True
+            self._opened.set()
+            try:
+                await self._closing.wait()
+            finally:  # a lifetime that fails cancels the wait
+                self._takes_work = False
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=self._grace_s)
+            for task in self._tasks:
+                task.cancel()
+
+    def _start(self, future: Future[Any], work: Coroutine[Any, Any, Any]) -> None:
+        outcome = _outcome(work)
+        try:
+            task = self._group.create_task(outcome, name=self._name)
+        except RuntimeError:  # the group is ending, and `_live` refuses what is pending
+            outcome.close()
+            return
+        self._tasks.add(task)
+        # Not in the task: a task that is cancelled before its first step runs no `finally`.
+        task.add_done_callback(partial(self._answer, future))
+        future.add_done_callback(lambda done: done.cancelled() and self.call(task.cancel))
+
+    def _answer(self, future: Future[Any], task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        self._pending.pop(future).close()
+        if task.cancelled():
+            self._refuse(future)
+        elif future.set_running_or_notify_cancel():
+            result, error = task.result()
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+    def _refuse(self, future: Future[Any]) -> None:
+        if future.set_running_or_notify_cancel():
+            text = f"this {self._what} was closed before its work was done"
+            future.set_exception(LoopClosedError(text))
+
+    # Forks and the interpreter's exit
+
+    def forked(self) -> None:
+        """Refuse all work, in a fork's child, without a lock that a parent's thread may hold."""
+        self._is_forked, self._takes_work, self._loop = True, False, None
+        self._lock, self._pending = threading.Lock(), {}
+        self._on_fork()
+
+    def exiting(self) -> None:
+        """Close before the interpreter ends thread pools, which lifetimes use."""
+        if not self.close():
+            log.warning("this %s was not closed before the exit, and is still in use", self._what)
+
+
+async def _outcome(work: Coroutine[Any, Any, T]) -> tuple[T | None, Exception | None]:
+    """Return the result of `work` or its error: the error is for its caller, not for the group."""
+    try:
+        return await work, None
+    except Exception as error:  # noqa: BLE001 - the future raises it
+        return None, error
+
+
+_open: WeakSet[LoopThread] = WeakSet()
+
+
+def _fork() -> None:
+    for thread in list(_open):
+        thread.forked()
+    _open.clear()
+
+
+def _exit() -> None:
+    for thread in list(_open):
+        thread.exiting()
+
+
+def _before_thread_pools_end(call: Callable[[], None]) -> None:
+    """Call `call` at exit, before concurrent.futures ends the thread pools of the process.
+
+    `atexit` is too late for that. The hook that concurrent.futures.thread uses runs callbacks in
+    reverse order of registration, and this module imports that one first.
+    """
+    early: Callable[[Callable[[], None]], object] | None = vars(threading).get("_register_atexit")
+    (early or atexit.register)(call)
+
+
+os.register_at_fork(after_in_child=_fork)
+_before_thread_pools_end(_exit)
