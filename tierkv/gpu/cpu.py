@@ -38,8 +38,10 @@ from tierkv.gpu.protocol import (
     Sharing,
     Stream,
 )
+from tierkv.gpu.room import HOST_SETTING, HOST_TIER, require_room, track
 
 _PAGE = 4096
+_DEVICE_SETTING = "cache.device_blocks"
 # A step of Python, and of the lock that goes with it, for each run: not for less than this.
 _LEAST_RUN_BYTES = 64 << 10
 # A copy of no more is one call without the GIL, whose Python would hold up the engine's: its layers
@@ -110,14 +112,15 @@ class CallerStream:
         event.block_until_done(timeout_s)
 
 
-def _aligned(num_rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
+def _aligned(num_rows: int, row_bytes: int, setting: str) -> npt.NDArray[np.uint8]:
     """uint8 [num_rows, row_bytes], page-aligned, untouched (the kernel zeroes pages on use)."""
     try:
         raw = np.zeros(num_rows * row_bytes + _PAGE, np.uint8)
     except (MemoryError, ValueError) as error:  # ValueError: more bytes than an index can count
         raise ConfigError(
-            f"{num_rows} blocks of {row_bytes} bytes do not fit into memory: set fewer blocks"
+            f"{num_rows} blocks of {row_bytes} bytes do not fit into memory: lower {setting}"
         ) from error
+    track(raw, raw.ctypes.data, raw.nbytes)
     start = -raw.ctypes.data % _PAGE
     return raw[start : start + num_rows * row_bytes].reshape(num_rows, row_bytes)
 
@@ -126,8 +129,9 @@ class CpuPlanes:
     def __init__(self, layout: Layout, num_blocks: int) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
+        require_room(num_blocks * layout.block_bytes, "the device's blocks", _DEVICE_SETTING)
         self._arrays: list[npt.NDArray[np.uint8]] | None = [
-            _aligned(num_blocks, plane.block_bytes) for plane in layout.planes
+            _aligned(num_blocks, plane.block_bytes, _DEVICE_SETTING) for plane in layout.planes
         ]
 
     @property
@@ -144,7 +148,10 @@ class CpuPlanes:
 
 class CpuHostSlots:
     def __init__(self, layout: Layout, num_slots: int) -> None:
-        self._array: npt.NDArray[np.uint8] | None = _aligned(num_slots, layout.block_bytes)
+        require_room(num_slots * layout.block_bytes, HOST_TIER, HOST_SETTING)
+        self._array: npt.NDArray[np.uint8] | None = _aligned(
+            num_slots, layout.block_bytes, HOST_SETTING
+        )
         self.num_slots = num_slots
 
     @property

@@ -23,6 +23,7 @@ from tierkv.errors import (
 )
 from tierkv.gpu import numa
 from tierkv.gpu.driver import load_driver
+from tierkv.gpu.room import LimitKind, MemoryLimit, memory_limits
 
 if TYPE_CHECKING:
     from tierkv.gpu.cuda import Gpu  # which needs CuPy
@@ -54,36 +55,26 @@ class Finding:
 
 def machine_findings() -> list[Finding]:
     """What the operating system allows."""
-    limit = numa.memlock_limit()
-    room = numa.cgroup_room()
+    findings = [_limit_finding(limit) for limit in memory_limits()]
     pages = numa.transparent_huge_pages()
-    findings = [
-        Finding("memlock limit", "unlimited")
-        if limit is None
-        else Finding(
-            "memlock limit",
-            f"{limit / _GIB:.2f} GiB",
-            Verdict.OK if limit >= _LOCKED_GIB * _GIB else Verdict.WARNING,
-            ""
-            if limit >= _LOCKED_GIB * _GIB
-            else "ulimit -l unlimited (LimitMEMLOCK=infinity, --ulimit memlock=-1)",
-        ),
-        Finding("memory of this container", "no limit")
-        if room is None
-        else Finding("memory of this container", f"{room / _GIB:.1f} GiB left"),
-    ]
     if pages == "never":
         remedy = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: pinning is faster"
         findings.append(Finding("transparent huge pages", pages, Verdict.WARNING, remedy))
     else:
         findings.append(Finding("transparent huge pages", _SILENT if pages == "unknown" else pages))
-    set_aside = numa.free_huge_pages() * numa.HUGE_PAGE / _GIB
-    findings.append(Finding("huge pages set aside", f"{set_aside:.1f} GiB free"))
     nodes = numa.numa_nodes()
     findings.append(Finding("NUMA nodes", str(nodes or _SILENT)))
     if nodes > 1:
         findings.append(_placement_finding())
     return findings
+
+
+def _limit_finding(limit: MemoryLimit) -> Finding:
+    """Return the figures that an allocation is checked against."""
+    left = limit.left_bytes
+    if limit.kind is not LimitKind.LOCKED or left is None or left >= _LOCKED_GIB * _GIB:
+        return Finding(limit.what, limit.sentence)
+    return Finding(limit.what, limit.sentence, Verdict.WARNING, limit.remedy)
 
 
 def _placement_finding() -> Finding:

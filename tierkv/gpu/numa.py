@@ -1,11 +1,10 @@
-"""Which memory is near a GPU, and what this machine allows to pin: sysfs, mbind, limits."""
+"""The memory that is near a GPU, the links to GPUs, and huge pages: sysfs and mbind."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import platform
-import resource
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,7 +21,8 @@ def libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _read(path: Path) -> str | None:
+def read(path: Path) -> str | None:
+    """Return the file's text, stripped; None if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -36,7 +36,7 @@ def numa_nodes() -> int:
 
 def numa_node_of(pci_bus_id: str) -> int | None:
     """The NUMA node of a GPU; None where the machine does not say, or has but one."""
-    text = _read(ROOT / "sys/bus/pci/devices" / pci_bus_id / "numa_node")
+    text = read(ROOT / "sys/bus/pci/devices" / pci_bus_id / "numa_node")
     if text is None or int(text) < 0 or numa_nodes() <= 1:
         return None
     return int(text)
@@ -60,7 +60,7 @@ class PcieLink:
 def pcie_link(pci_bus_id: str) -> PcieLink | None:
     folder = ROOT / "sys/bus/pci/devices" / pci_bus_id
     texts = [
-        _read(folder / name)
+        read(folder / name)
         for name in (
             "current_link_speed",
             "current_link_width",
@@ -106,73 +106,9 @@ def may_place() -> bool:
             del here  # or the page cannot be unmapped
 
 
-def memlock_limit() -> int | None:
-    """Bytes that this process may lock; None if there is no limit."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
-def cgroup_room() -> int | None:
-    """Bytes that the memory cgroups of this process, at every level, still let it take; None if
-    there is no limit. What they count of files does not take room: the kernel drops that first."""
-    rooms = [
-        room
-        for version in _CGROUP_VERSIONS
-        for folder in version.folders()
-        if (room := version.room(folder)) is not None
-    ]
-    return min(rooms, default=None)
-
-
-@dataclass(frozen=True, slots=True)
-class _CgroupVersion:
-    """Where a version of cgroups keeps what it knows of memory. controller: as /proc names it."""
-
-    controller: str
-    base: str
-    limit: str
-    used: str
-    files: tuple[str, ...]  # entries of memory.stat
-
-    def folders(self) -> list[Path]:
-        """This process's cgroup and those above it. In a container it may be the base, whatever
-        /proc says."""
-        base = ROOT / self.base
-        folders = [base]
-        for line in (_read(ROOT / "proc/self/cgroup") or "").splitlines():
-            _, controllers, path = line.split(":", 2)
-            if self.controller in controllers.split(",") and ".." not in path:
-                parts = Path(path.strip("/")).parts
-                folders += [base.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)]
-        return folders
-
-    def room(self, folder: Path) -> int | None:
-        limit, used = _read(folder / self.limit), _read(folder / self.used)
-        if limit is None or used is None or limit == "max" or int(limit) >= _NO_LIMIT:
-            return None
-        entries = (line.split() for line in (_read(folder / "memory.stat") or "").splitlines())
-        of_files = sum(int(count) for name, count in entries if name in self.files)
-        return max(int(limit) - max(int(used) - of_files, 0), 0)
-
-
-_NO_LIMIT = 1 << 60
-_CGROUP_VERSIONS = (
-    _CgroupVersion(
-        "", "sys/fs/cgroup", "memory.max", "memory.current", ("active_file", "inactive_file")
-    ),
-    _CgroupVersion(
-        "memory",
-        "sys/fs/cgroup/memory",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        ("total_active_file", "total_inactive_file"),
-    ),
-)
-
-
 def transparent_huge_pages() -> str:
     """ "always", "madvise", "never", or "unknown"."""
-    text = _read(ROOT / "sys/kernel/mm/transparent_hugepage/enabled") or ""
+    text = read(ROOT / "sys/kernel/mm/transparent_hugepage/enabled") or ""
     _, _, rest = text.partition("[")
     return rest.partition("]")[0] or "unknown"
 
@@ -180,12 +116,4 @@ def transparent_huge_pages() -> str:
 def free_huge_pages() -> int:
     """Huge pages of 2 MiB that the machine has set aside and nobody uses."""
     folder = ROOT / "sys/kernel/mm/hugepages/hugepages-2048kB"
-    return int(_read(folder / "free_hugepages") or 0)
-
-
-def memory_available() -> int | None:
-    """Bytes that the machine has free for use, None if it does not say."""
-    for line in (_read(ROOT / "proc/meminfo") or "").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+    return int(read(folder / "free_hugepages") or 0)

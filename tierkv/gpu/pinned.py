@@ -18,6 +18,7 @@ from tierkv.gpu import numa
 from tierkv.gpu.cuda import Gpu
 from tierkv.gpu.driver import DriverError, load_driver
 from tierkv.gpu.protocol import Ids
+from tierkv.gpu.room import HOST_SETTING, HOST_TIER, memlock, require_room, size, track
 
 log = logging.getLogger(__name__)
 
@@ -174,14 +175,14 @@ def _mapped(gpu: Gpu, num_slots: int, block_bytes: int) -> npt.NDArray[np.uint8]
     length = -(-max(num_bytes, 1) // numa.HUGE_PAGE) * numa.HUGE_PAGE
     pages = _huge_pages(length)
     if pages is None:
-        _check_room(num_bytes)
+        require_room(num_bytes, HOST_TIER, HOST_SETTING)
         try:
             pages = mmap.mmap(-1, length + numa.HUGE_PAGE, flags=_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"{num_bytes / _GIB:.1f} GiB of host memory cannot be mapped ({error}): "
-                "lower cache.host_blocks"
+                f"{size(num_bytes)} of host memory cannot be mapped ({error}): lower {HOST_SETTING}"
             ) from error
+        track(pages, np.frombuffer(pages, np.uint8).ctypes.data, length)
     raw = np.frombuffer(pages, np.uint8)
     start = -raw.ctypes.data % numa.HUGE_PAGE
     array = raw[start : start + num_bytes].reshape(num_slots, block_bytes)
@@ -220,31 +221,11 @@ def _populate(address: int, num_bytes: int) -> None:
     )
 
 
-def _check_room(num_bytes: int) -> None:
-    """Raise ConfigError where filling the pages would get this process killed."""
-    room = numa.cgroup_room()
-    if room is not None and num_bytes > room:
-        raise ConfigError(
-            f"the host tier needs {num_bytes / _GIB:.1f} GiB and this container may use "
-            f"{room / _GIB:.1f} more: raise its memory limit or lower cache.host_blocks"
-        )
-    available = numa.memory_available()
-    if available is not None and num_bytes > available:
-        # Only a warning: machines exist whose memory grows as it is used.
-        log.warning(
-            "the host tier needs %.1f GiB, the machine says it has %.1f left",
-            num_bytes / _GIB,
-            available / _GIB,
-        )
-
-
 def _cannot_pin(error: DriverError, num_bytes: int) -> ConfigError:
-    remedy = "lower cache.host_blocks (or host_bytes), or free memory on this machine"
-    limit = numa.memlock_limit()
-    if limit is not None and limit < num_bytes:  # by itself it does not stop every driver
-        remedy += (
-            f"; this process may lock {limit / _GIB:.2f} GiB: if it is that, raise the limit "
-            "(ulimit -l unlimited, LimitMEMLOCK=infinity, --ulimit memlock=-1 for a container)"
-        )
-    needed = f"{num_bytes / _GIB:.1f} GiB of host memory"
-    return ConfigError(f"{needed} cannot be pinned ({error}): {remedy}")
+    remedy = f"lower {HOST_SETTING}, or free memory on this machine"
+    limit = memlock()
+    if limit.left_bytes is not None and limit.left_bytes < num_bytes:
+        # By itself the limit does not stop every driver.
+        may_lock = size(limit.left_bytes)
+        remedy += f"; this process may lock {may_lock}: if that is why, {limit.remedy}"
+    return ConfigError(f"{size(num_bytes)} of host memory cannot be pinned ({error}): {remedy}")

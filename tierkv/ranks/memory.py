@@ -25,6 +25,7 @@ from tierkv.cache.shards import Shard
 from tierkv.errors import ConfigError, LayoutError
 from tierkv.gpu.cpu import CpuDevice, CpuHostSlots
 from tierkv.gpu.protocol import HostSlots, Planes
+from tierkv.gpu.room import HOST_SETTING, HOST_TIER, require_room, size
 from tierkv.ranks.link import Hello, Link
 from tierkv.transfer.storage_io import Slice
 
@@ -40,12 +41,27 @@ class SharedSlots(CpuHostSlots):
     """
 
     def __init__(self, descriptor: int, num_slots: int, block_bytes: int, piece: slice) -> None:
-        """Takes the descriptor over. Raises ConfigError if the file is too small."""
+        """Own `descriptor`, and map the file.
+
+        Args:
+            descriptor: of a file of `num_slots * block_bytes` bytes or more; closed on errors, too.
+            num_slots: slots in the file.
+            block_bytes: bytes of a slot.
+            piece: the bytes of each slot that are this process's.
+
+        Raises:
+            ConfigError: the file is too small, or this process has no addresses left.
+        """
         self.num_slots = num_slots
         self.descriptor = descriptor
         try:
+            num_bytes = num_slots * block_bytes
+            require_room(num_bytes, HOST_TIER, HOST_SETTING, has_new_pages=False)
             # Lives as long as an array on it does.
-            mapped = mmap.mmap(descriptor, num_slots * block_bytes)
+            mapped = mmap.mmap(descriptor, num_bytes)
+        except ConfigError:
+            os.close(descriptor)
+            raise
         except (OSError, ValueError) as error:
             os.close(descriptor)
             raise ConfigError(f"the shared host slots cannot be mapped: {error}") from error
@@ -58,13 +74,21 @@ class SharedSlots(CpuHostSlots):
 
 
 def shared_memory(num_bytes: int) -> int:
-    """The descriptor of a new memory file. Raises ConfigError if there is no room."""
+    """Return the descriptor of a new memory file of `num_bytes`, all of them allocated.
+
+    Raises:
+        ConfigError: there is no room. The sentence says which limit leaves how much.
+    """
+    require_room(num_bytes, HOST_TIER, HOST_SETTING)
     descriptor = os.memfd_create("tierkv-host-slots", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)  # or a later write would die of SIGBUS
     except OSError as error:
         os.close(descriptor)
-        raise ConfigError(f"no {num_bytes} bytes of memory to share: set fewer blocks") from error
+        raise ConfigError(
+            f"{size(num_bytes)} of memory to share cannot be allocated ({error}): "
+            f"lower {HOST_SETTING}"
+        ) from error
     return descriptor
 
 
