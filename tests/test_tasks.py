@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 
 import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from tierkv import tasks
 from tierkv.errors import ShuttingDownError, StoreUnavailableError, TierKVError
-from tierkv.tasks import abandonable, task_group
+from tierkv.tasks import abandonable, background, failures_told_to, supervised, task_group
 
 
 async def _all_fail(errors: list[Exception]) -> None:
@@ -100,3 +103,68 @@ async def test_work_that_is_cancelled_by_its_owner_tells_who_waits_for_it() -> N
 
         with pytest.raises(ShuttingDownError):
             await abandonable(start, work, "work")
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Supervised tasks are started again at once."""
+    monkeypatch.setattr(tasks, "_FIRST_PAUSE_S", 0.001)
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize(
+    "error",
+    [RedisConnectionError("reset"), RedisTimeoutError("late"), ConnectionResetError(), KeyError(1)],
+    ids=repr,
+)
+async def test_a_supervised_task_that_fails_is_counted_and_started_again_and_nobody_else_hears(
+    error: Exception,
+) -> None:
+    heard: list[str] = []
+    works = asyncio.Event()
+    before = tasks.failures["hints"]
+
+    async def send() -> None:
+        raise error
+
+    async def hints() -> None:
+        if tasks.failures["hints"] - before == 2:
+            works.set()
+            await asyncio.Event().wait()
+        async with background({"send": send()}):
+            await asyncio.Event().wait()
+
+    with failures_told_to(lambda name, _: heard.append(name)):
+        async with asyncio.timeout(10), supervised({"hints": hints}):
+            await works.wait()
+    assert tasks.failures["hints"] - before == 2
+    assert heard == []
+
+
+async def test_a_supervised_task_whose_own_state_is_wrong_ends_the_body() -> None:
+    heard: list[str] = []
+
+    async def counts() -> None:
+        raise AssertionError("two owners of one slot")
+
+    with (
+        failures_told_to(lambda name, _: heard.append(name)),
+        pytest.raises(AssertionError, match="two owners"),
+    ):
+        async with asyncio.timeout(10), supervised({"counts": counts}):
+            await asyncio.Event().wait()
+    assert heard == ["counts"]
+
+
+async def test_a_supervised_task_that_fails_as_it_is_cancelled_ends() -> None:
+    begun = asyncio.Event()
+
+    async def hints() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise RedisConnectionError("closed")
+
+    async with asyncio.timeout(10), supervised({"hints": hints}):
+        await begun.wait()

@@ -29,6 +29,10 @@ class ShuttingDownError(TierKVError):
     """The service is draining and takes no new work: use another node."""
 
 
+class ServiceFailedError(TierKVError):
+    """The service stopped after an unexpected error, its cause: start another service."""
+
+
 class OutOfBlocksError(TierKVError):
     """A pool cannot give what was asked for right now: wait, or shed load. Nothing was taken."""
 

@@ -4,8 +4,10 @@ before the work does."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager, contextmanager
@@ -18,6 +20,11 @@ from tierkv.errors import ShuttingDownError, TierKVError
 T = TypeVar("T")
 U = TypeVar("U")
 
+_log = logging.getLogger(__name__)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+
+# Failures of supervised tasks since the process began, by the task's name.
+failures: Counter[str] = Counter()
 
 OnFailure = Callable[[str, BaseException], None]
 _told: ContextVar[OnFailure | None] = ContextVar("tierkv_told_of_failures", default=None)
@@ -89,6 +96,48 @@ async def background(work: dict[str, Coroutine[None, None, None]]) -> AsyncItera
         finally:
             for task in tasks:
                 task.cancel()
+
+
+@asynccontextmanager
+async def supervised(
+    work: dict[str, Callable[[], Coroutine[None, None, None]]],
+) -> AsyncIterator[None]:
+    """Run what each function returns, as a task of the given name, until the body ends.
+
+    For tasks that the body can do without: hints, publishers of events, probes, renewals,
+    prefetches. A task that raises, whatever it is, is logged, counted in `failures`, and started
+    again after a pause of 0.5 s, which doubles up to 30 s. Neither the body nor the service hears
+    of it, except for an AssertionError: our own state is wrong then, and the body is cancelled.
+    """
+    async with background({name: _supervise(name, start) for name, start in work.items()}):
+        yield
+
+
+async def _supervise(name: str, start: Callable[[], Coroutine[None, None, None]]) -> None:
+    tell, loop, pause_s = _told.get(), asyncio.get_running_loop(), _FIRST_PAUSE_S
+    task = asyncio.current_task()
+    assert task is not None, "this is one"
+    while True:
+        began_at = loop.time()
+        _told.set(None)  # groups that `start` enters: their failures are this function's to catch
+        try:
+            return await start()
+        except AssertionError:
+            raise
+        except Exception as error:
+            if task.cancelling():  # before Python 3.13 a TaskGroup that fails forgets the cancel
+                raise asyncio.CancelledError from error
+            is_first = not failures[name]
+            failures[name] += 1
+            if loop.time() - began_at > _LONGEST_PAUSE_S:
+                pause_s = _FIRST_PAUSE_S
+            text = "task %s failed (%s: %s) and is started again in %g s"
+            about = (name, type(error).__name__, error, pause_s)
+            _log.warning(text, *about, exc_info=error if is_first else None)
+        finally:
+            _told.set(tell)
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 class deadline:  # noqa: N801 - as contextlib.suppress; a generator took 5 us more

@@ -155,15 +155,12 @@ class Stubborn:
         await asyncio.Event().wait()
 
 
-async def test_work_that_does_not_end_when_it_is_cut_off_does_not_keep_a_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_work_that_does_not_end_when_it_is_cut_off_does_not_keep_a_process() -> None:
     closing, told = asyncio.Event(), asyncio.Event()
     told.set()
-    monkeypatch.setattr(process, "told_to_end", lambda _: nullcontext(told))
     listening, url = nullcontext("http://node"), list[str]()
     serving = process.serve(
-        Stubborn(), "it", listening, url.append, grace_s=0.01, on_closing=closing.set
+        Stubborn(), "it", listening, url.append, grace_s=0.01, on_closing=closing.set, told=told
     )
     task = asyncio.create_task(serving)
     await finish(closing.wait())

@@ -26,6 +26,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 import tierkv
+from tierkv import tasks
 from tierkv.api.node import Node
 from tierkv.cache.node import BOUNDS_S, TICKS_PER_S, AgeCounts, PoolStats
 from tierkv.errors import HandoffError
@@ -87,15 +88,27 @@ class _ProcessUse(Collector):
         return self._found
 
 
+class _TaskFailures(Collector):
+    """Failures of this process's supervised tasks."""
+
+    def collect(self) -> Iterator[Metric]:
+        yield total(
+            "tierkv_task_failures",
+            "Failures of background tasks that were started again: hints, probes, renewals",
+            tasks.failures.total(),
+        )
+
+
 class Exposition:
-    """The metrics of one process: those of `collector`, those counted in `registry`, and its own
-    use (`process_*`, `python_*`)."""
+    """The metrics of one process: those of `collector`, those counted in `registry`, failures of
+    its background tasks, and its own use (`process_*`, `python_*`)."""
 
     def __init__(self, collector: Collector) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(collector)
         self._use = _ProcessUse()
         self.registry.register(self._use)
+        self.registry.register(_TaskFailures())
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
 

@@ -34,6 +34,7 @@ from tierkv.api.routes_status import (
 )
 from tierkv.api.routes_work import WorkRoutes
 from tierkv.api.settings import NodeSection, NodeSettings
+from tierkv.errors import ServiceFailedError
 from tierkv.http import process
 from tierkv.http.callers import Access, Guard, UnauthenticatedError
 from tierkv.http.live import PageRoutes
@@ -179,11 +180,33 @@ async def serve(
     announce: Callable[[str], None],
     last_resort: LastResort,
 ) -> None:
-    """Run `node` behind `listeners` until a signal. Publishes under way end by themselves."""
+    """Run `node` behind `listeners` until a signal. Publishes under way end by themselves.
+
+    Raises ServiceFailedError if the node's service fails: the process must not go on refusing all
+    that is asked of it.
+    """
     last_resort.why = partial(_why_left, node)
-    grace_s, on_closing = node.settings.node.drain_grace_s, last_resort.start
+    grace_s = node.settings.node.drain_grace_s
     at = listening(node, *listeners)
-    await process.serve(node, node.name, at, announce, grace_s=grace_s, on_closing=on_closing)
+    with told_to_end(node.hurry) as told:
+
+        def failed() -> None:
+            last_resort.start()
+            node.hurry()
+            told.set()
+
+        node.service.on_failure = failed
+        await process.serve(
+            node,
+            node.name,
+            at,
+            announce,
+            grace_s=grace_s,
+            on_closing=last_resort.start,
+            told=told,
+        )
+    if node.service.failure is not None:
+        raise ServiceFailedError(f"the node has ended, since {node.service.failure}")
 
 
 def listening(node: Node, *listeners: socket.socket) -> AbstractAsyncContextManager[str]:

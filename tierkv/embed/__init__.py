@@ -7,12 +7,8 @@ from tierkv.embed.exchange import AbortedError, Answer, Call, QueueFullError
 from tierkv.embed.external import NodeHost
 from tierkv.embed.host_side import EngineCacheSettings
 from tierkv.embed.requests import Admitted, Until
-from tierkv.embed.thread import (
-    CloseTimeoutError,
-    EmbedSettings,
-    ForkedError,
-    ServiceFailedError,
-)
+from tierkv.embed.thread import CloseTimeoutError, EmbedSettings, ForkedError
+from tierkv.errors import ServiceFailedError
 from tierkv.ranks.worker_planes import Finished, RankSocket, WorkerPlanes
 
 __all__ = [

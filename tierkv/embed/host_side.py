@@ -52,7 +52,7 @@ from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import FetchPolicy, Transfer
 from tierkv.service import Service
 from tierkv.storage.protocol import GetOutcome
-from tierkv.tasks import abandonable, background, both
+from tierkv.tasks import abandonable, both, supervised
 from tierkv.transfer.storage_io import StorageIO
 
 log = logging.getLogger(__name__)
@@ -412,7 +412,8 @@ class HostSide:
             on_progress=ahead.ready,
             on_open=lambda _: None,
         )
-        async with background({"tierkv-fetch-ahead": self._fetch_ahead(prompt, ahead)}):
+        fetching = {"tierkv-fetch-ahead": lambda: self._fetch_ahead(prompt, ahead)}
+        async with supervised(fetching):
             deadline_s = self._service.claim_deadline_s
             ticket = await watch.ticket(deadline_s=deadline_s, silent_s=SILENT_S, gone_s=GONE_S)
             return ticket, watch.keys

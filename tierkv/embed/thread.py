@@ -14,16 +14,12 @@ import msgspec
 from tierkv import tracing
 from tierkv.config import all_above_zero, all_at_least_one, none_negative
 from tierkv.embed.exchange import AbortedError, Call, Exchange, Work
-from tierkv.errors import DeviceFailedError, ShuttingDownError, TierKVError
+from tierkv.errors import DeviceFailedError, ServiceFailedError, ShuttingDownError, TierKVError
 from tierkv.loop_thread import LoopThread
 from tierkv.service import Service
 from tierkv.tasks import task_group
 
 T = TypeVar("T")
-
-
-class ServiceFailedError(TierKVError):
-    """The service stopped after an unexpected error, its cause: start another service."""
 
 
 class ForkedError(TierKVError):
@@ -183,6 +179,7 @@ class ServiceThread:
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
         self._service = service = self._build()
+        service.on_failure = self._failed
         try:
             async with service.running():
                 try:
@@ -290,6 +287,11 @@ class ServiceThread:
             if call.kind not in but:
                 self._reasons[number] = reason
                 task.cancel()
+
+    def _failed(self) -> None:
+        """End the service, also where a task that does not end keeps its failure from arriving."""
+        self._thread.ask_to_close()
+        asyncio.get_running_loop().call_later(_UNWIND_S, self._fail_slowly)
 
     def _fail_slowly(self) -> None:
         self.exchange.fail(

@@ -30,7 +30,7 @@ from tierkv.gateway.routing import Held
 from tierkv.gateway.settings import GatewaySettings, HealthSection, node_tls
 from tierkv.http.bodies import EVENT_STREAM, MSGPACK, REQUEST_ID_HEADER
 from tierkv.http.process import Heartbeat, patient_timeout
-from tierkv.tasks import background
+from tierkv.tasks import supervised
 
 UNREADABLE = (ValueError, RecursionError)  # what the decoder raises for what others sent
 _END_S = 0.2  # from the last event to the end of the answer
@@ -286,7 +286,7 @@ async def probing(nodes: Nodes, calls: NodeCalls, settings: HealthSection) -> As
     async with asyncio.TaskGroup() as first:
         for probe in probes:
             first.create_task(probe.once())
-    async with background({f"tierkv-probe-{probe.node.url}": probe.on() for probe in probes}):
+    async with supervised({f"tierkv-probe-{probe.node.url}": probe.on for probe in probes}):
         yield
 
 

@@ -46,7 +46,7 @@ from tierkv.http.bodies import EVENT_STREAM, open_stream, write
 from tierkv.http.callers import Access, Guard
 from tierkv.http.live import PageRoutes
 from tierkv.http.problems import fail, log_if_unexpected
-from tierkv.http.process import LastResort, in_turns
+from tierkv.http.process import LastResort, in_turns, told_to_end
 from tierkv.http.route import HttpRouter, Route, in_path, routes_of
 from tierkv.http.server import answering, bind, make_room_for
 from tierkv.tasks import task_group
@@ -343,17 +343,21 @@ def run(settings: GatewaySettings, announce: Callable[[str], None]) -> None:
     # The nodes ask callers who they are where the gateway hands that on.
     asks_callers = bool(settings.auth.file) or section.forward_authorization
     with tracing.exporting("gateway"), bind(section, asks_callers=asks_callers) as listener:
-        try:
-            uvloop.run(
-                process.serve(
+
+        async def serve() -> None:
+            with told_to_end(gateway.hurry) as told:
+                await process.serve(
                     gateway,
                     "the gateway",
                     listening(gateway, listener),
                     announce,
                     grace_s=section.drain_grace_s,
                     on_closing=last_resort.start,
+                    told=told,
                 )
-            )
+
+        try:
+            uvloop.run(serve())
         finally:
             last_resort.cancel()
 

@@ -19,10 +19,9 @@ from collections.abc import (
     Callable,
     Collection,
     Iterable,
-    Iterator,
     Mapping,
 )
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -34,7 +33,7 @@ from tierkv.http import bodies
 from tierkv.http.bodies import event_stream, last_event, open_stream, write
 from tierkv.http.callers import Access
 from tierkv.http.route import Route, in_path
-from tierkv.tasks import background
+from tierkv.tasks import supervised
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +86,8 @@ class LiveFeed:
     async def running(self) -> AsyncIterator[None]:
         self._is_closed = False
         self._begin_anew()
-        work = {"tierkv-live": self._sample(), "tierkv-live-refresh": self._refresh()}
-        async with background(work):
+        work = {"tierkv-live": self._sample, "tierkv-live-refresh": self._refresh}
+        async with supervised(work):
             try:
                 yield
             finally:
@@ -115,17 +114,13 @@ class LiveFeed:
 
     async def _sample(self) -> None:
         while True:
-            with _survived("a sample of the live page"):
-                self.take()
+            self.take()
             await asyncio.sleep(self._every_s)
 
     async def _refresh(self) -> None:
         while True:
             await self._watched.wait()
-            pause_s = REFRESH_S
-            with _survived("what the live page shows besides"):
-                pause_s = await self.refresh()
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(await self.refresh())
 
     def _wake(self) -> None:
         self._changed.set()
@@ -172,15 +167,6 @@ class LiveFeed:
 
 async def _nothing() -> float:
     return REFRESH_S
-
-
-@contextmanager
-def _survived(what: str) -> Iterator[None]:
-    """Log what the body raises, and go on: a page must not stop a node."""
-    try:
-        yield
-    except Exception:
-        log.exception("%s failed", what)
 
 
 _FOLDER = Path(__file__).parent / "page"

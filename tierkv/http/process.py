@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Protocol, TypeVar
 
 from tierkv.errors import ConfigError, TierKVError
-from tierkv.tasks import background
+from tierkv.tasks import background, supervised
 
 T = TypeVar("T")
 
@@ -300,7 +300,7 @@ class Served(Protocol):
     async def idle(self, *, grace_s: float) -> None: ...
 
 
-async def serve(
+async def serve(  # noqa: PLR0913 - each is the node's or the gateway's own
     served: Served,
     name: str,
     listening: AbstractAsyncContextManager[str],
@@ -308,29 +308,31 @@ async def serve(
     *,
     grace_s: float,
     on_closing: Callable[[], None],
+    told: asyncio.Event,
 ) -> None:
-    """Run `served` while it is `listening`, which yields its URL, until a signal; then drain it.
+    """Run `served` while it is `listening`, which yields its URL, until `told` is set.
 
-    First it is unready and takes no more work; what runs may end within the grace time, and is
-    cut off then. A second signal cuts it off at once. The address answers from the first moment to
-    the last, so a probe is told, not left to guess.
+    Then it drains: it is unready and takes no more work; what runs may end within the grace time,
+    and is cut off then. `served.hurry` cuts it off at once. The address answers from the first
+    moment to the last, so a probe is told, not left to guess.
 
-    announce: called with the URL once it answers there. on_closing: when no work is left, or should
-    be; twice, it may be.
+    Args:
+        announce: called with the URL once it answers there.
+        on_closing: called when no work is left, or should be; possibly twice.
+        told: set by a signal; see `told_to_end`.
     """
-    with told_to_end(served.hurry) as told:
-        async with listening as url, served.running(), short_collections():
-            log.info("%s is ready at %s", name, url)
-            announce(url)
-            try:
-                await told.wait()
-                log.info("%s drains, for up to %g s", name, grace_s)
-                # Then it closes, even if some work does not end when it is cut off.
-                asyncio.get_running_loop().call_later(grace_s, on_closing)
-                served.drain()
-                await served.idle(grace_s=grace_s)
-            finally:
-                on_closing()
+    async with listening as url, served.running(), short_collections():
+        log.info("%s is ready at %s", name, url)
+        announce(url)
+        try:
+            await told.wait()
+            log.info("%s drains, for up to %g s", name, grace_s)
+            # Then it closes, even if some work does not end when it is cut off.
+            asyncio.get_running_loop().call_later(grace_s, on_closing)
+            served.drain()
+            await served.idle(grace_s=grace_s)
+        finally:
+            on_closing()
     log.info("%s has ended", name)
 
 
@@ -367,7 +369,7 @@ async def watching(
     called again after the next change."""
     seen = await asyncio.to_thread(_look, files)  # first, or a change while reading would be missed
     await reload()
-    async with background({"tierkv-watch": _watch(files, reload, seen, every_s)}):
+    async with supervised({"tierkv-watch": lambda: _watch(files, reload, seen, every_s)}):
         yield
 
 

@@ -38,7 +38,7 @@ from tierkv.sched.fetch import NO_ROOM, Fetched, Fetcher
 from tierkv.sched.request import Arrivals, Request, RequestSpec
 from tierkv.sched.scheduler import Scheduler
 from tierkv.storage.protocol import GetOutcome, GetStatus
-from tierkv.tasks import background, both, deadline, expected
+from tierkv.tasks import both, deadline, expected, supervised
 
 _FIRST_LOOK_S = 0.005
 _LONGEST_LOOK_S = 0.1
@@ -378,7 +378,7 @@ class Claims:
         watch = Watch(
             self._tickets, ticket_id, spec.prompt, on_progress=ahead.ready, on_open=near.learn
         )
-        async with background({"tierkv-claim-ahead": ahead.run()}):
+        async with supervised({"tierkv-claim-ahead": ahead.run}):
             yield watch
 
     async def _get(
@@ -435,7 +435,7 @@ class Claims:
         loads = LoadsAhead(spec, self._scheduler, self._has_room)
         fetched: Fetched | None = None
         try:
-            async with background({"tierkv-load-ahead": loads.run()}):
+            async with supervised({"tierkv-load-ahead": loads.run}):
                 fetched = await self._fetcher.fetch(
                     spec.prompt,
                     deadline_s=self._fetch_deadline_s,

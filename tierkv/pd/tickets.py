@@ -44,7 +44,7 @@ from tierkv.sched.tiers import Tiers
 from tierkv.storage import codec
 from tierkv.storage.codec import SmallCodec
 from tierkv.storage.protocol import Notifier, PutItem, PutOutcome, PutStatus, Store
-from tierkv.tasks import abandonable, background, both
+from tierkv.tasks import abandonable, both, supervised
 from tierkv.transfer.storage_io import StorageIO
 
 # What a prefill node leaves for a decode node: written last, so that it vouches for the rest.
@@ -260,7 +260,7 @@ class ProducerLease:
     async def running(self) -> AsyncIterator[None]:
         """At the end, whatever it is, the lease is given up: nobody has to wait for its end."""
         try:
-            async with background({"tierkv-producer-lease": self._keep()}):
+            async with supervised({"tierkv-producer-lease": self._keep}):
                 yield
         finally:
             if self.num_beats:
@@ -799,7 +799,7 @@ class TicketLedger:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         try:
-            async with background({"tierkv-ticket-ledger": self._keep_looking()}):
+            async with supervised({"tierkv-ticket-ledger": self._keep_looking}):
                 yield
         finally:
             for ticket_id in list(self._holds):

@@ -29,7 +29,7 @@ from tierkv.cache.node import CopyState, Tier, TreeNode
 from tierkv.errors import ConfigError, how_to_install
 from tierkv.sched.events import CacheEvent, CacheEvents, ExternalId, Happening
 from tierkv.sched.log_throttle import LogThrottle
-from tierkv.tasks import background, task_group
+from tierkv.tasks import supervised, task_group
 
 log = logging.getLogger(__name__)
 
@@ -146,13 +146,13 @@ class KvEventPublisher:
                 replayer.setsockopt(zmq.SNDHWM, _REPLAY_QUEUE)
                 replayer.setsockopt(zmq.ROUTER_MANDATORY, 1)  # says where it would drop
                 _bind(zmq, publisher, "endpoint", self._settings.endpoint)
-                work = {"tierkv-kv-events": self._publish(publisher)}
+                work = {"tierkv-kv-events": lambda: self._publish(publisher)}
                 if self._settings.replay:
                     _bind(zmq, replayer, "replay", self._settings.replay)
-                    work["tierkv-kv-replays"] = self._answer_replays(zmq, replayer)
+                    work["tierkv-kv-replays"] = lambda: self._answer_replays(zmq, replayer)
                 self._send(publisher, [_CLEARED])
                 log.info("cache events are published at %s", self._settings.endpoint)
-                async with background(work):
+                async with supervised(work):
                     yield
                 self._send(publisher, [_CLEARED])
             finally:

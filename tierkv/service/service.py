@@ -7,7 +7,7 @@ import asyncio
 import logging
 import math
 import operator
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 
@@ -179,6 +179,7 @@ class Service:
         self.is_ready = False
         self.is_draining = False
         self.failure: str | None = None  # why it closes although nobody asked for that
+        self.on_failure: Callable[[], None] = lambda: None  # called when `failure` is known
 
     # Opening and closing
 
@@ -247,6 +248,7 @@ class Service:
             self.failure = f"{task} ended with {type(error).__name__}: {error}"
         if self.is_ready:
             self.drain()
+        self.on_failure()
 
     def _adopt(self, parts: Parts) -> None:
         """What was opened, under the names by which others use it."""

@@ -63,7 +63,7 @@ from tierkv.storage.protocol import (
     check_prefix,
     check_ttl,
 )
-from tierkv.tasks import background
+from tierkv.tasks import supervised
 
 _log = logging.getLogger(__name__)
 
@@ -503,7 +503,7 @@ class FileNotifier:
         # Threads of its own: those that a disk holds for ever are nobody else's.
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tierkv-notify")
         try:
-            async with background({"tierkv-file-notify": self._serve()}):
+            async with supervised({"tierkv-file-notify": self._serve}):
                 yield
         finally:
             self._threads.shutdown(wait=False, cancel_futures=True)
@@ -729,7 +729,8 @@ class FileStore(BaseStore):
                 syncs=self._settings.syncs_values,
                 direct=DirectWriter() if self._settings.writes_directly else None,
             )
-            async with background({"tierkv-file-sweep": self._keep_sweeping(files, stop)}):
+            sweeping = {"tierkv-file-sweep": lambda: self._keep_sweeping(files, stop)}
+            async with supervised(sweeping):
                 self._files = files
                 try:
                     yield

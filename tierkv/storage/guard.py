@@ -52,7 +52,7 @@ from tierkv.storage.protocol import (
     check_name,
     check_names,
 )
-from tierkv.tasks import abandonable, background, outlast, task_group
+from tierkv.tasks import abandonable, background, outlast, supervised, task_group
 
 _log = logging.getLogger(__name__)
 _MAX_TOKENS = 10.0
@@ -180,11 +180,11 @@ class GuardedStore(StoreWrapper):
         async with (
             self._opened_patiently(),
             task_group() as tasks,
-            background(
+            supervised(
                 {
-                    "tierkv-store-probe": self._keep_probing(),
-                    "tierkv-store-latency": self._keep_measuring(),
-                    "tierkv-store-write-probe": self._keep_probing_writes(),
+                    "tierkv-store-probe": self._keep_probing,
+                    "tierkv-store-latency": self._keep_measuring,
+                    "tierkv-store-write-probe": self._keep_probing_writes,
                 }
             ),
             self._writes.running(),

@@ -34,7 +34,7 @@ from tierkv.storage.protocol import (
     check_prefix,
     check_ttl,
 )
-from tierkv.tasks import background, task_group
+from tierkv.tasks import supervised, task_group
 
 _log = logging.getLogger(__name__)
 _PAGE = 1000
@@ -241,7 +241,7 @@ class NearCopies:
         try:
             async with (
                 self._copier.running(),
-                background({"tierkv-near-fill": self._keep_filling()}),
+                supervised({"tierkv-near-fill": self._keep_filling}),
             ):
                 yield
         finally:  # others can change what is there until it is opened again

@@ -38,7 +38,7 @@ from tierkv.storage.protocol import (
     Store,
     check_names,
 )
-from tierkv.tasks import background, both
+from tierkv.tasks import background, both, supervised
 
 
 @dataclass(frozen=True, slots=True)
@@ -836,7 +836,7 @@ class Toucher:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Leaving forgets what is still to be told: it is at most a block that ends in time."""
-        async with background({"tierkv-touch": self._keep_touching()}):
+        async with supervised({"tierkv-touch": self._keep_touching}):
             yield
 
     def wrote(self, names: Iterable[str]) -> None:

@@ -25,7 +25,7 @@ from tierkv.pd.tickets import HandoffStats
 from tierkv.sched.events import Happening
 from tierkv.sched.tiers import Tiers
 from tierkv.storage.base import WorkerThreads
-from tierkv.tasks import background
+from tierkv.tasks import supervised
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class Landing:
         """At the end, when no copy is on its way, nothing is open any more."""
         async with self._threads.running():
             try:
-                async with background({"tierkv-landing": self._keep_closing()}):
+                async with supervised({"tierkv-landing": self._keep_closing}):
                     yield
             finally:
                 await self._threads.run(lambda: self._planes.close_unused(0.0))

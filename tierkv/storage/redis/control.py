@@ -35,7 +35,7 @@ from tierkv.storage.protocol import LOOK, Listener, Topics, check_message
 from tierkv.storage.redis.pool import Login
 from tierkv.storage.redis.url import TlsFiles
 from tierkv.storage.redis.wire import Address
-from tierkv.tasks import background
+from tierkv.tasks import background, supervised
 
 _log = logging.getLogger(__name__)
 _PING_EVERY_S = 5.0
@@ -71,7 +71,7 @@ class RedisNotifier:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        async with background({"tierkv-redis-notify": self._serve()}):
+        async with supervised({"tierkv-redis-notify": self._serve}):
             yield
 
     async def tell(self, topic: str, message: str = LOOK) -> None:

@@ -1,0 +1,146 @@
+"""A failure in a task that a node can do without never ends the node."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from tests.api.nodes import Client, here, process
+from tests.latch import until
+from tests.redis_proxy import redis_proxy
+from tests.redis_server import PATIENT, redis_server
+from tierkv import tasks
+from tierkv.clock import SystemClock
+from tierkv.storage.factory import open_guarded_store
+from tierkv.storage.redis import control
+
+ERRORS = (
+    RedisConnectionError("Connection reset by peer"),
+    RedisTimeoutError("Timeout writing to socket"),
+    ConnectionResetError(104, "Connection reset by peer"),
+    TimeoutError("late"),
+    OSError(24, "Too many open files"),
+    RuntimeError("can't start new thread"),
+)
+# Supervised tasks of a node that publishes and claims a prompt over Redis with a near store.
+EXPECTED = {
+    "tierkv-claim-ahead",
+    "tierkv-file-sweep",
+    "tierkv-live",
+    "tierkv-live-refresh",
+    "tierkv-load-ahead",
+    "tierkv-near-fill",
+    "tierkv-producer-lease",
+    "tierkv-redis-notify",
+    "tierkv-store-latency",
+    "tierkv-store-probe",
+    "tierkv-store-write-probe",
+    "tierkv-ticket-ledger",
+    "tierkv-touch",
+}
+PROMPT = "a prompt of several blocks, that one node publishes and another one claims " * 3
+
+
+async def hands_over(client: Client, ticket_id: str) -> tuple[int, int]:
+    """The status of the publish, and that of the claim."""
+    body = {"prompt": PROMPT, "ticket_id": ticket_id}
+    published = await client.post("/v1/prefill", body)
+    return published.status, (await client.post("/v1/decode", body)).status
+
+
+async def test_every_task_that_a_node_can_do_without_may_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervise, num_started = tasks._supervise, Counter[str]()  # noqa: SLF001 - fails its tasks
+
+    def failing(
+        name: str, start: Callable[[], Coroutine[None, None, None]]
+    ) -> Coroutine[None, None, None]:
+        errors = list(ERRORS)
+
+        async def fails_first() -> None:
+            num_started[name] += 1
+            if errors:
+                raise errors.pop()
+            await start()
+
+        return supervise(name, fails_first)
+
+    monkeypatch.setattr(tasks, "_supervise", failing)
+    monkeypatch.setattr(tasks, "_FIRST_PAUSE_S", 0.0001)
+    with redis_server() as server:
+        url = f"layered:{tmp_path.as_uri()}|{server.url}"
+        async with here(store=open_guarded_store(url, PATIENT, SystemClock())) as on:
+            for number in range(3):
+                assert await hands_over(on.client, f"t{number}") == (200, 200)
+            await until(
+                lambda: all(num_started[name] > len(ERRORS) for name in EXPECTED - _SHORT),
+                f"all of {EXPECTED} started again, not only {num_started}",
+            )
+            assert on.node.service.failure is None
+            assert (await on.client.get("/readyz")).status == 200
+            text = (await on.client.get("/metrics")).body.decode()
+            [told] = re.findall(r"(?m)^tierkv_task_failures_total (\S+)$", text)
+            assert float(told) >= len(ERRORS) * len(EXPECTED - _SHORT)
+    assert set(num_started) >= EXPECTED
+
+
+_SHORT = {"tierkv-claim-ahead", "tierkv-load-ahead"}  # tasks that end with their request
+
+
+@pytest.mark.parametrize("error", ERRORS[:2], ids=repr)
+async def test_a_hint_that_cannot_be_sent_costs_its_connection_alone(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors, send = [error], control._Tcp.send_packed_command  # noqa: SLF001 - fails once
+
+    async def fails_once(self: control._Tcp, command: list[bytes], **options: bool) -> None:
+        if errors and any(b"SUBSCRIBE" in part for part in command):
+            raise errors.pop()
+        await send(self, command, **options)
+
+    monkeypatch.setattr(control._Tcp, "send_packed_command", fails_once)  # noqa: SLF001
+    with redis_server() as server:
+        async with here(store=open_guarded_store(server.url, PATIENT, SystemClock())) as on:
+            assert await hands_over(on.client, "t0") == (200, 200)
+            await until(lambda: not errors, "a send that fails")
+            assert await hands_over(on.client, "t1") == (200, 200)
+            assert on.node.service.failure is None
+            assert (await on.client.get("/readyz")).status == 200
+
+
+async def test_a_node_outlives_a_redis_that_stops_while_connections_are_cut(
+    tmp_path: Path,
+) -> None:
+    """The stop of 4 s is the fault; requests meanwhile end by themselves."""
+    with redis_server() as server:
+        async with redis_proxy(server.port) as proxy:
+            config = tmp_path / "node.toml"
+            config.write_text(f'[storage]\nurl = "{proxy.url}"\n')
+            async with process(tmp_path, "--config", config) as node:
+                assert await hands_over(node.client, "t0") == (200, 200)
+                server.pause()
+                proxy.cut_after = 0
+                until_s = asyncio.get_running_loop().time() + 4
+                number = 0
+                while asyncio.get_running_loop().time() < until_s:
+                    number += 1
+                    async with asyncio.timeout(60):
+                        body = {"prompt": f"{number} {PROMPT}", "max_tokens": 2}
+                        assert (await node.client.post("/v1/generate", body)).status == 200
+                proxy.cut_after = None
+                server.resume()
+                for number in range(20):
+                    if await hands_over(node.client, f"u{number}") == (200, 200):
+                        break
+                else:
+                    raise AssertionError("no prompt could be handed over again")
+                assert (await node.client.get("/readyz")).status == 200
+                assert "has failed" not in await asyncio.to_thread(node.log_text)
