@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -597,18 +597,34 @@ def test_a_request_that_goes_while_it_waits_for_the_store_leaves_nothing(
 
 
 class Counting(StoreWrapper):
-    """Counts the names that it is asked for. lies: whether it says that it has them all."""
+    """Counts the names that are asked for, and the rounds of questions: questions that are under
+    way at the same time are one round. lies: whether the answer is that all names are there."""
 
     def __init__(self, inner: Store, *, lies: bool = False) -> None:
         super().__init__(inner)
-        self.num_names = 0
+        self.num_names = self.num_rounds = self.num_asking = 0
         self.lies = lies
 
+    async def exists(self, names: Sequence[str]) -> int:
+        async with self.asking(names):
+            return await self.inner.exists(names)
+
     async def present(self, names: Sequence[str]) -> list[bool]:
+        async with self.asking(names):
+            if self.lies:
+                return [True] * len(names)
+            return await self.inner.present(names)
+
+    @asynccontextmanager
+    async def asking(self, names: Sequence[str]) -> AsyncIterator[None]:
         self.num_names += len(names)
-        if self.lies:
-            return [True] * len(names)
-        return await self.inner.present(names)
+        self.num_rounds += not self.num_asking
+        self.num_asking += 1
+        await asyncio.sleep(0.01)
+        try:
+            yield
+        finally:
+            self.num_asking -= 1
 
 
 def counted(made: list[Counting]) -> Callable[[Store], Store]:
@@ -617,6 +633,23 @@ def counted(made: list[Counting]) -> Callable[[Store], Store]:
         return made[-1]
 
     return around
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("shared", "length"), [(32, 32), (21, 21), (32, 48), (19, 40), (0, 32)])
+def test_storage_is_asked_once_whatever_the_number_of_groups(
+    model: str, shared: int, length: int
+) -> None:
+    """A prompt of `length` tokens, the first `shared` of which are those of the stored prompt."""
+    tokens, counting = tokens_of(32), list[Counting]()
+    with redis_server() as redis:
+        with hybrid(MODELS[model], redis.url) as first:
+            first.save(tokens)
+        wanted = [*tokens[:shared], *tokens_of(length - shared, 2)]
+        with hybrid(MODELS[model], redis.url, around=counted(counting)) as second:
+            found = second.lookup("a", wanted)
+            assert shared - 16 <= found.num_tokens <= shared
+            assert counting[0].num_rounds == 1
 
 
 def test_of_a_long_prompt_storage_is_asked_only_for_what_may_matter() -> None:

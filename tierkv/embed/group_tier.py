@@ -12,6 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import partial
 
 import numpy as np
@@ -30,8 +31,6 @@ from tierkv.transfer.storage_io import StorageIO
 log = logging.getLogger(__name__)
 
 _AT_ONCE = 32  # blocks that one exchange with the store moves, as elsewhere
-_FEWEST_ASKED = 64  # blocks that storage is asked for at once, at least; each time so many times
-_MORE_ASKED = 4  # more
 _MOST_KNOWN = 64  # prompts whose keys are remembered
 
 
@@ -70,12 +69,20 @@ class _UnknownError(Exception):
         self.position = position
 
 
-class _Valid:
-    """For each position how many of a prompt's tokens can be had there, looked up when it is read:
-    of a window and a state only the last are. asks: whether storage is to be asked."""
+class _Asked(Enum):
+    """The number of tokens of a block of which storage has not been asked."""
 
-    def __init__(self, tier: GroupTier, look: GroupLook, limit: int, *, asks: bool) -> None:
-        self._tier, self._look, self._asks = tier, look, asks
+    HOST_ALONE = "host"  # storage does not count at all
+    HOPES = "hopes"  # all of the block
+    RAISES = "raises"  # raises _UnknownError
+
+
+class _Valid:
+    """Number of a prompt's tokens that can be had at each position, looked up when it is read: only
+    the last positions of a window and a state are read."""
+
+    def __init__(self, tier: GroupTier, look: GroupLook, limit: int, unknown: _Asked) -> None:
+        self._tier, self._look, self._unknown = tier, look, unknown
         self._length = -(-limit // tier.group.block_size)
 
     def __len__(self) -> int:
@@ -84,12 +91,14 @@ class _Valid:
     def __getitem__(self, at: int, /) -> int:
         look = self._look
         _, num_tokens = self._tier.here(look, at)
-        if not self._asks or num_tokens == look.keys[at].num_tokens:
+        if self._unknown is _Asked.HOST_ALONE or num_tokens == look.keys[at].num_tokens:
             return num_tokens
         if at in look.stored:
             return max(num_tokens, look.stored[at][1])
         if at not in look.asked and self._tier.storage is not None and look.problem is None:
-            raise _UnknownError(at)
+            if self._unknown is _Asked.RAISES:
+                raise _UnknownError(at)
+            return look.keys[at].num_tokens
         return num_tokens
 
 
@@ -111,7 +120,7 @@ class GroupTier:
         self.blocks = FlatBlocks(f"group {number}", memory.host.num_slots, self._evicted)
         self._service = service
         self._is_bad = is_bad
-        self._storage = memory.io
+        self.io = memory.io
         settings = service.settings
         self._rule = WriteRule(settings.storage_write, settings.storage_after_hits)
         self._roots: dict[str, bytes] = {}
@@ -124,7 +133,7 @@ class GroupTier:
     @property
     def storage(self) -> StorageIO | None:
         """None while no store is attached."""
-        return self._storage if self._service.store is not None else None
+        return self.io if self._service.store is not None else None
 
     # Looking
 
@@ -146,7 +155,7 @@ class GroupTier:
     def valid(self, look: GroupLook, limit: int) -> TokensAt:
         """For each position before `limit`, how many of the prompt's tokens the host has there; see
         `CacheGroup.longest`."""
-        return _Valid(self, look, limit, asks=False)
+        return _Valid(self, look, limit, _Asked.HOST_ALONE)
 
     def here(self, look: GroupLook, at: int) -> tuple[FlatBlock | None, int]:
         """The block on the host that serves most tokens of position `at`, and how many."""
@@ -162,33 +171,45 @@ class GroupTier:
         return None, 0
 
     async def longest(self, look: GroupLook, limit: int) -> int:
-        """The longest length of at most `limit` tokens at which the group is valid with what host
-        and storage have. Storage is asked from where it matters on, in batches that grow."""
-        size, count = self.group.block_size, max(len(self.group.needed(limit)), _FEWEST_ASKED)
+        """Return the longest length of at most `limit` tokens at which the group is valid with what
+        host and storage have, as far as storage was asked.
+
+        Blocks of which storage has not been asked count as there: see `to_ask`. Tails of other
+        prompts are looked for here.
+        """
+        size = self.group.block_size
         while True:
-            try:
-                length = self.group.longest(limit, _Valid(self, look, limit, asks=True))
-            except _UnknownError as unknown:
-                at = unknown.position
-                is_full = self.group.kind is GroupKind.FULL
-                first = at if is_full else max(at + 1 - count, 0)
-                stop = min(at + count, len(look.keys)) if is_full else at + 1
-                await self._ask(look, range(first, stop))
-                count *= _MORE_ASKED
-                continue
+            length = self.group.longest(limit, _Valid(self, look, limit, _Asked.HOPES))
             at = length // size
             if length == limit or length % size or not await self._asks_for_tail(look, at):
                 return length
 
-    async def _ask(self, look: GroupLook, positions: Sequence[int]) -> None:
-        """Which of these blocks storage has."""
-        missing = [at for at in positions if self.here(look, at)[1] < look.keys[at].num_tokens]
+    def to_ask(self, look: GroupLook, limit: int, most: int) -> list[int]:
+        """Return positions whose blocks storage must be asked for, as `limit` tokens need them.
+
+        Args:
+            look: What is known so far; [] is returned if that is enough.
+            limit: A length in tokens.
+            most: Number of positions, or more if the group needs more: those of a window or a state
+                end at `limit`.
+        """
         try:
-            there = await self._storage.are_present([look.keys[at] for at in missing])
-        except StoreUnavailableError as error:
-            look.problem = str(error)
-            return
-        look.asked.update(positions)
+            self.group.longest(limit, _Valid(self, look, limit, _Asked.RAISES))
+        except _UnknownError as unknown:
+            at = unknown.position
+        else:
+            return []
+        count = max(len(self.group.needed(limit)), most)
+        if self.group.kind is GroupKind.FULL:
+            return list(range(at, min(at + count, len(look.keys))))
+        return list(range(max(at + 1 - count, 0), at + 1))
+
+    def missing(self, look: GroupLook, positions: Sequence[int]) -> list[int]:
+        """Return those of `positions` whose blocks the host does not have whole."""
+        return [at for at in positions if self.here(look, at)[1] < look.keys[at].num_tokens]
+
+    def note_answer(self, look: GroupLook, missing: Sequence[int], there: Sequence[bool]) -> None:
+        """Note for each of the `missing` positions whether storage has its block."""
         for at, is_there in zip(missing, there, strict=True):
             key = look.keys[at]
             if is_there and not self._is_bad(key.digest) and key.digest not in look.lost:
@@ -210,7 +231,7 @@ class GroupTier:
         look.tails_asked.add(at)
         parent, extra = look.keys.parent_of(at), look.prompt.extra(at)
         missing = {look.keys[at].digest, *look.lost}
-        found = await self._storage.tails.best(
+        found = await self.io.tails.best(
             parent, look.tokens(at), extra, look.prompt.space, missing=missing
         )
         if found is None or self._is_bad(found.key.digest):
@@ -286,7 +307,7 @@ class GroupTier:
             return str(error)
 
     async def _fetch(self, look: GroupLook, wanted: Sequence[int]) -> str | None:
-        storage, round_ = self._storage, look.round
+        storage, round_ = self.io, look.round
         # Another fetch may have begun since it was decided.
         wanted = [at for at in wanted if look.stored[at][0].digest not in self._coming]
         keys = [look.stored[at][0] for at in wanted]
@@ -381,7 +402,7 @@ class GroupTier:
             slots = np.array([block.slot for block in blocks], np.int32)
             # A state is of no use to a prompt that shares only its beginning.
             notes = self.group.has_prefixes
-            outcomes = await self._storage.flush(keys, slots, notes_tails=notes)
+            outcomes = await self.io.flush(keys, slots, notes_tails=notes)
         finally:
             self.blocks.release(blocks)
         problems = []
@@ -393,7 +414,7 @@ class GroupTier:
 
     async def publish(self, blocks: Sequence[FlatBlock]) -> None:
         """Have all of these, which are held, in storage. Raises StoreUnavailableError."""
-        present = await self._storage.are_present([block.key for block in blocks])
+        present = await self.io.are_present([block.key for block in blocks])
         missing = [block for block, there in zip(blocks, present, strict=True) if not there]
         for at in range(0, len(missing), _AT_ONCE):
             flush = partial(self._flush, missing[at : at + _AT_ONCE])

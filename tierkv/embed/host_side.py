@@ -10,7 +10,7 @@ import asyncio
 import logging
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -45,7 +45,7 @@ from tierkv.observe import Stats
 from tierkv.pd.claims import GONE_S, SILENT_S, Watch
 from tierkv.pd.handoff import Handoff, Published
 from tierkv.pd.tickets import PROGRESS, HandoffProblem, OpenTicket, Ticket, check_written
-from tierkv.sched.copies import GROUP_BLOCKS, path_keys
+from tierkv.sched.copies import GROUP_BLOCKS, Beyond, path_keys, stored_beyond
 from tierkv.sched.events import CacheEvent, ExternalId, Happening
 from tierkv.sched.fetch import NOT_IN_STORAGE
 from tierkv.sched.settings import CacheSettings
@@ -53,7 +53,7 @@ from tierkv.sched.worth import FetchPolicy, Transfer
 from tierkv.service import Service
 from tierkv.storage.protocol import GetOutcome
 from tierkv.tasks import abandonable, both, supervised
-from tierkv.transfer.storage_io import StorageIO
+from tierkv.transfer.storage_io import StorageIO, are_all_present
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +61,9 @@ _CLOSING_S = 5.0  # what was saved last is stored in that time, or not at all
 _FEWEST_SLOTS = 2  # one to be promised and one to be saved
 _MOST_FAILURES = 4096  # blocks whose failed loads are counted
 _MOST_ROUNDS = 4  # in which a lookup is planned anew because storage has lost something meanwhile
+_FEWEST_ASKED = 64  # blocks of a group that storage is asked for at once, at least; each time
+_MORE_ASKED = 4  # so many times more
+_ALL_ASKED = 1024  # so many blocks of all groups are asked for at once, whatever the length
 _LAST_WORD_S = 0.5
 _FOREIGN_S = 0.1  # no request waits longer to be told why there is nothing
 _LEAST_NAMES = 65_536  # blocks whose names by the engine are remembered, at least
@@ -280,6 +283,15 @@ class _Outlet:
         self.changed.set()
 
 
+class _Planned(NamedTuple):
+    """A length that can be had in every group, and why it may not be longer, if anything went
+    wrong. known: what storage said of the index's group; None if it did not say."""
+
+    num_tokens: int
+    problem: str | None
+    known: Beyond | None = None
+
+
 @dataclass(slots=True, eq=False)
 class _Bringing:
     """What is brought for a promise. promise: None once it holds that, or its request goes on
@@ -398,8 +410,8 @@ class HostSide:
 
     async def count(self, prompt: Prompt) -> HostPromise:
         """As `promise`, of what is where, with nothing held."""
-        num_tokens, problem = await self._plan(prompt, self._looks(prompt), prompt.num_tokens)
-        return HostPromise(num_tokens, problem=problem)
+        planned = await self._plan(prompt, self._looks(prompt), prompt.num_tokens)
+        return HostPromise(planned.num_tokens, problem=planned.problem)
 
     async def _ticket(self, ticket_id: str, prompt: Prompt) -> tuple[Ticket, Sequence[StoredKey]]:
         """The ticket, and the prompt's keys. What is stored before it is fetched meanwhile."""
@@ -442,28 +454,93 @@ class HostSide:
         return {number: tier.look(prompt) for number, tier in self._tiers.items()}
 
     async def _plan(
-        self, prompt: Prompt, looks: dict[int, GroupLook], bound: int
-    ) -> tuple[int, str | None]:
-        """The longest length of at most `bound` tokens that host and storage have together in every
-        group; and why it may not be longer, if storage did not say."""
-        problem = None
-        if self._main is not None:
-            found = await self._service.lookup(prompt)
-            stored = found.storage_tokens
-            problem = "storage did not answer" if stored is None else None
-            bound = min(bound, found.device_tokens + found.host_tokens + (stored or 0))
-        length = await self._longest(looks, bound)
-        return length, problem or next((one.problem for one in looks.values() if one.problem), None)
+        self, prompt: Prompt, looks: dict[int, GroupLook], bound: int, num_promised: int = 0
+    ) -> _Planned:
+        """Find the longest length of at most `bound` tokens that host and storage have together in
+        every group, with one question to storage for all groups.
+
+        num_promised: Blocks of the index's group, from the first on, that a ticket says storage
+            has; storage is not asked for these.
+        """
+        if self._main is None:
+            await self._ask(looks, self._first_asked(looks, bound))
+            return _Planned(await self._longest(looks, bound), _problem_of(looks))
+        service, size, problem = self._service, prompt.block_size, None
+        storage, match = service.tiers.copies.storage, service.index.match(prompt)
+        first, asking = match.num_blocks, self._ask(looks, self._first_asked(looks, bound))
+        known = Beyond(range(first, first))
+        if storage is None or num_promised:
+            await asking
+            num_tokens = min(num_promised * size, prompt.num_tokens) - first * size
+            known = Beyond(range(first, max(num_promised, first)), None, max(num_tokens, 0))
+        else:
+            beyond = stored_beyond(service.index, storage, prompt, match)
+            try:
+                known, _ = await both(beyond, asking)
+            except StoreUnavailableError:
+                problem = "storage did not answer"
+        here = first * size
+        if match.partial is not None and not known.num_tokens:  # else storage has more of the block
+            here += match.partial.num_tokens
+        length = await self._longest(looks, min(bound, here + known.num_tokens))
+        return _Planned(length, problem or _problem_of(looks), None if problem else known)
+
+    def _first_asked(self, looks: dict[int, GroupLook], bound: int) -> dict[int, Sequence[int]]:
+        """Positions whose blocks storage is asked for before it has answered anything, by group.
+
+        Beside full attention, which storage may have any part of, these are all positions of a
+        prompt that is not long: the answer then needs no second question.
+        """
+        tiers = {n: self._tiers[n] for n in looks if self._tiers[n].storage is not None}
+        whole = {n: range(-(-bound // tier.group.block_size)) for n, tier in tiers.items()}
+        if self._main is not None and sum(map(len, whole.values())) <= _ALL_ASKED:
+            return {**whole}
+        return {n: tier.to_ask(looks[n], bound, _FEWEST_ASKED) for n, tier in tiers.items()}
+
+    async def _ask(self, looks: dict[int, GroupLook], wanted: Mapping[int, Sequence[int]]) -> None:
+        """Ask storage once, for all groups, which of the `wanted` positions' blocks it has."""
+        missing: dict[int, list[int]] = {}
+        for number, positions in wanted.items():
+            look = looks[number]
+            unknown = [at for at in positions if at not in look.asked]
+            look.asked.update(unknown)
+            missing[number] = self._tiers[number].missing(look, unknown)
+        asked = [
+            (self._tiers[number], looks[number], of_group)
+            for number, of_group in missing.items()
+            if of_group
+        ]
+        if not asked:
+            return
+        questions = [(tier.io, [look.keys[at] for at in some]) for tier, look, some in asked]
+        try:
+            answers = await are_all_present(questions)
+        except StoreUnavailableError as error:
+            for _, look, _ in asked:
+                look.problem = str(error)
+            return
+        for (tier, look, some), there in zip(asked, answers, strict=True):
+            tier.note_answer(look, some, there)
 
     async def _longest(self, looks: dict[int, GroupLook], bound: int) -> int:
-        """The longest length of at most `bound` tokens that host and storage have in the groups
-        beside the index."""
-        length, before = bound, -1
-        while length != before:
-            before = length
-            for number, look in looks.items():
-                length = await self._tiers[number].longest(look, length)
-        return length
+        """Find the longest length of at most `bound` tokens that host and storage have in the
+        groups beside the index. Storage is asked for all groups at once, in batches that grow."""
+        length, most = bound, _FEWEST_ASKED
+        while True:
+            before = -1
+            while length != before:
+                before = length
+                for number, look in looks.items():
+                    length = await self._tiers[number].longest(look, length)
+            wanted = {
+                number: positions
+                for number, look in looks.items()
+                if (positions := self._tiers[number].to_ask(look, length, most))
+            }
+            if not wanted:
+                return length
+            await self._ask(looks, wanted)
+            most *= _MORE_ASKED
 
     def _longest_here(self, looks: dict[int, GroupLook], bound: int) -> int:
         """As `_longest`, of the host alone."""
@@ -578,16 +655,18 @@ class HostSide:
         time = asyncio.get_running_loop().time
         for left in reversed(range(_MOST_ROUNDS)):
             try:
-                length = bound
+                length, known = bound, None
                 if looks:
-                    length, why = await self._plan(prompt, looks, bound)
-                    problem = problem or why
+                    num_promised = len(keys) if left == _MOST_ROUNDS - 1 else 0
+                    planned = await self._plan(prompt, looks, bound, num_promised)
+                    length, known = planned.num_tokens, planned.known
+                    problem = problem or planned.problem
                 if bringing.is_timed and bringing.answered_at is None:
                     bringing.answered_at = time()
                     if length > here:
                         bringing.transfer = service.estimator.begin_transfer(length - here, time())
                 wanted = _beginning(prompt, length) if looks else prompt
-                async with self._fetched(wanted, keys, bringing) as outcome:
+                async with self._fetched(wanted, keys, bringing, known) as outcome:
                     problem = problem or (outcome.reason if outcome is not None else None)
                     bringing.is_missing = outcome is NOT_IN_STORAGE
                     length = self._on_host(prompt, length).num_tokens
@@ -627,11 +706,15 @@ class HostSide:
 
     @asynccontextmanager
     async def _fetched(
-        self, prompt: Prompt, keys: Sequence[StoredKey], bringing: _Bringing
+        self,
+        prompt: Prompt,
+        keys: Sequence[StoredKey],
+        bringing: _Bringing,
+        known: Beyond | None = None,
     ) -> AsyncIterator[GetOutcome | None]:
         """What storage has of a prompt for the index stays on the host in the body; why it is not
         more, if it is not all. keys: of the prompt and of what follows it, if a ticket promises
-        them. The promise is told how much came."""
+        them. known: what storage said it has. The promise is told how much came."""
         service = self._service
         if service.tiers.copies.storage is None or self._main is None or not prompt.num_tokens:
             yield None
@@ -645,6 +728,7 @@ class HostSide:
             policy=policy,
             promised=keys[: -(-prompt.num_tokens // prompt.block_size)],
             is_part=bringing.is_timed,
+            known=known,
         )
         if bringing.promise is not None:
             bringing.promise.storage_tokens += len(fetched.tokens)
@@ -1097,6 +1181,10 @@ class _Ahead:
     def ready(self, num_blocks: int | None) -> None:
         self.num_blocks = num_blocks
         self.came.set()
+
+
+def _problem_of(looks: dict[int, GroupLook]) -> str | None:
+    return next((look.problem for look in looks.values() if look.problem), None)
 
 
 def _tell(told: asyncio.Future[str | None], problem: str | None) -> None:

@@ -25,7 +25,7 @@ from tierkv.sched.planner import Step
 from tierkv.sched.slots import Leaving, Slots, Work
 from tierkv.storage.protocol import PutStatus
 from tierkv.transfer.mover import Movement, Mover
-from tierkv.transfer.storage_io import StorageIO
+from tierkv.transfer.storage_io import SharedTail, StorageIO
 
 # Blocks whose keys are made, and asked for, at once: 20 ms of the loop's time at most. Of a prompt
 # that was never stored, no more than these are made.
@@ -52,31 +52,48 @@ def keys_beyond(index: Index, prompt: Prompt, match: Match) -> KeyRun:
     return KeyRun.of(prompt, last[-1] if last else match.node.space.root_digest, end)
 
 
-async def tokens_beyond(index: Index, storage: StorageIO, prompt: Prompt, match: Match) -> int:
-    """How many tokens a fetch would bring: what follows `match` without a gap, and then the first
-    tokens of a tail that another prompt left there; none for what is cached here in part already.
+@dataclass(frozen=True, slots=True)
+class Beyond:
+    """What storage has of a prompt beyond a match, as it said at one moment.
 
-    match: of this prompt, from this moment. Raises StoreUnavailableError.
+    blocks: The prompt's blocks that storage has after the match without a gap, its tail included.
+    tail: The tail of another prompt that shares most of the block after these; None if there is no
+        such tail, or if all blocks are there.
+    num_tokens: Number of tokens that a fetch would bring.
+    """
+
+    blocks: range
+    tail: SharedTail | None = None
+    num_tokens: int = 0
+
+
+async def stored_beyond(index: Index, storage: StorageIO, prompt: Prompt, match: Match) -> Beyond:
+    """Ask storage what it has of `prompt` beyond `match`, which is of this moment.
+
+    A block of which the index has as many tokens is not counted.
+
+    Raises:
+        StoreUnavailableError: The store did not answer in time.
     """
     here = match.partial.num_tokens if match.partial else 0
-    start = match.num_blocks * prompt.block_size
+    first, start = match.num_blocks, match.num_blocks * prompt.block_size
     if here >= prompt.num_tokens - start:
-        return 0
+        return Beyond(range(first, first))
     keys = keys_beyond(index, prompt, match)
     found = await count_stored(storage, keys)
-    num_tokens = min((match.num_blocks + found) * prompt.block_size, prompt.num_tokens) - start
+    blocks = range(first, first + found)
+    num_tokens = min(blocks.stop * prompt.block_size, prompt.num_tokens) - start
     if found == len(keys):
-        return num_tokens
-    block = match.num_blocks + found
-    wanted, extra = prompt.block(block), prompt.extra(block)
-    # A tail of its own, storage does not have, whatever is listed.
-    missing = (keys[found].digest,) if block == prompt.num_blocks else ()
+        return Beyond(blocks, None, num_tokens)
+    wanted, extra = prompt.block(blocks.stop), prompt.extra(blocks.stop)
+    # Storage does not have the prompt's own tail, whatever is listed.
+    missing = (keys[found].digest,) if blocks.stop == prompt.num_blocks else ()
     parent = keys.parent_of(found)
     tail = await storage.tails.best(parent, wanted, extra, prompt.space, missing=missing)
     shared = tail.num_shared if tail is not None else 0
     if not found and shared <= here:
-        return 0
-    return num_tokens + shared
+        return Beyond(blocks)
+    return Beyond(blocks, tail, num_tokens + shared)
 
 
 async def count_stored(

@@ -20,7 +20,7 @@ from tierkv.cache.index import Lease, runs_of
 from tierkv.cache.keys import TOKEN_BYTES, Prompt, StoredKey, Tail
 from tierkv.cache.node import Ids, Mask, Space, Tier
 from tierkv.errors import OutOfBlocksError, StoreUnavailableError
-from tierkv.sched.copies import GROUP_BLOCKS, keys_beyond
+from tierkv.sched.copies import GROUP_BLOCKS, Beyond, keys_beyond
 from tierkv.sched.events import Happening
 from tierkv.sched.log_throttle import LogThrottle
 from tierkv.sched.tiers import Tiers
@@ -240,7 +240,12 @@ class SharedTails:
         found = await self._storage.tails.best(
             parent, wanted, prompt.extra(at.num_blocks), prompt.space, missing=missing
         )
-        return found if found and found.num_shared > here else None
+        return self.of_use(prompt, at, found)
+
+    def of_use(self, prompt: Prompt, at: Lease, found: SharedTail | None) -> SharedTail | None:
+        """Return `found` if it has more tokens of the block after `at` than are cached here."""
+        here = self._cached_tokens(prompt, at.num_blocks)
+        return found if found is not None and found.num_shared > here else None
 
     def _cached_tokens(self, prompt: Prompt, block: int) -> int:
         """How many tokens of `block` are cached here, all of what is before it being so."""
@@ -373,7 +378,7 @@ class Fetcher:
         """Whether `key`, of the prompt's block `block`, is being asked for or fetched."""
         return self._shared.busy([key], block) is not None
 
-    async def fetch(
+    async def fetch(  # noqa: PLR0913 - what of which prompt, until when, and what is known of it
         self,
         prompt: Prompt,
         *,
@@ -382,6 +387,7 @@ class Fetcher:
         on_arrival: Callable[[int], None] = lambda _: None,
         promised: Sequence[StoredKey] = (),
         is_part: bool = False,
+        known: Beyond | None = None,
     ) -> Fetched:
         """Bring what storage has of `prompt` beyond the local match, in order, without a gap.
 
@@ -392,9 +398,10 @@ class Fetcher:
         on_arrival: called with how many of the prompt's first blocks are on the host, while more
         are fetched. promised: all keys of the prompt, where a ticket says that they are stored: it
         is not asked whether they are. is_part: of what its caller brings, who tells the estimator
-        how long all of that takes. Cancelling it leaves nothing held.
+        how long all of that takes. known: what storage said a moment ago, which is not asked again.
+        Cancelling it leaves nothing held.
         """
-        one = _Fetch(self._shared, prompt, policy, promised, on_arrival, is_part)
+        one = _Fetch(self._shared, prompt, policy, promised, on_arrival, is_part, known)
         try:
             with tracing.span("fetch", tokens=prompt.num_tokens) as span:
                 self._tiers.work.start(one.run(deadline_s), name="tierkv-fetch")
@@ -543,7 +550,7 @@ def _nothing() -> None: ...
 class _Fetch:
     """One call of `Fetcher.fetch`, in a task of its own; its caller waits for `outcome`.
 
-    is_part: see `Fetcher.fetch`.
+    is_part, known: see `Fetcher.fetch`.
     is_whole: all that storage has of it is here, but for the first tokens of another one's tail.
     fate: why it goes no further, where that is not the store's answer. waits_since: on the loop's
     clock, if the request could compute instead and has not waited for nothing yet. hedge_s: see
@@ -558,6 +565,7 @@ class _Fetch:
     promised: Sequence[StoredKey]
     on_arrival: Callable[[int], None]
     is_part: bool = False
+    known: Beyond | None = None
     outcome: asyncio.Future[Fetched] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -713,6 +721,8 @@ class _Fetch:
         self._begin_to_wait(question.hedge_s)
         if self.promised and not shared.storage.meets_other_sizes:  # else of which size is asked
             present = len(keys)
+        elif self.known is not None and self.known.blocks.start <= start <= self.known.blocks.stop:
+            present = min(self.known.blocks.stop - start, len(keys))
         else:
             present = await self._ask(keys, missing, question.give_up_s)
         if present < len(keys):
@@ -822,8 +832,11 @@ class _Fetch:
         that is the tail of its own, the last of `keys`, storage does not have it."""
         shared, landed = self.shared, self.landed
         index, start = shared.tiers.index, landed.lease.num_blocks
-        missing = (keys[-1].digest,) if start == self.prompt.num_blocks else ()
-        found = await shared.tails.find(self.prompt, landed.lease, missing=missing)
+        if self.known is not None and self.known.blocks.stop == start:
+            found = shared.tails.of_use(self.prompt, landed.lease, self.known.tail)
+        else:
+            missing = (keys[-1].digest,) if start == self.prompt.num_blocks else ()
+            found = await shared.tails.find(self.prompt, landed.lease, missing=missing)
         if found is None:
             return
         if busy := shared.busy([found.key], start):

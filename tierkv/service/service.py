@@ -32,7 +32,7 @@ from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import Handoff, Published, PublishStream
 from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.tickets import HandoffProblem, Ticket, TicketStatus, TicketView, look_at
-from tierkv.sched.copies import count_stored, keys_beyond, tokens_beyond
+from tierkv.sched.copies import count_stored, keys_beyond, stored_beyond
 from tierkv.sched.events import CacheEvents
 from tierkv.sched.explain import Explanation, explain
 from tierkv.sched.fetch import Fetched
@@ -730,7 +730,7 @@ class Service:
         stored: int | None = 0
         if storage is not None:
             try:
-                stored = await tokens_beyond(index, storage, prompt, match)
+                stored = (await stored_beyond(index, storage, prompt, match)).num_tokens
             except StoreUnavailableError:
                 stored = None
         device = (match.device_blocks + match.loading_blocks) * size

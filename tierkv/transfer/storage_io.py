@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Seque
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 
 import msgspec
 import numpy as np
@@ -432,22 +433,29 @@ class StorageIO:
         return next((n for n, is_there in zip(sizes, there, strict=True) if is_there), None)
 
     async def are_present(self, keys: Sequence[StoredKey]) -> list[bool]:
-        """Whether the store has each of `keys`, which are as many ranks' as this node's. Raises
-        StoreUnavailableError if it does not say so in time."""
-        size = self.slices.size
-        names = check_names(self.slices.names_of_all(keys, size))
+        """Return for each of `keys`, stored by as many ranks as this node has, whether the store
+        has it.
+
+        Raises:
+            StoreUnavailableError: The store did not answer in time.
+        """
+        [there] = await are_all_present([(self, keys)])
+        return there
+
+    async def present(self, names: Sequence[str]) -> list[bool]:
+        """As `Store.present`, within this I/O's deadline."""
         try:
             async with asyncio.timeout(self._deadline_s):
-                there = await self.store.present(names)
+                return await self.store.present(names)
         except TimeoutError as error:
             raise StoreUnavailableError(
                 f"{self.store.url} did not answer within {self._deadline_s:g} s"
             ) from error
+
+    def used(self, names: Iterable[str]) -> None:
+        """Let the values of these names live on, if values have a time to live."""
         if self._toucher is not None:
-            self._toucher.used(
-                name for name, is_there in zip(names, there, strict=True) if is_there
-            )
-        return [all(there[at : at + size]) for at in range(0, len(there), size)]
+            self._toucher.used(names)
 
     async def _count_present(self, keys: Sequence[StoredKey]) -> int:
         at, size, time = 0, self.slices.size, asyncio.get_running_loop().time
@@ -654,6 +662,31 @@ class StorageIO:
 
     def _codec(self, key: StoredKey) -> Codec:
         return self._codecs(key.space or self.names.fingerprint)
+
+
+async def are_all_present(
+    asked: Sequence[tuple[StorageIO, Sequence[StoredKey]]],
+) -> list[list[bool]]:
+    """Ask one store once whether it has keys of several layouts or fingerprints.
+
+    Args:
+        asked: Pairs of an I/O and its keys, one at least; all I/Os have the same store.
+
+    Returns:
+        For each pair whether the store has each key, stored by as many ranks as the I/O has.
+
+    Raises:
+        StoreUnavailableError: The store did not answer in time.
+    """
+    names = [io.slices.names_of_all(keys, io.slices.size) for io, keys in asked]
+    first, _ = asked[0]
+    answers = iter(await first.present(check_names([name for some in names for name in some])))
+    found = []
+    for (io, _), some in zip(asked, names, strict=True):
+        there, size = list(islice(answers, len(some))), io.slices.size
+        io.used(name for name, is_there in zip(some, there, strict=True) if is_there)
+        found.append([all(there[at : at + size]) for at in range(0, len(there), size)])
+    return found
 
 
 @dataclass(slots=True)
