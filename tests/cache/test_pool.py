@@ -150,7 +150,7 @@ def test_findings_tell_of_lost_shared_and_invented_blocks() -> None:
     pool = BlockPool("device", 4)
     first, second = pool.allocate(2).tolist()
     pool.release([second])
-    assert pool.findings([]) == [f"device: block {first} is taken but nobody owns it"]
+    assert pool.findings([]) == [f"device: block {first} is taken but has no owner"]
     assert pool.findings([first, first]) == [f"device: block {first} has more than one owner"]
     wrong = pool.findings([first, second, 77])
     assert any("which does not exist" in text for text in wrong)

@@ -123,7 +123,7 @@ def queue_without_quota(here: Cached) -> None:
         (pins_below, "is softly pinned less often than what is below it"),
         (pins_below_zero, "is softly pinned -1 times"),
         (hits_below, "was matched less often than what is below it"),
-        (no_child_by_first_token, "root '' has a child whose first token finds none"),
+        (no_child_by_first_token, "root '' has a child that its first token does not find"),
         (order_of_children, "lists other children in order than it has"),
         (roots_children, "root '' counts 2 children on HOST, not 1"),
         (slots_of_fewer_blocks, "has not a DEVICE slot and state for each of its blocks"),

@@ -196,15 +196,15 @@ def tenant_of_nothing(here: World, _: Request) -> Undo:
 
 _NO_SLOTS = np.zeros(0, np.int32)
 BROKEN: dict[Callable[[World, Request], Undo], str] = {
-    lost_slot: "is taken but nobody owns it",
+    lost_slot: "is taken but has no owner",
     lost_lease: "leases are out, but nodes count",
     wrong_holders: "leases are out, but nodes count",
     wrong_unheld: "unheld copies, but",
     forgotten_candidate: "could be evicted, is not queued",
     wrong_use: "copies, but",
     wrong_present: "counts",
-    orphan: "slots that its states do not tell of",
-    incoming_for_nobody: "bytes incoming, but nobody holds it",
+    orphan: "slots that do not agree with its states",
+    incoming_for_nobody: "bytes incoming, but no holder",
     pin_without_lease: "has lost its lease",
     soft_pin_without_mark: "is soft, but its blocks are not marked",
     soft_pin_counted_twice: "softly pinned more or less often",

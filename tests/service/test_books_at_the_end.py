@@ -26,7 +26,7 @@ async def test_a_lease_that_nobody_released_is_told_of_at_the_end() -> None:
 
 
 async def test_slots_that_nobody_gave_back_are_told_of_at_the_end() -> None:
-    with pytest.raises(InvariantError, match="taken but nobody owns it"):
+    with pytest.raises(InvariantError, match="taken but has no owner"):
         async with world() as here:
             here.service.scheduler.take_device(here.prompt(tokens(16)), 2)
 

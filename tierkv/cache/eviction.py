@@ -1,6 +1,7 @@
-"""Which unheld copies go first: leaves before their parents, and among leaves the policy says.
+"""The order of eviction: leaves before their parents, and leaves in the order of a policy.
 
-The write rule of a tier is here, too: what is not written early is written as it is evicted.
+The write rule of a tier is here too: blocks that are not written early are written as they are
+evicted.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ class WriteRule:
             raise ConfigError(f"after_hits must be at least 1, not {self.after_hits}")
 
     def writes_now(self, hits: int) -> bool:
-        """Whether a block that has been matched `hits` times should be copied down by now."""
+        """Return whether a block with `hits` matches should have been copied down by now."""
         if self.policy is WritePolicy.SELECTIVE:
             return hits >= self.after_hits
         return self.policy is WritePolicy.WRITE_THROUGH
 
     @property
     def writes_early(self) -> bool:
-        """Whether some blocks are copied down before they are evicted."""
+        """True if some blocks are copied down before eviction."""
         return self.policy in (WritePolicy.WRITE_THROUGH, WritePolicy.SELECTIVE)
 
     @property
@@ -66,12 +67,12 @@ class Victim(NamedTuple):
 
 
 class EvictionOrder:
-    """One tier's candidates: unheld nodes none of whose children has a copy on this tier.
+    """One tier's candidates: unheld nodes without a child that has a copy on this tier.
 
-    A lazy queue: `offer` adds an entry whenever a node may have become a candidate, and entries
-    that are no longer true are skipped when they come up. What comes in the order of its rank, as
-    nearly all does by LRU, waits in `_line`, O(1) each; the rest in `_heap`, O(log n). Nothing ever
-    scans the tree.
+    The queue is lazy: `offer` adds an entry whenever a node may have become a candidate, and
+    entries that are no longer true are skipped when they come up. Entries that arrive in the order
+    of their rank, nearly all by LRU, wait in `_line`, O(1) each; the rest in `_heap`, O(log n).
+    Nothing scans the tree.
     """
 
     def __init__(self, tier: Tier, policy: EvictionPolicy | None = None) -> None:
@@ -83,7 +84,7 @@ class EvictionOrder:
         self._newest: dict[int, Entry] = {}  # by uid: the only entry of a run that counts
         self._most_queued = _FEW_ENTRIES  # entries before the stale ones among them are dropped
         self._num_pushed = 0
-        # Asked of all but the usual one, whose answer is known.
+        # Not asked of LRU: it has neither, and the question takes time.
         self._rank = None if type(self.policy) is Lru else self.policy.rank
         self.memory = self.policy if self.policy.has_memory else None
         self._spares = self.policy.spares if self.policy.has_second_chances else None
@@ -157,10 +158,15 @@ class EvictionOrder:
             self.memory.forget(node)
 
     def leaf_to_go(self, most: int, rule: WriteRule) -> Segment | None:
-        """What goes next, at most `most` blocks of it, if there is nothing to plan about it: the
-        last blocks of a leaf with no copies on the other tier, by a rule that copies nothing that
-        goes. None if something else, or nothing, goes next, and by a policy with memory: for that
-        a run whose children went one by one is one to be queued, in a plan it goes with them."""
+        """Return the next blocks to evict, at most `most`, if evicting them needs no plan.
+
+        That is the case for the last blocks of a leaf without copies on the other tier, by a rule
+        that copies nothing at eviction, and by a policy without memory: a policy with memory queues
+        a run whose children were evicted one by one, where a plan evicts both together.
+
+        Returns:
+            The blocks, or None if anything else, or nothing, is next.
+        """
         if rule.policy is WritePolicy.WRITE_BACK or self.memory is not None:
             return None
         entry = self._top()
@@ -181,7 +187,7 @@ class EvictionOrder:
         victims: list[Victim] = []
         tier = self.tier
         chosen: list[Entry] = []  # taken out of the queue, to go back in the end
-        virtual: list[Entry] = []  # parents whose last child is chosen already
+        virtual: list[Entry] = []  # parents with all children chosen already
         gone_children: dict[int, int] = {}
         while count > 0 and (entry := self._first(virtual)) is not None:
             node = entry[2]
@@ -252,7 +258,7 @@ class EvictionOrder:
         return heapq.heappop(self._heap)
 
     def findings(self, nodes: list[TreeNode]) -> list[str]:
-        """What is wrong, in words, if `nodes` are all the nodes of the tree."""
+        """Return what is wrong, in words, if `nodes` are all the nodes of the tree."""
         wrong = []
         unheld = sum(n.copies[self.tier].num_present for n in nodes if n.holders == 0)
         if unheld != self.num_unheld:
@@ -276,18 +282,21 @@ class EvictionOrder:
 
 
 class EvictionPolicy:
-    """What it promises: ranks are integers, the lowest goes first; asking changes nothing that
-    another answer depends on. That leaves go before their parents is not its business.
+    """The order in which leaves are evicted.
 
-    has_memory: whether `queued`, `evicted` and `forget` are to be called. has_second_chances:
-    whether `spares` is to be asked.
+    Ranks are integers, and the lowest is evicted first. Asking changes nothing that another answer
+    depends on. Leaves are evicted before their parents whatever the policy.
+
+    Attributes:
+        has_memory: whether `queued`, `evicted` and `forget` are called.
+        has_second_chances: whether `spares` is called.
     """
 
     has_memory = False
     has_second_chances = False
 
     def rank(self, node: TreeNode) -> int:
-        """Of a run nobody holds, since its last use."""
+        """Return the rank of a run without holders, by its last use."""
         raise NotImplementedError
 
     def spares(self, node: TreeNode) -> bool:  # noqa: ARG002
@@ -296,7 +305,7 @@ class EvictionPolicy:
         return False
 
     def queued(self, node: TreeNode) -> list[TreeNode]:  # noqa: ARG002
-        """`node` can go from now on. Returns the runs whose rank that has changed."""
+        """Note that `node` can be evicted; return the runs with a changed rank."""
         return []
 
     def evicted(self, node: TreeNode) -> None:
@@ -306,8 +315,7 @@ class EvictionPolicy:
         """`node` is no more."""
 
     def resized(self, capacity: int) -> list[TreeNode]:  # noqa: ARG002
-        """The tier has `capacity` blocks from now on. Returns the runs whose rank that has
-        changed."""
+        """Note that the tier has `capacity` blocks; return the runs with a changed rank."""
         return []
 
 
@@ -352,7 +360,10 @@ class Slru(EvictionPolicy):
         return self._fall_back()
 
     def _fall_back(self) -> list[TreeNode]:
-        """The oldest, until the others are within their share."""
+        """Move the oldest protected runs back until the rest is within its share.
+
+        Return those moved.
+        """
         fallen = []
         while self._blocks > self.max_protected and len(self._protected) > 1:
             uid, (oldest, _) = next(iter(self._protected.items()))
@@ -379,11 +390,11 @@ def _protected_of(capacity: int) -> int:
 
 
 class CostAware(EvictionPolicy):
-    """Greedy-dual: value = floor + matches x recompute cost per byte; the least valuable goes, and
-    its value becomes the floor, which is how the others age.
+    """Greedy-dual eviction: value = floor + matches x recompute cost per byte.
 
+    The least valuable run is evicted, and its value becomes the floor, by which all other runs age.
     A block's recompute cost is linear in its tokens plus attention over all tokens before it, so
-    per byte a block deep in a prompt is dearer: 1 + position / `linear_blocks`.
+    per byte a block deep in a prompt costs more: 1 + position / `linear_blocks`.
     """
 
     has_memory = True
@@ -410,8 +421,11 @@ class CostAware(EvictionPolicy):
 
 
 class S3Fifo(EvictionPolicy):
-    """Of a small queue what was not matched goes, what was goes on to the main one (Yang et al.,
-    2023). capacity: blocks of the tier."""
+    """S3-FIFO (Yang et al., 2023): a small queue, a main queue, and a memory of evicted runs.
+
+    A run that was not matched is evicted from the small queue; a matched one moves to the main
+    queue. capacity: blocks of the tier.
+    """
 
     has_memory = True
     has_second_chances = True
@@ -434,7 +448,7 @@ class S3Fifo(EvictionPolicy):
 
     def rank(self, node: TreeNode) -> int:
         place = self._places.get(node.uid)
-        if place is None:  # never queued: a parent whose children have just gone
+        if place is None:  # never queued: a parent that has just lost its last child
             return _Queue.MAIN << _AGE_BITS
         return (place.queue << _AGE_BITS) + place.number
 
@@ -450,7 +464,10 @@ class S3Fifo(EvictionPolicy):
         return self._overflow()
 
     def _overflow(self) -> list[TreeNode]:
-        """The oldest of the small queue, until the others are within its share."""
+        """Move the oldest runs of the small queue until the rest is within its share.
+
+        Return those moved.
+        """
         fallen = []
         while self._small_blocks > self._max_small and len(self._small) > 1:
             uid, oldest = self._small.popitem(last=False)
@@ -460,8 +477,10 @@ class S3Fifo(EvictionPolicy):
         return fallen
 
     def spares(self, node: TreeNode) -> bool:
-        """Whether a run that would go next was matched since it was placed; then it is at the end
-        of the main queue now."""
+        """Return whether the next run was matched since it was placed.
+
+        Such a run moves to the end of the main queue.
+        """
         place = self._places.get(node.uid)
         if place is None or node.hits <= place.seen_hits:
             return False
@@ -507,12 +526,12 @@ class _Place:
 
 
 def _ghost(node: TreeNode) -> int:
-    """What tells a run that went when it comes back: where it starts, and its first block."""
+    """Return a hash of the run's start and first block, by which an evicted run is recognised."""
     return hash((node.space.name, node.start, node.key))
 
 
 class EvictionKind(Enum):
-    """What a configuration says."""
+    """An eviction policy, as a configuration names it."""
 
     LRU = "lru"
     LFU = "lfu"

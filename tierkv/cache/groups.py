@@ -1,10 +1,9 @@
-"""Groups of an engine's blocks: layers whose blocks have one layout, one size and one rule of which
-of them are needed.
+"""Groups of an engine's blocks: layers that share a layout, a block size and a rule of need.
 
-    full attention     every block before a length, the last one perhaps in part
-    sliding window     only the blocks that hold the last tokens before a length
-    state              one block, the state at exactly that length, which is a multiple of the
-                       block size, or the end of the prompt that was saved
+full attention     every block before a length, the last one perhaps in part
+sliding window     only the blocks that hold the last tokens before a length
+state              one block, the state at exactly that length, which is a multiple of the
+                   block size, or the end of the prompt that was saved
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class GroupKind(Enum):
 
 
 class TokensAt(Protocol):
-    """For each position how many first tokens there can be had; read where that matters."""
+    """A number for each position: how many leading tokens its block has."""
 
     def __len__(self) -> int: ...
 
@@ -41,10 +40,12 @@ class TokensAt(Protocol):
 class CacheGroup:
     """One group of an engine's layers.
 
-    layout: of its blocks, block size included: of a state, how many tokens lie between two of them.
-    window: so many tokens before a length are needed; of a sliding window only.
-    share: of the host memory, None for a part by bytes per token, so that every group holds as
-        many tokens and none alone limits what is found.
+    Attributes:
+        layout: layout of a block, block size included; the size of a state's block is the number of
+            tokens between two states.
+        window: number of tokens before a length that are needed; only for a sliding window.
+        share: share of the host memory. None for a share by bytes per token, so that every group
+            holds as many tokens and none alone limits what is found.
     """
 
     layout: Layout
@@ -83,7 +84,7 @@ class CacheGroup:
 
     @property
     def has_prefixes(self) -> bool:
-        """Whether a block can serve as one of its first tokens."""
+        """True if a block can serve as a shorter block of its first tokens."""
         return self.kind is not GroupKind.STATE and self.layout.has_prefixes
 
     def longest(self, limit: int, valid: TokensAt) -> int:
@@ -129,15 +130,22 @@ def as_groups(groups: Sequence[CacheGroup | Layout]) -> tuple[CacheGroup, ...]:
 
 
 def main_group(groups: Sequence[CacheGroup]) -> int:
-    """Which of them the fingerprint's layout and a prompt's block size are of: the first of full
-    attention, or the first if there is none."""
+    """Return the index of the group that gives a fingerprint its layout and a prompt its blocks.
+
+    It is the first group of full attention, or the first group if there is none.
+    """
     kinds = [group.kind for group in groups]
     return kinds.index(GroupKind.FULL) if GroupKind.FULL in kinds else 0
 
 
 def slots_of(groups: Sequence[CacheGroup], num_bytes: int) -> list[int]:
-    """How many host slots each group has of `num_bytes`: those that say so their share, the others
-    the rest by bytes per token."""
+    """Divide `num_bytes` of host memory into slots of each group.
+
+    Groups with a share get that share; the others divide the rest by bytes per token.
+
+    Returns:
+        The number of slots of each group.
+    """
     said = sum(group.share or 0.0 for group in groups)
     others = [group for group in groups if group.share is None]
     if said > 1 or (others and said >= 1):
@@ -176,11 +184,14 @@ class FlatBlock:
 
 
 class FlatBlocks:
-    """Blocks of one group on the host, by key. Of windows and states an engine saves what it has,
-    which is no unbroken run from the start of a prompt, as the radix tree would have it.
+    """Blocks of one group on the host, by key.
 
-    What nobody holds goes in the order of its last use. A slot is free, taken by who asked for it,
-    or a block's. on_evict: told of each block that went.
+    An engine saves the blocks of windows and states that it has, which is no unbroken run from the
+    start of a prompt, as the radix tree needs. Blocks without a holder are evicted in the order of
+    their last use. A slot is free, taken by a caller, or a block's.
+
+    Attributes:
+        on_evict: called with the key of each block that is evicted.
     """
 
     def __init__(
@@ -228,13 +239,13 @@ class FlatBlocks:
                 self._unheld[block.key.digest] = block
 
     def use(self, digests: Sequence[bytes]) -> None:
-        """Those that are here go later than all others, the first last."""
+        """Mark the blocks of `digests` that are here as used last, the last of them first."""
         for digest in reversed(digests):
             if digest in self._unheld:
                 self._unheld.move_to_end(digest)
 
     def take(self, count: int) -> list[int]:
-        """Up to `count` slots; blocks that nobody holds go for them."""
+        """Take up to `count` slots; evict blocks without a holder for them."""
         count = min(count, self._pool.num_free + len(self._unheld))
         while self._pool.num_free < count:
             self._evict(next(iter(self._unheld.values())))
@@ -259,7 +270,7 @@ class FlatBlocks:
         return True
 
     def forget(self) -> int:
-        """All that nobody holds goes; how many are left."""
+        """Evict all blocks without a holder; return how many blocks are left."""
         for block in list(self._unheld.values()):
             self._evict(block)
         return len(self._blocks)
@@ -275,12 +286,12 @@ class FlatBlocks:
         self._on_evict(block)
 
     def findings(self) -> list[str]:
-        """What is wrong, in words."""
+        """Return what is wrong, in words; [] if nothing is."""
         name, blocks = self._pool.tier, self._blocks
         wrong = self._pool.findings([*self._taken, *(one.slot for one in blocks.values())])
         unheld = {digest for digest, block in blocks.items() if not block.holders}
         if unheld != self._unheld.keys():
-            wrong.append(f"{name}: blocks that can go are not those that nobody holds")
+            wrong.append(f"{name}: the evictable blocks are not the blocks without a holder")
         listed = Counter(digest for some in self._siblings.values() for digest in some)
         if listed != Counter(blocks.keys()):
             wrong.append(f"{name}: the blocks under their parents are not all blocks")

@@ -1,4 +1,7 @@
-"""What became of blocks that are not there any more: a bounded memory, for explanations only."""
+"""A bounded memory of what happened to blocks that are not cached any more.
+
+Explanations read it, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +49,11 @@ _NO_EXTRAS: Mapping[int, bytes] = {}
 
 
 class _Run(msgspec.Struct, frozen=True, gc=False):
-    """The blocks that an event is about, from its first one on.
+    """The blocks that an event is about, from the first one on.
 
-    Their tokens are bytes [start, stop) of `packed`, which the run's node had, too.
-    longer: those that begin with the same block and tell of later ones, the newest first.
+    Attributes:
+        packed: bytes whose part [start, stop) holds the tokens; shared with the run's node.
+        longer: runs that begin with the same block and have later ones, the newest first.
     """
 
     event: HistoryEvent
@@ -60,7 +64,7 @@ class _Run(msgspec.Struct, frozen=True, gc=False):
     longer: tuple[_Run, ...] = ()
 
     def covers(self, prompt: Prompt, first: int, block: int) -> bool:
-        """Whether it begins with block `first` of `prompt` and goes on as that does to `block`."""
+        """Return whether this run begins with `prompt`'s block `first` and equals it to `block`."""
         width = prompt.block_token_bytes
         tokens = prompt.tokens[first * width : (block + 1) * width]
         return (
@@ -113,9 +117,11 @@ class History:
         self._keep(self._key(prompt, block), event)
 
     def find(self, prompt: Prompt, block: int) -> HistoryEvent | None:
-        """What happened last to this block; None if nothing is remembered. Looks at all runs that
-        begin before it: where the first blocks of one that went are cached again, a match misses
-        in the middle of it."""
+        """Return what happened last to a block of `prompt`; None if nothing is remembered.
+
+        Looks at all runs that begin before the block: where the first blocks of an evicted run are
+        cached again, a match misses in the middle of that run.
+        """
         newest = self.newest(prompt, block)
         is_any = self._runs or self._older_runs
         for first in range(block, max(block - _MOST_BACK, -1), -1) if is_any else ():
@@ -127,7 +133,7 @@ class History:
         return newest
 
     def newest(self, prompt: Prompt, block: int) -> HistoryEvent | None:
-        """As `find`, of this block or a run that begins with it only: one hash."""
+        """Return what happened last to this block or to a run that begins with it: one hash."""
         if not self._events:
             return None
         key = self._key(prompt, block)
@@ -153,7 +159,7 @@ class History:
         self._events[key] = event
 
     def _keep_run(self, key: _Key, run: _Run) -> None:
-        """With the longer ones that begin with the same block, which tell of later blocks."""
+        """Remember `run` beside longer runs that begin with the same block."""
         if (known := self._run_at(key)) is not None:
             most = run.stop - run.start
             others = (msgspec.structs.replace(known, longer=()), *known.longer)
@@ -171,7 +177,7 @@ class History:
 
 
 def _mark_before(node: TreeNode, first: int, width: int) -> int:
-    """Of run block `first` and the _BEFORE blocks of the path before it."""
+    """Return a hash of run block `first` and the _BEFORE blocks of the path before it."""
     block, at = node.start + first, node.packed_at + first * width
     back = min(_BEFORE, block)
     if back <= first and not node.extras:  # all that is hashed lies in the run

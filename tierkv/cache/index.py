@@ -55,10 +55,11 @@ _BY_USE: Final = (EvictionKind.LRU, EvictionKind.LRU)
 
 
 class Spaces:
-    """The roots of the tree, one for each fingerprint's space, and the queues of what may go.
+    """The roots of the tree, one for each fingerprint's space, and the eviction queues.
 
-    order: the eviction queues of all spaces together. own_orders: those of each space with a quota,
-    by name.
+    Attributes:
+        order: eviction queues of all spaces together, by tier.
+        own_orders: eviction queues of each space with a quota, by the space's name and tier.
     """
 
     def __init__(
@@ -71,8 +72,15 @@ class Spaces:
         self.root = self.open(Space(DEFAULT, root_digest))
 
     def open(self, space: Space, kinds: EvictionKinds = _BY_USE) -> TreeNode:
-        """Let prompts of `space.name` in; returns its root. kinds: how each tier evicts within a
-        quota."""
+        """Open a space for prompts and return its root.
+
+        Args:
+            space: a space whose name is not open yet.
+            kinds: eviction policy of each tier within the space's quota.
+
+        Raises:
+            BadRequestError: a space of that name is open already.
+        """
         if space.name in self._roots:
             raise BadRequestError(f"fingerprint {space.name!r} is open already")
         root = TreeNode(0, None, space, TierCopies(0))
@@ -82,7 +90,7 @@ class Spaces:
         return root
 
     def close(self, name: str) -> None:
-        """Let prompts of `name` in no more. It has no block, and is not the default one."""
+        """Close the space `name`, which has no block and is not the default one."""
         root = self.root_named(name)
         assert not root.children, "a space is closed when it is empty"
         assert root is not self.root, "the default space stays"
@@ -90,8 +98,10 @@ class Spaces:
         self.own_orders.pop(name, None)
 
     def set_quota(self, space: Space, quota: Quota, kinds: EvictionKinds = _BY_USE) -> None:
-        """Another quota from now on; nothing is evicted here. Walks the tree of the space if it
-        had none before, to queue its blocks."""
+        """Set another quota; evict nothing.
+
+        Walks the tree of a space that had no quota before, to queue its blocks.
+        """
         space.quota = quota
         if not space.has_quota:
             self.own_orders.pop(space.name, None)
@@ -117,10 +127,15 @@ class Spaces:
         )
 
     def root_of(self, prompt: Prompt) -> TreeNode:
-        """Raises BadRequestError if no space of that name is open."""
+        """Return the root of the prompt's space.
+
+        Raises:
+            BadRequestError: no space of that name is open.
+        """
         return self._roots.get(prompt.space) or self.root_named(prompt.space)
 
     def root_named(self, name: str) -> TreeNode:
+        """Return the root of the space `name`; raise BadRequestError if none is open."""
         try:
             return self._roots[name]
         except KeyError:
@@ -128,15 +143,16 @@ class Spaces:
             raise BadRequestError(message) from None
 
     def all(self) -> list[Space]:
+        """Return all open spaces."""
         return [root.space for root in self._roots.values()]
 
     def own_order(self, space: Space, tier: Tier) -> EvictionOrder | None:
-        """The queue of the space's own blocks, None if it has no quota."""
+        """Return the queue of the space's own blocks, None if the space has no quota."""
         own = self.own_orders.get(space.name)
         return None if own is None else own[tier]
 
     def orders(self, tier: Tier) -> list[tuple[EvictionOrder, Space | None]]:
-        """Every queue of the tier, with the space it is limited to."""
+        """Return every queue of the tier, with the space that limits it, None for all spaces."""
         own = [(order, space) for space in self.all() if (order := self.own_order(space, tier))]
         return [(self.order[tier], None), *own]
 
@@ -144,7 +160,7 @@ class Spaces:
         return list(self._roots.values())
 
     def nodes(self) -> Iterator[TreeNode]:
-        """Every node but the roots. For `verify` and listings only: it walks the whole tree."""
+        """Yield every node but the roots. Walks the whole tree: for `verify` and listings only."""
         pending = [child for root in self._roots.values() for child in root.children.values()]
         while pending:
             node = pending.pop()
@@ -177,7 +193,7 @@ class Tree:
     # Holders
 
     def hold(self, node: TreeNode) -> None:
-        """One more holder at `node`'s end."""
+        """Add a holder at `node`'s end."""
         device = host = 0
         while True:
             before, parent = node.holders, node.parent
@@ -192,6 +208,7 @@ class Tree:
             self.count_unheld(node.space, device, host)
 
     def unhold(self, node: TreeNode) -> None:
+        """Remove a holder at `node`'s end and queue the runs that may be evicted now."""
         device = host = 0
         (on_device, on_host), has_quotas = self._order, bool(self._own_orders)
         while True:
@@ -215,7 +232,7 @@ class Tree:
             self.count_unheld(node.space, device, host)
 
     def count_unheld(self, space: Space, device: int, host: int) -> None:
-        """So many more copies of `space` can be evicted."""
+        """Add to the numbers of evictable copies of `space` on each tier."""
         self._order[0].num_unheld += device
         if host:
             self._order[1].num_unheld += host
@@ -224,7 +241,7 @@ class Tree:
             own[1].num_unheld += host
 
     def offer(self, node: TreeNode) -> None:
-        """Let it be queued wherever it can go now."""
+        """Queue `node` on every tier where it may be evicted now."""
         device, host = self._order
         device.offer(node)
         if node.host is not None:
@@ -236,8 +253,10 @@ class Tree:
     # Growing
 
     def new_node(self, parent: TreeNode, prompt: Prompt, device: TierCopies) -> TreeNode:
-        """A child with the next blocks of `prompt`, as many as `device` has; if only the tail is
-        left, with it. To count the copies is the caller's business."""
+        """Return a child with the next blocks of `prompt`, one for each block of `device`.
+
+        If only the prompt's tail is left, the child holds the tail. The caller counts the copies.
+        """
         tokens, width, first = prompt.tokens, self.block_token_bytes, parent.end
         uid = self._next_uid
         self._next_uid = uid + 1
@@ -261,9 +280,20 @@ class Tree:
         slots: Ids,
         held: TreeNode,
     ) -> TreeNode:
-        """Add blocks [pos, stop), which are not in the tree, ready in `slots`, below `pos` blocks
-        of the path to `node`; returns the node they end in, which is held if it is new.
-        held: where the caller's lease ends."""
+        """Add blocks [pos, stop), which are not in the tree yet, below the path to `node`.
+
+        Args:
+            tier: the tier where the blocks are ready.
+            node: a node whose path covers the first `pos` blocks.
+            pos: number of blocks above the new ones.
+            prompt: the prompt that has the blocks.
+            stop: end of the new blocks.
+            slots: int32 [stop - pos], the slots on `tier`.
+            held: the node where the caller's lease ends.
+
+        Returns:
+            The node in which the blocks end; a new node is held.
+        """
         if pos < node.end:
             node = self.split(node, pos - node.start)
         elif not node.children and self._grows_in_place(node, stop - pos, held):
@@ -290,8 +320,12 @@ class Tree:
         return child
 
     def _grows_in_place(self, node: TreeNode, num_blocks: int, held: TreeNode) -> bool:
-        """A leaf does, if nobody but the caller holds it: a lease of others would protect what is
-        added, too. And only while it was never matched, nor softly pinned, as what is added."""
+        """Return whether blocks can be appended to `node` instead of a new child.
+
+        A lease of another request would protect the added blocks too, so nobody but the caller may
+        hold the node; hits and soft pins of the run would count for the added blocks, so there must
+        be none.
+        """
         return (
             node.holders == int(node is held)
             and not node.hits
@@ -301,8 +335,10 @@ class Tree:
         )
 
     def split(self, node: TreeNode, at: int) -> TreeNode:
-        """Cut a run in two; returns the new upper half. Leases stay with the lower one, which is
-        then the upper one's only child."""
+        """Cut a run in two and return the upper half.
+
+        Leases stay with the lower half, its only child.
+        """
         assert 0 < at < node.num_blocks, "a split leaves two non-empty runs"
         parent = node.parent
         assert parent is not None, "the root has no run"
@@ -312,7 +348,7 @@ class Tree:
         upper = node.behead(self._next_uid, at)
         self._next_uid += 1
         upper.holders = int(node.holders > 0)
-        parent.children[upper.key] = upper  # in the place of `node`, whose key it has
+        parent.children[upper.key] = upper  # in the place of `node`, with its key
         upper.adopt(node)
         upper.children_on_device, upper.children_on_host = int(had[0]), int(had[1])
         self.offer(node)
@@ -323,7 +359,7 @@ class Tree:
     def _recount_halves(
         self, parent: TreeNode, upper: TreeNode, lower: TreeNode, had: tuple[bool, bool]
     ) -> None:
-        """After a run was cut in two that is somewhere else than where they are, each."""
+        """Correct the counts after a run was cut into halves that are on different tiers."""
         is_lower, is_upper = (
             tuple(int(half.num_present(tier) > 0) for tier in TIERS) for half in (lower, upper)
         )
@@ -346,7 +382,7 @@ class Tree:
         *,
         slots: Ids | None = None,
     ) -> Ids:
-        """Advance the copies of run blocks [i, j); returns the slots they had."""
+        """Advance the copies of run blocks [i, j); return the slots they had."""
         copies = node.on(tier)
         before = copies.num_present
         had = copies.change(i, j, change, slots)
@@ -358,8 +394,10 @@ class Tree:
         return had
 
     def _recount(self, tier: Tier, node: TreeNode, before: int) -> TreeNode | None:
-        """Bring the books in line after `node`'s copies on `tier` were `before` in number. Returns
-        what is to be offered then."""
+        """Correct the counts after `node` had `before` copies on `tier`.
+
+        Return the node to queue, if any.
+        """
         after = node.num_present(tier)
         if after == before:
             return None
@@ -421,7 +459,7 @@ def _extras_of(prompt: Prompt, start: int, stop: int) -> dict[int, bytes] | None
 
 
 class PartialMatch(NamedTuple):
-    """A cached block or tail whose first tokens are the prompt's next ones; to be copied."""
+    """A cached block or tail that begins with the prompt's next tokens; its bytes are copied."""
 
     node: TreeNode
     block: int  # counted from the prompt's start
@@ -461,14 +499,14 @@ def longest_match(root: TreeNode, prompt: Prompt, max_tokens: int) -> Match:
 
 
 def _may_go_on(node: TreeNode, prompt: Prompt, at: int) -> bool:
-    """Whether a child may share the token `at`."""
+    """Return whether a child of `node` may share the token `at`."""
     if prompt.extras or not node.children:
         return bool(node.children)
     return prompt.tokens[at * TOKEN_BYTES : (at + 1) * TOKEN_BYTES] in node.children
 
 
 def _on_device(node: TreeNode, pos: int) -> tuple[int, int]:
-    """How many of the first `pos` blocks of the path are there, and how many after them come."""
+    """Return how many of the first `pos` blocks are ready, and how many follow incoming."""
     device = loading = 0
     for part, start, stop in segments(node, 0, pos):
         copies = part.device
@@ -480,7 +518,7 @@ def _on_device(node: TreeNode, pos: int) -> tuple[int, int]:
 
 
 def descend(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> tuple[TreeNode, int]:
-    """Follow blocks [pos, stop) of `prompt` from `node`, whose path covers [0, pos)."""
+    """Follow blocks [pos, stop) of `prompt` from `node`, the path of which covers [0, pos)."""
     tokens, width, extras = prompt.tokens, prompt.block_size * TOKEN_BYTES, prompt.extras
     startswith = tokens.startswith
     end = node.end
@@ -526,7 +564,7 @@ def segments(node: TreeNode, start: int, stop: int) -> list[Segment]:
 
 
 def _shared_blocks(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> int:
-    """How many blocks from `pos` on, at most up to `stop`, `node` shares with the prompt."""
+    """Return how many blocks from `pos` on, up to `stop`, `node` shares with the prompt."""
     width = prompt.block_size * TOKEN_BYTES
     at, most = node.packed_at + (pos - node.start) * width, min(stop, node.end) - pos
     blocks = common_blocks(prompt.tokens, pos * width, node.packed, at, most, width)
@@ -538,7 +576,14 @@ def _shared_blocks(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> int:
 
 
 def _partial(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> PartialMatch | None:
-    """What shares most with block `pos`, which ends at token `stop`, if not with all of it."""
+    """Return the cached block that shares the most, but not all, tokens with block `pos`.
+
+    Args:
+        node: a node whose path covers [0, pos).
+        pos: a block of the prompt.
+        prompt: the prompt.
+        stop: the token where the block ends.
+    """
     rest = prompt.tokens[pos * prompt.block_size * TOKEN_BYTES : stop * TOKEN_BYTES]
     extra = prompt.extras.get(pos, b"")
     if pos < node.end:
@@ -602,20 +647,21 @@ class Index:
         return longest_match(self.spaces.root_of(prompt), prompt, limit)
 
     def slots(self, tier: Tier, node: TreeNode, start: int, stop: int) -> Ids:
-        """Slots of blocks [start, stop) on the path to `node`."""
+        """Return the slots of blocks [start, stop) on the path to `node`."""
         if start >= stop:
             return np.zeros(0, np.int32)
         parts = [n.copies_on(tier).slots[i:j] for n, i, j in segments(node, start, stop)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def is_in(self, state: CopyState, tier: Tier, node: TreeNode, start: int, stop: int) -> Mask:
-        """Which of blocks [start, stop) on the path to `node` are in `state`."""
+        """Return a mask of the blocks [start, stop) on the path to `node` that are in `state`."""
         found = [
             part.copies_on(tier).is_in(state, i, j) for part, i, j in segments(node, start, stop)
         ]
         return found[0] if len(found) == 1 else np.concatenate([*found, np.zeros(0, np.bool_)])
 
     def states(self, tier: Tier, node: TreeNode, start: int, stop: int) -> list[CopyState]:
+        """Return the states of blocks [start, stop) on the path to `node`."""
         return [
             _STATES[state]
             for n, i, j in segments(node, start, stop)
@@ -623,9 +669,9 @@ class Index:
         ]
 
     def digests(self, node: TreeNode, stop: int, *, start: int = 0) -> list[bytes]:
-        """Keys of full blocks [start, stop) of the path to `node`.
+        """Return the keys of full blocks [start, stop) of the path to `node`.
 
-        Each is computed once and remembered on its run.
+        Each key is computed once and remembered on its run.
         """
         found: list[bytes] = []
         digest = node.space.root_digest
@@ -640,7 +686,7 @@ class Index:
         return found
 
     def _compute_digests(self, part: TreeNode, parent: bytes, known: int, stop: int) -> list[bytes]:
-        """Those of run blocks [known, stop), the first that have none."""
+        """Compute and remember the keys of run blocks [known, stop), the first that have none."""
         digest = part.digests[-DIGEST_BYTES:] or parent
         if part.extras:
             more = []
@@ -656,9 +702,9 @@ class Index:
     # Leases: what may not be evicted
 
     def hold(self, node: TreeNode, num_blocks: int) -> Lease:
-        """Forbid eviction of the path up to `num_blocks`, and mark it as used now.
+        """Forbid eviction of the path up to `num_blocks`, and mark the path as used now.
 
-        A run that goes on beyond is split, so that its rest stays free to go.
+        A run that continues beyond `num_blocks` is split, so that its rest can still be evicted.
         """
         if node.end != num_blocks:
             node = self._ending_at(node, num_blocks)
@@ -669,13 +715,17 @@ class Index:
         return Lease(node, num_blocks, used_before)
 
     def hold_as_is(self, node: TreeNode) -> Lease:
-        """Forbid eviction of the path to `node`'s end for a movement: no split, not a use."""
+        """Forbid eviction of the path to `node`'s end for a movement: no split, and no use."""
         self._tree.hold(node)
         self.num_held_leases += 1
         return Lease(node, node.end)
 
     def release(self, lease: Lease) -> None:
-        """End a lease. Raises OwnershipError if it has ended already."""
+        """End a lease.
+
+        Raises:
+            OwnershipError: the lease has ended already.
+        """
         if lease.is_released:
             raise OwnershipError("a lease was released twice")
         lease.is_released = True
@@ -686,9 +736,12 @@ class Index:
             self._tree.prune(node)
 
     def _move(self, lease: Lease, node: TreeNode, *, is_new: bool = False) -> None:
-        """Let `lease` end where `node` does from now on, a use of that.
+        """Move the end of `lease` to `node`, which counts as a use.
 
-        is_new: a run made for it, which has its holder already and is one of its parent's.
+        Args:
+            lease: a lease that has not ended.
+            node: the lease's new end.
+            is_new: whether the node was made for the lease, and already counts it as a holder.
         """
         before, lease.node, lease.num_blocks = lease.node, node, node.end
         end = node.parent if is_new else node
@@ -699,28 +752,33 @@ class Index:
         self._use(node)
 
     def _use(self, node: TreeNode) -> None:
-        """The path to `node` is used now: what is above is told when its holder ends."""
+        """Mark the path to `node` as used now; nodes above learn it when their holder ends."""
         tick = self._tick = self._tick + 1
         node.last_used = tick
         if not node.born:
             node.born = tick
 
     def at(self, seconds: float) -> None:
-        """It is so late on the caller's clock: uses from now on have ticks of it, at the least."""
+        """Advance the LRU clock to at least `seconds`."""
         tick = int(seconds * TICKS_PER_S)
         if tick > self._tick:  # noqa: PLR1730 - max() takes 0.1 us
             self._tick = tick
 
     def count_hit(self, lease: Lease) -> None:
-        """A request matched what `lease`, taken for it, holds; of that the end was used longest
-        ago, or right now, if others hold it, too."""
+        """Count a hit for the path that `lease`, taken for a request, holds.
+
+        The age of the hit is the time since the path's end was used last, 0 while others hold it.
+        """
         node = lease.node
         for part in node.path():
             part.hits += 1
         self.reuse_gaps.add(self._tick - lease.used_before if node.holders == 1 else 0)
 
     def _ending_at(self, node: TreeNode, num_blocks: int) -> TreeNode:
-        """The node of the path to `node` that ends at `num_blocks`, after a split if need be."""
+        """Return the node of the path to `node` that ends at `num_blocks`.
+
+        Split a run if necessary.
+        """
         while node.parent is not None and node.start >= num_blocks:
             node = node.parent
         if num_blocks < node.end:
@@ -730,14 +788,17 @@ class Index:
     # Soft pins
 
     def pin_softly(self, node: TreeNode, num_blocks: int) -> TreeNode:
-        """Let the path up to `num_blocks` go after everything that is not pinned; returns what
-        `unpin_softly` takes."""
+        """Evict the path up to `num_blocks` only after all blocks that are not pinned.
+
+        Returns:
+            The node that `unpin_softly` takes.
+        """
         node = self._ending_at(node, num_blocks)
         self._pin(node, +1)
         return node
 
     def unpin_softly(self, node: TreeNode) -> None:
-        """Undo one `pin_softly`. What went meanwhile is no error."""
+        """Undo one `pin_softly`; blocks that have been evicted since are no error."""
         self._pin(node, -1)
 
     def _pin(self, node: TreeNode, step: int) -> None:
@@ -750,12 +811,20 @@ class Index:
     def insert(
         self, tier: Tier, at: Lease, prompt: Prompt, stop: int, slots: Ids
     ) -> tuple[int, ...]:
-        """Add blocks [at.num_blocks, stop) of `prompt`, whole bytes in `slots` of `tier`, and let
-        `at` hold them, too.
+        """Add blocks [at.num_blocks, stop) of `prompt` and extend the lease `at` over them.
 
-        A block that is there already keeps its copy. Returns which of `slots`, by position, the
-        index does not own: they stay the caller's. On the device all stay from a block on that is
-        still incoming, and `at` ends before it.
+        A block that is there already keeps its copy. On the device all blocks from an incoming one
+        on are refused, and `at` ends before it.
+
+        Args:
+            tier: the tier of `slots`.
+            at: a lease of the path above the blocks.
+            prompt: the prompt that has the blocks.
+            stop: end of the blocks.
+            slots: int32 [stop - at.num_blocks], with all bytes of each block.
+
+        Returns:
+            Positions in `slots` that the index does not own; the caller keeps them.
         """
         assert not at.is_released, "a lease is extended while it holds"
         first, node = at.num_blocks, at.node
@@ -780,11 +849,13 @@ class Index:
     def _fill_in(
         self, tier: Tier, node: TreeNode, first: int, pos: int, slots: Ids
     ) -> tuple[int, tuple[int, ...]]:
-        """Place what is absent of blocks [first, pos) of the path; how far, and which of the slots
-        up to there were not needed.
+        """Place absent copies of blocks [first, pos) of the path.
 
-        On the device it ends at an incoming block: somebody's load of it may still fail, and the
-        device is prefix-closed, so the rest stays private to the caller.
+        On the device this ends at an incoming block: its load may still fail, and device copies are
+        prefix-closed, so the rest stays private to the caller.
+
+        Returns:
+            The block reached, and the positions in `slots` up to there that were not needed.
         """
         refused: list[int] = []
         for part, start, end in segments(node, first, pos):
@@ -805,8 +876,12 @@ class Index:
     def insert_tail(
         self, tier: Tier, at: Lease, prompt: Prompt, slot: int
     ) -> tuple[TreeNode, bool]:
-        """Add the tail of `prompt` under `at`, which covers its full blocks, in `slot`. Returns
-        where it is, and whether the index owns `slot` now: else it was there already."""
+        """Add the tail of `prompt` in `slot` under `at`, which covers the prompt's full blocks.
+
+        Returns:
+            The tail's node, and whether the index owns `slot` now; False if the tail was there
+                already.
+        """
         assert at.num_blocks == prompt.num_blocks, "a tail hangs under its parent block"
         assert prompt.tail_tokens, "the prompt has no tail"
         node = self._ending_at(at.node, at.num_blocks)
@@ -832,7 +907,7 @@ class Index:
         *,
         slots: Ids | None = None,
     ) -> Ids:
-        """Advance the copies of path blocks [start, stop); returns the slots they had.
+        """Advance the copies of path blocks [start, stop); return the slots they had.
 
         Blocks that are then on no tier leave the tree.
         """
@@ -845,24 +920,26 @@ class Index:
         return np.concatenate(had) if had else np.zeros(0, np.int32)
 
     def mark_stored(self, node: TreeNode, start: int, stop: int) -> None:
-        """Remember that Storage was told of path blocks [start, stop), to not tell it again.
+        """Remember that path blocks [start, stop) were written to storage, to not write them again.
 
-        A belief, never a match: the store may lose values, and is asked before it is relied on.
+        This is a belief, never a match: the store may lose values, and is asked before it is relied
+        on.
         """
         for part, i, j in segments(node, start, stop):
             part.believe_stored(i, j, np.ones(j - i, np.bool_))
 
     def unmark_stored(self, node: TreeNode, start: int, stop: int) -> None:
+        """Forget that path blocks [start, stop) were written to storage."""
         for part, i, j in segments(node, start, stop):
             part.believe_stored(i, j, np.zeros(j - i, np.bool_))
 
     def unmark_all_stored(self) -> None:
-        """Storage is another one, or may have lost what it had: walks the tree, 1 us a run."""
+        """Forget what was written to storage; walks the tree, 1 us a run."""
         for node in self.spaces.nodes():
             node.believe_nothing_stored()
 
     def drop(self, tier: Tier, node: TreeNode, i: int, j: int) -> Ids:
-        """Evict ready copies of run blocks [i, j) of an unheld node; returns their slots."""
+        """Evict ready copies of run blocks [i, j) of an unheld node; return their slots."""
         assert node.holders == 0, "a held copy is never evicted"
         copies, other = (node.on(tier), node.device) if tier is HOST else (node.device, node.host)
         memory = self.spaces.order[tier].memory
@@ -896,9 +973,10 @@ class Index:
         return had
 
     def forget_below(self, node: TreeNode, i: int) -> tuple[Ids, Ids]:
-        """Evict every copy of run blocks from `i` on and of all that hangs below; an unheld node.
+        """Evict every copy of run blocks from `i` on, and of all blocks below, of an unheld node.
 
-        Returns the device slots and the host slots that are free now.
+        Returns:
+            The device slots and the host slots that are free now.
         """
         assert node.holders == 0, "a held copy is never evicted"
         freed: tuple[list[Ids], list[Ids]] = ([], [])
@@ -921,7 +999,7 @@ class Index:
 
 
 def runs_of(mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> list[tuple[int, int]]:
-    """Where `mask` is true, as (start, stop)."""
+    """Return the ranges where `mask` is true, as (start, stop)."""
     if mask.all():  # the common case, in a tenth of the time
         return [(0, len(mask))] if len(mask) else []
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))

@@ -24,10 +24,14 @@ from tierkv.cache.node import (
 def findings(
     index: Index, pools: Mapping[Tier, BlockPool], owned_elsewhere: Mapping[Tier, Iterable[int]]
 ) -> list[str]:
-    """Everything wrong with `index` and `pools`; [] if nothing is.
+    """Return everything that is wrong with `index` and `pools`; [] if nothing is.
 
-    owned_elsewhere: slots of each tier that requests and movements hold outside the index.
-    Walks the whole tree: for tests, shutdown, and an operator who asks.
+    Walks the whole tree: for tests, shutdown, and an operator's request.
+
+    Args:
+        index: the index.
+        pools: the pool of each tier.
+        owned_elsewhere: slots of each tier that requests and movements hold outside the index.
     """
     nodes = list(index.spaces.nodes())
     wrong: list[str] = []
@@ -124,12 +128,12 @@ def _shape_findings(node: TreeNode, block_token_bytes: int) -> list[str]:
 
 
 def _children_findings(node: TreeNode) -> list[str]:
-    """What a run, or a root, says of those below it."""
+    """Return what is wrong with the counts and keys of `node`'s children."""
     wrong = []
     children = node.children.values()
     by_first = {_first(child) for child in children}
     if not by_first <= node.children.keys():
-        wrong.append("has a child whose first token finds none")
+        wrong.append("has a child that its first token does not find")
     if sorted(node.children.keys() - by_first) != node.order:
         wrong.append("lists other children in order than it has")
     if any(child.parent is not node or child.space is not node.space for child in children):
@@ -150,7 +154,7 @@ def _first(node: TreeNode) -> bytes:
 
 
 def _memory_findings(node: TreeNode) -> list[str]:
-    """What is remembered beside the tokens: lengths, digests, uses, relations."""
+    """Return what is wrong with lengths, digests, uses and relations of `node`."""
     parent = node.parent
     assert parent is not None, "the root is not listed"
     wrong = []
@@ -177,8 +181,7 @@ def _memory_findings(node: TreeNode) -> list[str]:
 
 
 def _bytes_that_share(node: TreeNode) -> int:
-    """Of `node.packed`, what runs from here up need, if the ones below that share it are counted
-    with them: enough for the lowest of those."""
+    """Return how many bytes of `node.packed` the runs from here up need that share it."""
     packed = node.packed
     if any(child.packed is packed for child in node.children.values()):
         return len(packed)
@@ -191,7 +194,7 @@ def _bytes_that_share(node: TreeNode) -> int:
 
 
 def _digests_of(node: TreeNode) -> bytes:
-    """Those that the run remembers, computed again from its tokens and its parent's last one."""
+    """Compute the run's remembered digests again from its tokens and its parent's last digest."""
     parent = node.parent
     assert parent is not None, "the root is not listed"
     if parent.parent is None:
@@ -217,9 +220,9 @@ def _residency_findings(node: TreeNode) -> list[str]:
     parent = node.parent
     assert parent is not None, "the root is not listed"
     above = parent.copies[Tier.DEVICE].states[-1:]  # empty for the root
-    # ABSENT < INCOMING < READY, and a match relies on it: the last block tells of all before.
+    # ABSENT < INCOMING < READY: a match concludes from the last block to all blocks before.
     if (np.diff(np.concatenate([above, device.states]).astype(np.int8)) > 0).any():
-        wrong.append("has a block on the device whose parent block is not there, or still comes")
+        wrong.append("has a block on the device without a ready parent block there")
     return wrong
 
 
@@ -228,9 +231,9 @@ def _tier_findings(node: TreeNode, tier: Tier) -> list[str]:
     copies = node.copies[tier]
     present = copies.states != CopyState.ABSENT
     if ((copies.slots != NO_SLOT) != present).any():
-        wrong.append(f"has {tier.name} slots that its states do not tell of")
+        wrong.append(f"has {tier.name} slots that do not agree with its states")
     if int(np.count_nonzero(present)) != copies.num_present:
         wrong.append(f"counts {copies.num_present} {tier.name} copies")
     if (copies.states == CopyState.INCOMING).any() and not node.holders:
-        wrong.append(f"has {tier.name} bytes incoming, but nobody holds it")
+        wrong.append(f"has {tier.name} bytes incoming, but no holder")
     return wrong

@@ -63,7 +63,7 @@ def _packed(tokens: Tokens) -> bytes:
 
 
 def _pack_sequence(tokens: Sequence[int]) -> bytes:
-    """What is beyond int32 raises here, or comes out negative."""
+    """Pack tokens; a number beyond int32 raises here or becomes negative."""
     if isinstance(tokens, (AbstractSet, Mapping)):
         raise BadRequestError(f"tokens have an order, a {type(tokens).__name__} has none")
     try:
@@ -102,7 +102,7 @@ def count(packed: bytes) -> int:
 
 
 def common_tokens(left: bytes, right: bytes) -> int:
-    """How many leading tokens two short packed sequences share."""
+    """Return how many leading tokens two short packed sequences share."""
     length = min(len(left), len(right))
     if left[:TOKEN_BYTES] != right[:TOKEN_BYTES]:
         return 0
@@ -116,13 +116,15 @@ def common_tokens(left: bytes, right: bytes) -> int:
 def common_blocks(  # noqa: PLR0917 - two places, how far, and in what steps
     left: bytes, left_at: int, right: bytes, right_at: int, most: int, width: int
 ) -> int:
-    """How many blocks of `width` bytes, at most `most`, `left` from byte `left_at` on shares with
-    `right` from byte `right_at` on. Reads what is shared at most three times, copies nothing.
+    """Return how many leading blocks of `width` bytes two byte strings share, at most `most`.
+
+    The comparison begins at `left_at` and `right_at`, reads what is shared at most three times, and
+    copies nothing.
     """
     theirs = memoryview(right)[right_at : right_at + most * width]
     if left.startswith(theirs, left_at):
         return most
-    done, differs = 0, most  # so many blocks are equal, so many are not
+    done, differs = 0, most  # blocks known to be equal; the first block known to differ
     while differs - done > 1:
         middle = (done + differs) // 2
         if left.startswith(theirs[done * width : middle * width], left_at + done * width):
@@ -218,10 +220,11 @@ def differences(ours: dict[str, str], theirs: dict[str, str]) -> tuple[str, ...]
 
 @dataclass(frozen=True, slots=True, order=True)
 class MediaItem:
-    """An image, audio clip or video whose placeholder tokens are part of the prompt.
+    """An image, audio clip or video with placeholder tokens in the prompt.
 
-    start, num_tokens: where its tokens lie in the prompt.
-    content_hash: digest of its full content (and shape), 16 to 64 bytes.
+    Attributes:
+        start, num_tokens: place of its tokens in the prompt.
+        content_hash: digest of its full content and shape, 16 to 64 bytes.
     """
 
     start: int
@@ -248,10 +251,10 @@ def prompt_extra(**parts: bytes) -> bytes:
 
 
 def extra_keys(media: Sequence[MediaItem], start: int, stop: int) -> bytes:
-    """What the media overlapping tokens [start, stop) add to that block's key.
+    """Return what the media that overlap tokens [start, stop) add to the block's key.
 
-    An item that ends exactly where the block starts does not overlap it, nor one that starts
-    where it ends. Independent of the order of `media`.
+    An item that ends exactly where the block starts does not overlap it, nor does one that starts
+    where the block ends. The result does not depend on the order of `media`.
     """
     parts = []
     for item in sorted(media):
@@ -265,16 +268,17 @@ def extra_keys(media: Sequence[MediaItem], start: int, stop: int) -> bytes:
 
 @dataclass(slots=True, init=False)
 class Prompt:
-    """Tokens (packed) and media, cut into blocks of `block_size`: what the index matches.
+    """Packed tokens and media, cut into blocks of `block_size`: the index matches it.
 
-    A value: nobody changes one. It is not frozen because that takes 0.6 us more to make, and a
-    whole request costs the index 25.
+    A prompt is a value and never changes. It is not frozen because a frozen one takes 0.6 us more
+    to make, and a whole request costs the index 25 us.
 
-    extras: for each block that media overlap, and for the tail, its extra keys. Those of a prompt
-        that is continued by generated tokens stay as they are: media lie wholly in the prompt, and
-        offsets count from a block's start.
-    space: which fingerprint's cache it belongs to, "" for the service's own.
-    num_blocks: full ones; the tail is not counted.
+    Attributes:
+        extras: extra keys of each block that media overlap, and of the tail. A prompt that is
+            continued by generated tokens keeps them: media lie wholly in the prompt, and offsets
+            count from a block's start.
+        space: name of the fingerprint's cache that the prompt belongs to, "" for the service's own.
+        num_blocks: number of full blocks; the tail is not counted.
     """
 
     tokens: bytes = field(repr=False)  # what people write goes into no log
@@ -411,7 +415,7 @@ def chain_tokens(root: bytes, tokens: bytes, width: int) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """What a tail's digest is made of: its parent block's digest, its packed tokens, extra keys."""
+    """The parts of a tail's digest: parent block's digest, packed tokens, extra keys."""
 
     parent: bytes
     tokens: bytes
@@ -486,11 +490,11 @@ class KeyRun(Sequence[StoredKey]):
 
     @property
     def has_tail(self) -> bool:
-        """Whether the last key is that of a tail."""
+        """True if the last key is a tail's."""
         return self._start < self._stop and self._stop > self._chain.prompt.num_blocks
 
     def digests(self) -> Iterator[bytes]:
-        """Of each block in turn, the tail left out."""
+        """Yield the digest of each block, without the tail's."""
         chain, at, stop = self._chain, self._start, self._stop - self.has_tail
         more = 1
         while at < stop:
@@ -511,7 +515,7 @@ class _Chain:
         self._lock = Lock()
 
     def up_to(self, stop: int) -> list[bytes]:
-        """Those before block `stop`, and perhaps some more."""
+        """Return the digests of the blocks before `stop`, and perhaps of some more."""
         digests, count = self._digests, stop - self.start
         if len(digests) < count:
             with self._lock:
@@ -575,24 +579,27 @@ class Names:
         return NameRun(self, keys)
 
     def tails(self, parent: bytes, space: str = "") -> str:
-        """Where the tails under a block, or under the root, are listed, for all shards."""
+        """Return the name of the list of tails under a block, or under the root, for all shards."""
         return f"{self.prefix}:{space or self.fingerprint}:{parent.hex()}:tails"
 
     def ticket(self, ticket_id: str) -> str:
-        """Where a ticket lies. Ids come from outside, so only their digest becomes a name, and
-        tickets of all fingerprints share one place, so that a mismatch can be seen and named."""
+        """Return the name of a ticket.
+
+        Ids come from outside, so only a digest of the id is in the name. Tickets of all
+        fingerprints share one place, so that a mismatch can be seen and named.
+        """
         return f"{self.prefix}:ticket:{_digest_of(ticket_id)}"
 
     def open_ticket(self, ticket_id: str) -> str:
-        """Where it is said that a ticket will come."""
+        """Return the name of the announcement that a ticket will come."""
         return f"{self.prefix}:open:{_digest_of(ticket_id)}"
 
     def acknowledgement(self, ticket_id: str) -> str:
-        """Where it is said who claimed a ticket."""
+        """Return the name of the record of a ticket's claim."""
         return f"{self.prefix}:ack:{_digest_of(ticket_id)}"
 
     def producer(self, incarnation: str) -> str:
-        """Where a node that publishes says that it lives."""
+        """Return the name of the liveness lease of a publishing node."""
         return f"{self.prefix}:producer:{_digest_of(incarnation)}"
 
 
@@ -629,12 +636,12 @@ class NameRun(Sequence[str]):
 
 
 def lists_tails(name: str) -> bool:
-    """Whether `name` is one of a list of tails, which each prompt that ends there asks for."""
+    """Return whether `name` is that of a list of tails, which each prompt that ends there reads."""
     return name.endswith(":tails")
 
 
 def tells_of_blocks(name: str) -> bool:
-    """Whether `name` is one of a ticket: who finds it learns that blocks were stored."""
+    """Return whether `name` is that of a ticket, which shows that blocks were stored."""
     return name.split(":")[1:2] in (["ticket"], ["open"])
 
 

@@ -1,4 +1,4 @@
-"""What one block is made of: its planes, in order, with byte sizes.
+"""The layout of a block: its planes, in order, with byte sizes.
 
 A layout is data. Movers see planes and bytes, never attention variants. The order of the planes is
 part of the contract: it is the order of their bytes in a host slot and in a stored value.
@@ -93,7 +93,7 @@ class Layout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each plane starts in a host slot, in bytes."""
+        """Start of each plane in a host slot, in bytes."""
         starts, at = [], 0
         for plane in self.planes:
             starts.append(at)
@@ -102,7 +102,7 @@ class Layout:
 
     @cached_property
     def planes_of_layer(self) -> tuple[range, ...]:
-        """For each layer, the indices of its planes (consecutive, since planes are ordered)."""
+        """Indices of each layer's planes; consecutive, since planes are ordered."""
         ranges, start = [], 0
         for layer in range(self.num_layers):
             stop = start
@@ -114,12 +114,12 @@ class Layout:
 
     @cached_property
     def has_token_bytes(self) -> bool:
-        """Whether every plane declares where a token's bytes are, so that a tail can be cut."""
+        """True if every plane declares where a token's bytes are, so that a tail can be cut."""
         return all(plane.token_bytes is not None for plane in self.planes)
 
     @cached_property
     def has_prefixes(self) -> bool:
-        """Whether a block can serve as one of its first tokens, copied whole or cut."""
+        """True if a block can serve as a shorter block of its first tokens, copied whole or cut."""
         return all(plane.has_prefixes for plane in self.planes)
 
     @cached_property
@@ -200,10 +200,15 @@ def attention_layout(
 
 
 def layered(block_size: int, roles: Sequence[tuple[str, str, int]], num_layers: int) -> Layout:
-    """Any layout whose layers are alike. roles: (role, dtype, bytes per token), in order.
+    """Make a layout of `num_layers` equal layers.
 
-    MLA is `[("latent", "bfloat16", 1152)]`; sparse attention with an indexer adds
-    `("indexer", "uint8", 132)`; block-wise fp8 adds `("scale", "float32", ...)` planes.
+    MLA is `[("latent", "bfloat16", 1152)]`; sparse attention with an indexer adds `("indexer",
+    "uint8", 132)`; block-wise fp8 adds `("scale", "float32", ...)` planes.
+
+    Args:
+        block_size: tokens per block.
+        roles: role, dtype and bytes per token of each plane of a layer, in order.
+        num_layers: number of layers.
     """
     return Layout(
         block_size=block_size,

@@ -25,6 +25,8 @@ _INTP: Final = np.dtype(np.intp)
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
+    """Capacity and free ids of one tier's pool."""
+
     tier: str
     capacity: int
     free: int
@@ -35,11 +37,14 @@ class PoolStats:
 
 
 class BlockPool:
-    """Ids 0..capacity-1, each free or taken, `num_free` are. Allocation is all or nothing, O(n) in
-    what it gives.
+    """A pool of the ids 0..capacity-1, each free or taken.
 
-    A stack of free ids (the last released is the next given, whose memory is warmest), and for
-    every id whether it is taken, which catches a double release.
+    Allocation is all or nothing and takes O(n) time for n ids. Free ids form a stack, so the id
+    that was released last is given first: its memory is warmest. A mark per id catches a double
+    release.
+
+    Attributes:
+        num_free: ids that can be allocated.
     """
 
     def __init__(self, tier: str, capacity: int) -> None:
@@ -50,16 +55,21 @@ class BlockPool:
         self._free: Ids = np.zeros(0, np.int32)
         # Of every id, and then as many that never are: where negative ids end up.
         self._is_taken = np.zeros(0, np.bool_)
-        self._mark: Ids = np.zeros(0, np.int32)  # what is told apart by it is written just before
+        self._mark: Ids = np.zeros(0, np.int32)  # scratch: written before each use
         self._count_up: Ids = np.zeros(0, np.int32)  # 0, 1, 2 ...: marks, without making them
         self.num_free = 0
         self.grow(capacity)
 
     def stats(self) -> PoolStats:
+        """Return capacity and free ids now."""
         return PoolStats(self.tier, self.capacity, self.num_free)
 
     def allocate(self, count: int) -> Ids:
-        """Take `count` ids; none for 0. Raises OutOfBlocksError with nothing taken."""
+        """Take `count` ids; return an empty array for 0.
+
+        Raises:
+            OutOfBlocksError: fewer than `count` ids are free; none was taken.
+        """
         if count < 0:
             raise ValueError(f"{self.tier}: cannot allocate {count} blocks")
         if count > self.num_free:
@@ -74,8 +84,11 @@ class BlockPool:
         return ids
 
     def release(self, ids: Ids | Sequence[int]) -> None:
-        """Give ids back. Raises OwnershipError, with nothing changed, if one is out of range,
-        not taken, or given twice."""
+        """Give ids back.
+
+        Raises:
+            OwnershipError: an id is out of range, not taken, or given twice; nothing changed.
+        """
         count = len(ids)
         if not count:
             return
@@ -93,10 +106,15 @@ class BlockPool:
         self.num_free = stop
 
     def exchange(self, given: Sequence[Ids], count: int) -> Ids:
-        """Take `count` ids, of which `given`, int32, taken until now and each there once, go from
-        one owner to the next without a stop on the stack. Raises OwnershipError, with nothing
-        changed, if one of them is not taken, OutOfBlocksError, with `given` released, if all are
-        too few.
+        """Take `count` ids and pass `given` on to the new owner without a stop on the free stack.
+
+        Args:
+            given: int32 arrays of ids that are taken now, each id once.
+            count: number of ids to return, those of `given` included.
+
+        Raises:
+            OwnershipError: an id of `given` is not taken; nothing changed.
+            OutOfBlocksError: too few ids are free; `given` was released.
         """
         if not given:
             return self.allocate(count)
@@ -111,7 +129,7 @@ class BlockPool:
         return np.concatenate([ids, self.allocate(more)]) if more else ids
 
     def _check_taken(self, ids: Ids) -> None:
-        """Raises OwnershipError if one of `ids` is out of range or not taken."""
+        """Raise OwnershipError if an id of `ids` is out of range or not taken."""
         try:
             taken = self._is_taken[ids.astype(_INTP)]
         except IndexError:
@@ -141,8 +159,13 @@ class BlockPool:
         self._reset(capacity, np.concatenate([more, self._free[: self.num_free]]))
 
     def shrink(self, capacity: int) -> None:
-        """Remove all ids from `capacity` on. Raises OwnershipError, with nothing changed, if one
-        of them is taken; `retire` first, and free what is `taken_from(capacity)`."""
+        """Remove all ids from `capacity` on.
+
+        Call `take_from` first and free the ids that `taken_from(capacity)` returns.
+
+        Raises:
+            OwnershipError: an id from `capacity` on is taken; nothing changed.
+        """
         if not 0 <= capacity <= self.capacity:
             raise ValueError(f"{self.tier}: {capacity} blocks are not fewer than {self.capacity}")
         if len(taken := self.taken_from(capacity)):
@@ -151,13 +174,12 @@ class BlockPool:
         self._reset(capacity, free[free < capacity])
 
     def taken_from(self, first: int) -> Ids:
-        """The taken ids from `first` on."""
+        """Return the taken ids from `first` on."""
         taken = np.flatnonzero(self._is_taken[first : self.capacity])
         return (taken + first).astype(np.int32)
 
     def take_from(self, first: int) -> Ids:
-        """Take every free id from `first` on, so that nobody else gets it while a shrink waits
-        for the others."""
+        """Take every free id from `first` on, so that none is given out before a shrink."""
         free = self._free[: self.num_free]
         given: Ids = free[free >= first].copy()
         rest = free[free < first].copy()
@@ -177,7 +199,7 @@ class BlockPool:
         self.capacity, self._free, self.num_free = capacity, stack, len(free)
 
     def findings(self, owned: Iterable[int]) -> list[str]:
-        """What is wrong, in words, if exactly the ids `owned` should be taken."""
+        """Return what is wrong, in words, if exactly the ids `owned` should be taken."""
         wrong: list[str] = []
         slots = np.fromiter(owned, np.int64)
         is_known = (slots >= 0) & (slots < self.capacity)
@@ -190,7 +212,7 @@ class BlockPool:
         for mask, what in (
             (counts > 1, "has more than one owner"),
             ((counts > 0) & ~taken, "is owned but counted as free"),
-            ((counts == 0) & taken, "is taken but nobody owns it"),
+            ((counts == 0) & taken, "is taken but has no owner"),
         ):
             wrong.extend(f"{self.tier}: block {block} {what}" for block in np.flatnonzero(mask))
         free = self._free[: self.num_free]
@@ -199,18 +221,17 @@ class BlockPool:
         elif taken[free].any() or len(set(free.tolist())) != len(free):
             wrong.append(f"{self.tier}: the free list disagrees with the taken marks")
         elif int(np.count_nonzero(~taken)) != self.num_free:
-            wrong.append(f"{self.tier}: blocks are marked as free that nobody can get")
+            wrong.append(f"{self.tier}: blocks are marked as free but are not in the free list")
         if self._is_taken[self.capacity :].any():
             wrong.append(f"{self.tier}: blocks are marked as taken that do not exist")
         return wrong
 
 
 class CopyState(IntEnum):
-    """Independent per tier: a block's device copy knows nothing of its host copy.
+    """The state of a block's copy on one tier; the copies of a block on two tiers are independent.
 
-    ABSENT    no slot is assigned.
-    INCOMING  a slot is assigned and bytes are on their way; invisible to every match.
-    READY     all bytes are there.
+    ABSENT: no slot is assigned. INCOMING: a slot is assigned and bytes are on their way; no match
+    sees the copy. READY: all bytes are there.
     """
 
     ABSENT = 0
@@ -219,6 +240,8 @@ class CopyState(IntEnum):
 
 
 class Change(IntEnum):
+    """A transition of a copy's state."""
+
     RESERVE = 0  # a movement towards this tier is submitted
     ARRIVE = 1  # its completion event is done, or its acknowledged read verified
     FAIL = 2  # the movement failed; the slot goes back
@@ -236,11 +259,16 @@ _TABLE = {
 
 
 def is_allowed(current: CopyState, change: Change) -> bool:
+    """Return whether a copy in state `current` may go through `change`."""
     return (current, change) in _TABLE
 
 
 def advance(current: CopyState, change: Change) -> CopyState:
-    """The state after `change`. Raises OwnershipError for a transition that cannot happen."""
+    """Return the state after `change`.
+
+    Raises:
+        OwnershipError: a copy in state `current` cannot go through `change`.
+    """
     try:
         return _TABLE[current, change]
     except KeyError:
@@ -249,9 +277,8 @@ def advance(current: CopyState, change: Change) -> CopyState:
 
 
 NO_SLOT: Final = -1  # the filler inside slot arrays; never leaves this room
-# A run that goes piece by piece, from its end, is copied to shorter bytes when it would keep more
-# than so many times its own. With 2, a piece took 3.1 us in the mean on a public trace, with 4 2.7
-# (blocks of 16 tokens, 2-core x86-64 VM, 2026-11-21).
+# A run that is evicted piece by piece, from its end, is copied to shorter bytes when it would keep
+# more than MOST_KEPT times its own. With 4 a piece takes 2.7 us on a public trace, with 2 3.1 us.
 MOST_KEPT: Final = 4
 _SLOT_BYTES: Final = 4
 _NO_SLOT_BYTES: Final = NO_SLOT.to_bytes(_SLOT_BYTES, "little", signed=True)
@@ -269,13 +296,16 @@ _AFTER: dict[Change, States] = {
 
 
 class TierCopies:
-    """num_present: blocks with a slot, whole or incoming. uniform: the state of every block, None
-    if they differ.
+    """The copies of a run's blocks on one tier: a slot and a state for each block.
 
-    Nearly all runs have one state throughout, so that is kept as one value, `uniform`, and an array
-    of states only while blocks differ. Slots are packed int32, or none while nothing is there:
-    bytes are cut in a quarter of the time that small NumPy arrays take, and what is given out stays
-    as it was.
+    Nearly all runs have one state throughout, so that state is kept as one value, and an array of
+    states exists only while blocks differ. Slots are packed int32 bytes, or None while no block has
+    one: bytes are cut in a quarter of the time of small NumPy arrays, and slices that were returned
+    earlier stay as they were.
+
+    Attributes:
+        num_present: blocks with a slot, ready or incoming.
+        uniform: the state of every block, None if states differ.
     """
 
     __slots__ = ("_slots", "_states", "num_blocks", "num_present", "uniform")
@@ -291,20 +321,19 @@ class TierCopies:
 
     @property
     def states(self) -> States:
-        """uint8 [num_blocks], CopyState values; to be read only."""
+        """The CopyState values, uint8 [num_blocks]; read-only."""
         if self._states is not None:
             return self._states
         return np.full(self.num_blocks, int(self.uniform or 0), np.uint8)
 
     @property
     def slots(self) -> Ids:
-        """int32 [num_blocks], NO_SLOT where there is none; to be read only."""
+        """The slots, int32 [num_blocks], NO_SLOT where a block has none; read-only."""
         packed = _NO_SLOT_BYTES * self.num_blocks if self._slots is None else self._slots
         return np.frombuffer(packed, _INT32, self.num_blocks)
 
     def fits(self, num_blocks: int) -> bool:
-        """Whether these are the slots and states of `num_blocks` blocks, kept as compactly as they
-        allow; `verify` asks."""
+        """Return whether slots and states fit `num_blocks` blocks, in the most compact form."""
         slots, states = self._slots, self._states
         least = num_blocks * _SLOT_BYTES
         return (
@@ -320,27 +349,27 @@ class TierCopies:
         return self._slots[start * _SLOT_BYTES : stop * _SLOT_BYTES]
 
     def is_in(self, state: CopyState, start: int, stop: int) -> Mask:
-        """Which of blocks [start, stop) are in `state`."""
+        """Return a mask of the blocks [start, stop) that are in `state`."""
         if self._states is None:
             return np.full(stop - start, self.uniform is state, np.bool_)
         found: Mask = self._states[start:stop] == state
         return found
 
     def leading(self, state: CopyState, start: int, stop: int) -> int:
-        """How many blocks from `start` on are in `state`, at most up to `stop`."""
+        """Return how many blocks in a row from `start` on, up to `stop`, are in `state`."""
         if self._states is None:
             return stop - start if self.uniform is state else 0
         other = np.flatnonzero(self._states[start:stop] != state)
         return int(other[0]) if len(other) else stop - start
 
     def present_in(self, start: int, stop: int) -> int:
-        """How many of blocks [start, stop) have a slot."""
+        """Return how many of blocks [start, stop) have a slot."""
         if self._states is None:
             return stop - start if self.uniform is not _ABSENT else 0
         return int(np.count_nonzero(self._states[start:stop]))
 
     def ready_runs(self, count: int) -> list[tuple[int, int]]:
-        """The last `count` ready blocks as (start, stop), the last ones first."""
+        """Return the last `count` ready blocks as (start, stop) pairs, the last pair first."""
         if self._states is None:
             if self.uniform is not _READY:
                 return []
@@ -409,7 +438,7 @@ class TierCopies:
         return upper
 
     def adopt(self, slots: bytes | None, states: States | None) -> None:
-        """Hold `slots`, packed, and `states` of blocks whose number is right already."""
+        """Keep packed `slots` and `states`; `num_blocks` fits them already."""
         self._slots, self._states = slots, states
         if states is not None:
             self._settle()
@@ -428,8 +457,13 @@ class TierCopies:
         self._settle()
 
     def drop_ready(self, num_blocks: int) -> Ids:
-        """Truncate a run that is ready throughout; the slots of the blocks that go. With 0 it is
-        absent throughout instead, for who still holds on to a node that has left the tree."""
+        """Truncate a run that is ready throughout to `num_blocks`.
+
+        Return the slots of the removed blocks.
+
+        With 0 the copies become absent throughout instead, since a movement may still refer to a
+        node that has left the tree.
+        """
         slots, kept = self._slots, num_blocks * _SLOT_BYTES
         assert slots is not None, "ready blocks have slots"
         had = np.frombuffer(slots, _INT32, self.num_blocks - num_blocks, kept)
@@ -483,7 +517,7 @@ _BY_BLOCK: Final = b"\xff"  # at the end of a key of a whole block: no token end
 
 
 class Tier(IntEnum):
-    """The tiers that have slots. Storage has names instead and is asked, never assumed."""
+    """A tier that has slots. Storage has names instead and is asked, never assumed."""
 
     DEVICE = 0
     HOST = 1
@@ -502,16 +536,22 @@ _BOUNDS: Final = tuple(int(bound * TICKS_PER_S) for bound in BOUNDS_S)
 
 @dataclass(slots=True)
 class AgeCounts:
-    """How long ago something was, when something else happened.
+    """A histogram of ages.
 
-    counts: how many were no older than each of BOUNDS_S, but than the one before; then the rest.
-    total_ticks: the sum of their ages."""
+    Attributes:
+        counts: for each of BOUNDS_S the ages up to that bound and above the one before; last, all
+            older ages.
+        total_ticks: sum of the ages.
+    """
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
     total_ticks: int = 0
 
     def add(self, ticks: int, count: int = 1) -> None:
-        """So many are so old, or, where a count was ahead of the clock, of now."""
+        """Count `count` ages of `ticks`.
+
+        A negative age, of an LRU clock ahead of time, counts as 0.
+        """
         self.counts[bisect_left(_BOUNDS, ticks)] += count
         if ticks > 0:
             self.total_ticks += ticks * count
@@ -519,9 +559,13 @@ class AgeCounts:
 
 @dataclass(slots=True, eq=False)
 class Space:
-    """name: the fingerprint's short form, "" for the service's own.
-    root_digest: the parent of every first block's key.
-    used: copies per tier, incoming ones included. quota: the most there may be, None for any.
+    """The part of the index that belongs to one fingerprint.
+
+    Attributes:
+        name: the fingerprint's short form, "" for the service's own.
+        root_digest: the parent digest of every first block's key.
+        used: copies per tier, incoming ones included.
+        quota: the most device and host blocks, None for no limit.
     """
 
     name: str
@@ -538,28 +582,30 @@ class Space:
 
 
 def check_quota(quota: Quota) -> None:
+    """Raise ConfigError unless both numbers of `quota` are None or at least 0."""
     if any(most is not None and most < 0 for most in quota):
         raise ConfigError("a quota is a number of blocks, at least 0")
 
 
 class TreeNode:
-    """Blocks [start, end) of every prompt that runs through here.
+    """A run: blocks [start, end) of every prompt that passes here.
 
-    packed: the tokens of the run are `token_bytes` bytes of it, from `packed_at` on. Before them
-        are the last tokens of the path above, behind them those of runs below that were split
-        off, or some that are gone.
-    key: how the parent finds it, see `adopt`.
-    extras: extra keys by block, where media overlap. is_tail: a partial block; it has no
-        children, and its tokens are fewer than a block's.
-    holders: leases that end here, and children that have holders. While there is one, no copy in
-        this node is evicted. A lease therefore protects its whole path.
-    last_used: the newest tick at which a lease that has ended, or ends here, was taken.
-    born: the tick of the first use, of its first blocks if more were added since.
-    digests: block keys of the first blocks of the run, 32 bytes each, as far as anybody asked.
-    children_on_device, children_on_host: those of them, tails included, with a copy there.
-    device: its copies there. host: those there, None where there is none, as mostly.
-    order: the keys of those children that are found by their whole first block, sorted, so that
-        the one sharing the most leading tokens with a prompt is next to where it would stand.
+    Attributes:
+        packed: bytes with the run's tokens at `packed_at`, `token_bytes` long. Tokens of the path
+            above lie before that part; tokens of runs that were split off or removed lie behind it.
+        key: the parent finds this node by it, see `adopt`.
+        extras: extra keys by block, where media overlap.
+        is_tail: the run is one partial block; a tail has no children.
+        holders: leases that end here, and children that have holders. While there is one, no copy
+            in this node is evicted, so a lease protects its whole path.
+        last_used: the newest tick at which a lease was taken that has ended or ends here.
+        born: tick of the first use, of the first blocks if blocks were added since.
+        digests: block keys of the run's first blocks, 32 bytes each, as far as they were needed.
+        children_on_device, children_on_host: children, tails included, with a copy on that tier.
+        device, host: copies on that tier; host is None where there is none, the common case.
+        order: sorted keys of the children that are found by their whole first block. The child that
+            shares the most leading tokens with a prompt stands next to the prompt's place in this
+            order.
     """
 
     __slots__ = (
@@ -597,7 +643,7 @@ class TreeNode:
         space: Space,
         device: TierCopies,
     ) -> None:
-        """A node with no tokens, key and host copies yet: see `put_tokens`, `adopt`, `on`."""
+        """Make a node without tokens, key and host copies: see `put_tokens`, `adopt` and `on`."""
         num_blocks = device.num_blocks
         start = parent.end if parent is not None else 0
         self.uid = uid
@@ -627,11 +673,11 @@ class TreeNode:
         self._stored: Mask | None = None
 
     def extra(self, block: int) -> bytes:
-        """Extra keys of `block`, counted from the prompt's start."""
+        """Return the extra keys of `block`, counted from the prompt's start."""
         return self.extras.get(block, b"") if self.extras else b""
 
     def path(self) -> Iterator[TreeNode]:
-        """This node, its parent, and so on, up to but without the root."""
+        """Yield this node, its parent, and so on up to the root's child."""
         node = self
         while node.parent is not None:
             yield node
@@ -639,17 +685,19 @@ class TreeNode:
 
     @property
     def tokens(self) -> bytes:
-        """Packed tokens of the run: a copy, unless `packed` has no others."""
+        """Packed tokens of the run; a copy unless `packed` holds nothing else."""
         return self.packed[self.packed_at : self.packed_at + self.token_bytes]
 
     def tokens_of(self, start: int, stop: int) -> bytes:
-        """Packed tokens of run blocks [start, stop)."""
+        """Return the packed tokens of run blocks [start, stop)."""
         width = self.token_bytes // self.num_blocks
         return self.packed[self.packed_at + start * width : self.packed_at + stop * width]
 
     def put_tokens(self, packed: bytes, start: int, stop: int) -> None:
-        """Let bytes [start, stop) of `packed` be the run's tokens: copied, unless hardly anything
-        is beside them."""
+        """Keep bytes [start, stop) of `packed` as the run's tokens.
+
+        Copy unless `packed` is hardly longer.
+        """
         self.token_bytes = num_bytes = stop - start
         if 8 * len(packed) <= 9 * num_bytes:
             self.packed, self.packed_at = packed, start
@@ -657,8 +705,11 @@ class TreeNode:
             self.packed, self.packed_at = packed[start:stop], 0
 
     def keep_less(self, packed: bytes) -> None:
-        """Blocks below needed `packed` and are gone: this run and those above that share it with
-        it, as the halves of a run do, copy what is theirs if it is much more than they need."""
+        """Copy the tokens of the runs that share `packed`, if it is much longer than they need.
+
+        Called when blocks below, which needed the rest of `packed`, have been removed. This run and
+        the runs above it share the bytes when a run was split.
+        """
         part, needed = self, 0
         while part.packed is packed and part.parent is not None:
             needed += part.token_bytes
@@ -673,15 +724,15 @@ class TreeNode:
 
     @property
     def copies(self) -> tuple[TierCopies, TierCopies]:
-        """By tier, to be read only."""
+        """Copies by tier; read-only."""
         return self.device, self.host or TierCopies(self.num_blocks)
 
     def copies_on(self, tier: Tier) -> TierCopies:
-        """One of `copies`."""
+        """Return one of `copies`; read-only."""
         return (self.host or TierCopies(self.num_blocks)) if tier is HOST else self.device
 
     def on(self, tier: Tier) -> TierCopies:
-        """The copies on `tier`, to be changed."""
+        """Return the copies on `tier`, to be changed."""
         if tier is not HOST:
             return self.device
         if self.host is None:
@@ -689,16 +740,19 @@ class TreeNode:
         return self.host
 
     def num_present(self, tier: Tier) -> int:
-        """Copies on `tier`, whole or incoming."""
+        """Return the number of copies on `tier`, ready or incoming."""
         copies = self.host if tier is HOST else self.device
         return copies.num_present if copies else 0
 
     # Children
 
     def adopt(self, child: TreeNode) -> None:
-        """Let `child`, which has its tokens, be found below: by its first token, or, if another one
-        is found by that, by its first block, or tail. So most need neither a long key nor a place
-        in `order`, and where all begin alike it takes O(log n)."""
+        """Make `child`, which has its tokens, findable below this node.
+
+        The key is the child's first token. If another child has that key, the key is the whole
+        first block, or the tail. Most children need neither a long key nor a place in `order`, and
+        where all children begin alike a search takes O(log n).
+        """
         at, extra = child.packed_at, b""
         key = child.packed[at : at + TOKEN_BYTES]
         if child.extras:
@@ -715,6 +769,7 @@ class TreeNode:
         self.children[key] = child
 
     def disown(self, child: TreeNode) -> None:
+        """Remove `child` from the children of this node."""
         key, order = child.key, self.order
         del self.children[key]
         if not order:
@@ -728,7 +783,7 @@ class TreeNode:
             self.children[key] = heir
 
     def child_with(self, tokens: bytes, extra: bytes) -> TreeNode | None:
-        """The child that begins with this block, or is this tail."""
+        """Return the child that begins with this block or is this tail, None if there is none."""
         child = self.children.get(child_key(tokens[:TOKEN_BYTES], extra))
         if child is not None and child.tokens_of(0, 1) != tokens:
             child = self.children.get(child_key(tokens, extra) + _BY_BLOCK)
@@ -736,19 +791,20 @@ class TreeNode:
 
     @property
     def present_children(self) -> tuple[int, int]:
-        """By tier: children, tails included, with a copy there."""
+        """The number of children, tails included, with a copy on each tier."""
         return self.children_on_device, self.children_on_host
 
     def count_present(self, tier: Tier, step: int) -> None:
-        """So many more children have a copy on `tier`."""
+        """Add `step` to the number of children with a copy on `tier`."""
         if tier is HOST:
             self.children_on_host += step
         else:
             self.children_on_device += step
 
-    # What Storage has been told of: a belief that saves writes, never a match.
+    # What was written to storage: a belief that saves writes, never a match.
 
     def stored_in(self, start: int, stop: int) -> Mask:
+        """Return a mask of the run blocks [start, stop) that are believed to be in storage."""
         if self._stored is None:
             return np.zeros(stop - start, np.bool_)
         return self._stored[start:stop]
@@ -766,8 +822,10 @@ class TreeNode:
     # The shape of the run
 
     def append(self, tier: Tier, slots: Ids) -> None:
-        """Add blocks at the end of the run, ready in `slots` of `tier`. Their tokens are the
-        caller's business."""
+        """Add blocks at the end of the run, ready in `slots` of `tier`.
+
+        The caller adds their tokens.
+        """
         ready, num_blocks = self.on(tier), len(slots)
         self.num_blocks += num_blocks
         self.end += num_blocks
@@ -778,16 +836,20 @@ class TreeNode:
             self._stored = np.append(self._stored, np.zeros(num_blocks, np.bool_))
 
     def truncate(self, num_blocks: int) -> None:
-        """Forget blocks from `num_blocks` on. The tokens behind them stay in memory for a while,
-        see `keep_less`."""
+        """Remove blocks from `num_blocks` on.
+
+        Their tokens stay in memory for a while, see `keep_less`.
+        """
         self._shorten(num_blocks)
         self.device.truncate(num_blocks)
         if self.host:
             self.host.truncate(num_blocks)
 
     def cut(self, tier: Tier, num_blocks: int) -> None:
-        """`truncate` a run that is ready throughout on `tier` and nowhere else, but for its copies
-        there: they are the caller's business."""
+        """Truncate a run that is ready throughout on `tier` and absent elsewhere.
+
+        The caller truncates the copies on `tier`.
+        """
         self._shorten(num_blocks)
         if tier is HOST:
             self.device.num_blocks = num_blocks
@@ -809,8 +871,11 @@ class TreeNode:
             self._stored = self._stored[:num_blocks].copy()
 
     def behead(self, uid: int, at: int) -> TreeNode:
-        """Cut the run in two: a new node for the first `at` blocks, while this one keeps the
-        rest, its children and its leases. Links to and from parents are the caller's."""
+        """Cut the run in two and return a new node with the first `at` blocks.
+
+        This node keeps the rest, its children and its leases. The caller mends the links between
+        the two and their parent.
+        """
         cut = self.token_bytes // self.num_blocks * at
         upper = TreeNode(uid, self.parent, self.space, self.device.behead(at))
         upper.key = self.key
@@ -837,7 +902,10 @@ class TreeNode:
 
 
 def child_key(tokens: bytes, extra: bytes) -> bytes:
-    """What a run that begins with `tokens` is found by: these, behind the extra keys of its first
-    block if media overlap that. Different ones have different keys, and sorted keys have those side
-    by side that share extra keys and most leading tokens."""
+    """Return the key by which a run that begins with `tokens` is found.
+
+    The extra keys of the first block come first if media overlap that block. Different runs have
+    different keys, and sorted keys put runs with equal extra keys and the most common leading
+    tokens side by side.
+    """
     return _NO_TOKEN + len(extra).to_bytes(4, "little") + extra + tokens if extra else tokens

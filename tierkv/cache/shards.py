@@ -77,7 +77,7 @@ class ShardScheme:
                 )
 
     def layout(self, shard: Shard) -> Layout:
-        """What one rank holds of a block."""
+        """Return the layout of the part of a block that one rank holds."""
         planes = []
         for plane in self.whole.planes:
             start, stop = self._range(plane, shard)
@@ -99,8 +99,15 @@ class ShardScheme:
     def pieces(
         self, reader: Shard, writers: int, *, num_tokens: int | None = None
     ) -> tuple[Piece, ...]:
-        """How the reader's payload of `num_tokens` tokens (None: a full block) is made of those of
-        `writers` ranks. Each byte of it is written once."""
+        """Return the pieces of `writers` ranks' payloads that make up the reader's payload.
+
+        Each byte of the reader's payload is written once.
+
+        Args:
+            reader: the rank that reads.
+            writers: number of ranks that wrote.
+            num_tokens: tokens of the payload, None for a full block.
+        """
         tokens = self.whole.block_size if num_tokens is None else num_tokens
         return tuple(self._pieces(reader, writers, tokens))
 
@@ -162,7 +169,7 @@ class ShardScheme:
                 at += width
 
     def _range(self, plane: Plane, shard: Shard) -> tuple[int, int]:
-        """Of the bytes in which the whole plane has its heads, those that the shard has."""
+        """Return the byte range of `shard` within the heads of a whole plane."""
         heads = self.heads.get(plane.role)
         if heads is None:
             return 0, _bytes_of_heads(plane)
@@ -193,12 +200,12 @@ class ShardScheme:
 
 
 def _bytes_of_heads(plane: Plane) -> int:
-    """Of a token, or of a block in which each head has a place of its own."""
+    """Return the bytes of all heads: of a block if each head has its own place, else of a token."""
     return plane.block_bytes if plane.token_bytes is None else plane.token_bytes
 
 
 class _Payload:
-    """Where the planes lie in a payload of so many tokens."""
+    """Places of the planes in a payload of `num_tokens` tokens."""
 
     def __init__(self, layout: Layout, tokens: int) -> None:
         is_whole = layout.stored_bytes(tokens) == layout.block_bytes
