@@ -1,9 +1,8 @@
 """The control API of one node, a process of its own on one core, asked over loopback TCP.
 
-Run it as `python -m benchmarks.api`; the client is a plain socket, so that what is measured is the
-node. The rows and their targets: admit and finish of a 32k-token prompt that is cached whole,
-packed tokens; small requests per second; 10,000 requests open at once, 1,000 in the waiting line,
-and what the loop and the memory of the node do meanwhile.
+Run it as `python -m benchmarks.api`; the client is a plain socket, so that the node is measured.
+The rows and their targets: a lookup of a 16k-token prompt that is cached whole, packed tokens;
+small lookups per second.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import argparse
 import asyncio
 import os
 import re
-import resource
 import statistics
 import struct
 import subprocess
@@ -22,7 +20,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -30,34 +27,19 @@ import uvloop
 
 from benchmarks.bench import Row, row, show
 
-LONG_TOKENS = 32_768
+LONG_TOKENS = 16_384
 SMALL_TOKENS = 64
 BLOCK_SIZE = 16
 CONNECTIONS = 32
-_DEADLINE_S = 120.0
 
 
-# A node whose engine is this benchmark: it commits what nothing has computed.
-SERVE = """
-import os
-from tierkv.api.server import run
-from tierkv.api.settings import NodeSettings
-from tierkv.config import load
-settings = load(NodeSettings, None, os.environ)
-run(settings, lambda url: print(url, flush=True), is_engine_attached=True)
-"""
+SERVE = "import sys; from tierkv.cli import main; sys.argv[1:] = ['serve']; main()"
 
 
 @dataclass(frozen=True)
 class Server:
     host: str
     port: int
-    pid: int
-
-    def rss_mib(self) -> float:
-        found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{self.pid}/status").read_text())
-        assert found, "the node runs"
-        return int(found[1]) / 1024
 
 
 @contextmanager
@@ -69,7 +51,6 @@ def server(device_blocks: int) -> Iterator[Server]:
         "TIERKV_CACHE__BLOCK_SIZE": str(BLOCK_SIZE),
         "TIERKV_STORAGE__URL": "none",
         "TIERKV_NODE__PORT": "0",
-        "TIERKV_NODE__IDLE_TIMEOUT_S": "120",  # 10,000 connections have their turns
     }
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryFile() as log:
@@ -89,7 +70,7 @@ def server(device_blocks: int) -> Iterator[Server]:
             for task in os.listdir(f"/proc/{child.pid}/task"):
                 os.sched_setaffinity(int(task), cores[:1])
             os.sched_setaffinity(0, cores[1:] or cores)
-            yield Server(url.hostname, url.port, child.pid)
+            yield Server(url.hostname, url.port)
         finally:
             child.terminate()
             child.wait(60)
@@ -143,25 +124,20 @@ async def connect(to: Server) -> Connection:
     return connection
 
 
-def message(
-    method: str, path: str, body: bytes = b"", content_type: str = "", request_id: str = ""
-) -> bytes:
-    lines = [f"{method} {path} HTTP/1.1", "Host: node", "Accept: application/msgpack"]
-    if request_id:
-        lines.append(f"Idempotency-Key: {request_id}")
-    if body:
-        lines.append(f"Content-Type: {content_type}")
-    lines.append(f"Content-Length: {len(body)}")
-    return "\r\n".join([*lines, "", ""]).encode() + body
+def lookup(tokens: bytes) -> bytes:
+    """Return the bytes of a request for POST /v1/lookup of packed `tokens`."""
+    return _message("/v1/lookup", tokens)
 
 
-def admit(tokens: bytes, request_id: str, query: str = "") -> bytes:
-    path = f"/v1/requests{query}"
-    return message("POST", path, tokens, "application/octet-stream", request_id)
-
-
-def finish(request_id: str, body: bytes = b"") -> bytes:
-    return message("POST", f"/v1/requests/{request_id}/finish", body, "application/json")
+def _message(path: str, tokens: bytes) -> bytes:
+    head = [
+        f"POST {path} HTTP/1.1",
+        "Host: node",
+        "Accept: application/msgpack",
+        "Content-Type: application/octet-stream",
+        f"Content-Length: {len(tokens)}",
+    ]
+    return "\r\n".join([*head, "", ""]).encode() + tokens
 
 
 def good(answer: tuple[int, bytes]) -> bytes:
@@ -171,21 +147,20 @@ def good(answer: tuple[int, bytes]) -> bytes:
     return body
 
 
-def pack(num_tokens: int, first: int = 0) -> bytes:
-    return struct.pack(f"<{num_tokens}i", *range(first, first + num_tokens))
+def prompt_of(num_tokens: int, number: int = 0) -> bytes:
+    """Return a packed prompt of bytes, another one for each `number`."""
+    return struct.pack(f"<{num_tokens}i", *((7 * at + number) % 251 for at in range(num_tokens)))
 
 
 async def long_prompt(to: Server, repeats: int) -> list[float]:
-    """Milliseconds of an admission and its end, together."""
-    connection, tokens = await connect(to), pack(LONG_TOKENS)
-    good(await connection.ask(admit(tokens, "first")))
-    good(await connection.ask(finish("first", b'{"num_tokens": %d}' % LONG_TOKENS)))
+    """Return the milliseconds of each lookup of a prompt that is cached whole."""
+    connection, tokens = await connect(to), prompt_of(LONG_TOKENS)
+    good(await connection.ask(_message("/v1/generate?max_tokens=1", tokens)))
     samples = []
     for i in range(repeats + 20):
-        first, second = admit(tokens, f"r{i}"), finish(f"r{i}")
+        asked = lookup(tokens)
         started = time.perf_counter()
-        good(await connection.ask(first))
-        good(await connection.ask(second))
+        good(await connection.ask(asked))
         if i >= 20:
             samples.append((time.perf_counter() - started) * 1e3)
     connection.close()
@@ -193,147 +168,34 @@ async def long_prompt(to: Server, repeats: int) -> list[float]:
 
 
 async def rates(to: Server, seconds: float) -> list[float]:
-    """HTTP requests per second, for each of 5 windows: admissions and ends of small prompts."""
+    """Return the lookups of small prompts per second, for each of 5 windows."""
     samples = []
-    for window in range(5):
+    for _ in range(5):
         stop_at = time.perf_counter() + seconds / 5
         started = time.perf_counter()
         async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(_keep_asking(to, f"{window}-{i}", stop_at))
-                for i in range(CONNECTIONS)
-            ]
+            tasks = [group.create_task(_keep_asking(to, i, stop_at)) for i in range(CONNECTIONS)]
         samples.append(sum(task.result() for task in tasks) / (time.perf_counter() - started))
     return samples
 
 
-async def _keep_asking(to: Server, name: str, stop_at: float) -> int:
-    connection, tokens, count = await connect(to), pack(SMALL_TOKENS), 0
+async def _keep_asking(to: Server, number: int, stop_at: float) -> int:
+    connection, asked, count = await connect(to), lookup(prompt_of(SMALL_TOKENS, number)), 0
     while time.perf_counter() < stop_at:
-        request_id = f"{name}-{count}"
-        good(await connection.ask(admit(tokens, request_id)))
-        good(await connection.ask(finish(request_id)))
-        count += 2
+        good(await connection.ask(asked))
+        count += 1
     connection.close()
     return count
 
 
-@dataclass(frozen=True)
-class Crowd:
-    """seconds: from the first answer that could come to the last. memory_mib: the node's, with all
-    of them open. late: how late the node's event loop was meanwhile. busy: the same, but counting
-    no more of it than the loop's thread was at work; the rest is the machine's, not the loop's."""
-
-    seconds: float
-    late: Lag
-    busy: Lag
-    memory_mib: float
-
-    def lag_rows(self) -> list[Row]:
-        waited = 1 - self.busy.total_s / self.late.total_s if self.late.total_s else 0.0
-        return [
-            row("  the event loop late, p99", [self.late.p99_ms], "ms", most=50),
-            row("  the same, at worst", [self.late.worst_ms], "ms"),
-            row("  late while at work itself, p99", [self.busy.p99_ms], "ms", most=50),
-            row("  the same, at worst", [self.busy.worst_ms], "ms"),
-            row("  of all lateness, it had no core (at least)", [100 * waited], "%"),
-        ]
-
-
-@dataclass(frozen=True)
-class Lag:
-    """Which the node says itself: of the beats of its loop the bucket of its histogram that the
-    slowest one of 100, and the slowest of all, fall into, as its upper end; and all together."""
-
-    p99_ms: float
-    worst_ms: float
-    total_s: float
-
-    @classmethod
-    def between(cls, before: Beats, after: Beats) -> Lag:
-        counts = [(bound, n - before.counts[bound]) for bound, n in after.counts.items()]
-        p99_ms, worst_ms = (
-            1e3 * next(bound for bound, n in counts if n >= share * counts[-1][1])
-            for share in (0.99, 1.0)
-        )
-        return cls(p99_ms, worst_ms, after.total_s - before.total_s)
-
-
-@dataclass(frozen=True)
-class Beats:
-    """One histogram of /metrics. counts: beats that were at most so many seconds late since the
-    node's start. total_s: all lateness."""
-
-    counts: dict[float, float]
-    total_s: float
-
-    @classmethod
-    def read(cls, metrics: str, name: str) -> Beats:
-        found = re.findall(rf'{name}_bucket\{{le="([^"]+)"\}} (\S+)', metrics)
-        total = re.search(rf"^{name}_sum (\S+)", metrics, re.MULTILINE)
-        assert total, name
-        return cls({float(bound): float(count) for bound, count in found}, float(total[1]))
-
-
-async def crowd(to: Server, count: int, *, waits: bool) -> Crowd:
-    """`count` requests on as many connections, all of them asked for at once and open together.
-
-    waits: the node is paused until all have come, so that they stand in its waiting line.
-    """
-    control = await connect(to)
-    if waits:
-        good(await control.ask(message("POST", "/v1/pause")))
-    connections = [await connect(to) for _ in range(count)]
-    before = await _metrics(control)
-    started = time.perf_counter()
-    tokens, name = pack(BLOCK_SIZE), "w" if waits else "c"
-    asked = [
-        connection.ask(admit(tokens, f"{name}{i}", f"?deadline_s={_DEADLINE_S:g}"))
-        for i, connection in enumerate(connections)
-    ]
-    if waits:
-        for _ in range(20):  # answered after what was sent before it
-            good(await control.ask(message("GET", "/livez")))
-        started = time.perf_counter()
-        good(await control.ask(message("POST", "/v1/resume")))
-    for answer in asked:
-        good(await answer)
-    memory = to.rss_mib()
-    ends = [connection.ask(finish(f"{name}{i}")) for i, connection in enumerate(connections)]
-    for answer in ends:
-        good(await answer)
-    seconds = time.perf_counter() - started
-    for connection in connections:
-        connection.close()
-    await asyncio.sleep(1.0)  # all leave at once, which is work for the node too
-    after = await _metrics(control)
-    control.close()
-    late, busy = (
-        Lag.between(Beats.read(before, name), Beats.read(after, name))
-        for name in ("tierkv_event_loop_lag_seconds", "tierkv_event_loop_busy_seconds")
-    )
-    return Crowd(seconds, late, busy, memory)
-
-
-async def _metrics(control: Connection) -> str:
-    return good(await control.ask(message("GET", "/metrics"))).decode()
-
-
-async def measure(to: Server, *, repeats: int, seconds: float, concurrent: int) -> Sequence[Row]:
+async def measure(to: Server, *, repeats: int, seconds: float) -> Sequence[Row]:
     samples = await long_prompt(to, repeats)
     per_second = await rates(to, seconds)
-    together = await crowd(to, concurrent, waits=False)
-    waiting = await crowd(to, concurrent // 10, waits=True)
     return [
-        row("admit + finish, 32k tokens, all cached: p50", samples, "ms", most=1.5),
+        row("lookup, 16k tokens, all cached: p50", samples, "ms", most=1.5),
         row("the same: p99", [statistics.quantiles(samples, n=100)[98]], "ms"),
         # Time per request, since a target is a most: 2,000 a second are 0.5 ms each.
-        row("one small request, one core", [1e3 / each for each in per_second], "ms", most=0.5),
-        row(f"{concurrent} open at once, asked for and ended", [together.seconds], "s"),
-        *together.lag_rows(),
-        row("  the node's memory", [together.memory_mib], "MiB", most=1024),
-        row(f"{concurrent // 10} in the waiting line, admitted and ended", [waiting.seconds], "s"),
-        *waiting.lag_rows(),
+        row("one small lookup, one core", [1e3 / each for each in per_second], "ms", most=0.5),
     ]
 
 
@@ -342,17 +204,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     options = parser.parse_args()
-    concurrent = 1_000 if options.quick else 10_000
-    wanted = 2 * concurrent + 200
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
-    with server(device_blocks=LONG_TOKENS // BLOCK_SIZE + concurrent + 1_000) as to:
+    with server(device_blocks=LONG_TOKENS // BLOCK_SIZE + 1_000) as to:
         rows = uvloop.run(
             measure(
                 to,
                 repeats=100 if options.quick else 500,
                 seconds=2.0 if options.quick else 10.0,
-                concurrent=concurrent,
             )
         )
     show(rows, as_json=options.json)

@@ -1,15 +1,15 @@
-"""Fetch or compute: what requests take at real nodes whose Redis is far away, in real time.
+"""Fetch or compute: what requests take whose Redis is far away, in real time.
 
     python benchmarks/regret.py [--quick] [--json] [--requests 40] [--compute 0.1 0.3 1 2.4]
         [--delays 0 0.02 0.06 0.09 0.3 0.6] [--model] [--stall 2]
 
-A node is a process that is asked over HTTP; between it and a real Redis a proxy delays each answer.
-For each time that an engine takes to compute 2,400 tokens, and each delay: a fetch that is waited
-for whatever it takes, computing, and the requests of a node that decides (best_effort) and knows
-nothing at first, from the tenth on. All prompts are in Redis. The engine tells nothing: it is
-observed from admission to commit, which this benchmark asks for as an engine does. With --model the
-node computes with the reference model instead, and its engine tells its speed. With --stall Redis
-answers nobody for so many seconds when the 16th request begins; those from the 23rd on are counted.
+Between a service in this process and a real Redis a proxy delays each answer. For each time that an
+engine takes to compute 2,400 tokens, and each delay: a fetch that is waited for whatever it takes,
+computing, and the requests of a service that decides (best_effort) and knows nothing at first, from
+the tenth on. All prompts are in Redis. The engine tells nothing: it is observed from admission to
+commit. With --model a node, a process of its own, computes with the reference model instead, and
+its engine tells its speed. With --stall Redis answers nobody for so many seconds when the 16th
+request begins; those from the 23rd on are counted.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import asyncio
 import os
 import statistics
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import aiohttp
 
@@ -32,41 +33,69 @@ from benchmarks.api import SERVE
 from benchmarks.bench import Row, row, show
 from tests.redis_proxy import Proxy, redis_proxy
 from tests.redis_server import RedisServer, redis_server
+from tierkv.cache.eviction import WritePolicy
+from tierkv.cache.keys import Fingerprint, Prompt, pack
+from tierkv.cache.layout import attention_layout
+from tierkv.clock import SystemClock
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.pd.settings import HandoffSettings
+from tierkv.sched.request import RequestSpec
+from tierkv.sched.settings import CacheSettings
+from tierkv.sched.worth import FetchPolicy
+from tierkv.service import Service
+from tierkv.service.session import Session
+from tierkv.storage.factory import StoreSettings, open_guarded_store
 
 NUM_TOKENS, SIZE, LEARNING = 2400, 16, 10
 STALLED_AT, FEW = 15, 7
-REFERENCE = "import sys; from tierkv.cli import main; sys.argv[1:] = ['serve']; main()"
+LAYOUT = attention_layout(
+    num_layers=4, num_kv_heads=4, head_dim=16, dtype="float32", item_bytes=4, block_size=SIZE
+)
+
+
+class Requests(Protocol):
+    """A service or a node that serves requests."""
+
+    async def takes(self, number: int, *, uses_cache: bool = True) -> float:
+        """Return the seconds from the request of prompt `number` to its computed prompt."""
+        ...
+
+
+class Engine:
+    """A service, and an engine that takes `computes_s` seconds for a whole prompt."""
+
+    def __init__(self, service: Service, computes_s: float) -> None:
+        self._service, self._computes_s = service, computes_s
+
+    async def takes(self, number: int, *, uses_cache: bool = True) -> float:
+        began = time.monotonic()
+        prompt = Prompt.of(pack(prompt_of(number)), SIZE)
+        session = Session(
+            self._service, RequestSpec(f"r{number}", prompt, 0, uses_cache=uses_cache)
+        )
+        request = await session.admit()
+        await session.loaded_or_recovered(60.0)
+        rest = NUM_TOKENS - request.cached_tokens
+        await asyncio.sleep(self._computes_s * rest / NUM_TOKENS)
+        await session.commit(prompt.tokens)
+        took_s = time.monotonic() - began
+        session.end()
+        return took_s
 
 
 class Node:
-    """One process. computes_s: what its engine takes for a whole prompt, None for a node that
-    computes itself."""
+    """A process of `tierkv serve`, asked over HTTP."""
 
-    def __init__(self, url: str, http: aiohttp.ClientSession, computes_s: float | None) -> None:
-        self.url, self.http, self.computes_s = url, http, computes_s
-
-    async def post(self, path: str, **body: object) -> dict[str, Any]:
-        async with self.http.post(self.url + path, json=body) as answer:
-            assert answer.status == 200, await answer.text()
-            found: dict[str, Any] = await answer.json()
-            return found
+    def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
+        self.url, self.http = url, http
 
     async def takes(self, number: int, *, uses_cache: bool = True) -> float:
-        """How long a request takes until its prompt is committed; or, of a node that computes
-        itself, has its first token."""
-        loop = asyncio.get_running_loop()
-        body = {"tokens": prompt_of(number), "use_cache": uses_cache}
-        began = loop.time()
-        if self.computes_s is None:
-            await self.post("/v1/generate", max_tokens=1, **body)
-            return loop.time() - began
-        here = await self.post("/v1/requests", request_id=f"r{number}", max_new_tokens=0, **body)
-        rest = NUM_TOKENS - here["cached_tokens"]
-        await asyncio.sleep(self.computes_s * rest / NUM_TOKENS)
-        await self.post(f"/v1/requests/r{number}/commit")
-        took_s = loop.time() - began
-        await self.post(f"/v1/requests/r{number}/finish")
-        return took_s
+        began = time.monotonic()
+        body = {"tokens": prompt_of(number), "use_cache": uses_cache, "max_tokens": 1}
+        async with self.http.post(f"{self.url}/v1/generate", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            await answer.read()
+        return time.monotonic() - began
 
 
 def prompt_of(number: int) -> list[int]:
@@ -74,10 +103,36 @@ def prompt_of(number: int) -> list[int]:
 
 
 @asynccontextmanager
-async def node(
+async def requests_at(
     url: str, computes_s: float | None, policy: str = "best_effort", hidden: int = 64
-) -> AsyncIterator[Node]:
-    """A node that has nothing and knows nothing."""
+) -> AsyncIterator[Requests]:
+    """Run a service, or a node where `computes_s` is None, that has nothing and knows nothing."""
+    if computes_s is None:
+        async with node(url, policy, hidden) as running:
+            yield running
+        return
+    cache = CacheSettings(
+        block_size=SIZE,
+        device_blocks=1024,
+        host_blocks=1024,
+        host_write=WritePolicy.WRITE_THROUGH,
+        storage_write=WritePolicy.WRITE_THROUGH,
+        fetch_policy=FetchPolicy(policy),
+        fetch_deadline_s=60.0,
+    )
+    store = open_guarded_store(url, StoreSettings(), SystemClock())
+    who = Fingerprint("regret", LAYOUT)
+    device = CpuDevice()
+    try:
+        service = Service(device, who, cache, HandoffSettings(), store)
+        async with service.running():
+            yield Engine(service, computes_s)
+    finally:
+        device.close()
+
+
+@asynccontextmanager
+async def node(url: str, policy: str, hidden: int) -> AsyncIterator[Node]:
     settings = {
         "CACHE__BLOCK_SIZE": SIZE,
         "CACHE__DEVICE_BLOCKS": 1024,
@@ -91,7 +146,7 @@ async def node(
         "STORAGE__URL": url,
     }
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", REFERENCE if computes_s is None else SERVE),
+        *(sys.executable, "-c", SERVE),
         stdout=asyncio.subprocess.PIPE,
         env=os.environ | {f"TIERKV_{name}": str(value) for name, value in settings.items()},
     )
@@ -99,7 +154,7 @@ async def node(
         assert child.stdout is not None, "it is a pipe"
         address = (await child.stdout.readline()).decode().split()[-1]
         async with aiohttp.ClientSession() as http:
-            yield Node(address, http, computes_s)
+            yield Node(address, http)
     finally:
         child.terminate()
         await child.wait()
@@ -107,7 +162,7 @@ async def node(
 
 async def fill(redis: RedisServer, num_prompts: int, computes_s: float | None, hidden: int) -> None:
     redis.execute("FLUSHALL")
-    async with node(redis.url, computes_s, hidden=hidden) as filler:
+    async with requests_at(redis.url, computes_s, hidden=hidden) as filler:
         for number in range(num_prompts):
             await filler.takes(number)
 
@@ -125,16 +180,16 @@ async def measured(
         redis, num_prompts=num_requests, computes_s=None if computes_s is None else 0, hidden=hidden
     )
     proxy.latency_s = 0.0
-    async with node(redis.url, computes_s, hidden=hidden) as computing:
+    async with requests_at(redis.url, computes_s, hidden=hidden) as computing:
         took = [await computing.takes(at, uses_cache=False) for at in range(5)][1:]
     whole = row(f"computing: {statistics.median(took) * 1e3:.0f} ms", [s * 1e3 for s in took], "ms")
     rows = [whole]
     for proxy.latency_s in chosen.delays:
         about = f"{proxy.latency_s * 1e3:.0f} ms a call"
-        async with node(proxy.url, computes_s, "wait_complete", hidden) as waiting:
+        async with requests_at(proxy.url, computes_s, "wait_complete", hidden) as waiting:
             took = [await waiting.takes(at) for at in range(4)][1:]
         fetch = row(f"{about}: fetch, whatever it takes", [s * 1e3 for s in took], "ms")
-        async with node(proxy.url, computes_s, hidden=hidden) as deciding:
+        async with requests_at(proxy.url, computes_s, hidden=hidden) as deciding:
             took = []
             for at in range(num_requests):
                 if chosen.stall and at == STALLED_AT:

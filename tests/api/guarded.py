@@ -121,7 +121,6 @@ async def guarded(
         chosen,
         device=CpuDevice(),
         store=store or MemoryStore(MemorySettings(), SystemClock()),
-        is_engine_attached=True,
     )
     async with AsyncExitStack() as stack:
         listeners = [stack.enter_context(bind(chosen.node))]

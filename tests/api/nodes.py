@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,10 @@ from tests.latch import CopyLatch, until
 from tierkv.api.node import Node
 from tierkv.api.server import listening
 from tierkv.api.settings import NodeSection, NodeSettings, Role
+from tierkv.cache.keys import TOKEN_BYTES, MediaItem, pack
 from tierkv.clock import SystemClock
 from tierkv.gpu.cpu import CpuDevice
+from tierkv.http.callers import ticket_name
 from tierkv.http.problems import PASSING_REASONS
 from tierkv.http.server import bind
 from tierkv.sched.settings import CacheSettings
@@ -102,21 +104,48 @@ def settings(role: Role = Role.BOTH, **options: Any) -> NodeSettings:
     )
 
 
+async def compute(
+    node: Node,
+    tokens: Sequence[int],
+    *,
+    tenant: str = "",
+    media: Sequence[MediaItem] = (),
+    adapter: str = "",
+    num_tokens: int | None = None,
+    ticket_id: str | None = None,
+) -> None:
+    """Leave the first `num_tokens` of a prompt (default: all) in the cache of `node`.
+
+    With `ticket_id` the prompt is published as well. The KV is what the device memory holds: use
+    prompts that no test generates from.
+    """
+    prompt = node.prompt(pack(tokens), tenant, media, adapter)
+    name = node.request_name(f"computed-{uuid4().hex}", tenant)
+    request = await node.service.admit(name, prompt, max_new_tokens=0)
+    stop = len(prompt.tokens) if num_tokens is None else num_tokens * TOKEN_BYTES
+    await node.service.commit(request, prompt.tokens[:stop])
+    if ticket_id is not None:
+        await node.service.publish(request, ticket_name(ticket_id, tenant), [7])
+    node.service.end(request)
+
+
 @asynccontextmanager
-async def here(
-    role: Role = Role.BOTH, *, store: Any = None, is_engine_attached: bool = True, **options: Any
-) -> AsyncIterator[Here]:
-    """A running node that answers on a port of its own. options: of its table `node`. Tests are its
-    engine, too, unless they say otherwise."""
+async def holding(node: Node, tokens: Sequence[int]) -> AsyncIterator[None]:
+    """Hold the device blocks of a prompt while the body runs."""
+    request = await node.service.admit("holder", node.prompt(pack(tokens), ""), max_new_tokens=0)
+    try:
+        yield
+    finally:
+        node.service.end(request)
+
+
+@asynccontextmanager
+async def here(role: Role = Role.BOTH, *, store: Any = None, **options: Any) -> AsyncIterator[Here]:
+    """A running node that answers on a port of its own. options: of its table `node`."""
     latch = CopyLatch()
     faulty = FaultyStore(store or MemoryStore(MemorySettings(), SystemClock()))
     chosen = settings(role, **options)
-    node = Node(
-        chosen,
-        device=CpuDevice(before_copy=latch),
-        store=faulty,
-        is_engine_attached=is_engine_attached,
-    )
+    node = Node(chosen, device=CpuDevice(before_copy=latch), store=faulty)
     async with (
         listening(node, bind(chosen.node)) as url,
         node.running(),

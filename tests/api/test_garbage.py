@@ -86,7 +86,7 @@ async def test_requests_and_connections_leave_no_cycles_for_the_collector() -> N
     """Of prompts that begin the same, so that blocks are copied within the device; storage is asked
     for each, and each comes over a connection of its own."""
     words = "a prompt that others share the beginning of, "
-    async with here(is_engine_attached=False) as on:
+    async with here() as on:
 
         async def ask(number: int) -> None:
             body = {"prompt": f"{words * 4}{number}{words}", "max_tokens": 2}

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tierkv.api.sessions import Once
+from tierkv.api.idempotency import Once
 from tierkv.errors import DuplicateRequestError, OutOfBlocksError
 
 
@@ -46,7 +46,7 @@ async def test_all_that_ask_at_once_and_later_get_the_first_result() -> None:
         work.go.set()
     assert {task.result() for task in tasks} == {1}
     assert await do(box, "a", b"x", work) == 1
-    box.let_go("a")
+    box.release("a")
     assert await do(box, "a", b"x", work) == 1
     with pytest.raises(DuplicateRequestError):
         await do(box, "a", b"y", work)
@@ -91,7 +91,7 @@ async def test_open_results_stay_and_past_ones_are_bounded_in_number_and_time() 
         await do(box, key, b"x", work)
     assert len(box) == 10
     for key in range(9):
-        box.let_go(key)
+        box.release(key)
     assert len(box) == 1 + 3
     assert [key for key in range(10) if box.find(key) is not None] == [6, 7, 8, 9]
     clock[0] = 10.1

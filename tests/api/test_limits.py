@@ -431,7 +431,7 @@ async def test_deep_nesting_is_refused_by_every_route_with_a_body(opening: bytes
     deep = opening * (900_000 // len(opening))
     headers = {"Content-Type": "application/json"}
     async with here() as on:
-        for path in ("/v1/generate", "/v1/lookup", "/v1/requests", "/v1/prefetches"):
+        for path in ("/v1/generate", "/v1/lookup", "/v1/decode", "/v1/prefetches"):
             answer = await on.client.ask("POST", path, data=deep, headers=headers)
             assert answer.code in ("malformed_body", "invalid_body")
 

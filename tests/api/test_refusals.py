@@ -114,15 +114,19 @@ async def test_bad_bodies_are_refused_with_a_stable_code(
 
 
 @pytest.mark.parametrize(
-    ("sampling", "status"), [(b'{"a": "1", "a": "2"}', 400), (b'{ "a":"1" , "b":"2"}', 503)]
+    ("media", "status"),
+    [
+        ('{"start": 0, "start": 0, "num_tokens": 1, "hash": "%s"}', 400),
+        ('{ "start":0 , "num_tokens" : 1, "hash": "%s"}', 200),
+    ],
 )
 async def test_a_key_twice_in_an_inner_object_is_refused_and_spacing_is_not(
-    sampling: bytes, status: int
+    media: str, status: int
 ) -> None:
-    raw = b'{"ticket_id": "none", "prompt": "a", "deadline_s": 0.01, "sampling" : ' + sampling
+    raw = '{"tokens": [1, 2], "media" : [' + media % ("ab" * 16) + "]}"
     async with here() as on:
         headers = {"Content-Type": JSON}
-        answer = await on.client.ask("POST", "/v1/claims", data=raw + b"}", headers=headers)
+        answer = await on.client.ask("POST", "/v1/lookup", data=raw.encode(), headers=headers)
         assert answer.status == status
         await on.settle()
 
@@ -140,7 +144,7 @@ def test_only_what_a_producer_or_a_store_failed_at_is_a_bad_gateway(
 ) -> None:
     others = {"other_prompt": 409, "incompatible": 409, "expired": 410, "already_claimed": 410}
     others |= {"not_yet": 503, "no_room": 503, "load_failed": 503}  # it helps to wait
-    request = make_mocked_request("POST", "/v1/claims")
+    request = make_mocked_request("POST", "/v1/decode")
     request[REQUEST_ID] = "r"
     found = problem_of(request, HandoffError(problem.value, "why"))
     assert (found.status, found.code) == (others.get(problem.value, 502), "handoff_failed")
@@ -199,14 +203,8 @@ def decoded_or_refused(raw: bytes, content_type: str) -> None:
 
 async def test_an_empty_ticket_id_is_wrong_and_not_the_same_as_none() -> None:
     async with here() as on:
-        await on.client.post("/v1/requests", {"prompt": "hello", "request_id": "r"})
-        for path, prompt in (
-            ("/v1/prefill", {"prompt": "hello"}),
-            ("/v1/requests/r/stream", {}),
-            ("/v1/requests/r/publish", {}),
-        ):
-            answer = await on.client.post(path, {"ticket_id": ""} | prompt)
-            assert (answer.status, answer.code) == (422, "invalid_body"), path
+        answer = await on.client.post("/v1/prefill", {"ticket_id": "", "prompt": "hello"})
+        assert (answer.status, answer.code) == (422, "invalid_body")
 
 
 @pytest.mark.parametrize(
@@ -300,7 +298,6 @@ async def test_a_message_calls_things_as_their_caller_does_and_not_by_inner_name
     headers = {"Authorization": f"Bearer {token}"}
     async with guarded(callers) as on:
         body = {"prompt": "a", "ticket_id": "mine", "deadline_s": 0.05}
-        for path in ("/v1/decode", "/v1/claims"):
-            answer = await on.client.ask("POST", path, json=body, headers=headers)
-            assert answer.code == "handoff_failed"
-            assert "'mine'" in answer.body["detail"]
+        answer = await on.client.ask("POST", "/v1/decode", json=body, headers=headers)
+        assert answer.code == "handoff_failed"
+        assert "'mine'" in answer.body["detail"]

@@ -1,4 +1,4 @@
-"""Lookup, explain, prefetches, pins and the hand-off of engines that compute by themselves."""
+"""Lookup, explain, prefetches, backups, pins and tickets."""
 
 from __future__ import annotations
 
@@ -8,32 +8,16 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.api.nodes import Answer, Client, Here, here
+from tests.api.nodes import Client, compute, here
 from tests.latch import until
-from tierkv.api import sessions
-from tierkv.cache.keys import pack
+from tierkv.api import movements, pins
+from tierkv.cache.keys import MediaItem, pack
 from tierkv.clock import SystemClock
 from tierkv.sched.tenants import MOST_ADAPTERS
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
 Json = dict[str, Any]
 TOKENS = list(range(40))
-
-
-async def admit(client: Client, request_id: str, **fields: Any) -> Answer:
-    body: Json = {"tokens": TOKENS, "max_new_tokens": 8, "request_id": request_id}
-    body |= fields
-    return await client.post("/v1/requests", body)
-
-
-async def publish(client: Client, ticket_id: str = "t", **fields: Any) -> Answer:
-    """A request of its own computes TOKENS and publishes them."""
-    assert (await admit(client, f"of-{ticket_id}", **fields)).status == 200
-    path = f"/v1/requests/of-{ticket_id}"
-    await client.post(f"{path}/commit", {})
-    answer = await client.post(f"{path}/publish", {"ticket_id": ticket_id, "first_tokens": [7]})
-    await client.post(f"{path}/finish", {})
-    return answer
 
 
 async def prefetched(client: Client, prefetch_id: str) -> Json:
@@ -46,22 +30,16 @@ async def test_lookup_and_explain_tell_where_a_prompt_is() -> None:
         assert (answer.body["num_tokens"], answer.body["device_tokens"]) == (40, 0)
         answer = await on.client.post("/v1/explain", {"tokens": TOKENS})
         assert (answer.body["first_miss"], answer.body["reason"]) == (0, "never stored")
-        await publish(on.client)
+        await compute(on.node, TOKENS)
         answer = await on.client.post("/v1/explain", {"tokens": [*TOKENS[:32], *range(900, 950)]})
         assert answer.body["runs"] == [{"start": 0, "stop": 2, "where": "device"}]
         assert answer.body["first_miss"] == 2
-        await admit(on.client, "r")
-        answer = await on.client.get("/v1/requests/r/explain")
-        assert answer.body["runs"][0] == {"start": 0, "stop": 2, "where": "device"}
-        await on.client.ask("DELETE", "/v1/requests/r")
-        gone = await on.client.get("/v1/requests/r/explain")
-        assert (gone.status, gone.code) == (409, "wrong_state")
 
 
 async def test_a_prefetch_brings_a_prompt_from_storage_to_the_host() -> None:
     store = MemoryStore(MemorySettings(), SystemClock())
     async with here(store=store) as on:
-        assert (await publish(on.client)).status == 200
+        await compute(on.node, TOKENS, ticket_id="t")
         await on.settle()
         assert (await on.client.ask("POST", "/v1/reset")).body["held_copies"] == 0
         answer = await on.client.post("/v1/prefetches", {"tokens": TOKENS, "request_id": "p"})
@@ -113,9 +91,7 @@ async def moved(client: Client, path: str) -> Json:
 async def test_a_backup_stores_what_is_cached_of_a_prompt() -> None:
     store = MemoryStore(MemorySettings(), SystemClock())
     async with here(store=store) as on:
-        await admit(on.client, "r")
-        await on.client.post("/v1/requests/r/commit", {})
-        await on.client.post("/v1/requests/r/finish", {})
+        await compute(on.node, TOKENS)
         body = {"tokens": [*TOKENS[:32], 77], "request_id": "b"}
         answer = await on.client.post("/v1/backups", body)
         assert (answer.status, answer.headers["Location"]) == (202, "/v1/backups/b")
@@ -144,8 +120,7 @@ async def test_a_backup_tells_how_far_it_came() -> None:
         nothing = await moved(on.client, "/v1/backups/none")
         assert (nothing["state"], nothing["stored_tokens"]) == ("partial", 0)
         assert "cached" in nothing["problem"]
-        await admit(on.client, "r")
-        await on.client.post("/v1/requests/r/commit", {"num_tokens": 16})
+        await compute(on.node, TOKENS, num_tokens=16)
         on.store.hold()
         await on.client.post("/v1/backups", {"tokens": TOKENS, "request_id": "gone"})
         given_up = await on.client.ask("DELETE", "/v1/backups/gone")
@@ -154,7 +129,6 @@ async def test_a_backup_tells_how_far_it_came() -> None:
         await on.client.post("/v1/backups", {"tokens": TOKENS, "request_id": "part"})
         part = await moved(on.client, "/v1/backups/part")
         assert (part["state"], part["stored_tokens"]) == ("partial", 16)
-        await on.client.post("/v1/requests/r/finish", {})
         await on.settle()
 
 
@@ -172,21 +146,14 @@ MEDIA: Json = {"start": 4, "num_tokens": 8, "hash": "ab" * 16}
 )
 async def test_prompts_of_other_media_or_adapters_share_no_block(keys: Json, others: Json) -> None:
     async with here() as on:
-        assert (await publish(on.client, **keys)).status == 200
-        for fields, num_tokens in ((keys, 40), (others, 0)):
-            body = {"tokens": TOKENS, **fields}
-            found = (await on.client.post("/v1/lookup", body)).body
-            assert (found["device_tokens"] > 0) == (num_tokens > 0)
-            claim = {**body, "ticket_id": "t", "request_id": str(num_tokens), "deadline_s": 1.0}
-            claimed = await on.client.post("/v1/claims", claim)
-            if num_tokens:
-                assert (claimed.status, claimed.body["cached_tokens"]) == (200, 40)
-                await on.client.ask("DELETE", f"/v1/requests/{num_tokens}")
-            else:
-                assert claimed.status == 409
-                assert claimed.body["reason"] in ("other_prompt", "incompatible")
+        media = [MediaItem(4, 8, bytes.fromhex(one["hash"])) for one in keys.get("media", [])]
+        adapter = keys.get("adapter", "")
+        await compute(on.node, TOKENS, media=media, adapter=adapter, ticket_id="t")
+        for fields, is_there in ((keys, True), (others, False)):
+            found = (await on.client.post("/v1/lookup", {"tokens": TOKENS, **fields})).body
+            assert (found["device_tokens"] > 0) == is_there
         state = (await on.client.get("/v1/tickets/t")).body
-        assert state["state"] in ("whole", "claimed")  # of these keys, every block is found
+        assert state["state"] == "whole"  # under these keys every block is found
         await on.settle()
 
 
@@ -201,8 +168,8 @@ async def test_media_and_adapters_are_refused_where_nothing_reads_them() -> None
 
 async def test_a_tenant_with_many_adapters_makes_room_among_its_own() -> None:
     async with here() as on:
-        assert (await publish(on.client, adapter="first")).status == 200
-        assert (await publish(on.client, "plain")).status == 200
+        await compute(on.node, TOKENS, adapter="first")
+        await compute(on.node, TOKENS)
         for number in range(MOST_ADAPTERS):
             body = {"tokens": TOKENS, "adapter": f"a{number}"}
             assert (await on.client.post("/v1/lookup", body)).status == 200
@@ -215,7 +182,7 @@ async def test_a_tenant_with_many_adapters_makes_room_among_its_own() -> None:
 async def test_a_prefetch_too_many_is_refused_until_one_is_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sessions, "MOST_RUNNING", 1)
+    monkeypatch.setattr(movements, "MOST_RUNNING", 1)
     async with here() as on:
         on.store.hold()
         first = {"tokens": TOKENS, "request_id": "first"}
@@ -234,7 +201,7 @@ async def test_a_prefetch_too_many_is_refused_until_one_is_over(
 async def test_a_pin_too_many_is_refused_until_one_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sessions, "MOST_PINS", 2)
+    monkeypatch.setattr(pins, "MOST_PINS", 2)
     async with here() as on:
 
         async def pin(name: str) -> int:
@@ -247,7 +214,7 @@ async def test_a_pin_too_many_is_refused_until_one_is_gone(
 
 async def test_pins_keep_blocks_until_they_are_ended() -> None:
     async with here() as on:
-        await publish(on.client)
+        await compute(on.node, TOKENS)
         answer = await on.client.ask("PUT", "/v1/pins/a", json={"tokens": TOKENS, "ttl_s": 60})
         assert (answer.status, answer.body["num_tokens"], answer.body["soft"]) == (200, 32, False)
         await on.client.ask("PUT", "/v1/pins/b", json={"tokens": TOKENS, "soft": True})
@@ -265,7 +232,7 @@ async def test_pins_keep_blocks_until_they_are_ended() -> None:
 
 async def test_a_pin_ends_by_itself() -> None:
     async with here() as on:
-        await publish(on.client)
+        await compute(on.node, TOKENS)
         await on.client.ask("PUT", "/v1/pins/a", json={"tokens": TOKENS, "ttl_s": 0.1})
         async with asyncio.timeout(20):
             while (await on.client.get("/v1/pins/a")).status == 200:
@@ -284,30 +251,9 @@ async def test_bad_pins_are_refused(change: Json) -> None:
         assert (answer.status, answer.code) == (422, "invalid_body")
 
 
-async def test_a_published_prompt_is_claimed_whole() -> None:
-    store = MemoryStore(MemorySettings(), SystemClock())
-    async with here(store=store) as on:
-        published = await publish(on.client)
-        assert (published.body["num_blocks"], published.body["tail_tokens"]) == (3, 8)
-        state = (await on.client.get("/v1/tickets/t")).body
-        assert (state["state"], state["present_blocks"], state["num_tokens"]) == ("whole", 3, 40)
-        await on.settle()
-        await on.client.ask("POST", "/v1/reset")
-        body = {"tokens": TOKENS, "ticket_id": "t", "request_id": "c", "wait": "loaded"}
-        claimed = await on.client.post("/v1/claims", body)
-        assert claimed.status == 200
-        assert (claimed.body["cached_tokens"], claimed.body["first_tokens"]) == (40, [7])
-        assert claimed.body["producer"] == on.node.name
-        again = await on.client.post("/v1/claims", body)
-        assert again.body == claimed.body
-        assert on.node.sessions.num_open == 1
-        await on.client.post("/v1/requests/c/finish", {})
-        await on.settle()
-
-
 async def test_tickets_are_acknowledged_and_forgotten() -> None:
     async with here() as on:
-        await publish(on.client)
+        await compute(on.node, TOKENS, ticket_id="t")
         acknowledged = await on.client.ask("POST", "/v1/tickets/t/ack")
         assert (acknowledged.status, acknowledged.body["state"]) == (200, "claimed")
         assert acknowledged.body["claimer"] == on.node.name
@@ -319,7 +265,7 @@ async def test_tickets_are_acknowledged_and_forgotten() -> None:
 
 async def test_a_ticket_with_a_lost_block_is_incomplete() -> None:
     async with here() as on:
-        await publish(on.client)
+        await compute(on.node, TOKENS, ticket_id="t")
         page = await on.store.list("tierkv:", limit=100)
         partial = [one.name for one in page.values if ":partial:" in one.name]
         assert await on.store.delete(partial) == 1
@@ -340,65 +286,9 @@ async def test_a_ticket_whose_producer_died_is_lost_and_not_open() -> None:
 
 async def test_a_ticket_that_is_gone_since_it_was_claimed_is_still_claimed() -> None:
     async with here() as on:
-        await publish(on.client)
+        await compute(on.node, TOKENS, ticket_id="t")
         assert (await on.client.ask("POST", "/v1/tickets/t/ack")).status == 200
         page = await on.store.list("tierkv:ticket", limit=100)
         assert await on.store.delete([one.name for one in page.values]) == 1
         state = (await on.client.get("/v1/tickets/t")).body
         assert (state["state"], state["claimer"]) == ("claimed", on.node.name)
-
-
-async def test_a_claim_without_a_ticket_says_not_yet() -> None:
-    async with here() as on:
-        body = {"tokens": TOKENS, "ticket_id": "none", "deadline_s": 1.0}
-        answer = await on.client.post("/v1/claims", body)
-        assert (answer.status, answer.code) == (503, "handoff_failed")
-        assert answer.body["reason"] == "not_yet"
-        await on.settle()
-
-
-async def test_a_publish_of_what_is_not_computed_is_refused() -> None:
-    async with here() as on:
-        await admit(on.client, "r")
-        answer = await on.client.post("/v1/requests/r/publish", {})
-        assert (answer.status, answer.code) == (409, "wrong_state")
-        missing = await on.client.ask("POST", "/v1/requests/none/publish")
-        assert (missing.status, missing.code) == (404, "unknown_id")
-        await on.client.ask("DELETE", "/v1/requests/r")
-        await on.settle()
-
-
-async def test_a_request_aborted_while_it_is_published_leaves_nothing() -> None:
-    async with here() as on:
-        await admit(on.client, "r")
-        await on.client.post("/v1/requests/r/commit", {})
-        on.store.hold()
-        publishing = asyncio.ensure_future(on.client.post("/v1/requests/r/publish", {}))
-        await until(lambda: _is_publishing(on), "a publish under way")
-        ended = await on.client.ask("DELETE", "/v1/requests/r")
-        assert ended.body["state"] == "aborted"
-        on.store.release()
-        refused = await publishing
-        assert (refused.status, refused.code) == (409, "wrong_state")
-        await on.settle()
-
-
-def _is_publishing(on: Here) -> bool:
-    return bool(on.node.sessions.find(("", "r")).open().is_publishing)
-
-
-async def test_a_claim_that_finds_no_room_until_its_deadline_is_told_to_come_again() -> None:
-    async with here() as on:
-        await publish(on.client)
-        await on.settle()
-        everything = {"tokens": list(range(100, 100 + 64 * 16)), "max_new_tokens": 0}
-        assert (await admit(on.client, "all", **everything)).status == 200
-        body = {"tokens": TOKENS, "ticket_id": "t", "request_id": "c", "deadline_s": 0.1}
-        refused = await on.client.post("/v1/claims", body)
-        assert (refused.status, refused.code) == (503, "handoff_failed")
-        assert (refused.body["reason"], refused.headers["Retry-After"]) == ("no_room", "1")
-        await on.client.post("/v1/requests/all/finish", {})
-        claimed = await on.client.post("/v1/claims", body | {"request_id": "d", "deadline_s": 5})
-        assert (claimed.status, claimed.body["cached_tokens"]) == (200, 40)
-        await on.client.post("/v1/requests/d/finish", {})
-        await on.settle()

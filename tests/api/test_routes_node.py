@@ -12,7 +12,7 @@ from typing import Any, Self
 import pytest
 from msgspec.structs import replace
 
-from tests.api.nodes import Client, Here, here, settings
+from tests.api.nodes import Here, compute, here, holding, settings
 from tests.latch import until
 from tierkv.api.events import RING_EVENTS, EventFeed
 from tierkv.api.routes_node import MOST_LISTINGS
@@ -24,12 +24,9 @@ from tierkv.storage.factory import StorageSettings
 Json = dict[str, Any]
 
 
-async def cache(client: Client, num_tokens: int, first: int = 0, name: str = "c") -> None:
+async def cache(on: Here, num_tokens: int, first: int = 0) -> None:
     """Leave a prompt of so many tokens in the cache."""
-    body = {"tokens": list(range(first, first + num_tokens)), "request_id": f"{name}{first}"}
-    assert (await client.post("/v1/requests", body)).status == 200
-    path = f"/v1/requests/{name}{first}/finish"
-    assert (await client.post(path, {"num_tokens": num_tokens})).status == 200
+    await compute(on.node, range(first, first + num_tokens))
 
 
 # Life cycle
@@ -38,30 +35,29 @@ async def cache(client: Client, num_tokens: int, first: int = 0, name: str = "c"
 async def test_paused_requests_wait_and_drained_nodes_refuse() -> None:
     async with here() as on:
         assert (await on.client.ask("POST", "/v1/pause")).body["is_paused"] is True
-        waiting = asyncio.ensure_future(
-            on.client.post("/v1/requests", {"tokens": [1], "request_id": "w"})
-        )
+        body = {"tokens": [1], "request_id": "w", "max_tokens": 900}
+        waiting = asyncio.ensure_future(on.client.post("/v1/generate", body))
         await until(lambda: on.node.service.scheduler.num_waiting == 1, "a request that waits")
         life = (await on.client.ask("POST", "/v1/resume")).body
         assert (life["is_paused"], life["is_draining"]) == (False, False)
-        assert (await waiting).status == 200
+        await until(lambda: on.node.engine.stats.generated_tokens > 0, "its first token")
         life = (await on.client.ask("POST", "/v1/drain")).body
-        assert (life["is_draining"], life["open_requests"]) == (True, 1)
+        assert (life["is_draining"], life["running_requests"]) == (True, 1)
         assert (await on.client.get("/readyz")).status == 503
-        await on.client.ask("DELETE", "/v1/requests/w")
+        assert (await on.client.ask("DELETE", "/v1/requests/w")).status == 200
+        assert (await waiting).code == "aborted"
         await on.settle()
 
 
 async def test_a_tier_shrinks_and_grows_while_it_runs() -> None:
     async with here() as on:
-        await cache(on.client, 160)
+        await cache(on, 160)
         for blocks in (4, 64):
             answer = await on.client.post("/v1/resize", {"tier": "device", "blocks": blocks})
             assert answer.body["device"]["capacity_blocks"] == blocks
-        await on.client.post("/v1/requests", {"tokens": list(range(160)), "request_id": "r"})
-        late = await on.client.post(
-            "/v1/resize", {"tier": "device", "blocks": 2, "deadline_s": 0.05}
-        )
+        small = {"tier": "device", "blocks": 2, "deadline_s": 0.05}
+        async with holding(on.node, range(160)):
+            late = await on.client.post("/v1/resize", small)
         assert (late.status, late.code) == (503, "out_of_blocks")
         assert (await on.client.get("/v1/tiers")).body["device"]["capacity_blocks"] == 64
         for body, status in (
@@ -70,13 +66,12 @@ async def test_a_tier_shrinks_and_grows_while_it_runs() -> None:
             ({"tier": "storage", "blocks": 1}, 422),
         ):
             assert (await on.client.post("/v1/resize", body)).status == status
-        await on.client.ask("DELETE", "/v1/requests/r")
         await on.settle()
 
 
 async def test_a_node_sleeps_and_wakes_with_its_blocks() -> None:
     async with here() as on:
-        await cache(on.client, 64)
+        await cache(on, 64)
         awake = await on.client.ask("POST", "/v1/wake")
         assert (awake.status, awake.code) == (409, "wrong_state")
         assert (await on.client.ask("POST", "/v1/sleep")).body["is_asleep"] is True
@@ -87,28 +82,23 @@ async def test_a_node_sleeps_and_wakes_with_its_blocks() -> None:
         assert (woken["is_asleep"], woken["is_paused"]) == (False, False)
         found = await on.client.post("/v1/lookup", {"tokens": list(range(64))})
         assert found.body["host_tokens"] == 64
-        await cache(on.client, 64, name="again")
+        await cache(on, 64)
         await on.settle()
 
 
 async def test_a_node_that_is_busy_does_not_fall_asleep() -> None:
     async with here() as on:
-        await on.client.post("/v1/requests", {"tokens": [1], "request_id": "r"})
-        refused = await on.client.post("/v1/sleep", {"deadline_s": 0.05})
+        async with holding(on.node, [1]):
+            refused = await on.client.post("/v1/sleep", {"deadline_s": 0.05})
         assert (refused.status, refused.code) == (409, "wrong_state")
-        await on.client.ask("DELETE", "/v1/requests/r")
-        await cache(on.client, 64)
+        await cache(on, 64)
         await on.settle()
 
 
 async def test_storage_is_cleared_only_when_that_is_asked_for() -> None:
     async with here() as on:
-        await cache(on.client, 64)
         prompt = {"tokens": list(range(64))}
-        await on.client.post("/v1/requests", prompt | {"request_id": "r"})
-        await on.client.post("/v1/requests/r/commit", {})
-        await on.client.post("/v1/requests/r/publish", {"ticket_id": "t"})
-        await on.client.post("/v1/requests/r/finish", {})
+        await compute(on.node, range(64), ticket_id="t")
         await on.settle()
         kept = await on.client.ask("DELETE", "/v1/blocks")
         assert kept.body == {"held_copies": 0, "removed_values": 0}
@@ -121,7 +111,7 @@ async def test_storage_is_cleared_only_when_that_is_asked_for() -> None:
 @pytest.mark.parametrize(("method", "path"), [("POST", "/v1/reset"), ("DELETE", "/v1/blocks")])
 async def test_reset_forgets_all_that_nobody_holds(method: str, path: str) -> None:
     async with here() as on:
-        await cache(on.client, 64)
+        await cache(on, 64)
         assert (await on.client.ask(method, path)).body["held_copies"] == 0
         found = await on.client.post("/v1/lookup", {"tokens": list(range(64))})
         assert found.body["device_tokens"] == 0
@@ -219,8 +209,8 @@ async def test_the_quota_of_a_tenant_that_was_closed_for_others_is_told_and_chan
 
 async def test_every_block_is_listed_once_whatever_the_page() -> None:
     async with here() as on:
-        await cache(on.client, 100)
-        await cache(on.client, 50, first=1000)
+        await cache(on, 100)
+        await cache(on, 50, first=1000)
         for limit in (1, 4, 1000):
             found: list[Json] = []
             cursor = None
@@ -244,8 +234,8 @@ async def test_every_block_is_listed_once_whatever_the_page() -> None:
 
 async def test_a_listing_goes_on_where_blocks_have_gone_meanwhile() -> None:
     async with here() as on:
-        await cache(on.client, 100)
-        await cache(on.client, 50, first=1000)
+        await cache(on, 100)
+        await cache(on, 50, first=1000)
         begun = (await on.client.get("/v1/blocks", params={"limit": "1"})).body
         await on.client.ask("POST", "/v1/reset")
         query = {"limit": "100", "cursor": begun["cursor"]}
@@ -255,7 +245,7 @@ async def test_a_listing_goes_on_where_blocks_have_gone_meanwhile() -> None:
 
 async def test_of_too_many_listings_the_one_asked_longest_ago_is_given_up() -> None:
     async with here() as on:
-        await cache(on.client, 100)
+        await cache(on, 100)
         begun = [
             (await on.client.get("/v1/blocks", params={"limit": "1"})).body["cursor"]
             for _ in range(MOST_LISTINGS + 1)
@@ -334,19 +324,19 @@ async def test_events_come_in_order_and_go_on_where_a_client_left() -> None:
     async with here() as on:
         async with Events(on) as events:
             await listening(on)
-            await cache(on.client, 32)
+            await cache(on, 32)
             first = await events.next()
         assert first["event"] == "stored"
         data = json.loads(first["data"])
         assert (data["tier"], data["start"], data["stop"]) == ("device", 0, 2)
-        await cache(on.client, 32, first=500)
+        await cache(on, 32, first=500)
         async with Events(on, first["id"]) as events:
             second = await events.next()
         assert second["event"] == "stored"
         assert first["id"].split("-")[0] == second["id"].split("-")[0]
         assert int(second["id"].split("-")[1]) == int(first["id"].split("-")[1]) + 1
         async with Events(on, "1-1") as events:  # of a node that there was before this one
-            await cache(on.client, 32, first=900)
+            await cache(on, 32, first=900)
             assert (await events.next())["event"] == "lost"
 
 
@@ -357,7 +347,7 @@ async def test_a_router_knows_from_events_and_roots_what_a_node_has_of_its_promp
         roots = (await on.client.get("/v1/config")).body["roots"]
         assert set(roots) == {"", on.node.space("acme")}
         assert len(set(roots.values())) == 2
-        await cache(on.client, 32)
+        await cache(on, 32)
         told = json.loads((await events.next())["data"])
         digest, expected = bytes.fromhex(roots[told["space"]]), []
         for block in (range(16), range(16, 32)):
@@ -380,7 +370,7 @@ async def test_a_reader_that_falls_behind_is_told_how_much_it_lost() -> None:
         feed: EventFeed = on.node.feed
         async with feed.reading(None, 0) as reader:
             await listening(on)
-            await cache(on.client, 16)
+            await cache(on, 16)
             node = next(iter(on.node.service.index.spaces.nodes()))
             events = on.node.service.tiers.events
             for number in range(RING_EVENTS + 100):

@@ -18,7 +18,6 @@ LEFT_OUT = [
     "/v1/sleep",
     "/v1/events",
     "/v1/tiers/storage",
-    "/v1/claims",
     "/v1/decode",
     "/v1/resize",
 ]

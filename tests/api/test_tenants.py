@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.api.guarded import Callers, Guarded, callers_in, guarded
-from tests.api.nodes import Answer
+from tests.api.nodes import Answer, compute
 from tierkv.http.callers import RoleName, ticket_name
 
 Json = dict[str, Any]
@@ -20,23 +20,16 @@ def callers(tmp_path: Path) -> Callers:
 
 
 class Tenant:
-    def __init__(self, on: Guarded, token: str) -> None:
-        self._on = on
+    def __init__(self, on: Guarded, token: str, name: str = "") -> None:
+        self._on, self._name = on, name
         self._headers = {"Authorization": f"Bearer {token}"}
 
     async def ask(self, method: str, path: str, body: Json | None = None) -> Answer:
         return await self._on.client.ask(method, path, json=body, headers=self._headers)
 
-    async def cache(self, tokens: list[int], name: str, ticket_id: str | None = None) -> None:
-        """Compute `tokens` and leave them in the cache, and in storage if there is a ticket."""
-        body = {"tokens": tokens, "request_id": name}
-        assert (await self.ask("POST", "/v1/requests", body)).status == 200
-        assert (await self.ask("POST", f"/v1/requests/{name}/commit")).status == 200
-        if ticket_id is not None:
-            publish = {"ticket_id": ticket_id}
-            answer = await self.ask("POST", f"/v1/requests/{name}/publish", publish)
-            assert answer.status == 200
-        assert (await self.ask("POST", f"/v1/requests/{name}/finish")).status == 200
+    async def cache(self, tokens: list[int], ticket_id: str | None = None) -> None:
+        """Leave `tokens` in the cache, and in storage if there is a ticket."""
+        await compute(self._on.node, tokens, tenant=self._name, ticket_id=ticket_id)
 
     async def forget_all(self) -> None:
         """Of an administrator: what a copy on its way down holds is forgotten when it is done."""
@@ -57,11 +50,11 @@ async def test_one_tenants_blocks_are_never_anothers_hit_on_any_tier(
     tokens = [await callers.token(RoleName.WRITE, name) for name in ("one", "two")]
     admin_token = await callers.token(RoleName.ADMIN)
     async with guarded(callers) as on:
-        one, two = (Tenant(on, token) for token in tokens)
+        one, two = (Tenant(on, *pair) for pair in zip(tokens, ("one", "two"), strict=True))
         admin = Tenant(on, admin_token)
         for pair in range(num_pairs):
             prompt = [pair % 251, pair // 251, *range(46)]
-            await one.cache(prompt, f"r{pair}", f"t{pair}")
+            await one.cache(prompt, f"t{pair}")
             assert await one.found(prompt) == (48, 0, 0)  # the paired check: same tenant, a hit
             assert await two.found(prompt) == (0, 0, 0)
             assert await admin.found(prompt) == (0, 0, 0)
@@ -74,17 +67,14 @@ async def test_one_tenants_blocks_are_never_anothers_hit_on_any_tier(
                 pass
             assert await one.found(prompt) == (0, 48, 0)
             assert await two.found(prompt) == (0, 0, 0)
-            admitted = await two.ask(
-                "POST", "/v1/requests", {"tokens": prompt, "request_id": f"x{pair}"}
-            )
-            assert admitted.body["cached_tokens"] == 0
-            await two.ask("DELETE", f"/v1/requests/x{pair}")
             told = (await two.ask("POST", "/v1/explain", {"tokens": prompt})).body
             assert (told["runs"], told["reason"]) == ([], "never stored")
             assert told["detail"] == ""
             told = (await admin.ask("POST", "/v1/explain", {"tokens": prompt})).body
             assert (told["runs"], told["reason"]) == ([], "fingerprint differs")
             assert "tenant" in told["detail"]
+            answer = await two.ask("POST", "/v1/generate", {"tokens": prompt, "max_tokens": 1})
+            assert answer.body["computed_tokens"] == len(prompt)
             await admin.forget_all()
         assert on.node.service.verify() == []
 
@@ -92,20 +82,15 @@ async def test_one_tenants_blocks_are_never_anothers_hit_on_any_tier(
 async def test_what_a_tenant_has_is_not_there_for_another(callers: Callers) -> None:
     tokens = [await callers.token(RoleName.WRITE, name) for name in ("one", "two", "")]
     async with guarded(callers) as on:
-        one, two, none = (Tenant(on, token) for token in tokens)
+        one, two, none = (
+            Tenant(on, *pair) for pair in zip(tokens, ("one", "two", ""), strict=True)
+        )
         prompt = list(range(48))
-        await one.cache(prompt, "r0", "t")
-        await one.ask("POST", "/v1/requests", {"tokens": prompt, "request_id": "r"})
+        await one.cache(prompt, "t")
         await one.ask("PUT", "/v1/pins/p", {"tokens": prompt})
         await one.ask("POST", "/v1/prefetches", {"tokens": prompt, "request_id": "f"})
         private = (
-            ("GET", "/v1/requests/r"),
-            ("POST", "/v1/requests/r/commit"),
-            ("POST", "/v1/requests/r/finish"),
-            ("POST", "/v1/requests/r/publish"),
-            ("POST", "/v1/requests/r/preempt"),
             ("DELETE", "/v1/requests/r"),
-            ("GET", "/v1/requests/r/explain"),
             ("GET", "/v1/pins/p"),
             ("DELETE", "/v1/pins/p"),
             ("GET", "/v1/prefetches/f"),
@@ -120,14 +105,11 @@ async def test_what_a_tenant_has_is_not_there_for_another(callers: Callers) -> N
                 assert (answer.status, answer.code) == (404, "unknown_id"), (method, path)
             assert (await other.ask("GET", "/v1/pins")).body == {"pins": []}
             claim = {"tokens": prompt, "ticket_id": "t", "deadline_s": 1.0}
-            refused = await other.ask("POST", "/v1/claims", claim)
+            refused = await other.ask("POST", "/v1/decode", claim)
             assert (refused.status, refused.body["reason"]) == (503, "not_yet")
-        for method, path in private[:1] + private[7:8] + private[9:10] + private[11:12]:
-            assert (await one.ask(method, path)).status == 200, path
-        same_id = await two.ask("POST", "/v1/requests", {"tokens": prompt, "request_id": "r"})
-        assert same_id.body["cached_tokens"] == 0
-        for tenant in (one, two):
-            assert (await tenant.ask("DELETE", "/v1/requests/r")).status == 200
+        for method, path in private:
+            if method == "GET":
+                assert (await one.ask(method, path)).status == 200, path
         await one.ask("DELETE", "/v1/pins/p")
         crafted = ticket_name("t", "one")
         refused = await none.ask("GET", f"/v1/tickets/{crafted}")
@@ -135,18 +117,18 @@ async def test_what_a_tenant_has_is_not_there_for_another(callers: Callers) -> N
 
 
 async def test_tickets_of_the_same_id_are_each_tenants_own(callers: Callers) -> None:
-    tokens = [await callers.token(RoleName.WRITE, name) for name in ("one", "two")]
+    names = ("one", "two")
+    tokens = [await callers.token(RoleName.WRITE, name) for name in names]
     prompts = [list(range(48)), list(range(100, 141))]
     async with guarded(callers) as on:
-        tenants = [Tenant(on, token) for token in tokens]
+        tenants = [Tenant(on, *pair) for pair in zip(tokens, names, strict=True)]
         for tenant, prompt in zip(tenants, prompts, strict=True):
-            await tenant.cache(prompt, "r", "same")
+            await tenant.ask("POST", "/v1/prefill", {"tokens": prompt, "ticket_id": "same"})
         for at, (tenant, prompt) in enumerate(zip(tenants, prompts, strict=True)):
-            body = {"ticket_id": "same", "request_id": "c", "deadline_s": 5}
-            other = await tenant.ask("POST", "/v1/claims", body | {"tokens": prompts[1 - at]})
+            body = {"ticket_id": "same", "deadline_s": 5, "max_tokens": 2}
+            other = await tenant.ask("POST", "/v1/decode", body | {"tokens": prompts[1 - at]})
             assert (other.status, other.body["reason"]) == (409, "other_prompt")
-            claimed = await tenant.ask("POST", "/v1/claims", body | {"tokens": prompt})
-            assert (claimed.status, claimed.body["cached_tokens"]) == (200, len(prompt))
-            assert (await tenant.ask("POST", "/v1/requests/c/finish")).status == 200
+            claimed = await tenant.ask("POST", "/v1/decode", body | {"tokens": prompt})
+            assert (claimed.status, claimed.body["computed_tokens"]) == (200, 0)
             assert (await tenant.ask("DELETE", "/v1/tickets/same")).status == 200
         assert on.node.service.verify() == []

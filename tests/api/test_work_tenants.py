@@ -156,7 +156,6 @@ async def test_ids_cannot_be_made_that_are_another_tenants(cast: Cast) -> None:
         space = on.node.space("one")
         for path, body in (
             ("/v1/generate", {"request_id": f"{space}/r"}),
-            ("/v1/requests", {"request_id": f"{space}/r"}),
             ("/v1/prefill", {"ticket_id": ticket_name("t", "one")}),
             ("/v1/decode", {"ticket_id": ticket_name("t", "one")}),
         ):

@@ -16,13 +16,11 @@ from tests.client.scripted import Answering, breaks_off, problem, says, scripted
 from tests.latch import until
 from tests.redis_server import free_port
 from tierkv.api.types import (
-    AdmitBody,
-    CommitBody,
     DecodeBody,
     GenerateBody,
     LookupBody,
+    PrefetchBody,
     PrefillBody,
-    State,
 )
 from tierkv.client import (
     AsyncClient,
@@ -84,20 +82,6 @@ async def test_a_hand_off_from_the_client() -> None:
             DecodeBody(prompt="hand over", ticket_id=done.ticket_id, max_tokens=6)
         )
         assert claimed.tokens == alone.tokens
-
-
-async def test_a_request_of_an_engine_from_admission_to_its_end() -> None:
-    async with here() as on, AsyncClient(on.client.url) as client:
-        admitted = await client.admit(AdmitBody(prompt="x" * 40, max_new_tokens=4))
-        assert isinstance(admitted.block_table, (bytes, list))
-        name = admitted.request_id
-        assert (await client.request(name)).state is State.RUNNING
-        committed = await client.commit(name)
-        assert committed.computed_tokens == 40
-        ended = await client.finish(name, CommitBody())
-        assert ended.state is State.FINISHED
-        assert (await client.lookup(LookupBody(prompt="x" * 40))).device_tokens > 0
-        await on.settle()
 
 
 async def test_a_prompt_of_a_million_tokens_is_no_trouble() -> None:
@@ -258,16 +242,6 @@ async def test_what_changes_nothing_is_asked_again(first: Answering) -> None:
 @pytest.mark.parametrize(
     "first", [problem(503, "out_of_blocks"), problem(429, "quota"), breaks_off]
 )
-async def test_what_may_have_been_done_is_not_asked_again(first: Answering) -> None:
-    async with scripted(first) as on, AsyncClient(on.url, retries=FAST) as client:
-        with pytest.raises((RemoteError, BrokenOffError)):
-            await client.preempt("a")
-        assert len(on.asked) == 1
-
-
-@pytest.mark.parametrize(
-    "first", [problem(503, "out_of_blocks"), problem(429, "quota"), breaks_off]
-)
 async def test_work_is_named_and_so_asked_for_again_without_being_done_twice(
     first: Answering,
 ) -> None:
@@ -304,11 +278,11 @@ async def test_attempts_end() -> None:
         assert len(on.asked) == FAST.attempts
 
 
-async def test_an_admission_that_is_asked_again_has_the_same_id() -> None:
+async def test_a_prefetch_that_is_asked_again_has_the_same_id() -> None:
     async with scripted(breaks_off, breaks_off, problem(500, "internal_error")) as on:
         async with AsyncClient(on.url, retries=FAST) as client:
             with pytest.raises(RemoteError):
-                await client.admit(AdmitBody(prompt="a"))
+                await client.prefetch(PrefetchBody(prompt="a"))
         bodies = Counter(body for _, _, body in on.asked)
         assert list(bodies.values()) == [3]
         assert b"request_id" in next(iter(bodies))

@@ -28,7 +28,7 @@ from tests.embed.test_groups import MODELS, hybrid
 from tests.embed.tp_engine import BLOCKS, ROOT, Rank, TpEngine
 from tests.latch import PATIENCE_S
 from tests.world import BLOCK, GQA
-from tierkv.api.types import AdmitBody, GenerateBody
+from tierkv.api.types import GenerateBody
 from tierkv.cache.groups import CacheGroup, GroupKind, as_groups
 from tierkv.cache.keys import Fingerprint, Prompt, pack
 from tierkv.cache.layout import Layout, Plane
@@ -422,14 +422,14 @@ def test_an_engine_outlives_its_node_says_so_and_comes_to_the_next(
         on.cache.release("b")
 
 
-def test_over_http_nobody_says_what_is_in_the_memory_of_engines(tmp_path: Path) -> None:
+def test_over_http_a_node_of_engines_computes_nothing(tmp_path: Path) -> None:
     with node(tmp_path / "node") as at, engine(at, "one") as on:
         on.compute(TOKENS, HERE)
-        with at.client() as client:
-            with pytest.raises(RemoteError, match="engines come to this node at its socket"):
-                client.admit(AdmitBody(tokens=TOKENS))
-            with pytest.raises(RemoteError, match="no model of its own"):
-                client.generate(GenerateBody(tokens=TOKENS))
+        with (
+            at.client() as client,
+            pytest.raises(RemoteError, match="no model of its own"),
+        ):
+            client.generate(GenerateBody(tokens=TOKENS))
 
 
 def test_a_node_that_no_engine_has_come_to_ends_when_told(tmp_path: Path) -> None:

@@ -49,11 +49,6 @@ BODIES: tuple[type[msgspec.Struct], ...] = (
     types.PinBody,
     types.QuotaBody,
     types.ResizeBody,
-    types.AdmitBody,
-    types.ClaimBody,
-    types.CommitBody,
-    types.ExtendBody,
-    types.PublishBody,
 )
 _KEY = bytes(range(32))
 _IDENTITY = ValueIdentity(bytes(16), bytes(32), 16)
@@ -92,8 +87,6 @@ def _body(content_type: str, data: bytes) -> None:
             packed = body.packed()
             if isinstance(body, types.GenerateBody | types.PrefillBody | types.DecodeBody):
                 job_of(body, "id", Prompt(packed, 16))
-        elif isinstance(body, types.CommitBody):
-            body.packed(bytes(64))
 
 
 def _large(data: bytes) -> None:

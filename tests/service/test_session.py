@@ -21,6 +21,7 @@ from tierkv.errors import (
 )
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.claims import ClaimPolicy
+from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.request import RequestSpec
 from tierkv.service.session import Session
 
@@ -239,6 +240,18 @@ async def test_a_stream_tells_who_waits_why_a_prompt_will_not_come() -> None:
         await finish(asyncio.wait([one.over]))
         with pytest.raises(HandoffError, match="the engine was not heard of"):
             await finish(session(on, name="c").claim("t", ClaimPolicy.WHOLE, 5.0))
+        await on.settle()
+
+
+async def test_a_store_that_hangs_keeps_a_stream_from_beginning_for_its_deadline_only() -> None:
+    async with world(with_store=True, handoff=HandoffSettings(lookup_deadline_s=0.1)) as on:
+        one = session(on)
+        await finish(one.admit())
+        on.the_store.hold()
+        assert await finish(one.stream("t"))
+        on.the_store.release()
+        one.abort()
+        await finish(asyncio.wait([one.over]))
         await on.settle()
 
 

@@ -291,23 +291,11 @@ def _requests(stats: Stats) -> Iterator[Metric]:
 
 def _callers(node: Node) -> Iterator[Metric]:
     """What is kept between calls."""
-    sessions = node.sessions
-    yield gauge(
-        "tierkv_open_requests",
-        "Requests of engines that compute by themselves, preempted ones included",
-        (),
-        {(): sessions.num_open},
-    )
-    yield total(
-        "tierkv_expired_leases",
-        "Requests that were ended because nobody had named them for their lease",
-        sessions.num_expired,
-    )
     yield counter(
         "tierkv_repeated_requests",
         "Calls that were answered with what an earlier one of the same id had brought about",
         ("kind",),
-        {("request",): sessions.num_repeats, ("answer",): node.answers.num_repeats},
+        {("answer",): node.answers.num_repeats},
     )
 
 

@@ -14,16 +14,9 @@ import msgspec
 from aiohttp import web
 
 from tierkv.api.events import EventFeed
-from tierkv.api.sessions import (
-    HeldSession,
-    Key,
-    Once,
-    PinBook,
-    PromptMovements,
-    Sessions,
-    backing_up,
-    prefetching,
-)
+from tierkv.api.idempotency import Key, Once
+from tierkv.api.movements import PromptMovements, backing_up, prefetching
+from tierkv.api.pins import PinBook
 from tierkv.api.settings import NO_STORAGE, NodeSettings, default_storage_url
 from tierkv.api.types import GenerateAnswer, PromptBody
 from tierkv.cache.keys import Fingerprint, MediaItem, Prompt
@@ -59,9 +52,7 @@ class Node:
     """Everything behind the HTTP interface. Use it inside `running()`, from one event loop.
 
     device, store: for tests; by default those that the settings name.
-    is_engine_attached: an engine in this process writes the device's memory, and says over HTTP
-        what is in it; by default only the node's own model does.
-    external: engines in other processes, instead of that model.
+    external: engines in other processes, instead of the node's own model.
     """
 
     def __init__(
@@ -71,12 +62,10 @@ class Node:
         device: Device | None = None,
         store: Store | None = None,
         environ: Mapping[str, str] = os.environ,
-        is_engine_attached: bool = False,
         external: ExternalEngines | None = None,
     ) -> None:
         self.settings = settings
         self._external = external
-        self._is_engine_attached = is_engine_attached
         node, model = settings.node, settings.model
         self.name = node.name or f"{node.role.value}@{node.host}:{node.port}"
         self.device = device or (SharedCpuDevice() if external else _open_device(settings))
@@ -102,10 +91,8 @@ class Node:
         self._working = Working(
             lambda: ShuttingDownError(
                 f"this node {self._why_ends('was stopped')} before the request was done"
-            ),
-            lambda: self.sessions.num_open,
+            )
         )
-        self.sessions = Sessions(self.service, self._working.changed)
         self.prefetches = PromptMovements(self.service, "prefetch", prefetching(self.service))
         self.backups = PromptMovements(self.service, "backup", backing_up(self.service))
         self.pins = PinBook(self.service, lambda: asyncio.get_running_loop().time())
@@ -158,7 +145,6 @@ class Node:
             async with (
                 self.service.running(),
                 self._engines(),
-                self.sessions.running(),
                 self.prefetches.running(),
                 self.backups.running(),
                 self.feed.running(),
@@ -189,19 +175,6 @@ class Node:
         """Raise NotReadyError if there is nothing to ask yet."""
         if not self.has_started:
             raise NotReadyError("this node has not started yet")
-
-    def check_engine(self) -> None:
-        """Raise NoEngineError if nobody but this node may write its memory."""
-        if not self._is_engine_attached:
-            who = (
-                "engines come to this node at its socket (node.engine_socket)"
-                if self._model is None
-                else "this node computes with its own model"
-            )
-            raise NoEngineError(
-                f"{who}: requests of other engines are not admitted, committed or published over "
-                "HTTP, since nobody else can have written their KV"
-            )
 
     def prompt(
         self, tokens: bytes, tenant: str, media: Sequence[MediaItem] = (), adapter: str = ""
@@ -258,10 +231,7 @@ class Node:
         self._working.hurry()
 
     async def idle(self, *, grace_s: float) -> None:
-        """Return when no work is left: all done, or cut off after `grace_s` or a `hurry`.
-
-        Engines may end their requests until then; what they still hold at the end of `running` is
-        aborted."""
+        """Return when no work is left: all done, or cut off after `grace_s` or a `hurry`."""
         await self._working.idle(grace_s=grace_s)
 
 
@@ -361,12 +331,6 @@ class Routes:
         BadRequestError."""
         tenant = principal_of(request).tenant
         return ticket_name(bodies.check_id(ticket_id, "ticket_id"), tenant)
-
-    def _held(self, request: web.BaseRequest) -> HeldSession:
-        """Raises UnknownIdError."""
-        key = self._key(request)
-        request[bodies.REQUEST_ID] = key[1]
-        return self._node.sessions.find(key)
 
     def _prompt(self, request: web.BaseRequest, body: PromptBody) -> Prompt:
         """In the space of the caller's tenant and adapter. Raises FieldError or BadRequestError."""

@@ -10,8 +10,10 @@ from urllib.parse import quote
 import msgspec
 from aiohttp import web
 
+from tierkv.api.idempotency import Key, content_of
+from tierkv.api.movements import PromptMovement, PromptMovements
 from tierkv.api.node import Routes, explained, principal_of
-from tierkv.api.sessions import Key, Pin, PromptMovement, PromptMovements, content_of
+from tierkv.api.pins import Pin
 from tierkv.api.types import (
     BackupAnswer,
     BackupBody,
@@ -54,13 +56,6 @@ class LookRoutes(Routes):
             body = await self._read_prompt(request, LookupBody)
             self._request_id(request, body.request_id)
             return await explained(self._node, principal_of(request), self._prompt(request, body))
-
-    @Route("GET", "/v1/requests/{id}/explain", Access.WRITE, answer=Explanation)
-    async def explain_request(self, request: web.BaseRequest) -> Explanation:
-        """Explain what of a running request's prompt is cached now."""
-        async with self._node.call():
-            prompt = self._held(request).running().whole_prompt
-            return await explained(self._node, principal_of(request), prompt)
 
 
 _PREFETCH = "/v1/prefetches/{id}"

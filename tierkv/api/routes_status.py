@@ -80,7 +80,6 @@ class LifeRoutes(Routes):
             is_asleep=service.is_asleep,
             running_requests=len(service.scheduler.running_requests),
             waiting_requests=service.scheduler.num_waiting,
-            open_requests=self._node.sessions.num_open,
         )
 
     @Route(
@@ -332,7 +331,7 @@ _FIGURES = frozenset(
         *("lookup_tokens", "missed_tokens", "admitted_requests", "inflight_requests"),
         *("computed_tokens", "generated_tokens", "decisions", "transfer_bytes", "evictions"),
         *("forgotten_blocks", "skipped_offloads", "failed_transfers", "storage_errors"),
-        *("integrity_failures", "handoffs", "open_requests", "estimated_seconds"),
+        *("integrity_failures", "handoffs", "estimated_seconds"),
     )
 )
 _MOST_DIGITS = 18  # of a request's number; Python refuses to read thousands

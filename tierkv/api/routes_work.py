@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 import msgspec
 from aiohttp import web
 
+from tierkv.api.idempotency import content_of
 from tierkv.api.node import Routes, principal_of
-from tierkv.api.sessions import content_of
 from tierkv.api.settings import Role
 from tierkv.api.types import (
+    AbortAnswer,
     DecodeAnswer,
     DecodeBody,
     GenerateAnswer,
@@ -22,10 +23,11 @@ from tierkv.api.types import (
     PrefillBody,
     job_of,
 )
+from tierkv.http import bodies
 from tierkv.http.bodies import open_stream, write
 from tierkv.http.callers import Access
-from tierkv.http.problems import WrongRoleError, log_if_unexpected, problem_of
-from tierkv.http.route import Route
+from tierkv.http.problems import UnknownIdError, WrongRoleError, log_if_unexpected, problem_of
+from tierkv.http.route import Disconnect, Route
 from tierkv.refmodel.engine import GenerateRequest
 from tierkv.refmodel.model import decode
 from tierkv.tasks import task_group
@@ -217,6 +219,22 @@ class WorkRoutes(Routes):
                     asked.request_id, generation, body.ticket_id, ticket
                 )
         return answer.result
+
+    @Route(
+        "DELETE",
+        "/v1/requests/{id}",
+        Access.WRITE,
+        answer=AbortAnswer,
+        on_disconnect=Disconnect.DETACH,
+    )
+    async def abort(self, request: web.BaseRequest) -> AbortAnswer:
+        """Abort a request that waits for its blocks, or that the node's engine computes."""
+        async with self._node.call():
+            tenant, request_id = self._key(request)
+            bodies.name_request(request, request_id)
+            if not self._node.service.abort(self._node.request_name(request_id, tenant)):
+                raise UnknownIdError(f"there is no request {request_id!r}")
+        return AbortAnswer(request_id)
 
     def _asked(
         self,

@@ -24,7 +24,6 @@ from tierkv.api.routes_cache import (
     TicketRoutes,
 )
 from tierkv.api.routes_node import NodeRoutes, QuotaRoutes
-from tierkv.api.routes_requests import HandoffRoutes, RequestRoutes
 from tierkv.api.routes_status import (
     EventRoutes,
     LifeRoutes,
@@ -44,7 +43,7 @@ from tierkv.http.route import NO_ROUTE, HttpRouter, Route, routes_of
 from tierkv.http.server import answering, bind, is_loopback, make_room_for, unix_listener
 
 _KINDS = (
-    *(StatusRoutes, RequestRoutes, HandoffRoutes, PrefetchRoutes, BackupRoutes),
+    *(StatusRoutes, PrefetchRoutes, BackupRoutes),
     *(PinRoutes, TicketRoutes),
     *(LookRoutes, NodeRoutes, LifeRoutes, QuotaRoutes, EventRoutes, WorkRoutes),
 )
@@ -71,12 +70,10 @@ def router_of(node: Node, guard: Guard) -> HttpRouter:
 log = logging.getLogger(__name__)
 
 
-def run(
-    settings: NodeSettings, announce: Callable[[str], None], *, is_engine_attached: bool = False
-) -> None:
+def run(settings: NodeSettings, announce: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT, and return when all has ended in order.
 
-    announce: called with the URL once the node answers there. is_engine_attached: see Node.
+    announce: called with the URL once the node answers there.
     Raises a TierKVError whose sentence says what to correct, with nothing left open.
     """
     make_room_for(settings.node.max_connections)
@@ -90,7 +87,7 @@ def run(
             if settings.node.engine_socket:
                 uvloop.run(_serve_engines(settings, listeners, announce, last_resort))
                 return
-            node = Node(settings, is_engine_attached=is_engine_attached)
+            node = Node(settings)
             with tracing.exporting(node.name):
                 uvloop.run(
                     serve(

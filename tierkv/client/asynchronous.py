@@ -13,18 +13,13 @@ import msgspec
 from msgspec.structs import replace
 
 from tierkv.api.types import (
-    AdmitBody,
+    AbortAnswer,
     BackupAnswer,
     BackupBody,
     BlocksAnswer,
-    ClaimAnswer,
-    ClaimBody,
-    CommitBody,
     ConfigAnswer,
     DecodeAnswer,
     DecodeBody,
-    EndAnswer,
-    ExtendBody,
     GenerateAnswer,
     GenerateBody,
     LifeAnswer,
@@ -38,19 +33,13 @@ from tierkv.api.types import (
     PrefetchBody,
     PrefillAnswer,
     PrefillBody,
-    PublishAnswer,
-    PublishBody,
     QuotaAnswer,
     QuotaBody,
     ReadyAnswer,
-    RequestAnswer,
     ResetAnswer,
     ResizeBody,
-    ResumeBody,
     SleepBody,
     StorageBody,
-    StreamAnswer,
-    StreamBody,
     TicketAnswer,
     TiersAnswer,
     VerifyAnswer,
@@ -63,11 +52,6 @@ from tierkv.client.http import Http
 from tierkv.client.streams import EventStream, TokenStream
 from tierkv.observe import Stats
 from tierkv.sched.explain import Explanation
-
-_ALL = CommitBody()
-_AS_IT_IS = ResumeBody()
-_PLAIN = PublishBody()
-_PLAIN_STREAM = StreamBody()
 
 
 class AsyncClient:
@@ -196,59 +180,9 @@ class AsyncClient:
     ) -> AbstractAsyncContextManager[TokenStream[DecodeAnswer]]:
         return self._node.stream("/v1/decode", DecodeAnswer, replace(body, stream=True))
 
-    # For engines that compute by themselves: a request from its admission to its end. name: the
-    # request's id, as `admit` or `claim` answered it
-
-    async def admit(self, body: AdmitBody) -> RequestAnswer:
-        """Get blocks for a request. Without a request id it is given one here, so that a call
-        which is made again after a lost answer takes blocks once."""
-        return await self._node.ask("POST", "/v1/requests", RequestAnswer, body=named(body))
-
-    async def claim(self, body: ClaimBody) -> ClaimAnswer:
-        """Get blocks for a published prompt, which is loaded to them. Named as in `admit`."""
-        return await self._node.ask("POST", "/v1/claims", ClaimAnswer, body=named(body))
-
-    async def request(self, name: str) -> RequestAnswer:
-        """Tell how it stands, and renew its lease."""
-        return await self._node.ask("GET", "/v1/requests/{id}", RequestAnswer, name)
-
-    async def explain_request(self, name: str) -> Explanation:
-        """What of its prompt is cached now, where, and why no more."""
-        return await self._node.ask("GET", "/v1/requests/{id}/explain", Explanation, name)
-
-    async def commit(self, name: str, body: CommitBody = _ALL) -> RequestAnswer:
-        """Tell which tokens' KV is computed; without a body, the whole prompt's."""
-        return await self._node.ask("POST", "/v1/requests/{id}/commit", RequestAnswer, name, body)
-
-    async def extend(self, name: str, body: ExtendBody) -> RequestAnswer:
-        return await self._node.ask("POST", "/v1/requests/{id}/extend", RequestAnswer, name, body)
-
-    async def preempt(self, name: str) -> RequestAnswer:
-        """Give the blocks back for a while."""
-        return await self._node.ask(
-            "POST", "/v1/requests/{id}/preempt", RequestAnswer, name, is_repeatable=False
-        )
-
-    async def resume(self, name: str, body: ResumeBody = _AS_IT_IS) -> RequestAnswer:
-        return await self._node.ask(
-            "POST", "/v1/requests/{id}/resume", RequestAnswer, name, body, is_repeatable=False
-        )
-
-    async def stream(self, name: str, body: StreamBody = _PLAIN_STREAM) -> StreamAnswer:
-        """Store the prompt while it is computed: each `commit` lets more of it out, and `publish`
-        under the same ticket completes it."""
-        return await self._node.ask("POST", "/v1/requests/{id}/stream", StreamAnswer, name, body)
-
-    async def publish(self, name: str, body: PublishBody = _PLAIN) -> PublishAnswer:
-        """Leave a ticket for a decode node. The prompt must be committed."""
-        return await self._node.ask("POST", "/v1/requests/{id}/publish", PublishAnswer, name, body)
-
-    async def finish(self, name: str, body: CommitBody | None = None) -> EndAnswer:
-        """End it, after a last commit if there is a body. What was committed stays cached."""
-        return await self._node.ask("POST", "/v1/requests/{id}/finish", EndAnswer, name, body)
-
-    async def abort(self, name: str) -> EndAnswer:
-        return await self._node.ask("DELETE", "/v1/requests/{id}", EndAnswer, name)
+    async def abort(self, name: str) -> AbortAnswer:
+        """Abort the request of this id, whatever the node does for it."""
+        return await self._node.ask("DELETE", "/v1/requests/{id}", AbortAnswer, name)
 
     # What is cached: prefetches, backups, pins, tickets
 

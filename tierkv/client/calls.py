@@ -49,18 +49,16 @@ class Retries:
         if self.attempts < 1 or self.first_s < 0 or self.most_s < 0:
             raise ConfigError("a call has at least one attempt, and pauses are not negative")
 
-    def allows(self, error: TierKVError, attempt: int, *, is_repeatable: bool) -> bool:
-        """Whether to ask again after `error` of attempt number `attempt`, the first being 1.
+    def allows(self, error: TierKVError, attempt: int) -> bool:
+        """Return whether to ask again after `error` of attempt number `attempt`, 1 or more.
 
-        is_repeatable: asking twice does no more than asking once. What never reached a node can
-        always be asked again.
+        Asking a node twice does no more than asking once: work has a request id.
         """
         if attempt >= self.attempts:
             return False
         if isinstance(error, UnreachableError):
             return True
-        # A claim that is refused has waited until its own deadline.
-        if not is_repeatable or isinstance(error, HandoffError):
+        if isinstance(error, HandoffError):  # a refused claim has waited until its own deadline
             return False
         if isinstance(error, RemoteError):
             return error.status in _NOT_NOW
@@ -118,22 +116,29 @@ class Calls:
         body: msgspec.Struct | None = None,
         *,
         query: str = "",
-        is_repeatable: bool = True,
         timeout_s: float | None = None,
     ) -> A:
-        """Ask a route. path: with {id} where `name` goes. answer: what comes back; `bytes` is the
-        body as it is. is_repeatable: it may be asked again when the answer was lost, since that
-        changes nothing, or the second time nothing more.
+        """Ask a route, and again where the answer was lost.
 
-        Raises RemoteError for an answer that is an error, else CallError."""
+        Args:
+            method: The HTTP method.
+            path: The path, with {id} in place of `name`.
+            answer: The type of the answer; `bytes` for the body as it is.
+            name: The id in the path.
+            body: The body.
+            query: The query string, with its question mark.
+            timeout_s: Seconds of the whole call; None for the client's own.
+
+        Raises:
+            RemoteError: The node has answered with an error.
+            CallError: There is no answer.
+        """
         question = _Question(method, path, answer, name, body, query)
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         async with deadline(limit_s, lambda: self._late(question, limit_s)) as scope:
-            return await self._attempts(question, scope, is_repeatable=is_repeatable)
+            return await self._attempts(question, scope)
 
-    async def _attempts(
-        self, question: _Question[A], scope: asyncio.Timeout, *, is_repeatable: bool
-    ) -> A:
+    async def _attempts(self, question: _Question[A], scope: asyncio.Timeout) -> A:
         path, body, headers = self._prepared(question)
         attempt = 0
         while True:
@@ -142,7 +147,7 @@ class Calls:
                 reply = await self._http.ask(question.method, path, body, headers)
                 return self._read(question, reply)
             except TierKVError as error:
-                if not self._retries.allows(error, attempt, is_repeatable=is_repeatable):
+                if not self._retries.allows(error, attempt):
                     raise
                 pause_s = self._retries.pause_s(error, attempt)
                 until, now = scope.when(), asyncio.get_running_loop().time()

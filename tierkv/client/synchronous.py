@@ -222,17 +222,6 @@ class Client:
     stream_prefill = _streaming(AsyncClient.stream_prefill)
     stream_decode = _streaming(AsyncClient.stream_decode)
 
-    admit = _waiting(AsyncClient.admit)
-    claim = _waiting(AsyncClient.claim)
-    request = _waiting(AsyncClient.request)
-    explain_request = _waiting(AsyncClient.explain_request)
-    commit = _waiting(AsyncClient.commit)
-    extend = _waiting(AsyncClient.extend)
-    preempt = _waiting(AsyncClient.preempt)
-    resume = _waiting(AsyncClient.resume)
-    stream = _waiting(AsyncClient.stream)
-    publish = _waiting(AsyncClient.publish)
-    finish = _waiting(AsyncClient.finish)
     abort = _waiting(AsyncClient.abort)
 
     prefetch = _waiting(AsyncClient.prefetch)

@@ -80,7 +80,7 @@ PASSING_REASONS = frozenset(
 
 
 class NoEngineError(BadRequestError):
-    """This node computes with its own model: no other engine may write its memory."""
+    """This node keeps the KV of engines at its socket and computes nothing."""
 
 
 class WrongRoleError(BadRequestError):
@@ -112,7 +112,7 @@ ERRORS: tuple[tuple[type[TierKVError], int, str, str], ...] = (
     (FieldError, 422, "invalid_body", "The body's fields are wrong"),
     (MediaTypeError, 415, "unsupported_media_type", "The body's type is not supported"),
     (BodyTimeoutError, 408, "body_timeout", "The body did not arrive in time"),
-    (NoEngineError, 409, "no_engine", "No engine serves this over HTTP here"),
+    (NoEngineError, 409, "no_engine", "This node has no engine of its own"),
     (WrongRoleError, 409, "wrong_role", "Another node does this"),
     (UnknownIdError, 404, "unknown_id", "There is nothing of this id"),
     (TooManyError, 429, "too_many", "There are too many of these"),

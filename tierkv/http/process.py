@@ -226,16 +226,12 @@ class CallUnderWay:
 class Working:
     """The calls under way, for an end in order.
 
-    cut_off: makes the error that is raised in a call whose time is up. num_open: how many other
-    things `idle` waits for; call `changed` when there may be fewer.
+    cut_off: makes the error that is raised in a call whose time is up.
     """
 
-    def __init__(
-        self, cut_off: Callable[[], TierKVError], num_open: Callable[[], int] = lambda: 0
-    ) -> None:
+    def __init__(self, cut_off: Callable[[], TierKVError]) -> None:
         self.cut_off = cut_off
         self.calls: set[CallUnderWay] = set()
-        self._num_open = num_open
         self._changed = asyncio.Event()
         self._is_hurried = False
 
@@ -258,7 +254,7 @@ class Working:
         """Return when no call is left: all done, or cut off after `grace_s` or a `hurry`."""
         try:
             async with asyncio.timeout(grace_s):
-                while (self.calls or self._num_open()) and not self._is_hurried:
+                while self.calls and not self._is_hurried:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:

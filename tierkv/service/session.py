@@ -1,4 +1,4 @@
-"""The life of one request, written once: for HTTP, for embedding and for the reference model.
+"""The life of one request, written once: for embedding and for the engine of a node.
 
                      .-- commit, extend, stream, publish, recover --.
                      v                                              |
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import msgspec
@@ -44,20 +44,16 @@ class Session:
     """One request of `service`. Use it from the service's loop; one operation at a time, but for
     `end`, `abort` and the wait for what is being published.
 
-    on_end: called once, when the request has given everything back.
     ticket: what it claimed, None if it did not. failed_blocks: of the prompt, counted from 0, that
     were cached but did not load, so that the engine computes them; load_problem: why.
     """
 
-    def __init__(
-        self, service: Service, spec: RequestSpec, *, on_end: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, service: Service, spec: RequestSpec) -> None:
         self.spec = spec
         self.ticket: Ticket | None = None
         self.failed_blocks: range = range(0)
         self.load_problem: str | None = None
         self._service = service
-        self._on_end = on_end
         self._timeline: Timeline | None = None
         self._request: Request | None = None
         self._publishes: dict[str, Publishing] = {}
@@ -91,18 +87,9 @@ class Session:
         return self._request is not None and self._request.state is RequestState.PREEMPTED
 
     @property
-    def is_resuming(self) -> bool:
-        return self._resuming is not None
-
-    @property
     def is_streaming(self) -> bool:
         """Whether its prompt goes out while it is computed."""
         return any(one.stream is not None for one in self._publishes.values())
-
-    @property
-    def is_publishing(self) -> bool:
-        """Whether a computed prompt of its is on its way out."""
-        return any(one.stream is None for one in self._busy())
 
     @property
     def matched(self) -> Matched:
@@ -298,7 +285,7 @@ class Session:
         """Wait for blocks again, with all that is still cached. Cancelled, it stays preempted;
         ended meanwhile, it raises OwnershipError at once."""
         request = self.request
-        if not self.is_preempted or self.is_resuming:
+        if not self.is_preempted or self._resuming is not None:
             raise OwnershipError(f"request {self.spec.request_id!r} is not preempted")
         try:
             async with asyncio.timeout(None) as self._resuming:
@@ -458,4 +445,3 @@ class Session:
         elif request is not None and request.state is RequestState.RUNNING:
             self._service.scheduler.end(request, after=self._last_use)
         self.over.set_result(None)
-        self._on_end()

@@ -1,0 +1,156 @@
+"""Results kept by key: repeated calls of one id do the work once and get one answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Hashable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import msgspec
+import xxhash
+
+from tierkv.api.types import PromptBody
+from tierkv.errors import DuplicateRequestError, TierKVError
+
+T = TypeVar("T")
+
+Key = tuple[str, str]  # tenant, id
+
+
+def content_of(body: PromptBody, tokens: bytes) -> bytes:
+    """Return a digest of what `body` asks for, without the form of its tokens and its id.
+
+    Args:
+        body: The body of a call.
+        tokens: The prompt of the body, packed.
+    """
+    rest = msgspec.structs.replace(body, prompt=None, tokens=None, request_id=None)
+    digest = xxhash.xxh3_128(tokens)
+    digest.update(repr(rest).encode())  # no encoder: a seed may be an integer of any size
+    return digest.digest()
+
+
+@dataclass(slots=True)
+class _Entry(Generic[T]):
+    content: bytes
+    outcome: asyncio.Future[T]
+    expires_at: float = 0.0
+
+
+@dataclass(slots=True)
+class OnceCall(Generic[T]):
+    """A call inside `Once.call`.
+
+    Attributes:
+        made: The result of an earlier call; None where the body makes and sets the result.
+    """
+
+    made: T | None = None
+
+
+class Once(Generic[T]):
+    """Results by key, each kept while open and for a while after `release`.
+
+    A failure is not kept: the next call does the work again.
+
+    Args:
+        most: Number of released results that are kept; the oldest go first.
+        ttl_s: Seconds for which a released result is kept.
+        now: A clock, in seconds, that does not go back.
+    """
+
+    def __init__(self, *, most: int, ttl_s: float, now: Callable[[], float]) -> None:
+        self._most = most
+        self._ttl_s = ttl_s
+        self._now = now
+        self._open: dict[Hashable, _Entry[T]] = {}
+        self._past: OrderedDict[Hashable, _Entry[T]] = OrderedDict()
+        self.num_repeats = 0  # calls answered with the result of another call
+
+    def __len__(self) -> int:
+        return len(self._open) + len(self._past)
+
+    @asynccontextmanager
+    async def call(
+        self, key: Hashable, content: bytes, *, stays_open: bool = True
+    ) -> AsyncIterator[OnceCall[T]]:
+        """Open one call for the work of `key`.
+
+        Concurrent calls of one key wait for the first. If the first is cancelled, one of the
+        waiting calls does the work instead.
+
+        Args:
+            key: The key of the result.
+            content: A digest of what is asked for.
+            stays_open: True keeps the result until `release`; False releases the result at once.
+
+        Yields:
+            The call, whose `made` is the result of an earlier call or None.
+
+        Raises:
+            DuplicateRequestError: The key was used for other content.
+            TierKVError: An earlier call for which this call has waited failed with this error.
+        """
+        while (known := self._find(key)) is not None:
+            if known.content != content:
+                raise DuplicateRequestError("another request with other content has this id")
+            if not known.outcome.done():
+                await asyncio.wait([known.outcome])
+            if not known.outcome.cancelled():
+                result = known.outcome.result()
+                self.num_repeats += 1
+                yield OnceCall(result)
+                return
+        entry: _Entry[T] = _Entry(content, asyncio.get_running_loop().create_future())
+        self._open[key] = entry
+        call: OnceCall[T] = OnceCall()
+        try:
+            yield call
+            assert call.made is not None, "the body sets it"
+        except TierKVError as error:
+            self._drop(key)
+            entry.outcome.set_exception(error)
+            entry.outcome.exception()  # seen: the error is raised here too
+            raise
+        except BaseException:  # the first caller has gone: a waiting call does the work
+            self._drop(key)
+            entry.outcome.cancel()
+            raise
+        entry.outcome.set_result(call.made)
+        if not stays_open:
+            self.release(key)
+
+    def release(self, key: Hashable) -> None:
+        """Keep the result of `key` for at most `ttl_s` seconds more."""
+        entry = self._open.pop(key, None)
+        if entry is None:
+            return
+        entry.expires_at = self._now() + self._ttl_s
+        self._past[key] = entry
+        self._expire()
+
+    def find(self, key: Hashable) -> T | None:
+        """Return the result of `key`, or None while there is no result."""
+        known = self._find(key)
+        if known is None or not known.outcome.done() or known.outcome.cancelled():
+            return None
+        return known.outcome.result()
+
+    def _drop(self, key: Hashable) -> None:
+        self._open.pop(key, None)
+        self._past.pop(key, None)
+
+    def _find(self, key: Hashable) -> _Entry[T] | None:
+        self._expire()
+        return self._open.get(key) or self._past.get(key)
+
+    def _expire(self) -> None:
+        past, now = self._past, self._now()
+        while past:
+            oldest = next(iter(past))  # all live equally long, so the first expires first
+            if len(past) <= self._most and past[oldest].expires_at > now:
+                return
+            del past[oldest]

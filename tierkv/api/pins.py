@@ -1,0 +1,89 @@
+"""Pins that callers have set by name: what each keeps, and until when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tierkv.api.idempotency import Key
+from tierkv.cache.keys import Prompt
+from tierkv.http.problems import TooManyError, UnknownIdError
+from tierkv.service import Service
+
+MOST_PINS = 10_000  # of one tenant
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """One pin.
+
+    Attributes:
+        num_blocks: Number of whole blocks of the prompt that the pin keeps.
+        ends_at: End of the pin, in seconds of the clock of `PinBook`.
+    """
+
+    pin_id: str
+    num_blocks: int
+    prompt_tokens: int
+    is_soft: bool
+    ends_at: float
+
+
+class PinBook:
+    """The pins of callers, by tenant and id.
+
+    Args:
+        service: The service whose blocks are pinned.
+        now: A clock, in seconds, that does not go back.
+    """
+
+    def __init__(self, service: Service, now: Callable[[], float]) -> None:
+        self._service = service
+        self._now = now
+        self._pins: dict[str, dict[str, Pin]] = {}
+
+    def put(self, key: Key, prompt: Prompt, ttl_s: float, *, is_soft: bool) -> Pin:
+        """Pin the cached blocks of `prompt`, in place of a pin of the same key.
+
+        Args:
+            key: Tenant and id of the pin.
+            prompt: The prompt.
+            ttl_s: Seconds until the pin ends.
+            is_soft: True lets the blocks be evicted after all others.
+
+        Raises:
+            TooManyError: The tenant has `MOST_PINS` pins.
+        """
+        tenant, pin_id = key
+        pins = self._pins.setdefault(tenant, {})
+        if len(pins) >= MOST_PINS and pin_id not in pins and len(self.all_of(tenant)) >= MOST_PINS:
+            raise TooManyError(f"{MOST_PINS} pins are set")
+        num_blocks = self._service.pin(_name(key), prompt, ttl_s, is_soft=is_soft)
+        pin = Pin(pin_id, num_blocks, prompt.num_tokens, is_soft, self._now() + ttl_s)
+        pins[pin_id] = pin
+        return pin
+
+    def get(self, key: Key) -> Pin:
+        """Raises UnknownIdError."""
+        pin = self._pins.get(key[0], {}).get(key[1])
+        if pin is None or pin.ends_at <= self._now():
+            raise UnknownIdError(f"there is no pin {key[1]!r}")
+        return pin
+
+    def remove(self, key: Key) -> Pin:
+        """Raises UnknownIdError."""
+        pin = self.get(key)
+        del self._pins[key[0]][key[1]]
+        self._service.unpin(_name(key))
+        return pin
+
+    def all_of(self, tenant: str) -> list[Pin]:
+        """Return the tenant's pins that have not ended, and forget those that have."""
+        now, pins = self._now(), self._pins.get(tenant, {})
+        for pin_id in [pin_id for pin_id, pin in pins.items() if pin.ends_at <= now]:
+            del pins[pin_id]
+        return list(pins.values())
+
+
+def _name(key: Key) -> str:
+    return f"{len(key[0])}:{key[0]}:{key[1]}"  # no two keys have the same
