@@ -52,8 +52,10 @@ def load_traced(
     *,
     beside: type | None = None,
 ) -> tuple[T, dict[str, str]]:
-    """As `load`, and where each setting that is no default came from, by "table.key": the file, the
-    variable, or "option"."""
+    """Load settings as `load` does, and return the origin of each setting that is no default.
+
+    Origins are given by "table.key": a file, a variable, or "option".
+    """
     table: dict[str, Any] = _read(path) if path is not None else {}
     origins = dict.fromkeys(flat(table), str(path))
     where = str(path) if path is not None else "the settings"
@@ -157,7 +159,7 @@ def settings_in(kind: object) -> dict[str, Any]:
 
 
 def names_in(kind: object, at: str = "") -> list[str]:
-    """What may be set of `kind`, tables and keys, as "table.key"."""
+    """Return the names of all settings in `kind`, as "table.key"."""
     names = []
     for name, inner in settings_in(kind).items():
         names.append(f"{at}{name}")

@@ -22,7 +22,7 @@ class DuplicateRequestError(BadRequestError):
 
 
 class RequestAbortedError(TierKVError):
-    """Somebody aborted this request: end it, nobody waits for its result."""
+    """The request was aborted: end it, its result is not wanted any more."""
 
 
 class ShuttingDownError(TierKVError):
@@ -44,7 +44,7 @@ class OutOfBlocksError(TierKVError):
 
 
 class OverQuotaError(OutOfBlocksError):
-    """A tenant's own quota is full: it waits for itself, and nobody else is concerned."""
+    """A tenant's own quota is full: the request waits for other requests of the same tenant."""
 
 
 class OwnershipError(TierKVError):
@@ -93,7 +93,7 @@ class StoreCorruptError(StoreError):
 
 
 class HandoffError(TierKVError):
-    """A claim cannot be served; `reason` tells the cases apart."""
+    """A claim cannot be served; `reason` names the case."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)

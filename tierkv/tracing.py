@@ -163,8 +163,10 @@ def is_on() -> bool:
 
 
 def context() -> contextvars.Context | None:
-    """Run in it, spans told later, or by another thread, belong to the current one, too; None if
-    nothing is traced."""
+    """Return a context in which later spans, of any thread, belong to the current span.
+
+    None if nothing is traced.
+    """
     if _tracer is None:
         return None
     found = contextvars.copy_context()

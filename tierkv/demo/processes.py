@@ -44,7 +44,7 @@ def _die_with_parent() -> None:
 async def child(
     command: Sequence[str], log: Path, environ: Mapping[str, str] | None = None
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process whose stderr goes to `log`; stopped with SIGTERM, then SIGKILL, at the end."""
+    """Run a process with its stderr in `log`; stop it with SIGTERM, then SIGKILL, at the end."""
     with log.open("ab") as stderr:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -145,7 +145,7 @@ async def _listening(
 
 
 async def together(*starts: Coroutine[Any, Any, A]) -> list[A]:
-    """Their results; processes start side by side. The first DemoError stops the others."""
+    """Run `starts` side by side and return their results; the first DemoError stops the rest."""
     async with task_group() as tasks:
         running = [tasks.create_task(start) for start in starts]
     return [task.result() for task in running]

@@ -20,8 +20,13 @@ _FOLLOW_UP = "\n\nAnd what happens to the blocks that nobody uses for a while?\n
 
 @dataclass(frozen=True)
 class Scene:
-    """What one scene showed. Times in seconds; matched: tokens by tier, moved: bytes by leg, None
-    where several nodes took part. event: what happened on the way, in words."""
+    """The results of one scene.
+
+    Attributes:
+        matched: tokens by tier; moved: bytes by leg; both None if several nodes took part.
+        ttft_s, ttft_without_s: seconds to the first token, with the cache and without.
+        event: an event in the middle of the scene, in words.
+    """
 
     title: str
     prompt_tokens: int
@@ -139,7 +144,7 @@ class Play:
         return replace(scene, event=event)
 
     async def _published(self, node: NodeProcess) -> tuple[DecodeBody, int]:
-        """What claims the prompt that `node` has published, and how many tokens its tail has."""
+        """Return the claim for the prompt that `node` published, and the size of its tail."""
         ticket_id = f"demo-{uuid4().hex[:12]}"
         self._say("prefill node: reading the prompt, publishing its blocks and a ticket ...")
         prefilled = await node.client.prefill(PrefillBody(prompt=self._prompt, ticket_id=ticket_id))

@@ -42,13 +42,13 @@ from tierkv.gpu.room import HOST_SETTING, HOST_TIER, require_room, track
 
 _PAGE = 4096
 _DEVICE_SETTING = "cache.device_blocks"
-# A step of Python, and of the lock that goes with it, for each run: not for less than this.
+# Each run costs a step of Python with the GIL: shorter runs are not worth it.
 _LEAST_RUN_BYTES = 64 << 10
-# A copy of no more is one call without the GIL, whose Python would hold up the engine's: its layers
-# are there together. Longer ones go layer by layer.
+# A copy up to this size is one call without the GIL, and its layers arrive together; layer by layer
+# it would hold up the engine's Python. Longer copies go layer by layer.
 _ONE_CALL_BYTES = 8 << 20
 _QUICK_COPY_BYTES = 256 << 10  # 30 us at 8 GB/s; a thread costs the loop as much again
-_AFTER_TIMEOUT_S = 600.0  # a copy whose predecessor never ends must not hold its thread for ever
+_AFTER_TIMEOUT_S = 600.0  # a copy behind one that never ends must not hold its thread for ever
 
 
 _Run = tuple[int, int, int]  # first slot, first block, how many
@@ -190,8 +190,8 @@ class CpuLane:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
         self._may_call = process_memory.is_possible()
-        self._placed: Sequence[npt.NDArray[np.uint8]] = ()  # the planes' arrays, whose
-        self._addresses = self._strides = np.zeros((0, 1), np.uint64)  # these are
+        self._placed: Sequence[npt.NDArray[np.uint8]] = ()  # the planes' arrays; of these
+        self._addresses = self._strides = np.zeros((0, 1), np.uint64)  # are the addresses
         layout = planes.layout
         self._offsets, self._sizes = (
             np.array(of_planes, np.uint64)[:, None]
@@ -216,10 +216,10 @@ class CpuLane:
         return events
 
     def _is_one_call(self, copy: BlockCopy) -> bool:
-        """Whether all layers of this copy are there together, so that one event tells of them.
+        """Return whether all layers of this copy arrive together, so that one event stands for all.
 
-        Where planes or slots are not as the layout says, layers are copied one by one: the first
-        that is wrong fails, and says what is wrong with it.
+        Where planes or slots do not fit the layout, layers are copied one by one: the first one
+        that is wrong fails with a message that says what is wrong.
         """
         if not self._may_call or len(copy) * self._planes.layout.block_bytes > _ONE_CALL_BYTES:
             return False
@@ -263,7 +263,7 @@ class CpuLane:
                 event.reach(failed)
 
     def _copies_at_once(self, copy: BlockCopy) -> bool:
-        """Whether it was copied, all of it in one call."""
+        """Copy everything in one call if that is possible; return whether it was."""
         arrays, host = self._planes.arrays, self._host.array
         if len(self._placed) != len(arrays) or any(map(is_not, self._placed, arrays)):
             self._placed = tuple(arrays)

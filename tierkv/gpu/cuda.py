@@ -79,7 +79,10 @@ class Gpu:
             _thread.has_context = True
 
     def translated(self, error: CudaError) -> TransferError:
-        """What to raise for an error of CUDA; a sticky one marks this GPU as lost for ever."""
+        """Return the TransferError for a CUDA error.
+
+        A sticky error marks this GPU as lost for ever.
+        """
         status: int = error.status
         if self.failure is None and status not in _STICKY:
             return TransferError(f"GPU {self.index}: {error}")
@@ -135,7 +138,7 @@ class Bound:
         traceback: TracebackType | None,
     ) -> bool | None:
         gpu = self._gpu
-        # To go back to a GPU that nobody has used would make a context there, of 0.5 GB.
+        # Going back to an unused GPU would make a context of 0.5 GB there.
         if self._before != gpu.index and load_driver().has_context(self._before):
             runtime.setDevice(self._before)
         if isinstance(error, (CUDARuntimeError, CUDADriverError, DriverError)):
@@ -154,8 +157,10 @@ def gpu_uuid(index: int) -> str:
 
 
 def is_reachable(gpu: Gpu, uuid: str) -> bool:
-    """Whether kernels on `gpu` can read the memory of the GPU of this UUID: it is the same one, or
-    visible to this process and a peer of it."""
+    """Return whether kernels on `gpu` can read the memory of the GPU with this UUID.
+
+    That GPU is the same one, or visible to this process and a peer of `gpu`.
+    """
     if gpu_uuid(gpu.index) == uuid:
         return True
     others = [index for index in range(num_gpus()) if gpu_uuid(index) == uuid]
@@ -163,7 +168,11 @@ def is_reachable(gpu: Gpu, uuid: str) -> bool:
 
 
 def num_gpus() -> int:
-    """How many GPUs this process sees. Raises ConfigError if CUDA cannot be used at all."""
+    """Return the number of GPUs that this process sees.
+
+    Raises:
+        ConfigError: CUDA cannot be used at all.
+    """
     try:
         return int(runtime.getDeviceCount())
     except CUDARuntimeError as error:
@@ -322,8 +331,10 @@ def new_stream(gpu: Gpu, *, is_urgent: bool) -> CudaStream:
 
 
 def adopted_stream(gpu: Gpu, address: int) -> CudaStream:
-    """The stream whose cudaStream_t is `address`, 0 being the legacy default stream. Its owner
-    keeps it alive."""
+    """Return the stream with the cudaStream_t `address`, 0 for the legacy default stream.
+
+    The stream's owner keeps it alive.
+    """
     with gpu.bound():
         return CudaStream(gpu, _foreign(gpu, address) if address else cupy.cuda.Stream.null)
 

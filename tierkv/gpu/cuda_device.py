@@ -153,10 +153,13 @@ _DEFAULT_QUEUES, _MOST_QUEUES = 8, 32  # CUDA's
 class CudaDevice:
     """One GPU of this process. See Device.
 
-    compute_stream: the cudaStream_t on which the engine's kernels run; 0 is the legacy default
-        stream, which is also CuPy's unless it is told otherwise.
-    before_copy: see CudaLane; for tests that need to hold or break a copy.
-    Raises ConfigError if there is no such GPU.
+    Args:
+        compute_stream: the cudaStream_t of the engine's kernels; 0 is the legacy default stream,
+            which is also CuPy's unless set otherwise.
+        before_copy: see CudaLane; for tests that hold or break a copy.
+
+    Raises:
+        ConfigError: there is no such GPU.
     """
 
     def __init__(
@@ -182,7 +185,7 @@ class CudaDevice:
 
     @property
     def array_module(self) -> ModuleType:
-        """Of the planes' arrays: CuPy."""
+        """The module of the planes' arrays: CuPy."""
         return ARRAY_MODULE
 
     @property
@@ -192,13 +195,13 @@ class CudaDevice:
 
     @property
     def status(self) -> str:
-        """What it is, and how far the pinning of its host slots has come."""
+        """Describe the device and the progress of pinning its host slots."""
         if self.gpu.failure is not None:
             return self.gpu.failure
         host = self._host
         if host is None or host.is_closed or host.pinned_bytes == host.num_bytes:
             return self.name
-        others = "copies of the others wait" if host.refusal is None else host.refusal
+        others = "copies of the rest wait" if host.refusal is None else host.refusal
         return (
             f"{self.name}, {host.pinned_bytes / _GIB:.1f} of {host.num_bytes / _GIB:.1f} GiB of "
             f"host slots pinned; {others}"
@@ -297,9 +300,9 @@ class CudaDevice:
 
 
 def num_queues() -> int:
-    """As the environment tells the driver."""
-    told = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-    return min(max(int(told), 1), _MOST_QUEUES) if told.isdecimal() else _DEFAULT_QUEUES
+    """Return the number of hardware queues that the environment sets for the driver."""
+    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    return min(max(int(given), 1), _MOST_QUEUES) if given.isdecimal() else _DEFAULT_QUEUES
 
 
 def used_queues(gpu: Gpu) -> tuple[CudaStream, ...]:

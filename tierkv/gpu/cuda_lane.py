@@ -109,17 +109,19 @@ class Pipeline:
         self._has_wide_rows = narrow_bytes <= self._block_bytes // _NARROW_SHARE
         self._last_end: CudaEvent | None = None  # of units
         self._row_bytes = 0
-        self._rows: Addresses = np.empty(0, np.uint64)  # where rows of so many bytes begin
+        self._rows: Addresses = np.empty(0, np.uint64)  # starts of rows of `_row_bytes` bytes
 
     def wait(self, event: Event, timeout_s: float) -> None:
         """Let no unit submitted after this start before `event`. See Stream.wait."""
         self._kernel_stream.wait(event, timeout_s)
 
     def submit(self, copy: BlockCopy) -> Iterator[tuple[Unit, CudaEvent | None]]:
-        """Each unit with the event of its end, as soon as it is submitted; the first ones of a load
-        with None before, when their pieces are, but no kernel. They are made with as little Python
-        as can be, since nothing moves meanwhile. Blocks of those after them move in the order of
-        their slots, neighbours as one piece."""
+        """Submit a copy unit by unit; yield each unit with the event of its end.
+
+        The first units of a load come with None before, when their pieces are submitted, but no
+        kernel. They are made with as little Python as possible, since nothing moves meanwhile.
+        Blocks of later units move in the order of their slots, neighbours as one piece.
+        """
         units = self._planner.plan(len(copy))
         first = next(units)
         if self._may_begin_straight(first):
@@ -176,9 +178,11 @@ class Pipeline:
         return bool(self._rectangles) and (self._last_end is None or self._last_end.is_done)
 
     def _may_begin_straight(self, unit: Unit) -> bool:
-        """Whether a copy shall begin with this unit, of whole blocks, as rectangles: to submit them
-        takes less than a batch does, and before the first byte of an offload came the first kernel
-        and the wait for it, 0.15 ms."""
+        """Return whether the copy should begin with this unit, of whole blocks, as rectangles.
+
+        Submitting rectangles takes less than submitting a batch, and an offload's first byte need
+        not wait 0.15 ms for the first kernel.
+        """
         return (
             unit.num_bytes == self._block_bytes
             and unit.num_blocks * len(self._rectangles) <= _STRAIGHT_CALLS
@@ -270,16 +274,16 @@ class Pipeline:
         return min(_FIRST_BATCH_PIECES << len(self._under_way), _BATCH_PIECES)
 
     def _take_turns(self) -> None:
-        """What is copied from now on goes through the other stream, behind what this one has."""
+        """Continue on the other stream, behind the work of this one."""
         self._copies_next.wait_bound(self._under_way[-1])
         self._copies, self._copies_next = self._copies_next, self._copies
         self._since_turn = 0
 
 
 _FEW_BLOCKS, _FEW_BYTES = 4, 64 << 20
-# What a caller's thread begins with, until the lane's goes on, 0.5 ms later: of offloads two units,
-# or one of so many bytes; of loads the pieces of two, or of one of so many bytes and pieces. PCIe 5
-# moves 24 MiB in 0.4 ms.
+# The caller's thread submits at most this before the lane's thread continues, 0.5 ms later: two
+# units of an offload, or one of _BEGIN_BYTES; the pieces of two units of a load, or of one of
+# _BEGIN_BYTES and _BEGIN_PIECES. PCIe 5 moves 24 MiB in 0.4 ms.
 _BEGIN_UNITS, _BEGIN_BYTES, _BEGIN_PIECES = 2, 24 << 20, 64
 _MOST_AT_ONCE = 16  # beyond, a full stream might make the caller wait
 _AFTER_TIMEOUT_S = 600.0  # for events that are not CUDA's: the submitting thread waits for them
@@ -289,8 +293,12 @@ Units = Iterator[tuple[Unit, CudaEvent | None]]  # see Pipeline.submit
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A copy that the lane's thread brings to the streams. units: what is left of it to submit,
-    None where nobody has begun. reached: how many layers' events have been recorded."""
+    """A copy that the lane's thread submits.
+
+    Attributes:
+        units: units that are left to submit, None before the first.
+        reached: number of layers with a recorded event.
+    """
 
     copy: BlockCopy
     events: tuple[PendingEvent, ...]
@@ -299,15 +307,15 @@ class _Job:
 
 
 class CudaLane:
-    """See Lane. A thread of its own does the submitting; the events it returns stand for those
-    that this thread records. It holds the interpreter for microseconds at a time.
+    """One direction of a GPU's copies. See Lane.
 
-    Where nothing is queued before, the caller's thread submits the first units of a copy, which for
-    a few blocks are all of it: the lane's thread would begin 250 to 370 us later (H100 in a virtual
-    machine, 2026-11-21), twice what 8 MiB take.
+    A thread of the lane submits; the events it returns stand for those that this thread records. It
+    holds the interpreter for microseconds at a time. If nothing is queued, the caller's thread
+    submits the first units of a copy, which for a few blocks are the whole copy: the lane's thread
+    would begin 250 to 370 us later on an H100, twice the time of 8 MiB.
 
-    A copy whose submission fails half-way fails only when what it had begun has ended.
-    before_copy: see CpuLane. With one, nothing is submitted on the caller's thread.
+    A copy whose submission fails half-way fails only when the work it began has ended. before_copy:
+    see CpuLane. With one, nothing is submitted on the caller's thread.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - what a lane is made of
@@ -358,8 +366,7 @@ class CudaLane:
             return job.events
 
     def _may_begin(self, copy: BlockCopy) -> bool:
-        """Whether submitting a unit takes microseconds here: nothing to wait for, room in the
-        streams."""
+        """Return whether submitting a unit takes only microseconds: the streams have room."""
         if self._num_queued or self._before_copy is not None or not self._host.is_pinned:
             return False
         if self._host.is_closed or self._planes.is_closed:
@@ -459,7 +466,7 @@ class CudaLane:
                 self._num_queued -= 1
 
     def _tell(self, job: _Job, unit: Unit, end: CudaEvent) -> None:
-        """The unit is submitted up to `end`; tell who waits for its layers if it is their last."""
+        """Note that the unit is submitted up to `end`; complete layers that end with it."""
         if unit.stop < len(job.copy):
             return
         with self._progress:

@@ -83,7 +83,7 @@ def adopted_array(gpu: Gpu, tensor: object) -> DeviceArray:
 
 
 def _address(tensor: object) -> int | None:
-    """By the CUDA array interface; None if the tensor has none, or cannot express itself in it."""
+    """Return the address by the CUDA array interface; None if the tensor does not offer one."""
     try:
         address: int = tensor.__cuda_array_interface__["data"][0]  # type: ignore[attr-defined]
     except (AttributeError, TypeError, RuntimeError, KeyError):  # KeyError: torch, of an fp8 type
@@ -299,8 +299,10 @@ def _views(
 
 
 def shared_planes(gpu: Gpu, planes: CudaPlanes) -> tuple[SharedPlane, ...]:
-    """What another process on this machine needs to open these planes. Their memory must be from
-    cudaMalloc, and stay until the other has closed its view."""
+    """Describe the planes for another process of this machine.
+
+    Their memory must come from cudaMalloc and stay until the other process has closed its view.
+    """
     shared = []
     with gpu.bound():
         for place in planes.memory:
@@ -320,8 +322,17 @@ def _check_within(plane: Plane, place: PlaneMemory, num_blocks: int) -> None:
 def opened_planes(
     gpu: Gpu, layout: Layout, num_blocks: int, shared: Sequence[SharedPlane]
 ) -> CudaPlanes:
-    """Another process's planes, by CUDA IPC; `close` unmaps them. Writes of either process are
-    ordered by what the two tell each other: a copy must end before the other is told of it."""
+    """Open another process's planes by CUDA IPC; `close` unmaps them.
+
+    The two processes order their writes by messages: a copy must end before the other process is
+    notified of it.
+
+    Args:
+        gpu: the GPU that holds the planes.
+        layout: layout of a block.
+        num_blocks: blocks of each plane.
+        shared: the other process's description of each plane.
+    """
     if len(shared) != len(layout.planes):
         raise LayoutError(f"the layout has {len(layout.planes)} planes, not {len(shared)}")
     with ExitStack() as stack:

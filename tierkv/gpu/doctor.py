@@ -1,4 +1,4 @@
-"""What GPUs and memory allow here, how fast they are, what to fix: for `tierkv doctor`."""
+"""Limits and speeds of GPUs and memory on this machine, and remedies: for `tierkv doctor`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _GIB = 1 << 30
 _PROBE_BYTES = 256 << 20
 _GOOD_SHARE = 0.8  # of the wire: headers leave 85 to 90 % of it to data
 _SILENT = "this machine does not say"
-_LOCKED_GIB = 1.0  # less than this nobody can run a host tier with
+_LOCKED_GIB = 1.0  # too little for any host tier
 
 
 class Verdict(Enum):
@@ -43,8 +43,12 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """remedy: what to do about it, "" if there is none. speeds: GB/s by device, or store, and leg,
-    for who moves bytes there."""
+    """One line of a report.
+
+    Attributes:
+        remedy: an action that helps, "" if there is none.
+        speeds: GB/s by device or store, and leg; nodes show them beside their own.
+    """
 
     what: str
     value: str
@@ -54,7 +58,7 @@ class Finding:
 
 
 def machine_findings() -> list[Finding]:
-    """What the operating system allows."""
+    """Return the limits of the operating system."""
     findings = [_limit_finding(limit) for limit in memory_limits()]
     pages = numa.transparent_huge_pages()
     if pages == "never":
@@ -172,7 +176,7 @@ def _speed_finding(what: str, speed: float, link: numa.PcieLink | None) -> Findi
 
 
 def _measured(gpu: Gpu, name: str) -> tuple[list[Finding], dict[str, float]]:
-    """What there is to say of pinning, and GB/s of copies each way."""
+    """Measure pinning and copies; return findings, and GB/s each way."""
     from tierkv.gpu.cuda_memory import DeviceMemory, timed_copies  # noqa: PLC0415 - CuPy is there
     from tierkv.gpu.pinned import PinnedSlots  # noqa: PLC0415
 
@@ -202,7 +206,7 @@ _COPY_BYTES = 64 << 20
 
 
 def copy_finding() -> Finding:
-    """What a copy within this machine's memory does, on one thread, as the device cpu copies."""
+    """Measure a copy within this machine's memory on one thread, as the device cpu copies."""
     source, target = np.ones(_COPY_BYTES, np.uint8), np.zeros(_COPY_BYTES, np.uint8)
     took = []
     for _ in range(3):
@@ -215,14 +219,16 @@ def copy_finding() -> Finding:
 
 
 def _kept_in() -> Path:
-    """Raises RuntimeError without a home."""
+    """Return the folder of kept measurements; raise RuntimeError without a home."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "tierkv" / "doctor.json"
 
 
 def keep(findings: Sequence[Finding]) -> None:
-    """For nodes of this machine, which show it beside what they do; what was measured of other
-    devices and stores stays. What cannot be kept is not."""
+    """Keep measured speeds for nodes of this machine, which show them beside their own.
+
+    Speeds of other devices and stores stay. Speeds that cannot be written are dropped.
+    """
     speeds = _kept()
     for finding in findings:
         for (device, leg), speed in finding.speeds.items():

@@ -23,8 +23,10 @@ _STREAM_ORDER = 1  # a copy reads its source when the stream gets there
 
 
 class Column:
-    """`capacity` addresses or sizes for the driver, in memory of a known place: to ask NumPy for it
-    takes 28 us where that has not been done for a while, and nothing moves meanwhile."""
+    """`capacity` addresses or sizes for the driver, in memory at a fixed address.
+
+    Asking NumPy for the address takes 28 us after a pause, and nothing moves in that time.
+    """
 
     __slots__ = ("address", "values")
 
@@ -74,7 +76,7 @@ class Driver:
 
     @property
     def has_batch_copy(self) -> bool:
-        """Whether `copy_batch` is one driver call instead of one per piece."""
+        """True if `copy_batch` is one driver call instead of one per piece."""
         return self._batch is not None
 
     def copy_batch(
@@ -134,7 +136,7 @@ class Driver:
         _check("cuMemHostUnregister", self._library.cuMemHostUnregister(ctypes.c_void_p(address)))
 
     def has_context(self, index: int) -> bool:
-        """Whether this process uses GPU `index` already: its primary context is there."""
+        """Return whether this process has a primary context on GPU `index`."""
         flags, is_active = ctypes.c_uint(), ctypes.c_int()
         status = self._library.cuDevicePrimaryCtxGetState(
             ctypes.c_int(index), ctypes.byref(flags), ctypes.byref(is_active)

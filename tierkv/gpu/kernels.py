@@ -1,4 +1,4 @@
-"""The kernels of csrc/planes.cu over one set of planes: what they are told, and how many run."""
+"""The kernels of csrc/planes.cu over one set of planes: their arguments and launch sizes."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class PlaneKernels:
         self._launch(name, self._unit, (stop - first) * len(block_ids), stream)
 
     def _tiles_of(self, unit: Unit) -> tuple[int, int]:
-        """Where the tiles of the unit's layers start and end in the table."""
+        """Return the start and end of the unit's layers in the table of tiles."""
         ends = (unit.first_byte, unit.first_byte + unit.num_bytes)
         if ends not in self._found:  # there are about as many as layers
             first, stop = np.searchsorted(self._starts, ends).tolist()

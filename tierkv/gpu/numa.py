@@ -30,7 +30,7 @@ def read(path: Path) -> str | None:
 
 
 def numa_nodes() -> int:
-    """How many there are; 0 where the machine does not say."""
+    """Return the number of NUMA nodes; 0 if the machine does not say."""
     return len(list((ROOT / "sys/devices/system/node").glob("node[0-9]*")))
 
 
@@ -97,7 +97,7 @@ def prefer_node(address: int, num_bytes: int, node: int) -> bool:
 
 
 def may_place() -> bool:
-    """Whether the kernel lets this process say where memory comes from; some containers may not."""
+    """Return whether the kernel lets this process place its memory; some containers forbid it."""
     with mmap.mmap(-1, mmap.PAGESIZE) as page:
         here = ctypes.c_char.from_buffer(page)
         try:
@@ -114,6 +114,6 @@ def transparent_huge_pages() -> str:
 
 
 def free_huge_pages() -> int:
-    """Huge pages of 2 MiB that the machine has set aside and nobody uses."""
+    """Return the number of unused huge pages of 2 MiB that the machine has set aside."""
     folder = ROOT / "sys/kernel/mm/hugepages/hugepages-2048kB"
     return int(read(folder / "free_hugepages") or 0)

@@ -160,8 +160,10 @@ def _is_good(pin: Future[None]) -> bool:
 
 
 def _chunks(num_slots: int, stride: int, chunk_bytes: int) -> list[range]:
-    """Runs of slots whose bytes start and end at pages: two registrations may not share a page,
-    and one copy may not span two registrations."""
+    """Divide the slots into runs that start and end at pages.
+
+    Two registrations may not share a page, and one copy may not span two registrations.
+    """
     least = _PAGE // gcd(stride, _PAGE)
     step = max(chunk_bytes // (stride * least), 1) * least
     return [
@@ -200,8 +202,13 @@ def _mapped(gpu: Gpu, num_slots: int, block_bytes: int) -> npt.NDArray[np.uint8]
 
 
 def _huge_pages(length: int) -> mmap.mmap | None:
-    """So many bytes of the huge pages that the machine has set aside, which no limit of a
-    container's memory counts; None where they are too few, or others have a claim on them."""
+    """Map `length` bytes of the huge pages that the machine has set aside.
+
+    No limit of a container's memory counts these pages.
+
+    Returns:
+        None if there are too few, or other processes have reserved them.
+    """
     if numa.free_huge_pages() * numa.HUGE_PAGE < length:
         return None
     try:

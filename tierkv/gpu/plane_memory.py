@@ -1,7 +1,7 @@
-"""Where planes lie on a GPU, and which of them are one rectangle to its copy engine. Pure.
+"""The places of planes on a GPU, and which planes are one rectangle to its copy engine. Pure.
 
-in a slot   | key 0 | value 0 | key 1 | value 1 | ...     rows of a rectangle: all the keys,
-planes      key 0 ...   value 0 ...   key 1 ...           equally far apart on either side
+    in a slot   | key 0 | value 0 | key 1 | value 1 | ...     rows of a rectangle: all the keys,
+    planes      key 0 ...   value 0 ...   key 1 ...           equally far apart on either side
 
 A copy engine refuses to cross allocations (cudaErrorInvalidValue), however near they lie: an
 engine's tensors are often one each.
@@ -20,9 +20,11 @@ _MOST_RECTANGLES = 4  # of a block: each is a call
 
 @dataclass(frozen=True, slots=True)
 class PlaneMemory:
-    """Where a plane lies on its GPU: block b at address + b * stride, in bytes.
+    """The place of a plane on its GPU: block b lies at address + b * stride, in bytes.
 
-    allocation: the addresses of the allocation that holds it; empty where the driver knows none.
+    Attributes:
+        allocation: addresses of the allocation that holds the plane; empty if the driver knows
+            none.
     """
 
     address: int
@@ -36,10 +38,12 @@ class PlaneMemory:
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """`rows` rows of `row_bytes`: a block's part of so many planes.
+    """`rows` rows of `row_bytes`: a block's part of as many planes.
 
-    memory: of the first plane; the next ones are `pitch` bytes apart.
-    block_byte: where its part begins in a slot; the next ones are `slot_pitch` bytes apart.
+    Attributes:
+        memory: place of the first plane; the next planes are `pitch` bytes apart.
+        block_byte: start of the block's part in a slot; the next parts are `slot_pitch` bytes
+            apart.
     """
 
     memory: PlaneMemory

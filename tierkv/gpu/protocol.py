@@ -1,9 +1,10 @@
-"""What every device promises: planes, host slots, ordered streams, pollable events, copy lanes, and
-planes that processes of one machine show each other.
+"""The promises of every device: planes, host slots, ordered streams, pollable events, copy lanes.
 
-"Submitted" and "done" are different words here. `submit` and `record` return at once with the
-work merely submitted; only an event that reports `is_done` says that bytes have arrived. The CPU
-device keeps all of this, including that copies finish later, in order per stream.
+A device may also show its planes to other processes of the machine.
+
+"Submitted" and "done" are different words here. `submit` and `record` return at once with the work
+merely submitted; only an event that reports `is_done` says that bytes have arrived. The CPU device
+keeps all of this, including that copies finish later, in order per stream.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ class Event(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Whether everything submitted before this point has finished. Never blocks.
+        """True if all work submitted before this point has finished. Never blocks.
 
-        Raises TransferError (DeviceFailedError if the device is lost) once the work before this
-        point has failed.
+        Raises:
+            TransferError: work before this point has failed; DeviceFailedError if the device is
+                lost.
         """
 
     def block_until_done(self, timeout_s: float) -> None:
@@ -78,10 +80,11 @@ class Stream(Protocol):
         """An event that is done when everything submitted to this stream so far is done."""
 
     def wait(self, event: Event, timeout_s: float) -> None:
-        """Let nothing submitted after this start before `event` is done.
+        """Start nothing that is submitted after this call before `event` is done.
 
-        On CUDA this returns at once and costs no host round trip. On a device whose compute runs
-        on the calling thread (CPU) the caller is the stream, so it blocks, up to `timeout_s`.
+        On CUDA this returns at once and costs no host round trip. On a device whose compute runs on
+        the calling thread (CPU) the caller is the stream, so this blocks for up to `timeout_s`
+        seconds.
         """
 
 
@@ -116,7 +119,7 @@ class Planes(Protocol):
     def close(self) -> None: ...
 
 
-FEW_IDS = 256  # of so many Python looks at each faster than NumPy, which has not run for a while
+FEW_IDS = 256  # up to this number a loop in Python is faster than NumPy after a pause
 
 
 class Direction(Enum):
@@ -147,7 +150,7 @@ class BlockCopy:
 
     @property
     def target_ids(self) -> Ids:
-        """Of what is written: blocks of a load, slots of an offload."""
+        """Ids that are written: blocks of a load, slots of an offload."""
         return self.block_ids if self.direction is Direction.LOAD else self.slot_ids
 
     def __len__(self) -> int:
@@ -173,7 +176,7 @@ class Lane(Protocol):
         """
 
     def close(self) -> None:
-        """Wait for what is in flight, then let go of streams and staging memory."""
+        """Wait for the work in flight, then release streams and staging memory."""
 
 
 class Device(Protocol):
@@ -184,7 +187,7 @@ class Device(Protocol):
 
     @property
     def array_module(self) -> ModuleType:
-        """What the planes' arrays are of: NumPy, or CuPy."""
+        """The module of the planes' arrays: NumPy or CuPy."""
 
     @property
     def failure(self) -> str | None:
@@ -200,21 +203,30 @@ class Device(Protocol):
         is lost."""
 
     def allocate_planes(self, layout: Layout, num_blocks: int) -> Planes:
-        """Raises ConfigError if the device has no room for so many blocks."""
+        """Allocate planes of `num_blocks` blocks.
+
+        Raises:
+            ConfigError: the device has no room for them.
+        """
 
     def allocate_host(self, layout: Layout, num_slots: int) -> HostSlots:
-        """Raises ConfigError if there is no memory for so many slots."""
+        """Allocate `num_slots` host slots.
+
+        Raises:
+            ConfigError: there is no memory for them.
+        """
 
     def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane: ...
 
     def copy_blocks(self, planes: Planes, source_ids: Ids, target_ids: Ids) -> Event:
-        """Copy blocks within the device, after everything submitted to compute_stream so far. On
-        any thread; the event loop's if it is of no more than `quick_copy_bytes`."""
+        """Copy blocks within the device, after everything submitted to compute_stream so far.
+
+        Runs on any thread; on the event loop's thread only for at most `quick_copy_bytes`.
+        """
 
     @property
     def quick_copy_bytes(self) -> int:
-        """So many bytes `copy_blocks` has copied when it returns, in less time than it takes to
-        wake a thread."""
+        """Bytes that `copy_blocks` copies before it returns, in the time of waking a thread."""
 
     @property
     def compute_stream(self) -> Stream:
@@ -222,7 +234,7 @@ class Device(Protocol):
 
     @property
     def sharing(self) -> Sharing | None:
-        """How processes beside this one reach its planes; None if they cannot."""
+        """The way other processes reach the planes; None if they cannot."""
 
     def close(self) -> None: ...
 
@@ -240,10 +252,12 @@ class SharedPlane(msgspec.Struct, frozen=True):
 
 
 class SharedPlanes(msgspec.Struct, frozen=True, kw_only=True):
-    """All that another process on this machine needs to open planes.
+    """Everything that another process on this machine needs to open planes.
 
-    owner: whose they are. name: another one whenever the owner has others in their place; handles
-    and addresses come again. place: which GPU they lie on, by UUID, or "cpu".
+    Attributes:
+        owner: the process that has the planes.
+        name: changes whenever the owner replaces its planes, since handles and addresses recur.
+        place: UUID of the GPU, or "cpu".
     """
 
     owner: str
@@ -268,13 +282,17 @@ class PeerPlanes(Protocol):
 
 
 class Sharing(Protocol):
-    """What a device can do with processes beside it. place: see SharedPlanes."""
+    """Operations of a device with planes of other processes. place: see SharedPlanes."""
 
     @property
     def place(self) -> str: ...
 
     def share(self, planes: Planes) -> tuple[SharedPlane, ...]:
-        """Raises ConfigError if their memory is of a kind that no other process can open."""
+        """Describe the planes for another process.
+
+        Raises:
+            ConfigError: no other process can open memory of their kind.
+        """
 
     def open(self, own: Planes, shared: SharedPlanes) -> PeerPlanes:
         """Their planes, to be copied to `own`, which have the same layout.

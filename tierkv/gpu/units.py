@@ -39,35 +39,34 @@ class Order(Enum):
 
 @dataclass(frozen=True, slots=True)
 class UnitSizes:
-    """Bytes. A unit aims at a `share` of the copy, within [2 * least, most]. The first has at most
-    `first`, so that the pipeline fills (and the first layer arrives) early; at the end they halve
-    down to `last`, so that little is left to scatter, and to compute, when the last byte is across.
-    Copies of up to two of `least` are one unit: for a block or a few, another kernel costs more
-    than it hides.
+    """Sizes of a copy's units, in bytes. Figures were measured on an H200.
 
-    first: of at most FIRST_BLOCKS blocks. The submitting thread brings it to the streams itself. It
-        must keep the copy engine busy until the lane's thread goes on, 0.5 to 0.7 ms after the
-        first batch (H200 in a virtual machine, 2026-11-21); PCIe 5 moves 32 MiB in 0.6.
-    most: a kernel has the GPU to itself for as long as its unit takes, 90 us for 128 MiB, and the
-        model's next one waits for the whole of it. Decoder layers beside a load lost 1.7 % with 128
-        MiB, 0.5 with 64, 0.8 with 32 (1.9 and 1.3 in another run of the first two), beside an
-        offload 2.0, 1.2 and 1.1; the load kept 98.5, 98.6 and 97.9 % of the limit, the offload
-        98.8, 98.3 and 97.8. Beside matmuls there was no such difference (H200, 2026-11-22).
-    last: not less, for such units have to wait for kernels of the model just as large ones: with 8
-        MiB, 2 GiB are 22 units instead of 20, and beside decoder layers a load keeps 97.7 % of the
-        limit instead of 98.5 (H200, 2026-11-21).
-    last_share: of small copies as little as such a share, though. An 8B model computes a layer as
-        fast as 256 MiB bring one: four layers in the last unit cost 0.3 ms of 5 (H200, 2026-11-22).
-    piece: what a copy-engine piece should have at least, if need be by taking layers together:
-        256 KiB pieces reach 98 % of a contiguous copy, 1 MiB 98.6 (H200, 2026-11-21).
-    most_piece: between its first and last layers, where a model is behind, a load takes so much
-        together; a piece costs 1 to 4 us of a thread that submits. Small loads, with which a model
-        keeps up, take no more than a unit together.
-    offload_piece: the same towards the host, where a piece costs more: 256 KiB pieces reach 92 to
-        94 %, 512 KiB 95 to 96, 1 MiB 97, 2 MiB 98 (H200, 2026-11-21).
-    straight_row: where blocks are rectangles of rows of so much, a copy of whole blocks begins with
-        some that need no staging: 2 GiB to the host came to 99.2 % so, beside 98.8 (128 KiB; H200,
-        2026-11-22). With rows of 32 KiB, which the copy engine moves at 93 %, it won nothing.
+    A unit aims at a `share` of the copy, within [2 * least, most]. The first has at most `first`,
+    so that the pipeline fills, and the first layer arrives, early; at the end units halve down to
+    `last`, so that little is left to scatter, and to compute, when the last byte is across. Copies
+    of up to 2 * `least` are one unit: for a few blocks another kernel costs more than it hides.
+
+    Attributes:
+        first: size of a first unit of at most FIRST_BLOCKS blocks. The submitting thread submits
+            it; it must keep the copy engine busy until the lane's thread continues, after 0.5 to
+            0.7 ms. PCIe 5 moves 32 MiB in 0.6 ms.
+        most: a kernel has the GPU to itself while its unit takes, 90 us for 128 MiB, and the
+            model's next kernel waits for it. Decoder layers beside a load lose 1.7 % with 128 MiB
+            and 0.5 % with 64 MiB; the load keeps 98.5 % of the limit with either.
+        last: smaller units wait for kernels of the model just as long: with 8 MiB a load beside
+            decoder layers keeps 97.7 % of the limit instead of 98.5 %.
+        last_share: smallest share of a small copy. An 8B model computes a layer as fast as 256 MiB
+            bring one: four layers in the last unit cost 0.3 ms of 5 ms.
+        piece: smallest piece of a copy engine, reached by joining layers: 256 KiB pieces reach 98 %
+            of a contiguous copy, 1 MiB 98.6 %.
+        most_piece: bytes that a load joins between its first and last layers, where a model is
+            behind; a piece costs the submitting thread 1 to 4 us. Small loads, with which a model
+            keeps up, join no more than a unit.
+        offload_piece: as `piece`, towards the host, where a piece costs more: 256 KiB pieces reach
+            92 to 94 %, 512 KiB 95 to 96 %, 1 MiB 97 %, 2 MiB 98 %.
+        straight_row: where blocks are rectangles of rows of this size, a copy of whole blocks
+            begins with units that need no staging: 2 GiB to the host reach 99.2 % instead of 98.8 %
+            with rows of 128 KiB. Rows of 32 KiB win nothing.
     """
 
     first: int = 32 << 20
@@ -213,10 +212,15 @@ class Ring(Generic[E]):
         self._in_use: deque[tuple[int, E]] = deque()  # (first position, used until)
 
     def take(self, num_bytes: int) -> tuple[int, E | None]:
-        """The offset of the next `num_bytes`, and the event before which they must not be written
-        (None if nothing new need be waited for: whoever writes has waited, in order, for the events
-        of earlier takes). `use_until` must follow. Raises LayoutError if they are more than the
-        ring has."""
+        """Reserve the next `num_bytes`; `use_until` must follow.
+
+        Returns:
+            The offset, and the event before which the bytes must not be written. None if the
+                writer, which waits for the events of earlier calls in order, has waited already.
+
+        Raises:
+            LayoutError: the ring is smaller than `num_bytes`.
+        """
         assert self._taken is None, "use_until follows each take"
         num_bytes = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         if num_bytes > self.capacity:
@@ -235,7 +239,7 @@ class Ring(Generic[E]):
         return start % self.capacity, freed_by
 
     def use_until(self, event: E) -> None:
-        """What was taken last is in use until `event`."""
+        """Keep the bytes of the last `take` in use until `event`."""
         assert self._taken is not None, "take comes first"
         self._in_use.append((self._taken, event))
         self._taken = None
