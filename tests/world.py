@@ -37,10 +37,10 @@ def tokens(count: int, base: int = 0) -> list[int]:
     return list(range(base, base + count))
 
 
-def kv_of(tokens: Sequence[int], layout: Layout) -> list[np.ndarray]:
+def kv_of(tokens: Sequence[int], layout: Layout, weights: int = 0) -> list[np.ndarray]:
     """For each plane uint8 [num_tokens, token_bytes]: what an engine computes, prefix and all."""
     planes = [np.zeros((len(tokens), plane.token_bytes or 0), np.uint8) for plane in layout.planes]
-    prefix = b"start"
+    prefix = b"start" + bytes([weights]) if weights else b"start"
     for at, token in enumerate(tokens):
         prefix = hashlib.sha256(prefix + token.to_bytes(4, "little")).digest()
         for index, rows in enumerate(planes):
@@ -96,11 +96,13 @@ class World:
             )
         )
 
-    def compute(self, request: Request, tokens: Sequence[int], start: int = 0) -> None:
+    def compute(
+        self, request: Request, tokens: Sequence[int], start: int = 0, *, weights: int = 0
+    ) -> None:
         """What the engine's kernels do: write KV of tokens [start, len(tokens))."""
         for plane, rows, array in zip(
             self.layout.planes,
-            kv_of(tokens, self.layout),
+            kv_of(tokens, self.layout, weights),
             self.service.planes.arrays,
             strict=True,
         ):
@@ -121,12 +123,13 @@ class World:
             for plane, array in zip(self.layout.planes, self.service.planes.arrays, strict=True)
         ]
 
-    def check_kv(self, request: Request, tokens: Sequence[int], num_tokens: int) -> None:
+    def check_kv(
+        self, request: Request, tokens: Sequence[int], num_tokens: int, *, weights: int = 0
+    ) -> None:
         """The first `num_tokens` tokens have exactly the KV they should have."""
         found = self.read(request, num_tokens)
-        for plane, (rows, expected) in enumerate(
-            zip(found, kv_of(tokens[:num_tokens], self.layout), strict=True)
-        ):
+        wanted = kv_of(tokens[:num_tokens], self.layout, weights)
+        for plane, (rows, expected) in enumerate(zip(found, wanted, strict=True)):
             wrong = np.flatnonzero((rows != expected).any(axis=1))
             assert not len(wrong), f"plane {plane}: wrong bytes at tokens {wrong.tolist()}"
 

@@ -392,6 +392,28 @@ def test_saved_blocks_are_found_only_once_their_copies_are_done() -> None:
         assert on.lookup("c", tokens) == Found(2 * BLOCK)
 
 
+def test_nothing_that_was_being_saved_or_published_is_found_after_a_reset(tmp_path: Path) -> None:
+    tokens, blocks = tokens_of(LONG), blocks_for(LONG)
+    with engine(f"file://{tmp_path}", write=NONE) as on:
+        on.compute(tokens, blocks)
+        save_some(on, tokens, 0, 4, ticket="t")
+        on.latch.hold(Direction.OFFLOAD)
+        plan = on.cache.save("p", on.prompt(tokens), [blocks[4:6]], [4], ticket="t")
+        assert plan is not None
+        on.planes.start_saves(plan)
+        on.cache.reset().wait(PATIENCE_S)
+        on.latch.release()
+        on.until(lambda: len(on.seen.saved) == 2)
+        rest = on.cache.save("p", on.prompt(tokens), [blocks], ticket="t", first_tokens=[7])
+        assert rest is None
+        assert isinstance(on.published("p"), HandoffError)
+        assert on.lookup("b", tokens).num_tokens <= 4 * BLOCK  # that the store was given before
+        on.cache.release("p")
+        on.save("c", tokens, blocks)
+        assert on.lookup("d", tokens) == Found(LONG)
+        on.cache.release("b")
+
+
 def test_a_save_waits_for_the_event_that_the_engine_recorded() -> None:
     tokens, blocks = tokens_of(BLOCK), [0]
     with engine() as on:

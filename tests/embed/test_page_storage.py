@@ -191,6 +191,24 @@ def test_pools_of_one_storage_are_apart_and_cleared_apart(url: str) -> None:
     storage.close()
 
 
+def test_clearing_removes_pages_that_are_being_stored(url: str) -> None:
+    pages = pages_of(11, num_pages=64, page_bytes=256 << 10)
+    keys = [bytes([n]) * 32 for n in range(64)]
+    storage, pool = opened(url, pages)
+    for _ in range(4):
+        stores = [pool.store(keys[at : at + 4], range(at, at + 4)) for at in range(0, 64, 4)]
+        cleared = pool.clear()
+        late = pool.store(keys[:1], [0])
+        assert cleared.result(_WAIT_S) <= 64
+        for one in (*stores, late):
+            one.result(_WAIT_S)
+        assert pool.present(keys[1:]).result(_WAIT_S) == [False] * 63
+    storage.close()
+    storage, pool = opened(url, pages)  # nothing believes any more that a page is missing
+    assert pool.present(keys[1:]).result(_WAIT_S) == [False] * 63
+    storage.close()
+
+
 def test_a_thread_that_ends_leaves_no_call_waiting() -> None:
     storage, pool = opened("memory://", pages_of(10))
 

@@ -29,15 +29,17 @@ LAYOUT = attention_layout(
 class CudaWorld(World):
     """What the engine's kernels do is done with CuPy, and has ended when it returns."""
 
-    def compute(self, request: Request, tokens: Sequence[int], start: int = 0) -> None:
+    def compute(
+        self, request: Request, tokens: Sequence[int], start: int = 0, *, weights: int = 0
+    ) -> None:
         with self.service.device.computing():
-            self._compute(request, tokens, start)
+            self._compute(request, tokens, start, weights)
 
-    def _compute(self, request: Request, tokens: Sequence[int], start: int) -> None:
+    def _compute(self, request: Request, tokens: Sequence[int], start: int, weights: int) -> None:
         size = self.layout.block_size
         first, num_blocks = start // size, -(-len(tokens) // size)
         table = cupy.asarray(request.block_table[first:num_blocks])
-        rows_of = kv_of(tokens, self.layout)
+        rows_of = kv_of(tokens, self.layout, weights)
         for rows, array in zip(rows_of, self.service.planes.arrays, strict=True):
             blocks = np.zeros((num_blocks - first, array.shape[1]), np.uint8)
             flat = np.ascontiguousarray(rows[first * size :]).reshape(-1)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -138,12 +139,12 @@ async def test_who_begins_while_another_prompts_ticket_is_completed_is_told_and_
         assert handoff is not None
         put = handoff.tickets.put
 
-        async def put_late(one: Ticket | OpenTicket, *, only_new: bool = False) -> bool:
+        async def put_late(one: Ticket | OpenTicket, **more: Any) -> bool:
             if not published:
                 published.append(
                     await hand_over(first, PROMPTS[0], ticket, asyncio.Barrier(1), streams=False)
                 )
-            return await put(one, only_new=only_new)
+            return await put(one, **more)
 
         monkeypatch.setattr(handoff.tickets, "put", put_late)
         late = await hand_over(second, PROMPTS[1], ticket, asyncio.Barrier(1), streams=True)

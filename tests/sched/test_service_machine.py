@@ -1,7 +1,8 @@
 """Random requests, cancels, aborts, faults, tenants, resizes and sleeps against a running service.
 
 The model is what each token's KV must be: every byte that a request finds is compared with it, and
-the books are recounted after each step. Who listens to the events knows every copy at the end.
+the books are recounted after each step. With each full deletion the weights change, and with them
+the KV of every token. Who listens to the events knows every copy at the end.
 Copies and storage are slow, fail and lie as they like. All of it in one thread and in simulated
 time, so that a seed that fails, fails again.
 """
@@ -21,7 +22,7 @@ from tests.world import GQA, World
 from tierkv.cache.eviction import EvictionKind, WritePolicy
 from tierkv.cache.keys import Prompt, pack
 from tierkv.cache.node import CopyState, Tier
-from tierkv.errors import BadRequestError, TierKVError
+from tierkv.errors import BadRequestError, StoreUnavailableError, TierKVError
 from tierkv.gpu.protocol import Direction
 from tierkv.sched import copies, fetch, lifecycle
 from tierkv.sched.copies import path_keys
@@ -86,28 +87,34 @@ class Machine:
         try:
             space = service.space_of_tenant(tenant) if tenant else ""
             whole = Prompt.of(prompt, GQA.block_size, space=space)
+            weights = service.deletions.generation
             request = await service.admit(name, whole, max_new_tokens=0, priority=rng.randrange(3))
         except TierKVError:
             return
         try:
+            if weights != service.deletions.generation:
+                return  # admitted just before or after a deletion
             await request.gate.all_layers(100.0)
-            self.here.check_kv(request, prompt, request.cached_tokens)
+            self.here.check_kv(request, prompt, request.cached_tokens, weights=weights)
             for stop in range(request.cached_tokens + 8, len(prompt), 8):
-                self.here.compute(request, prompt[:stop], stop - 8)
+                self.here.compute(request, prompt[:stop], stop - 8, weights=weights)
                 await service.commit(request, pack(prompt[:stop]))
                 await asyncio.sleep(0)
-            self.here.compute(request, prompt, request.cached_tokens)
+            self.here.compute(request, prompt, request.cached_tokens, weights=weights)
             await service.commit(request, pack(prompt))
             if preempts:
                 service.preempt(request)
+                weights = service.deletions.generation
                 request = await service.resume(request, max_new_tokens=0)
+                if weights != service.deletions.generation:
+                    return
                 await request.gate.all_layers(100.0)
-                self.here.check_kv(request, prompt, request.cached_tokens)
+                self.here.check_kv(request, prompt, request.cached_tokens, weights=weights)
             elif more:
                 await service.extend(request, len(more))
-                self.here.compute(request, prompt + more, len(prompt))
+                self.here.compute(request, prompt + more, len(prompt), weights=weights)
                 await service.commit(request, pack(prompt + more))
-                self.here.check_kv(request, prompt + more, len(prompt + more))
+                self.here.check_kv(request, prompt + more, len(prompt + more), weights=weights)
             self.whole += 1
         except TierKVError:
             pass  # a copy failed, it was aborted, or it was its turn to yield
@@ -164,19 +171,30 @@ class Machine:
 
     async def change_the_node(self) -> None:
         service, rng = self.here.service, self.rng
-        what = rng.choice(["size", "size", "reset", "speed", "pin", "tenant", "tenant"])
+        what = rng.choice(["size", "size", "reset", "delete", "speed", "pin", "tenant", "tenant"])
         if what == "size":
             await self.change_the_size()
         elif what == "reset" and rng.random() < 0.5:
             service.reset()
         elif what == "reset":
             await service.forget()
+        elif what == "delete":
+            await self.delete_all()
         elif what == "speed":
             service.note_prefill(1000, rng.choice([0.01, 1.0]))
         elif what == "pin":
             service.pin("one", self.here.prompt(self.tokens()), 0.01, is_soft=rng.random() < 0.5)
         else:
             self.change_a_tenant()
+
+    async def delete_all(self) -> None:
+        """The weights change with it. A deletion that failed is tried until the store answers."""
+        while True:
+            try:
+                await self.here.service.free(clears_storage=True)
+            except StoreUnavailableError:
+                continue
+            return
 
     async def change_the_size(self) -> None:
         service, rng = self.here.service, self.rng
@@ -229,6 +247,10 @@ async def run(seed: int, steps: int = STEPS) -> Machine:
             here.service.unpin("one")
             await here.settle()
             assert await told(events) == cached(here)
+            await machine.delete_all()
+            await here.settle()
+            assert cached(here) == set()
+            assert (await here.the_store.usage("tierkv:")).num_values == 0
     return machine
 
 

@@ -177,9 +177,9 @@ async def test_free_clears_storage_only_if_asked() -> None:
     through = WritePolicy.WRITE_THROUGH
     async with world(with_store=True, host_write=through, storage_write=through) as here:
         await here.run(tokens(16))
-        assert await here.service.free() == 0
+        assert (await here.service.free()).removed_values == 0
         assert (await here.run(tokens(16))).storage_tokens == 15
-        assert await here.service.free(clears_storage=True) == 4
+        assert (await here.service.free(clears_storage=True)).removed_values == 4
         assert (await here.run(tokens(16))).total_tokens == 0
 
 

@@ -57,7 +57,7 @@ async def test_freeing_storage_takes_every_tenants_values_from_every_store() -> 
         blocks = 4
         before = await num_values(common), await num_values(own)
         assert before == (2 * blocks, blocks)
-        assert await here.service.free(clears_storage=True) == 3 * blocks
+        assert (await here.service.free(clears_storage=True)).removed_values == 3 * blocks
         assert (await num_values(common), await num_values(own)) == (0, 0)
         for tenant in ("", "other", "own"):
             assert await run_for(here, tenant, tokens(16)) == 0
@@ -68,7 +68,7 @@ async def test_freeing_clears_a_tenants_store_where_there_is_no_common_one() -> 
     async with world(host_write=THROUGH, storage_write=THROUGH) as here:
         await here.service.attach_storage(own, tenant=here.service.space_of_tenant("own"))
         await run_for(here, "own", tokens(16))
-        assert await here.service.free(clears_storage=True) == 4
+        assert (await here.service.free(clears_storage=True)).removed_values == 4
         assert await num_values(own) == 0
 
 
@@ -76,7 +76,7 @@ async def test_what_was_freed_is_stored_again_though_a_request_held_it_all_the_w
     async with world(with_store=True, host_write=THROUGH, storage_write=THROUGH) as here:
         await here.run(tokens(16))
         holds = await here.admit(tokens(16))
-        assert await here.service.free(clears_storage=True) == 4
+        assert (await here.service.free(clears_storage=True)).removed_values == 4
         here.service.end(holds)
         await here.run(tokens(16))
         assert await here.the_store.exists(here.names(tokens(16))) == 4

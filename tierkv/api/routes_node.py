@@ -94,16 +94,22 @@ class NodeRoutes(Routes):
         index = self._node.service.index
         return self._listings.page(index, page.cursor, limit=page.limit)
 
-    @Route("DELETE", "/v1/blocks", Access.ADMIN, answer=ResetAnswer, query=(("storage", bool),))
+    @Route(
+        "DELETE",
+        "/v1/blocks",
+        Access.ADMIN,
+        answer=ResetAnswer,
+        query=(("storage", bool),),
+        on_disconnect=Disconnect.DETACH,
+    )
     async def free(self, request: web.BaseRequest) -> ResetAnswer:
-        """As /v1/reset; with ?storage=true also what the common store has of this node's
-        fingerprints, for all nodes that share it."""
+        """Forget all cached blocks that nobody holds; with ?storage=true delete everything, also
+        what the stores have of this node's fingerprints, for all nodes that share them."""
         async with self._node.work():
             chosen = bodies.from_query(request, _Free)
             service = self._node.service
-            held = await service.forget()
-            removed = await service.free(clears_storage=chosen.storage)
-        return ResetAnswer(held, removed)
+            freed = await service.free(clears_storage=chosen.storage)
+        return ResetAnswer(freed.held_copies, freed.removed_values)
 
     @Route("GET", "/v1/config", Access.ADMIN, answer=ConfigAnswer)
     async def config(self, _: web.BaseRequest) -> ConfigAnswer:

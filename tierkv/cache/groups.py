@@ -203,6 +203,7 @@ class FlatBlocks:
         self._unheld: OrderedDict[bytes, FlatBlock] = OrderedDict()  # the next to go first
         self._siblings: dict[tuple[bytes, bytes], dict[bytes, FlatBlock]] = {}
         self._taken: set[int] = set()
+        self._retired: set[FlatBlock] = set()  # held, and found by nobody any more
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -212,7 +213,7 @@ class FlatBlocks:
 
     @property
     def num_holds(self) -> int:
-        return sum(block.holders for block in self._blocks.values())
+        return sum(block.holders for block in (*self._blocks.values(), *self._retired))
 
     def get(self, digest: bytes) -> FlatBlock | None:
         return self._blocks.get(digest)
@@ -235,7 +236,11 @@ class FlatBlocks:
         """Undo `hold`, a use of them: given in the order of a prompt, its first block goes last."""
         for block in reversed(blocks):
             block.holders -= 1
-            if not block.holders:
+            if block in self._retired:
+                if not block.holders:
+                    self._retired.remove(block)
+                    self._pool.release([block.slot])
+            elif not block.holders:
                 self._unheld[block.key.digest] = block
 
     def use(self, digests: Sequence[bytes]) -> None:
@@ -273,22 +278,33 @@ class FlatBlocks:
         """Evict all blocks without a holder; return how many blocks are left."""
         for block in list(self._unheld.values()):
             self._evict(block)
-        return len(self._blocks)
+        return len(self._blocks) + len(self._retired)
+
+    def retire(self) -> None:
+        """Let nobody find what is here now; what is held stays for its holders until they end."""
+        self.forget()
+        for block in list(self._blocks.values()):
+            self._unlist(block)
+            self._retired.add(block)
+            self._on_evict(block)
 
     def _evict(self, block: FlatBlock) -> None:
-        digest = block.key.digest
-        del self._blocks[digest], self._unheld[digest]
-        siblings = self._siblings[_first(block)]
-        del siblings[digest]
-        if not siblings:
-            del self._siblings[_first(block)]
+        self._unlist(block)
+        del self._unheld[block.key.digest]
         self._pool.release([block.slot])
         self._on_evict(block)
+
+    def _unlist(self, block: FlatBlock) -> None:
+        digest, siblings = block.key.digest, self._siblings[_first(block)]
+        del self._blocks[digest], siblings[digest]
+        if not siblings:
+            del self._siblings[_first(block)]
 
     def findings(self) -> list[str]:
         """Return what is wrong, in words; [] if nothing is."""
         name, blocks = self._pool.tier, self._blocks
-        wrong = self._pool.findings([*self._taken, *(one.slot for one in blocks.values())])
+        every = (*blocks.values(), *self._retired)
+        wrong = self._pool.findings([*self._taken, *(one.slot for one in every)])
         unheld = {digest for digest, block in blocks.items() if not block.holders}
         if unheld != self._unheld.keys():
             wrong.append(f"{name}: the evictable blocks are not the blocks without a holder")

@@ -69,6 +69,7 @@ class Spaces:
         self.order = (EvictionOrder(Tier.DEVICE, device), EvictionOrder(Tier.HOST, host))
         self.own_orders: dict[str, tuple[EvictionOrder, EvictionOrder]] = {}
         self._roots: dict[str, TreeNode] = {}
+        self._retired: list[TreeNode] = []  # roots of before a `renew`, below which blocks are held
         self.root = self.open(Space(DEFAULT, root_digest))
 
     def open(self, space: Space, kinds: EvictionKinds = _BY_USE) -> TreeNode:
@@ -94,8 +95,32 @@ class Spaces:
         root = self.root_named(name)
         assert not root.children, "a space is closed when it is empty"
         assert root is not self.root, "the default space stays"
+        assert not self.retired(name), "a space is closed when nobody holds its blocks"
         del self._roots[name]
         self.own_orders.pop(name, None)
+
+    def renew(self) -> None:
+        """Let no prompt match, from now on, what is cached now. Held blocks stay for their holders,
+        and all that is computed after them hangs below them: `retired` roots, never matched."""
+        for name, root in self._roots.items():
+            if root.children or root.holders:
+                self._retired.append(root)
+                self._roots[name] = TreeNode(0, None, root.space, TierCopies(0))
+        self.root = self._roots[DEFAULT]
+
+    def retired(self, name: str | None = None) -> list[TreeNode]:
+        """Return the roots, of one space or of all, below which blocks of before a `renew` are."""
+        if self._retired:
+            self._retired = [root for root in self._retired if root.children or root.holders]
+        return [root for root in self._retired if name in (None, root.space.name)]
+
+    def is_retired(self, node: TreeNode) -> bool:
+        """Return whether `node` is of before a `renew`, or was computed after such blocks."""
+        if not self._retired:
+            return False
+        while node.parent is not None:
+            node = node.parent
+        return self._roots.get(node.space.name) is not node
 
     def set_quota(self, space: Space, quota: Quota, kinds: EvictionKinds = _BY_USE) -> None:
         """Set another quota; evict nothing.
@@ -110,7 +135,8 @@ class Spaces:
                 order.resized(quota[order.tier] or 0)
         else:
             self._open_own(space, kinds)
-            pending = list(self._roots[space.name].children.values())
+            roots = [self._roots[space.name], *self.retired(space.name)]
+            pending = [child for root in roots for child in root.children.values()]
             while pending:
                 node = pending.pop()
                 pending.extend(node.children.values())
@@ -157,11 +183,14 @@ class Spaces:
         return [(self.order[tier], None), *own]
 
     def roots(self) -> list[TreeNode]:
+        """Return the roots below which prompts are matched."""
         return list(self._roots.values())
 
     def nodes(self) -> Iterator[TreeNode]:
-        """Yield every node but the roots. Walks the whole tree: for `verify` and listings only."""
-        pending = [child for root in self._roots.values() for child in root.children.values()]
+        """Yield every node but the roots, retired ones included. Walks the whole tree: for `verify`
+        and listings only."""
+        roots = [*self._roots.values(), *self.retired()]
+        pending = [child for root in roots for child in root.children.values()]
         while pending:
             node = pending.pop()
             pending.extend(node.children.values())

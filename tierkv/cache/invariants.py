@@ -35,7 +35,7 @@ def findings(
     """
     nodes = list(index.spaces.nodes())
     wrong: list[str] = []
-    for root in index.spaces.roots():
+    for root in [*index.spaces.roots(), *index.spaces.retired()]:
         wrong += [f"root {root.space.name!r} {what}" for what in _children_findings(root)]
     for node in nodes:
         wrong += _node_findings(node, index)
@@ -80,7 +80,7 @@ def _lease_findings(index: Index, nodes: list[TreeNode]) -> list[str]:
     """Every holder is a lease that is out or a child with holders."""
     wrong = []
     num_leases = 0
-    for node in [*index.spaces.roots(), *nodes]:
+    for node in [*index.spaces.roots(), *index.spaces.retired(), *nodes]:
         held_children = sum(child.holders > 0 for child in node.children.values())
         if node.holders < held_children:
             wrong.append(f"node {node.uid} counts fewer holders than its children")

@@ -594,6 +594,10 @@ class Names:
         """Return the name of the announcement that a ticket will come."""
         return f"{self.prefix}:open:{_digest_of(ticket_id)}"
 
+    def all_tickets(self) -> tuple[str, str]:
+        """Return what the names of whole tickets, and those of open ones, begin with."""
+        return f"{self.prefix}:ticket:", f"{self.prefix}:open:"
+
     def acknowledgement(self, ticket_id: str) -> str:
         """Return the name of the record of a ticket's claim."""
         return f"{self.prefix}:ack:{_digest_of(ticket_id)}"

@@ -196,7 +196,7 @@ class _Known:
     until `asks_again_at` on the monotonic clock. limit: so many tokens at most are offered, since a
     load of what comes after them failed. saved: by group, so many blocks from the first on it has
     saved, of the prompt saved_of. publish: of a ticket that is not finished; published: the one
-    that is."""
+    that is. is_of_old: the cache was reset since, and nothing of the request is kept."""
 
     prompt: Prompt
     ticket: str | None
@@ -210,6 +210,7 @@ class _Known:
     num_saves: int = 0
     publish: _Publish | None = None
     published: str | None = None
+    is_of_old: bool = False
 
     def goes_on_with(self, prompt: Prompt) -> bool:
         """Whether this is the prompt that was saved, or one of both begins with the other."""
@@ -575,7 +576,8 @@ class EngineCache:
         parts = [
             part
             for group, positions, blocks in given
-            if (part := self._saved_part(known, prompt, group, positions, blocks))
+            if not known.is_of_old
+            and (part := self._saved_part(known, prompt, group, positions, blocks))
         ]
         for part in parts if names else ():
             first = first_blocks[part.group] if first_blocks else 0
@@ -763,7 +765,14 @@ class EngineCache:
 
     def reset(self) -> Call[int]:
         """Forget all that is cached on the host and not held; storage keeps its values. How many
-        copies are left."""
+        copies are left. Saves under way are not kept, nor what requests that are known now save
+        until they are released; their tickets do not come."""
+        self._keep_copied()  # forgotten with the rest
+        for known in [*self._known.values(), *(step.known for step in self._steps.values())]:
+            known.is_of_old = True
+            publish = known.publish
+            if publish is not None:
+                self._host.call(HostSide.fail, publish.number, "the cache was reset meanwhile")
         return self._host.call(HostSide.forget)
 
     def verify(self) -> Call[list[str]]:
@@ -840,6 +849,8 @@ class EngineCache:
     def _save_ended(self, step: _Step) -> None:
         if step.problem is not None:
             log.warning("blocks of request %r were not saved: %s", step.key, step.problem)
+            self._not_saved(step)
+        elif step.known.is_of_old:
             self._not_saved(step)
         else:
             copied = [

@@ -396,6 +396,8 @@ class GroupTier:
 
     async def _flush(self, blocks: Sequence[FlatBlock]) -> list[str]:
         """Store them; what went wrong with those that are not stored now."""
+        if any(self.blocks.get(block.key.digest) is not block for block in blocks):
+            return ["the cache was deleted meanwhile"] * len(blocks)
         self.blocks.hold(blocks)
         try:
             keys = [block.key for block in blocks]

@@ -37,6 +37,7 @@ from tierkv.errors import (
     DuplicateRequestError,
     HandoffError,
     OutOfBlocksError,
+    StoreRefusedError,
     StoreUnavailableError,
     TierKVError,
 )
@@ -341,6 +342,8 @@ class HostSide:
         self._turn = asyncio.Lock()  # of who waits for room to be promised something
         self._freed = asyncio.Event()
         self._lent: dict[int, Ids] = {}  # slots that are reserved for saves, or being written
+        # By group and slot, when it was reserved: what is saved there may be as old as that.
+        self._reserved_in: dict[tuple[int, int], int] = {}
         self._failures: OrderedDict[bytes, int] = OrderedDict()
         self._outlets: dict[int, _Outlet] = {}
         self._max_events = max_events
@@ -362,6 +365,7 @@ class HostSide:
         events.most_names = _LEAST_NAMES + 4 * sum(host.num_slots for host in self.slots)
         subscription = events.subscribe(self._max_events)
         self._events = self._listening.enter_context(subscription)
+        service.flat_blocks = [tier.blocks for tier in self._tiers.values()]
 
     def take_events(self) -> list[CacheEvent]:
         """Those since the last time, with the engine's names of their blocks; any thread."""
@@ -867,12 +871,19 @@ class HostSide:
 
     async def reserve(self, counts: Sequence[int]) -> list[list[int]]:
         """By group, up to so many host slots for saves, evicting what may go."""
-        return [
+        found = [
             self._reserve(count)
             if number == self._main
             else self._tiers[number].blocks.take(max(count, 0))
             for number, count in enumerate(counts)
         ]
+        self._note_reserved(found)
+        return found
+
+    def _note_reserved(self, slots: Sequence[Sequence[int]]) -> None:
+        generation = self._service.deletions.generation
+        for group, some in enumerate(slots):
+            self._reserved_in.update(dict.fromkeys([(group, slot) for slot in some], generation))
 
     def _reserve(self, count: int) -> list[int]:
         tiers, found = self._service.tiers, []
@@ -887,10 +898,15 @@ class HostSide:
 
     async def keep(self, saves: Sequence[tuple[Prompt, Sequence[Copied]]]) -> Kept:
         """Let lookups find these blocks of each prompt. What cannot hang under its parent in the
-        index, because that was evicted meanwhile, is not kept."""
+        index, because that was evicted meanwhile, is not kept; nor what may have been computed
+        before a deletion."""
         num_blocks = [0] * len(saves)
         unused: list[list[int]] = [[] for _ in self._groups]
         for number, (prompt, copied) in enumerate(saves):
+            if self._are_of_old(copied):
+                for some in copied:
+                    unused[some.group] += some.slots
+                continue
             for some in copied:
                 if some.external_ids:
                     self._note_names(prompt, some.group, some.positions, some.external_ids)
@@ -903,7 +919,16 @@ class HostSide:
                 unused[some.group] += left
         for outlet in self._outlets.values():
             outlet.changed.set()
+        self._note_reserved(unused)
         return Kept(tuple(num_blocks), tuple(map(tuple, unused)))
+
+    def _are_of_old(self, copied: Sequence[Copied]) -> bool:
+        """Return whether a deletion has begun since one of these slots was reserved."""
+        generation, is_of_old = self._service.deletions.generation, False
+        for some in copied:
+            for slot in some.slots:
+                is_of_old |= self._reserved_in.pop((some.group, slot), generation) != generation
+        return is_of_old
 
     def _keep(self, prompt: Prompt, first: int, slots: Ids) -> tuple[int, tuple[int, ...]]:
         index, tiers = self._service.index, self._service.tiers
@@ -1091,15 +1116,17 @@ class HostSide:
         outlet: _Outlet,
     ) -> Published:
         keys, present = handoff.tickets.keys_of(prompt), 0
+        generation = self._service.deletions.generation  # all of it is held, and was not deleted
         for number, blocks in promise.held.items():
             await self._tiers[number].publish(blocks)
         if promise.lease is not None:
             present = await handoff.count_present(keys)
             await self._flush(keys, promise.lease, present, len(keys))
             work = self._service.tiers.work
-            work.start(self._storage().tails.note(keys[-1:]), "tierkv-note-tail")
+            note = self._storage().tails.note(keys[-1:], generation=generation)
+            work.start(note, "tierkv-note-tail")
         ticket = handoff.tickets.new(opened, outlet.first_tokens or (), None)
-        await handoff.tickets.complete(ticket)
+        await handoff.tickets.complete(ticket, generation=generation)
         handoff.ledger.published(ticket)
         block_bytes = self._service.fingerprint.layout.block_bytes
         return Published(ticket, len(keys), present, (len(keys) - present) * block_bytes)
@@ -1118,6 +1145,8 @@ class HostSide:
         slots = tiers.index.slots(Tier.HOST, lease.node, start, stop)
 
         async def flush() -> None:
+            if tiers.index.spaces.is_retired(lease.node):
+                raise StoreRefusedError("the cache was deleted while the prompt was saved")
             held = tiers.index.hold_as_is(lease.node)  # the store may be at it when we have gone
             try:
                 outcomes = await storage.flush(keys[start:stop], slots, notes_tails=False)
@@ -1148,8 +1177,7 @@ class HostSide:
 
     async def forget(self) -> int:
         """As Service.forget, of all groups."""
-        left = await self._service.forget()
-        return left + sum(tier.blocks.forget() for tier in self._tiers.values())
+        return await self._service.forget()
 
     async def give_back(self) -> None:
         """At the end: promises, and slots that nothing was saved to. What was saved is stored
@@ -1169,6 +1197,7 @@ class HostSide:
         groups = range(len(self._groups))
         await self.give([[*self._lent] if number == self._main else [] for number in groups])
         self._listening.close()
+        self._service.flat_blocks = ()
 
 
 class _Ahead:

@@ -35,7 +35,7 @@ from tierkv.gpu.protocol import Ids
 from tierkv.loop_thread import LoopThread
 from tierkv.storage.codec import Codec
 from tierkv.storage.factory import StoreSettings, open_guarded_store
-from tierkv.storage.maintenance import remove
+from tierkv.storage.maintenance import remove_all
 from tierkv.storage.protocol import GetStatus, PutStatus, check_prefix, check_ttl
 from tierkv.tasks import task_group
 from tierkv.transfer.storage_io import Slice, Slices, StorageIO, StorageStats
@@ -45,6 +45,7 @@ _Result = TypeVar("_Result")
 
 _OPEN_S = 30.0  # a store is opened once, when the engine starts
 _CLOSE_S = 30.0
+_CLEAR_S = 30.0  # the wait of `clear` for pages that are being stored
 _TOUCHES_PER_TTL = 10  # as `StorageSettings`: a page that is used lives on
 
 
@@ -250,7 +251,11 @@ class PagePool:
 
     def clear(self) -> Future[int]:
         """Forget every stored page of this identity, whoever stored it; how many values there were.
-        StoreUnavailableError if the store does not answer, and some may be left."""
+
+        Pages that are being stored are waited for. Until the future is done nothing is stored, and
+        `load` brings nothing. StoreUnavailableError if the store does not answer; pages may be left
+        then.
+        """
         return self._storage.run(self._clear())
 
     def _stored(self, keys: Sequence[bytes]) -> list[StoredKey]:
@@ -287,4 +292,5 @@ class PagePool:
 
     async def _clear(self) -> int:
         names = self.io.names
-        return await remove(self.io.store, f"{names.prefix}:{names.fingerprint}:")
+        async with self.io.deletions.deleting(_CLEAR_S):
+            return await remove_all(self.io.store, f"{names.prefix}:{names.fingerprint}:")

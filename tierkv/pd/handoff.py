@@ -255,19 +255,20 @@ class Handoff:
             with tracing.span("publish", blocks=len(keys), ticket_id=ticket_id):
                 async with asyncio.timeout(deadline_s):
 
-                    async def store_all() -> tuple[int, Ticket]:
+                    async def store_all() -> tuple[int, Ticket, int]:
                         nonlocal stored_blocks
                         known, stored_blocks = stored_blocks, None  # the next attempt looks
+                        generation = self._generation_of(request)
                         present = await self._store_rest(request, keys, known, after)
                         if announced is not None:
                             await announced()
                         with self._offered(ticket_id, prompt) as address:
                             opened = self.tickets.new_open(ticket_id, prompt, address)
                             ticket = self.tickets.new(opened, first_tokens, sampling)
-                            await self.tickets.complete(ticket)
-                        return present, ticket
+                            await self.tickets.complete(ticket, generation=generation)
+                        return present, ticket, generation
 
-                    present, ticket = await _patiently(store_all)
+                    present, ticket, generation = await _patiently(store_all)
         except TimeoutError as error:
             self.stats.failed_publishes += 1
             raise HandoffError(
@@ -283,9 +284,17 @@ class Handoff:
         self.ledger.published(ticket)
         self.stats.published_prompts += 1
         self.stats.published_blocks += len(keys)
-        self._tiers.work.start(self._storage.tails.note(keys[-1:]), "tierkv-note-tail")
+        note = self._storage.tails.note(keys[-1:], generation=generation)
+        self._tiers.work.start(note, "tierkv-note-tail")
         flushed = self._storage.stats.flushed_bytes - before
         return Published(ticket, len(keys), present, flushed)
+
+    def _generation_of(self, request: Request) -> int:
+        """Return the generation of the request's blocks; see `Deletions`. Raises
+        StoreRefusedError if they were deleted since the request was admitted."""
+        if self._tiers.index.spaces.is_retired(request.lease.node):
+            raise StoreRefusedError("the cache was deleted while the prompt was computed")
+        return self._storage.deletions.generation
 
     @contextmanager
     def _offered(self, ticket_id: str, prompt: Prompt) -> Iterator[DirectAddress | None]:
@@ -381,8 +390,9 @@ class Handoff:
             )
             await group.movement.done()
             # The tail is listed when the ticket is there: nobody waits for that.
+            generation = self._generation_of(request)
             outcomes = await self._storage.flush(
-                keys[blocks.start : blocks.stop], slots, notes_tails=False
+                keys[blocks.start : blocks.stop], slots, notes_tails=False, generation=generation
             )
         check_written(self._storage, outcomes)
 

@@ -43,6 +43,7 @@ from tierkv.pd.settings import EXPIRED_GRACE_S, DirectPath
 from tierkv.sched.tiers import Tiers
 from tierkv.storage import codec
 from tierkv.storage.codec import SmallCodec
+from tierkv.storage.maintenance import values_under
 from tierkv.storage.protocol import Notifier, PutItem, PutOutcome, PutStatus, Store
 from tierkv.tasks import abandonable, both, supervised
 from tierkv.transfer.storage_io import StorageIO
@@ -432,12 +433,36 @@ class Tickets:
             direct=direct,
         )
 
-    async def put(self, ticket: Ticket | OpenTicket, *, only_new: bool = False) -> bool:
-        """In place of what is there, or, with `only_new`, where nothing is; whether it was put.
-        Raises StoreUnavailableError."""
+    async def put(
+        self, ticket: Ticket | OpenTicket, *, only_new: bool = False, generation: int | None = None
+    ) -> bool:
+        """Put a ticket in place of what is there.
+
+        Args:
+            ticket: whole or open.
+            only_new: put it only where nothing is.
+            generation: of the blocks that the ticket names, None for the present one; see
+                `Deletions`.
+
+        Returns:
+            Whether it was put.
+
+        Raises:
+            StoreUnavailableError: the store did not take it, or the blocks were deleted.
+        """
         name_of = self.names.ticket if isinstance(ticket, Ticket) else self.names.open_ticket
         name, ttl_s = name_of(ticket.ticket_id), self._ticket_ttl_s + EXPIRED_GRACE_S
-        put = partial(self._values.put, name, ticket.encode(), ttl_s=ttl_s, only_new=only_new)
+        write = partial(self._values.put, name, ticket.encode(), ttl_s=ttl_s, only_new=only_new)
+        deletions = self._storage.deletions
+        begun = deletions.generation if generation is None else generation
+
+        async def put() -> bool:
+            deletions.check(begun)
+            if why := deletions.refusal(begun):
+                raise StoreUnavailableError(why)
+            with deletions.writing():
+                return await write()
+
         return await abandonable(self._tiers.work.started, put, "tierkv-write-ticket")
 
     async def forget_ended(self, ticket_id: str) -> None:
@@ -458,6 +483,37 @@ class Tickets:
         names = self.names
         kinds = (names.ticket, names.open_ticket, names.acknowledgement)
         return await self._storage.store.delete([name(ticket_id) for name in kinds]) > 0
+
+    async def forget_all(self) -> int:
+        """Forget every ticket of a prompt of this service's fingerprints, of all nodes.
+
+        Returns:
+            The number of removed values.
+
+        Raises:
+            StoreUnavailableError: the store does not answer.
+        """
+        store, removed = self._storage.store, 0
+        whole, opened = self.names.all_tickets()
+        kinds: list[tuple[str, type[Ticket | OpenTicket]]] = [(whole, Ticket), (opened, OpenTicket)]
+        for prefix, kind in kinds:
+            found = [value.name async for value in values_under(store, prefix)]
+            for name in found:
+                ticket_id = await self._ours(name, kind)
+                if ticket_id is not None:
+                    removed += await store.delete([name, self.names.acknowledgement(ticket_id)])
+        return removed
+
+    async def _ours(self, name: str, kind: type[Ticket | OpenTicket]) -> str | None:
+        """Return the id of the ticket under `name` if its prompt is of a fingerprint served here.
+        Raises StoreUnavailableError."""
+        try:
+            value = await self._values.get(name, max_bytes=MAX_TICKET_BYTES)
+            ticket = None if value is None else kind.decode(value)
+        except StoreCorruptError:  # nobody can claim it, or it is sealed with another key
+            return None
+        ours = [one.readable() for one in self._fingerprints.values()]
+        return ticket.ticket_id if ticket is not None and ticket.fingerprint in ours else None
 
     def tell(self, ticket_id: str, message: str) -> Coroutine[None, None, None]:
         return self.notifier.tell(self.names.ticket(ticket_id), message)
@@ -501,9 +557,10 @@ class Tickets:
         await self._take(ticket)
         self.hint(ticket.ticket_id, f"{PROGRESS}0")
 
-    async def complete(self, ticket: Ticket) -> None:
-        """Write the ticket of a prompt of which every block is stored. Raises as `begin` does."""
-        await self._take(ticket)
+    async def complete(self, ticket: Ticket, *, generation: int | None = None) -> None:
+        """Write the ticket of a prompt of which every block is stored. Raises as `begin` and `put`
+        do. generation: see `put`."""
+        await self._take(ticket, generation)
         self.hint(ticket.ticket_id, WHOLE)
 
     async def give_up(self, ticket: OpenTicket, failure: str) -> None:
@@ -514,11 +571,13 @@ class Tickets:
             await self.put(msgspec.structs.replace(ticket, failure=failure))
             await self.tell(ticket.ticket_id, FAILED)
 
-    async def _take(self, ticket: Ticket | OpenTicket) -> None:
+    async def _take(self, ticket: Ticket | OpenTicket, generation: int | None = None) -> None:
         """Put it where nothing is, which the store knows best, or what is in nobody's way."""
-        if not await self.put(ticket, only_new=True):
+        if generation is None:
+            generation = self._storage.deletions.generation
+        if not await self.put(ticket, only_new=True, generation=generation):
             await self.check_free(ticket.ticket_id, ticket.digests)
-            await self.put(ticket)
+            await self.put(ticket, generation=generation)
 
     async def _is_there(self, ticket_id: str) -> bool:
         try:

@@ -195,12 +195,13 @@ class ByteBudget:
 @dataclass(slots=True, eq=False)
 class Flush:
     """Path blocks that a store is given, out of host slots; see `begin_reading`. runs: the same, as
-    events tell of them, none if nobody listens."""
+    events tell of them, none if nobody listens. generation: see `Deletions`."""
 
     keys: list[StoredKey]
     slots: Ids
     worth: list[float]
     runs: list[BlockRun]
+    generation: int
 
 
 class Copies:
@@ -283,8 +284,9 @@ class Copies:
 
     def write_down(self, node: TreeNode, num_blocks: int) -> None:
         """Copy down what the rules want copied by now, of path blocks [0, num_blocks)."""
+        is_retired = self._index.spaces.is_retired(node)
         has_storage = self._stores_early and self.storage is not None
-        if not (has_storage or self._offloads_early):
+        if is_retired or not (has_storage or self._offloads_early):
             return
         host_rule, storage_rule = self._rules[Tier.DEVICE], self._rules[Tier.HOST]
         room: int | None = None
@@ -332,7 +334,8 @@ class Copies:
 
     def _start_down(self, node: TreeNode, first: int, stop: int, *, to_storage: bool) -> None:
         lease = self._index.hold_as_is(node)
-        work = self._write_down(lease, first, stop, to_storage=to_storage)
+        generation = self._generation
+        work = self._write_down(lease, first, stop, generation, to_storage=to_storage)
         try:
             self._work.start(work, "tierkv-write-down", space=node.space.name)
         except ShuttingDownError:  # who ends a request on a node that has failed hears nothing
@@ -340,12 +343,18 @@ class Copies:
             return
         self._to_host[node] = max(self._to_host.get(node, 0), stop)
 
-    async def _write_down(self, lease: Lease, first: int, stop: int, *, to_storage: bool) -> None:
+    @property
+    def _generation(self) -> int:
+        return self.storage.deletions.generation if self.storage is not None else 0
+
+    async def _write_down(
+        self, lease: Lease, first: int, stop: int, generation: int, *, to_storage: bool
+    ) -> None:
         index, node = self._index, lease.node
         to_store: list[tuple[int, int]] = []
         try:
             at = first
-            while at < stop:
+            while at < stop and not index.spaces.is_retired(node):
                 end = min(at + max(GROUP_BLOCKS, PIECE_BYTES // self._block_bytes), stop)
                 async with self.background.room((end - at) * self._block_bytes):
                     is_whole = await self._host_copy(node, at, end)
@@ -368,17 +377,19 @@ class Copies:
             self._work.capacity_changed()
         with suppress(ShuttingDownError):
             for at, end in to_store:
-                self._work.start(self._store(node, at, end), "tierkv-store")
+                self._work.start(self._store(node, at, end, generation), "tierkv-store")
 
-    async def _store(self, node: TreeNode, first: int, stop: int) -> None:
+    async def _store(self, node: TreeNode, first: int, stop: int, generation: int) -> None:
         """Store path blocks [first, stop), as far as they are on the host still when it is their
         turn. Nothing is held, or a slow store would keep the device full."""
         async with self.storing.room((stop - first) * self._block_bytes):
+            if self._index.spaces.is_retired(node):
+                return
             there, end = self._on_host(node, first, stop)
             self._index.unmark_stored(node, end, min(stop, node.end))
             if end == first:
                 return
-            stored = await self._end_flush(self._begin_flush(there, first, end))
+            stored = await self._end_flush(self._begin_flush(there, first, end, generation))
             for at, is_stored in enumerate(stored, first):
                 if not is_stored:
                     self._index.unmark_stored(there, at, at + 1)
@@ -388,7 +399,8 @@ class Copies:
         their way to storage, as they must be before they are evicted. Each is tried once."""
         leaving = self._slots.leaving[Tier.HOST]
         rule = self._rules[Tier.HOST]
-        if self.storage is None or not rule.writes_on_eviction or not leaving.stores_first:
+        is_off = self.storage is None or self._index.spaces.is_retired(node)
+        if is_off or not rule.writes_on_eviction or not leaving.stores_first:
             return False
         pending, has_started = [(node, start)], False
         while pending:
@@ -405,21 +417,25 @@ class Copies:
 
     def _start_leaving(self, leaving: Leaving, node: TreeNode, first: int, stop: int) -> None:
         lease = self._index.hold_as_is(node)
+        work = self._store_leaving(leaving, lease, first, stop, self._generation)
         try:
-            self._work.start(self._store_leaving(leaving, lease, first, stop), "tierkv-store")
+            self._work.start(work, "tierkv-store")
         except ShuttingDownError:
             self._index.release(lease)
             raise
         self._index.mark_stored(node, first, stop)
 
-    async def _store_leaving(self, leaving: Leaving, lease: Lease, first: int, stop: int) -> None:
+    async def _store_leaving(
+        self, leaving: Leaving, lease: Lease, first: int, stop: int, generation: int
+    ) -> None:
         """Once a store has not taken some for LEAVING_PATIENCE_S, the rest goes without."""
         node, stored = lease.node, [False] * (stop - first)
         try:
             async with self.storing.room((stop - first) * self._block_bytes):
                 if leaving.stores_first:
                     async with asyncio.timeout(LEAVING_PATIENCE_S):
-                        stored = await self._end_flush(self._begin_flush(node, first, stop))
+                        flush = self._begin_flush(node, first, stop, generation)
+                        stored = await self._end_flush(flush)
         except TimeoutError:
             leaving.stores_first = False
         finally:
@@ -475,17 +491,18 @@ class Copies:
         node = step.victim.node
         first, stop = node.start + step.victim.start, node.start + step.victim.stop
         if tier is Tier.HOST:
-            if self.storage is None:
+            if self.storage is None or self._index.spaces.is_retired(node):
                 return CopyDown.IMPOSSIBLE
             # Stored or not, it is tried, and may go then: the slots are needed, and the store must
             # not hold up inference. Without the mark the next plan would try again for ever.
             self._index.mark_stored(node, first, stop)
             self._eviction.on_the_way[tier] += stop - first
             end = self._work.begin_storing(node.space.name)
-            self._work.start(
-                self._flush_for_room(self._begin_flush(node, first, stop), end), "tierkv-flush"
-            )
+            flush = self._begin_flush(node, first, stop, self._generation)
+            self._work.start(self._flush_for_room(flush, end), "tierkv-flush")
             return CopyDown.STARTED
+        if self._index.spaces.is_retired(node):
+            return CopyDown.IMPOSSIBLE
         # What the host cannot take of a run is forgotten from its end, so that the rest is kept.
         room = self._eviction.available(Tier.HOST, node.space)
         if (
@@ -572,14 +589,14 @@ class Copies:
         self._work.capacity_changed()  # who waits for these blocks on the host, too
         return True
 
-    def _begin_flush(self, node: TreeNode, first: int, stop: int) -> Flush:
+    def _begin_flush(self, node: TreeNode, first: int, stop: int, generation: int) -> Flush:
         """Path blocks [first, stop), ready on the host, which a store is given in `_end_flush`."""
         # A block is of no use without those before it, so of equal hits the first is worth most.
         worth = [node.hits + 1 / (1 + at) for at in range(first, stop)]
         slots = self._index.slots(Tier.HOST, node, first, stop)
         self._slots.begin_reading(slots)
         keys = path_keys(self._index, node, first, stop)
-        return Flush(keys, slots, worth, self._events.runs(node, first, stop))
+        return Flush(keys, slots, worth, self._events.runs(node, first, stop), generation)
 
     async def _end_flush(self, flush: Flush) -> list[bool]:
         """Store them; which of them are stored. The index may have other blocks there by now."""
@@ -587,12 +604,15 @@ class Copies:
             storage = self.storage
             if storage is None:  # detached meanwhile
                 return [False] * len(flush.keys)
-            outcomes = await storage.flush(flush.keys, flush.slots, flush.worth)
+            outcomes = await storage.flush(
+                flush.keys, flush.slots, flush.worth, generation=flush.generation
+            )
         finally:
             self._slots.end_reading(flush.slots)
         self._tell_stored(flush.runs, [one.status is PutStatus.STORED for one in outcomes])
+        is_kept = storage.deletions.generation == flush.generation
         for outcome in outcomes:
-            if outcome.status not in (PutStatus.STORED, PutStatus.EXISTED):
+            if is_kept and outcome.status not in (PutStatus.STORED, PutStatus.EXISTED):
                 self._not_stored.warn(outcome.reason)
         return [outcome.status in (PutStatus.STORED, PutStatus.EXISTED) for outcome in outcomes]
 

@@ -123,20 +123,26 @@ class Subscription:
 
 class CacheEvents:
     """All subscribers of one service. digests_of: the keys of path blocks [start, stop) of a node,
-    asked for only while somebody listens.
+    asked for only while somebody listens. is_retired: whether nobody can match a node any more:
+    nothing is told of it.
 
     groups: of an engine's blocks, () for the service's own layout alone; indexed: which of them is
     in the index. beside: the blocks of the others that are on the host now. most_names: of blocks,
     that are kept; then the oldest go.
     """
 
-    def __init__(self, digests_of: Callable[[TreeNode, int, int], list[bytes]]) -> None:
+    def __init__(
+        self,
+        digests_of: Callable[[TreeNode, int, int], list[bytes]],
+        is_retired: Callable[[TreeNode], bool],
+    ) -> None:
         self.groups: Sequence[CacheGroup] = ()
         self.indexed = 0
         self.beside: Callable[[], Iterable[BlockRun]] = tuple
         self.most_names = 0
         self._names: OrderedDict[bytes, ExternalId] = OrderedDict()
         self._digests_of = digests_of
+        self._is_retired = is_retired
         self._subscriptions: list[Subscription] = []
         self._number = 0
 
@@ -167,7 +173,7 @@ class CacheEvents:
 
     def runs(self, node: TreeNode, start: int, stop: int) -> list[BlockRun]:
         """Path blocks [start, stop) of `node` as they would be told now; [] if nobody listens."""
-        if not self._subscriptions or start >= stop:
+        if not self._subscriptions or start >= stop or self._is_retired(node):
             return []
         wants_tokens = any(one.wants_tokens for one in self._subscriptions)
         runs = []

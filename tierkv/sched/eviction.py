@@ -306,14 +306,15 @@ class Eviction:
             self.stats.lifetimes.add(int(now * TICKS_PER_S) - part.born, forgotten)
             pending += part.children.values()
         if self._events.has_listeners:
-            self._tell_forgotten(node, start)
+            self.tell_forgotten(node, start)
         device, host = self.index.forget_below(node, start)
         self.stats.evicted_device_blocks += len(device)
         self.stats.evicted_host_blocks += len(host)
         self._pools[Tier.DEVICE].release(device)
         self._pools[Tier.HOST].release(self._slots.free_of(Tier.HOST, host))
 
-    def _tell_forgotten(self, node: TreeNode, start: int) -> None:
+    def tell_forgotten(self, node: TreeNode, start: int) -> None:
+        """Tell that run blocks from `start` on, and all below, leave device and host."""
         pending = [(node, start)]
         while pending:
             part, first = pending.pop()

@@ -52,10 +52,12 @@ class Lifecycle:
         return self._num_copies()
 
     def _num_copies(self) -> int:
+        """Return the number of copies on device and host."""
         return sum(space.used[tier] for space in self._tiers.index.spaces.all() for tier in Tier)
 
     def _forgetting(self) -> Iterator[None]:
-        return forgetting(self._tiers, self._tiers.index.spaces.roots())
+        spaces = self._tiers.index.spaces
+        return forgetting(self._tiers, [*spaces.roots(), *spaces.retired()])
 
     async def resize(self, tier: Tier, capacity: int) -> None:
         """Let the tier have `capacity` slots, within the memory there is.

@@ -133,6 +133,7 @@ class Tenants:
         # By tenant and adapter, last asked for last.
         self._by_tenant: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._closing: set[str] = set()  # spaces that make room for others, in tasks
+        self.closed: set[str] = set()  # spaces of which storage may have blocks still
 
     def known_space_of(self, tenant: str) -> str | None:
         """As `space_of`, but opens nothing: None if the tenant has no space now, and has none that
@@ -210,6 +211,7 @@ class Tenants:
             raise ConfigError("another fingerprint has the same layout and another root")
         space = Space(fingerprint.short, fingerprint.root(), quota=quota)
         self._index.spaces.open(space, self._eviction)
+        self.closed.discard(space.name)
         self._fingerprints[space.name] = fingerprint
         return space.name
 
@@ -227,9 +229,9 @@ class Tenants:
         if it is in use, and not closed if it is again before the end."""
         root = self._check_unused(name)
         before = sum(root.space.used)
-        for _ in forgetting(self._tiers, [root]):
+        for _ in forgetting(self._tiers, [root, *self._index.spaces.retired(name)]):
             await asyncio.sleep(0)
-            if self._check_unused(name) is not root:
+            if self._check_unused(name).space is not root.space:
                 raise BadRequestError(f"fingerprint {name!r} was closed and opened meanwhile")
         self.close(name)
         return before
@@ -246,17 +248,19 @@ class Tenants:
         root = self._index.spaces.root_named(name)
         if self._is_in_use(name):
             return "its requests have not ended"
-        if root.holders:
+        if root.holders or any(one.holders for one in self._index.spaces.retired(name)):
             return "some of its blocks are held, by pins or by copies under way"
         return ""
 
     def _close(self, key: tuple[str, str] | None, name: str) -> int:
         root = self._index.spaces.root_named(name)
         before = sum(root.space.used)
-        for node in list(root.children.values()):
-            self._tiers.eviction.forget(node, 0)
+        for one in (root, *self._index.spaces.retired(name)):
+            for node in list(one.children.values()):
+                self._tiers.eviction.forget(node, 0)
         self._index.spaces.close(name)
         del self._fingerprints[name]
+        self.closed.add(name)
         self._on_close(name)
         self._closing.discard(name)
         if key is not None:

@@ -121,7 +121,7 @@ class Tiers:
         self.index = index
         self.mover = mover
         self.decisions = Decisions()
-        self.events = CacheEvents(self._digests_of)
+        self.events = CacheEvents(self._digests_of, index.spaces.is_retired)
         self.work = Work()
         self.slots = Slots(device_pool, host_pool, self.work)
         rules = {Tier.DEVICE: host_rule, Tier.HOST: storage_rule}
@@ -139,12 +139,32 @@ class Tiers:
             background_copy_bytes=background_copy_bytes,
         )
         self.pins = Pins(index, self.work.capacity_changed)
+        self.work.on_capacity(self._forget_retired)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Leaving waits for every copy under way."""
         async with self.work.running(self.slots.num_lent):
             yield
+
+    def retire(self) -> None:
+        """Let nobody match what is cached now. What is held stays for its holders until they end,
+        and is neither stored nor offloaded any more."""
+        if self.events.has_listeners:
+            for root in self.index.spaces.roots():
+                for node in list(root.children.values()):
+                    self.eviction.tell_forgotten(node, 0)
+        self.index.spaces.renew()
+        self.work.capacity_changed()
+
+    def _forget_retired(self) -> None:
+        pending = list(self.index.spaces.retired())
+        while pending:
+            for child in list(pending.pop().children.values()):
+                if child.holders:
+                    pending.append(child)
+                else:
+                    self.eviction.forget(child, 0)
 
     def _digests_of(self, node: TreeNode, first: int, stop: int) -> list[bytes]:
         if node.is_tail:

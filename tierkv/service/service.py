@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from tierkv.cache.groups import FlatBlocks
 from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey
 from tierkv.cache.node import CopyState, Quota, Tier
 from tierkv.clock import Clock, SystemClock
@@ -43,8 +44,9 @@ from tierkv.sched.worth import FetchPolicy
 from tierkv.service.kv_events import EventsSection, KvEventPublisher
 from tierkv.service.parts import MadeOf, Memory, Parts, check, host_memory, opened
 from tierkv.storage import maintenance
-from tierkv.storage.protocol import Store
+from tierkv.storage.protocol import Store, StoredValue
 from tierkv.tasks import failures_told_to, task_group
+from tierkv.transfer.deletions import Deletions
 from tierkv.transfer.storage_io import StorageIO
 from tierkv.transfer.tier import StorageOptions, StorageTier, StoreState
 
@@ -128,6 +130,15 @@ async def _outcome(work: Coroutine[None, None, Published]) -> Published | TierKV
         return error
 
 
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """held_copies: on device and host, that requests, pins and copies under way hold.
+    removed_values: in storage."""
+
+    held_copies: int
+    removed_values: int
+
+
 _ASLEEP = "sleep"  # a pause of its own: who has paused the node finds it paused after the wake
 # A hand-off waits for 8 answers of its store one after the other, and in line with others for more:
 # of 20 at once over a store half a second away the last had its ticket after 9 s.
@@ -173,6 +184,7 @@ class Service:
         self._storage_tier = StorageTier(store, storage or StorageOptions(), self._storage_changed)
         self.groups: Sequence[GroupMemory] = ()
         self._beside = tuple(beside)
+        self.flat_blocks: Sequence[FlatBlocks] = ()  # of groups beside the index, see HostSide
         self.publishings = Publishings()
         self.publisher = KvEventPublisher(kv_events or EventsSection(), name, self._fingerprints)
         self.timelines = Timelines()
@@ -396,25 +408,63 @@ class Service:
     def reset(self) -> int:
         """Forget every cached block that nobody holds, in one turn of the loop; see
         Lifecycle.reset."""
-        return self._parts.lifecycle.reset()
+        return self._parts.lifecycle.reset() + self._forget_flat()
 
     async def forget(self) -> int:
         """As `reset`, a slice in a turn of the loop. What others use meanwhile may stay."""
-        return await self._parts.lifecycle.forget()
+        return await self._parts.lifecycle.forget() + self._forget_flat()
 
-    async def free(self, *, clears_storage: bool = False) -> int:
-        """Forget all that nobody holds, as `forget`; with `clears_storage` also every value of this
-        service's fingerprints in every attached store, for all nodes that share it. How many stored
-        values that were. Raises StoreUnavailableError."""
-        await self.forget()
+    def _forget_flat(self) -> int:
+        return sum(blocks.forget() for blocks in self.flat_blocks)
+
+    async def free(self, *, clears_storage: bool = False) -> Freed:
+        """Forget all that nobody holds, as `forget`; or delete everything.
+
+        Args:
+            clears_storage: delete every value of this service's fingerprints, and every ticket of
+                their prompts, in every attached store, for all nodes that share it. From the call
+                on nothing that was cached before is matched, fetched, stored or published by this
+                service. Requests that run keep their blocks until they end.
+
+        Returns:
+            The copies that are still held, and the number of removed values.
+
+        Raises:
+            StoreUnavailableError: a store did not answer, or writes under way did not end in time.
+                Stored values may be left; this service uses none until a deletion has succeeded.
+        """
+        held = await self.forget()
         if not clears_storage:
-            return 0
+            return Freed(held, 0)
+        self.tiers.retire()
+        for blocks in self.flat_blocks:
+            blocks.retire()
+        deadline_s = self._made_of.handoff.publish_deadline_s
+        async with self._storage_tier.deletions.deleting(deadline_s):
+            removed = await self._remove_stored()
+        self.index.unmark_all_stored()
+        return Freed(await self.forget(), removed)
+
+    async def _remove_stored(self) -> int:
         removed = 0
+        if self.handoff is not None and self.store is not None:
+            removed += await self.handoff.tickets.forget_all()
+        ours = {one.short for one in self._fingerprints.values()} | self.tenants.closed
+        ours.update(group.io.names.fingerprint for group in self.groups)
+
+        prefix = f"{self._made_of.handoff.prefix}:"
+
+        def is_ours(value: StoredValue) -> bool:
+            return value.name.removeprefix(prefix).partition(":")[0] in ours
+
         for store in self._storage_tier.stores:
-            for space in sorted(self._fingerprints):
-                removed += await maintenance.remove(store, f"{self.stored_under(space)}:")
-        self.index.unmark_all_stored()  # what was written meanwhile may have gone, too
+            removed += await maintenance.remove_all(store, prefix, is_ours)
         return removed
+
+    @property
+    def deletions(self) -> Deletions:
+        """The deletions of what this service has stored."""
+        return self._storage_tier.deletions
 
     @property
     def is_asleep(self) -> bool:

@@ -27,6 +27,7 @@ from tierkv.storage.protocol import Store, StoredValue, Usage
 from tierkv.tasks import task_group
 
 _PAGE = 1000
+_MAX_PASSES = 4
 # A node's deadline of 0.3 s is for so many: a disk takes up to 1 ms to forget 2 MiB.
 _DELETES_AT_ONCE = 64
 _READS_AT_ONCE = 8
@@ -241,6 +242,32 @@ async def remove(
         for part in _parts([value.name for value in page]):
             removed += await store.delete(part)
             so_far(removed)
+    return removed
+
+
+async def remove_all(store: Store, prefix: str, is_meant: IsMeant = lambda _: True) -> int:
+    """Forget every value under `prefix`, and look again until none is found.
+
+    A server that was late can carry out a write whose connection has ended. Values that another
+    process writes meanwhile may be left after `_MAX_PASSES` passes.
+
+    Args:
+        store: the store.
+        prefix: of the names, as in `Store.list`.
+        is_meant: whether a value is to go.
+
+    Returns:
+        The number of removed values.
+
+    Raises:
+        StoreUnavailableError: the store does not answer.
+    """
+    removed = 0
+    for _ in range(_MAX_PASSES):
+        count = await remove(store, prefix, is_meant=is_meant)
+        removed += count
+        if not count:
+            break
     return removed
 
 

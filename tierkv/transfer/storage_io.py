@@ -40,6 +40,7 @@ from tierkv.storage.protocol import (
     check_names,
 )
 from tierkv.tasks import background, both, supervised
+from tierkv.transfer.deletions import Deletions
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +207,11 @@ class TailLists:
         ttl_s: float | None,
         stats: StorageStats,
         used: Callable[[Sequence[str]], object] = lambda _: None,
+        deletions: Deletions | None = None,
     ) -> None:
         self._store = store
         self._used = used
+        self._deletions = deletions or Deletions()
         self._names = names
         self._layout = layout
         self._codecs = codecs
@@ -218,13 +221,20 @@ class TailLists:
         self._turns = [asyncio.Lock() for _ in range(_LANES)]
         self._stats = stats
 
-    async def note(self, keys: Sequence[StoredKey]) -> None:
-        """List those of `keys` that are tails, which are stored. Never fails: see above."""
+    async def note(self, keys: Sequence[StoredKey], *, generation: int | None = None) -> None:
+        """List those of `keys` that are tails, which are stored. Never fails: see above.
+
+        Args:
+            keys: of blocks and tails.
+            generation: in which the tails were stored, None for the present one; see `Deletions`.
+        """
+        deletions = self._deletions
+        generation = deletions.generation if generation is None else generation
         for key in keys:
-            if key.tail is None:
+            if key.tail is None or deletions.refusal(generation):
                 continue
             turn = self._turns[key.tail.parent[0] % _LANES]
-            with suppress(StoreUnavailableError, TimeoutError):
+            with deletions.writing(), suppress(StoreUnavailableError, TimeoutError):
                 async with asyncio.timeout(self._deadline_s), turn:
                     await self._note(key.tail, key.space)
 
@@ -258,8 +268,10 @@ class TailLists:
         """The stored tail under `parent` that shares most of the packed tokens `wanted`.
 
         Of a layout whose blocks have no prefixes, only one of which all are wanted. None if there
-        is none, or the store does not say in time.
+        is none, or the store does not say in time, or stored values may be left of a deletion.
         """
+        if self._deletions.bars_reads:
+            return None
         try:
             async with asyncio.timeout(self._deadline_s):
                 tails = await self._read(parent, space)
@@ -332,6 +344,7 @@ _WORST_GET = (GetStatus.FAILED, GetStatus.DAMAGED, GetStatus.MISS, GetStatus.HIT
 # A block is new if one of its slices is.
 _WORST_PUT = (PutStatus.FAILED, PutStatus.FULL, PutStatus.STORED, PutStatus.EXISTED)
 _NOT_ASKED = GetOutcome(GetStatus.FAILED, "not asked for yet")
+_DELETED = GetOutcome(GetStatus.MISS, "the stored values were deleted meanwhile")
 _PLAIN = PlainCodec()
 
 
@@ -359,6 +372,7 @@ class StorageIO:
     codecs: how the blocks of a fingerprint, by its short form, become values; None for a plain
         checksum.
     slices: what this node holds of each block; None for all of it, in the slots of `host`.
+    deletions: of what this and other objects have stored; None for deletions of its own.
     """
 
     def __init__(  # noqa: PLR0913 - a block needs all of them to become a value
@@ -373,9 +387,11 @@ class StorageIO:
         touches_per_ttl: int = 0,
         codecs: Callable[[str], Codec] | None = None,
         slices: Slices | None = None,
+        deletions: Deletions | None = None,
     ) -> None:
         self.store = store
         self.names = names
+        self.deletions = deletions or Deletions()
         self.slices = slices or Slices.whole(names, layout, host)
         self.stats = StorageStats()
         self._deadline_s = deadline_s
@@ -399,6 +415,7 @@ class StorageIO:
             ttl_s=block_ttl_s,
             stats=self.stats,
             used=self._toucher.used if self._toucher is not None else lambda _: None,
+            deletions=self.deletions,
         )
 
     @asynccontextmanager
@@ -413,7 +430,9 @@ class StorageIO:
 
     async def count_present(self, keys: Sequence[StoredKey]) -> int:
         """How many of `keys`, from the first on, the store has whole, all ranks' slices of each.
-        StoreUnavailableError if it does not say so in time."""
+        StoreUnavailableError if it does not say so in time. None while a deletion bars reads."""
+        if self.deletions.bars_reads:
+            return 0
         try:
             async with asyncio.timeout(self._deadline_s):
                 return await self._count_present(keys)
@@ -443,7 +462,9 @@ class StorageIO:
         return there
 
     async def present(self, names: Sequence[str]) -> list[bool]:
-        """As `Store.present`, within this I/O's deadline."""
+        """As `Store.present`, within this I/O's deadline. None while a deletion bars reads."""
+        if self.deletions.bars_reads:
+            return [False] * len(names)
         try:
             async with asyncio.timeout(self._deadline_s):
                 return await self.store.present(names)
@@ -516,12 +537,18 @@ class StorageIO:
         """Bring blocks into host slots, which stay the caller's until this returns.
 
         HIT means that length, key, layout and checksum are right, of every rank's slice. A damaged
-        value is deleted; where the store has another copy of it, that is read.
+        value is deleted; where the store has another copy of it, that is read. A block is a MISS
+        while a deletion bars reads, or if one has begun meanwhile.
         """
+        if self.deletions.bars_reads:
+            return [_DELETED] * len(keys)
+        generation = self.deletions.generation
         sizes = [self._found.get(key.digest, self.slices.size) for key in keys]
         with tracing.span("storage.read", blocks=len(keys)):
             blocks = await self._fetch(keys, slot_ids, sizes)
             await self._fetch_missed(keys, slot_ids, blocks)
+        if generation != self.deletions.generation:
+            return [_DELETED] * len(keys)
         for key, outcome in zip(keys, blocks, strict=True):
             if outcome.status is not GetStatus.HIT:
                 self._found.pop(key.digest, None)  # whoever stored it, look again
@@ -605,13 +632,30 @@ class StorageIO:
         worth: Sequence[float] | None = None,
         *,
         notes_tails: bool = True,
+        generation: int | None = None,
     ) -> list[PutOutcome]:
         """Write host slots to the store, which stay as they are until this returns.
 
         worth: of each block: if there are too many writes, those worth least are dropped. None is
             worth most: somebody waits for them.
         notes_tails: list the tails among them, too; else the caller does, with `tails.note`.
+        generation: in which the blocks were computed or queued; None is the present one. What
+            `Deletions` refuse is FAILED.
         """
+        deletions = self.deletions
+        if why := deletions.refusal(deletions.generation if generation is None else generation):
+            return [PutOutcome(PutStatus.FAILED, why)] * len(keys)
+        with deletions.writing():
+            return await self._flush(keys, slot_ids, worth, notes_tails=notes_tails)
+
+    async def _flush(
+        self,
+        keys: Sequence[StoredKey],
+        slot_ids: Ids,
+        worth: Sequence[float] | None,
+        *,
+        notes_tails: bool,
+    ) -> list[PutOutcome]:
         values = [_WAITED_FOR] * len(keys) if worth is None else worth
         is_late = self.store.capabilities.sends_from_loop
         items = await self._encoded_later(keys, slot_ids, values) if is_late else None

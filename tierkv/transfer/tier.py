@@ -17,6 +17,7 @@ from tierkv.gpu.protocol import HostSlots
 from tierkv.storage.codec import Codec, SmallCodec, Trust
 from tierkv.storage.places import Places, patiently
 from tierkv.storage.protocol import BreakerState, Store
+from tierkv.transfer.deletions import Deletions
 from tierkv.transfer.storage_io import Slice, Slices, StorageIO
 
 
@@ -84,6 +85,7 @@ class StorageTier:
         self, store: Store | None, options: StorageOptions, on_change: Callable[[], None]
     ) -> None:
         self.options = options
+        self.deletions = Deletions()  # of the values of all `StorageIO`s of this tier
         self._first = store
         self._stores = Places(store)
         self._pools: Sequence[memoryview] = ()
@@ -124,6 +126,7 @@ class StorageTier:
             touches_per_ttl=self.options.touches_per_ttl,
             codecs=self.options.codecs,
             slices=slices,
+            deletions=self.deletions,
         )
         arrays = [part.host.array for part in slices.parts]
         if not all(array.flags.c_contiguous for array in arrays):
@@ -165,6 +168,7 @@ class StorageTier:
             codecs=None
             if codecs is None
             else lambda it: codecs(own if it == names.fingerprint else it),
+            deletions=self.deletions,
         )
         self._beside.append(host.array.reshape(-1).data)
         try:

@@ -1,0 +1,147 @@
+"""A full deletion beside requests, copies, fetches and publishes that began before it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.faulty import FaultyStore
+from tests.latch import finish, until
+from tests.pd.nodes import publish
+from tests.world import World, fingerprint, tokens, world
+from tierkv.cache.eviction import WritePolicy
+from tierkv.cache.keys import pack
+from tierkv.errors import HandoffError, StoreUnavailableError
+from tierkv.gpu.protocol import Direction
+from tierkv.pd.settings import HandoffSettings
+from tierkv.sched.request import Matched
+from tierkv.service.service import Freed
+
+THROUGH = WritePolicy.WRITE_THROUGH
+PROMPT = tokens(18)
+NOTHING = Matched()
+
+
+async def num_values(store: FaultyStore) -> int:
+    return (await store.usage("tierkv:")).num_values
+
+
+async def test_a_deletion_waits_for_a_flush_and_removes_what_it_wrote() -> None:
+    async with world(with_store=True, host_write=THROUGH, storage_write=THROUGH) as here:
+        here.the_store.hold_writes(firmly=True)
+        request = await here.admit(PROMPT)
+        await here.prefill(request, PROMPT)
+        here.service.end(request)
+        await here.the_store.until_held(1)
+        async with asyncio.TaskGroup() as group:
+            deleting = group.create_task(here.service.free(clears_storage=True))
+            await until(lambda: here.service.deletions.bars_reads, "the deletion")
+            assert not deleting.done()
+            here.the_store.release()
+        assert deleting.result().held_copies == 0
+        await here.settle()
+        assert await num_values(here.the_store) == 0
+
+
+async def test_what_waits_for_its_turn_at_the_store_is_dropped() -> None:
+    async with world(with_store=True, host_write=THROUGH, storage_write=THROUGH) as here:
+        here.latch.hold(Direction.OFFLOAD)
+        request = await here.admit(PROMPT)
+        await here.prefill(request, PROMPT)
+        here.service.end(request)
+        await here.latch.until_held(1)
+        await finish(here.service.free(clears_storage=True))
+        here.latch.release()
+        await here.settle()
+        assert await num_values(here.the_store) == 0
+        stats = here.service.stats()
+        assert (stats.device.used, stats.host.used) == (0, 0)
+
+
+async def test_what_a_request_holds_through_a_deletion_is_never_found_again() -> None:
+    """The tail and the blocks that it computes after the deletion included."""
+    more = tokens(12, 500)
+    async with world(with_store=True, host_write=THROUGH, storage_write=THROUGH) as here:
+        request = await here.admit(PROMPT, new=len(more))
+        await here.prefill(request, PROMPT)
+        freed = await here.service.free(clears_storage=True)
+        assert freed.held_copies >= 4
+        assert here.service.verify() == []
+        here.compute(request, PROMPT + more, len(PROMPT))
+        await finish(here.service.commit(request, pack(PROMPT + more)))
+        beside = await here.run(PROMPT + more)  # which is stored, as its blocks are new
+        assert beside == NOTHING
+        here.check_kv(request, PROMPT + more, len(PROMPT + more))
+        await here.ended(request)
+        assert (await here.run(PROMPT + more)).device_tokens > 0
+        assert await finish(here.service.free(clears_storage=True)) != Freed(0, 0)
+        assert await num_values(here.the_store) == 0
+        assert here.service.stats().device.used == 0
+
+
+async def test_what_is_fetched_while_it_is_deleted_is_not_found() -> None:
+    async with world(with_store=True, host_write=THROUGH, storage_write=THROUGH) as here:
+        await here.run(PROMPT)
+        await here.service.forget()
+        here.the_store.hold()
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(here.run(PROMPT))
+            await here.the_store.until_held(1)
+            deleting = group.create_task(here.service.free(clears_storage=True))
+            await until(lambda: here.service.deletions.bars_reads, "the deletion")
+            here.the_store.release()
+        assert deleting.result().removed_values > 0
+        assert running.result() == NOTHING
+
+
+async def test_a_publish_of_before_the_deletion_leaves_no_ticket_and_no_value() -> None:
+    settings = HandoffSettings(streams=False)
+    async with world(with_store=True, handoff=settings) as here:
+        here.the_store.hold_writes(firmly=True)
+        async with asyncio.TaskGroup() as group:
+            publishing = group.create_task(failed_publish(here))
+            await here.the_store.until_held(1)
+            deleting = group.create_task(here.service.free(clears_storage=True))
+            await until(lambda: here.service.deletions.bars_reads, "the deletion")
+            here.the_store.release()
+        assert "deleted" in publishing.result()
+        assert deleting.done()
+        assert await num_values(here.the_store) == 0
+
+
+async def failed_publish(here: World) -> str:
+    request = await here.admit(PROMPT)
+    await here.prefill(request, PROMPT)
+    with pytest.raises(HandoffError) as failure:
+        await finish(here.service.publish(request, "ticket", [42]))
+    await here.ended(request)
+    return str(failure.value)
+
+
+async def test_tickets_of_deleted_prompts_go_and_those_of_other_models_stay() -> None:
+    async with world(with_store=True) as here:
+        await publish(here, PROMPT, "ours")
+        async with world(store=here.the_store.inner, who=fingerprint(revision="other")) as other:
+            await publish(other, PROMPT, "theirs")
+            await here.service.free(clears_storage=True)
+            assert await here.service.forget_ticket("ours") is False
+            assert await other.service.forget_ticket("theirs") is True
+
+
+async def test_a_deletion_that_the_store_does_not_carry_out_says_so_and_bars_the_old_values() -> (
+    None
+):
+    async with world(with_store=True, host_write=THROUGH, storage_write=THROUGH) as here:
+        await here.run(PROMPT)
+        here.the_store.fail_next(1)
+        with pytest.raises(StoreUnavailableError):
+            await here.service.free(clears_storage=True)
+        assert await num_values(here.the_store) > 0
+        again = await here.run(PROMPT)
+        assert again == NOTHING
+        await here.service.free(clears_storage=True)
+        assert await num_values(here.the_store) == 0
+        await here.run(PROMPT)
+        await here.service.forget()
+        assert (await here.run(PROMPT)).storage_tokens > 0

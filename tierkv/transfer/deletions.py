@@ -1,0 +1,91 @@
+"""Full deletions of stored values, and the writes and reads that must not outlive one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from tierkv.errors import StoreRefusedError, StoreUnavailableError
+
+
+class Deletions:
+    """The deletions of what a service, or a pool of pages, has stored.
+
+    Content belongs to the generation in which it was computed or queued. A deletion begins the
+    next generation: content of an earlier one is never written again, and reads that began before
+    the deletion bring nothing. Nothing is read or written while a deletion is under way, nor after
+    one that failed until another has succeeded: what is left in the store may be of old weights.
+    """
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self._num_under_way = 0
+        self._has_failed = False
+        self._num_writes = 0
+        self._no_writes = asyncio.Event()
+        self._no_writes.set()
+
+    @property
+    def bars_reads(self) -> bool:
+        """Whether stored values may be left that were to be deleted."""
+        return self._has_failed or self._num_under_way > 0
+
+    def refusal(self, generation: int) -> str:
+        """Return why content of `generation` may not be written now; "" if it may be."""
+        if generation != self.generation:
+            return "the cache was deleted after this content was computed: compute the prompt again"
+        if self._num_under_way:
+            return "the stored values are being deleted: try again when the deletion has ended"
+        if self._has_failed:
+            return "a deletion of the stored values has failed: repeat it"
+        return ""
+
+    def check(self, generation: int) -> None:
+        """Raise StoreRefusedError if a deletion has begun since `generation` was read."""
+        if generation != self.generation:
+            raise StoreRefusedError(self.refusal(generation))
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Have deletions wait until the body ends. The caller has asked `refusal` before."""
+        self._num_writes += 1
+        self._no_writes.clear()
+        try:
+            yield
+        finally:
+            self._num_writes -= 1
+            if not self._num_writes:
+                self._no_writes.set()
+
+    @asynccontextmanager
+    async def deleting(self, deadline_s: float) -> AsyncIterator[None]:
+        """Begin a generation, and run the body, which removes the stored values, when no write of
+        an earlier one is under way.
+
+        Args:
+            deadline_s: seconds to wait for writes that are under way.
+
+        Raises:
+            StoreUnavailableError: writes have not ended in time, and the body did not run.
+        """
+        self.generation += 1
+        self._num_under_way += 1
+        is_done = False
+        try:
+            await self._until_nothing_is_written(deadline_s)
+            yield
+            is_done = True
+        finally:
+            self._num_under_way -= 1
+            self._has_failed = not is_done
+
+    async def _until_nothing_is_written(self, deadline_s: float) -> None:
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._no_writes.wait()
+        except TimeoutError as error:
+            raise StoreUnavailableError(
+                f"{self._num_writes} writes to storage have not ended within {deadline_s:g} s, so "
+                "stored values were not deleted: repeat the deletion when the store answers"
+            ) from error
