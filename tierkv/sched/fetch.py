@@ -719,7 +719,9 @@ class _Fetch:
         self.claimed.append(shared.claim(keys, start))
         self.deadline.until(question.give_up_s)
         self._begin_to_wait(question.hedge_s)
-        if self.promised and not shared.storage.meets_other_sizes:  # else of which size is asked
+        # Blocks of other sizes are found by asking.
+        is_asked = not (self.promised or shared.storage.reads_at_once)
+        if not is_asked and not shared.storage.meets_other_sizes:
             present = len(keys)
         elif self.known is not None and self.known.blocks.start <= start <= self.known.blocks.stop:
             present = min(self.known.blocks.stop - start, len(keys))
