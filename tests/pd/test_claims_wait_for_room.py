@@ -22,6 +22,7 @@ from tierkv.pd.handoff import STAGING_BLOCKS, Staging
 from tierkv.pd.portions import Portions
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.pd.tickets import HandoffProblem
+from tierkv.sched.budget import Budget
 from tierkv.sched.copies import GROUP_BLOCKS
 from tierkv.sched.slots import Work
 from tierkv.storage.file import FileSettings, FileStore
@@ -177,7 +178,7 @@ async def test_room_that_comes_in_the_moment_in_which_a_claim_gives_up_is_given_
             others.movement = copying
         loop.call_at(1.0, lambda: [one() for one in give])
         portions: Any = Portions(scheduler, source, staging)  # type: ignore[arg-type]
-        found = await portions.bring(request, [object()], give_up_at=1.0 + 1e-10, portion_s=0.5)
+        found = await portions.bring(request, Budget(1.0 + 1e-10), [object()])
         assert loop.time() == pytest.approx(1.0)
         assert found is not None
         assert found.status is not GetStatus.HIT

@@ -24,6 +24,7 @@ from tierkv.pd.direct import direct, offers
 from tierkv.pd.direct.address import Channel, DirectAddress, DirectAnswer, DirectAsk, this_machine
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.pd.tickets import Ticket
+from tierkv.sched.budget import Budget
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.storage.codec import SealedCodec
@@ -183,7 +184,7 @@ async def test_bytes_that_changed_since_are_fetched_from_storage() -> None:
                 before = ctypes.string_at(answer.addresses[4], 8)
                 ctypes.memset(answer.addresses[4], before[0] ^ 0xFF, 1)
                 fetched = await finish(
-                    decode.service.fetcher.fetch(decode.prompt(TOKENS), deadline_s=100.0)
+                    decode.service.fetcher.fetch(decode.prompt(TOKENS), Budget(100.0))
                 )
                 assert fetched.first_problem is None
                 fetched.release()

@@ -356,7 +356,7 @@ async def test_what_is_told_of_a_prompt_during_a_fetch_is_fetched_after_it() -> 
     went_on, may_end = asyncio.Event(), asyncio.Event()
 
     class Storage:
-        async def fetch(self, prompt: Prompt, *, deadline_s: float) -> Fetched:
+        async def fetch(self, prompt: Prompt, _: object) -> Fetched:
             asked.append(prompt.num_blocks)
             went_on.set()
             if len(asked) == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import asdict
 
 import pytest
@@ -57,7 +58,8 @@ async def test_computing_what_storage_would_bring_more_slowly_or_too_late() -> N
     policy = FetchPolicy.BEST_EFFORT
     async with world(store=await filled(tokens(18)), fetch_policy=policy) as on:
         on.service.note_prefill(1000, 10.0)
-        on.service.estimator.note_fetch(1.0, 1e6)
+        on.service.estimator.tier.note_transfer(1.0, 1e6)
+        on.service.estimator.tier.try_at = math.inf
         await on.run(tokens(18))
         assert decided(on) == {"recompute_storage": 1}
     async with world(store=await filled(tokens(18)), fetch_deadline_s=0.3) as on:

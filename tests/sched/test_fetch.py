@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace as replace_fields
 from typing import Any
 
 import pytest
@@ -17,12 +16,12 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
 from tierkv.gpu.protocol import Direction
+from tierkv.sched.budget import Budget
 from tierkv.sched.fetch import NO_ROOM
 from tierkv.sched.worth import FetchPolicy
-from tierkv.storage.base import StoreWrapper
 from tierkv.storage.codec import HEADER_BYTES
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.protocol import Capabilities, GetItem, GetOutcome
+from tierkv.storage.protocol import GetItem, GetOutcome
 
 THROUGH = WritePolicy.WRITE_THROUGH
 PATIENT_S = 20.0
@@ -80,7 +79,7 @@ async def test_device_blocks_that_others_were_fetched_behind_go_to_the_host_befo
     async with world(store=await filled(tokens(24)), device_blocks=8) as here:
         await here.run(tokens(8), uses_cache=False)
         fetched = await finish(
-            here.service.fetcher.fetch(here.prompt(tokens(24)), deadline_s=PATIENT_S)
+            here.service.fetcher.fetch(here.prompt(tokens(24)), Budget(PATIENT_S))
         )
         fetched.release()
         await here.settle()
@@ -210,38 +209,6 @@ async def test_what_arrived_before_the_store_got_stuck_is_used() -> None:
         assert again.total_tokens == 319
 
 
-class DearQuestions(StoreWrapper):
-    """Asking costs as much as reading, and is counted."""
-
-    num_asked = 0
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace_fields(super().capabilities, has_cheap_questions=False)
-
-    async def exists(self, names: Sequence[str]) -> int:
-        self.num_asked += 1
-        return await super().exists(names)
-
-    async def present(self, names: Sequence[str]) -> list[bool]:
-        self.num_asked += 1
-        return await super().present(names)
-
-
-@pytest.mark.parametrize("hole", [0, 2, None])
-async def test_a_store_whose_questions_cost_as_much_as_reads_is_read_at_once(
-    hole: int | None,
-) -> None:
-    inner = await filled(tokens(18))
-    store = DearQuestions(inner)
-    async with world(store=store) as here:
-        if hole is not None:
-            await inner.delete([here.names(tokens(18))[hole]])
-        matched = await here.run(tokens(18))  # checks every byte
-        assert matched.storage_tokens == (17 if hole is None else hole * 4)
-        assert store.num_asked == 0
-
-
 class StuckReads(MemoryStore):
     """Reads wait for `left`, cancelled or not, as one does whose buffers a thread still uses."""
 
@@ -316,7 +283,7 @@ async def filled_long(prompt: list[int]) -> MemoryStore:
 async def test_a_host_without_room_gives_a_shorter_run() -> None:
     async with world(store=await filled(tokens(34)), host_blocks=3) as here:
         prompt = here.prompt(tokens(34))
-        fetched = await finish(here.service.fetcher.fetch(prompt, deadline_s=10.0))
+        fetched = await finish(here.service.fetcher.fetch(prompt, Budget(10.0)))
         assert 0 < len(fetched.tokens) <= 12
         assert fetched.first_problem is NO_ROOM
         fetched.release()
@@ -423,6 +390,6 @@ async def test_a_prompt_that_ends_in_anothers_stored_tail_is_fetched_whole_witho
     None
 ):
     async with world(store=await filled(tokens(19))) as here:
-        fetched = await here.service.fetcher.fetch(here.prompt(tokens(18)), deadline_s=PATIENT_S)
+        fetched = await here.service.fetcher.fetch(here.prompt(tokens(18)), Budget(PATIENT_S))
         assert (fetched.tokens, fetched.first_problem) == (range(18), None)
         fetched.release()

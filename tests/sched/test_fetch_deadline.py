@@ -12,9 +12,9 @@ from tests.faulty import FaultyStore
 from tests.simulated import LoopClock, simulated, simulated_world
 from tests.world import World, tokens
 from tierkv.cache.eviction import WritePolicy
+from tierkv.sched.budget import Budget
 from tierkv.sched.copies import GROUP_BLOCKS
-from tierkv.sched.fetch import LEAVE_S, FetchDeadline
-from tierkv.sched.worth import FetchPolicy
+from tierkv.sched.worth import SILENT_S, SLACK_S, SLACK_SHARE, Estimator, FetchPolicy
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import GetItem, GetOutcome
 
@@ -73,31 +73,13 @@ async def test_a_fetch_that_came_too_late_teaches_how_slow_the_tier_is() -> None
         prompt = await stored(here)
         here.service.note_prefill(1000, 2.0)  # 1 s for this prompt
         estimator = here.service.estimator
-        estimator.note_fetch(1e9, 0.1)
+        estimator.tier.note_transfer(1e9, 0.1)
         here.the_store.delay_s = 0.2  # the answer comes in time, the blocks do not
         request = await here.admit(prompt)
         await here.ended(request)
-        took_s = estimator.transfer.seconds(NUM_TOKENS * estimator.bytes_per_token)
+        took_s = estimator.tier.transfer_s(NUM_TOKENS * estimator.bytes_per_token)
         assert request.cached_tokens < NUM_TOKENS - 1
         assert took_s > 0.2
-
-
-@simulated
-async def test_of_two_fetches_at_once_the_second_knows_that_it_waited_for_the_first() -> None:
-    async with fetching(fetch_policy=FetchPolicy.WAIT_COMPLETE) as here:
-        await here.run(tokens(64))
-        await here.run(tokens(64, 1000))
-        here.service.reset()
-        here.the_store.delay_s = 0.1
-        both = [asyncio.ensure_future(here.admit(tokens(64, base))) for base in (0, 1000)]
-        requests = [await one for one in both]
-        # Its own bytes and those of the first before them, in the same time.
-        transfer = here.service.estimator.transfer
-        first = 16 * here.layout.block_bytes
-        assert transfer.x == pytest.approx(transfer.decay * first + 2 * first)
-        for request in requests:
-            here.service.end(request)
-        await here.settle()
 
 
 class Promising(FaultyStore):
@@ -129,56 +111,134 @@ async def test_fetches_that_queue_behind_others_and_come_to_nothing_are_not_made
             for one in four:
                 here.service.end(await one)
             waits.append(asyncio.get_running_loop().time() - began)
-        assert waits == [pytest.approx(0.15, abs=0.01), *[pytest.approx(0.0, abs=0.01)] * 3]
+        assert waits == [pytest.approx(0.13, abs=0.01), *[pytest.approx(0.0, abs=0.01)] * 3]
         await here.settle()
 
 
-@simulated
-async def test_no_later_wait_outlasts_the_requests_own_deadline_and_it_is_stuck_once() -> None:
-    loop, stuck = asyncio.get_running_loop(), list[float]()
-    async with asyncio.timeout(None) as scope:
-        began = loop.time()
-        deadline = FetchDeadline(
-            scope, 1.0, FetchPolicy.DEADLINE, lambda: stuck.append(loop.time() - began)
-        )
-        for at, seconds, end in ((0.0, 0.3, 0.3), (0.2, 5.0, 1.0), (0.4, None, 1.0)):
-            await asyncio.sleep(began + at - loop.time())
-            deadline.until(seconds)
-            assert scope.when() == pytest.approx(began + end)
-        deadline.arrived()  # no news for a policy that has a deadline
-        assert scope.when() == pytest.approx(began + 1.0)
-        scope.reschedule(None)  # a store that does not leave when it is told to
-        await asyncio.sleep(3.0)
-        deadline.end()
-        assert stuck == [pytest.approx(1.0 + LEAVE_S)]
+# The budget by itself
+
+
+async def wait_ends_after(budget: Budget) -> float:
+    """Return the seconds until a wait that nothing ends is ended by `budget`."""
+    time = asyncio.get_running_loop().time
+    began = time()
+    with pytest.raises(TimeoutError):
+        async with budget.limit():
+            await asyncio.Event().wait()
+    return time() - began
+
+
+def estimator(compute_s: float, round_trip_s: float = 0.0, transfer_s: float = 0.0) -> Estimator:
+    """Return one that knows what 1,000 tokens take; of the tier nothing where that is 0."""
+    known = Estimator(1.0)
+    known.prefill.tell(1000, compute_s)
+    if round_trip_s:
+        known.tier.note_answer(round_trip_s)
+    if transfer_s:
+        known.tier.note_transfer(1000.0, round_trip_s + transfer_s)
+    return known
 
 
 @simulated
-async def test_what_an_arrival_has_renewed_is_the_deadline_of_every_wait_after_it() -> None:
-    async with asyncio.timeout(None) as scope:
-        deadline = FetchDeadline(scope, 1.0, FetchPolicy.WAIT_COMPLETE, lambda: None)
-        began = asyncio.get_running_loop().time()
-        await asyncio.sleep(0.5)
-        deadline.arrived()
-        deadline.until(0.2)
-        assert scope.when() == pytest.approx(began + 0.7)
-        deadline.until(None)
-        assert scope.when() == pytest.approx(began + 1.5)
-        deadline.end()
+async def test_a_wait_ends_at_the_deadline_and_several_share_it() -> None:
+    budget = Budget(1.0)
+    async with budget.limit():
+        await asyncio.sleep(0.4)
+    await asyncio.sleep(5.0)  # which is no wait for storage
+    assert budget.left_s == pytest.approx(0.6)
+    assert await wait_ends_after(budget) == pytest.approx(0.6)
+    assert await wait_ends_after(budget) == pytest.approx(0.0)
+
+
+@simulated
+async def test_an_arrival_leaves_a_step_and_a_copy_costs_nothing() -> None:
+    budget = Budget(1.0, step_s=0.5)
+    async with budget.limit():
+        await asyncio.sleep(0.9)
+        budget.arrived()
+        assert budget.left_s == pytest.approx(0.5)
+        with budget.stopped():
+            await asyncio.sleep(9.0)
+        assert budget.left_s == pytest.approx(0.5)
+    assert await wait_ends_after(budget) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("compute_s", "most_s"), [(2.0, 2 * 0.5), (0.7, 0.7), (0.49, 0.5)])
+@simulated
+async def test_a_wait_whose_tier_is_known_ends_after_twice_the_estimate_or_computing(
+    compute_s: float, most_s: float
+) -> None:
+    budget = Budget(60.0, estimator=estimator(compute_s, 0.1, 0.3))
+    assert budget.restrict(1000).is_asked
+    slack_s = SLACK_SHARE * compute_s + SLACK_S
+    assert await wait_ends_after(budget) == pytest.approx(most_s + slack_s)
+
+
+@simulated
+async def test_a_tier_slower_than_computing_is_asked_now_and_then_with_nobody_waiting() -> None:
+    slow = estimator(0.4, 0.3, 0.3)
+    verdicts = []
+    for _ in range(50):
+        budget = Budget(60.0, estimator=slow)
+        verdicts.append(budget.restrict(1000))
+        assert await wait_ends_after(budget) == pytest.approx(0.0)
+        await asyncio.sleep(0.1)
+    assert 2 <= sum(verdict.is_asked for verdict in verdicts) <= 4
+    assert {verdict.reason for verdict in verdicts} == {"computing is estimated to be faster"}
+
+
+@simulated
+async def test_of_a_tier_that_is_not_known_one_request_at_a_time_finds_out() -> None:
+    unknown = estimator(1.0)
+    first, second = Budget(60.0, estimator=unknown), Budget(60.0, estimator=unknown)
+    unknown.tier.num_tries += first.restrict(1000).is_try
+    assert not second.restrict(1000).is_asked
+    assert await wait_ends_after(first) == pytest.approx(SLACK_SHARE + SLACK_S)
+
+
+@simulated
+async def test_a_claim_that_may_recompute_gives_up_silence_and_one_that_may_not_does_not() -> None:
+    claim = Budget(60.0, estimator=estimator(30.0), is_claim=True)
+    claim.restrict(1000)
+    assert await wait_ends_after(claim) == pytest.approx(SILENT_S)
+    whole = Budget(60.0, is_claim=True)
+    whole.restrict(1000)
+    assert await wait_ends_after(whole) == pytest.approx(60.0)
+
+
+@simulated
+async def test_a_tier_that_has_nothing_is_not_asked_where_the_answer_takes_long() -> None:
+    known = estimator(2.0, 0.3, 0.3)
+    assert known.judge(1000, 0.0).wait_s > 0
+    for _ in range(20):
+        known.tier.note_answer(0.3, has_found=False)
+    assert known.judge(1000, 0.0).wait_s == 0
+    quick = estimator(2.0, 0.001, 0.3)
+    for _ in range(20):
+        quick.tier.note_answer(0.001, has_found=False)
+    assert quick.judge(1000, 0.0).wait_s > 0
+
+
+@simulated
+async def test_a_tier_that_is_quick_again_is_used_after_one_answer() -> None:
+    known = estimator(0.4, 0.3, 0.1)
+    assert known.judge(1000, 0.0).is_try
+    known.tier.note_answer(0.001, has_found=True)
+    assert known.judge(1000, 0.1).wait_s > 0
+    known.tier.note_silence(0.5)
+    assert known.judge(1000, 0.2).wait_s == 0
 
 
 @simulated
 async def test_a_wait_that_is_just_being_given_up_is_not_made_longer() -> None:
+    budget = Budget(0.5, step_s=5.0)
+
     async def given_up() -> None:
-        async with asyncio.timeout(None) as scope:
-            deadline = FetchDeadline(scope, 1.0, FetchPolicy.WAIT_COMPLETE, lambda: None)
-            deadline.until(0.5)
+        async with budget.limit():
             try:
                 await asyncio.Event().wait()
             finally:
-                deadline.until(None)  # a hedge of the same moment
-                deadline.arrived()
-                deadline.end()
+                budget.arrived()
 
     began = asyncio.get_running_loop().time()
     with pytest.raises(TimeoutError):

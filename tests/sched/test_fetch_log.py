@@ -10,7 +10,6 @@ import pytest
 from tests.latch import finish
 from tests.world import world
 from tierkv.cache.eviction import WritePolicy
-from tierkv.sched import fetch
 from tierkv.sched.worth import FetchPolicy
 
 TOKENS = list(range(40))
@@ -19,11 +18,9 @@ TOKENS = list(range(40))
 @pytest.mark.parametrize(("seconds_per_token", "is_told"), [(0.007, False), (100.0, True)])
 async def test_only_a_store_that_is_late_is_warned_of(
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
     seconds_per_token: float,
     is_told: bool,
 ) -> None:
-    monkeypatch.setattr(fetch, "LEAVE_S", 20.0)  # this store leaves as soon as it is told to
     caplog.set_level(logging.DEBUG, "tierkv.sched.fetch")
     async with world(
         with_store=True,

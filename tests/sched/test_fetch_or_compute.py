@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -14,7 +15,8 @@ from tests.sched.test_fetch import filled
 from tests.simulated import simulate, simulated_world
 from tests.world import World, tokens, world
 from tierkv.errors import RequestAbortedError
-from tierkv.sched.worth import FIRST_TRY_S, PROBE_EVERY, FetchPolicy
+from tierkv.sched.budget import Budget
+from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.protocol import GetItem, GetOutcome, GetStatus
 
 BEST, WAIT, DEADLINE = FetchPolicy.BEST_EFFORT, FetchPolicy.WAIT_COMPLETE, FetchPolicy.DEADLINE
@@ -43,37 +45,35 @@ async def test_a_tier_that_hangs_costs_a_share_of_computing() -> None:
         await here.settle()
 
 
-async def test_a_tier_that_did_not_answer_is_asked_again_only_now_and_then() -> None:
+async def test_while_a_tier_is_late_for_one_request_no_other_asks_it() -> None:
     async with best_effort(store=await filled(tokens(40)), fetch_deadline_s=60.0) as here:
         here.service.note_prefill(1000, 0.1)
         here.the_store.hold()
-        num_asked = 0
-        for number in range(PROBE_EVERY):
-            before = here.the_store.num_operations
+        for _ in range(20):
             request = await here.admit(tokens(40))
-            assert request.cached_tokens == 0, number
+            assert request.cached_tokens == 0
             here.service.end(request)
-            num_asked += here.the_store.num_operations > before
-        assert (
-            1 <= num_asked <= 6
-        )  # after 1, 2, 4, ... that did not ask, while it has not cost much
+        assert here.the_store.num_operations == 1
         here.the_store.release()
+        await here.settle()
+        here.service.reset()
         here.service.note_prefill(1000, 1000.0)  # long enough to get an answer
         request = await here.admit(tokens(40))
-        assert request.cached_tokens == 39
+        assert request.cached_tokens >= 36  # or a sample of the engine's speed less
         await here.ended(request)
 
 
 async def test_a_tier_slower_than_computing_is_not_used_and_it_says_so() -> None:
     async with best_effort(store=await filled(tokens(40))) as here:
         here.service.note_prefill(1000, 100.0)  # 4 s for this prompt
-        here.service.estimator.note_fetch(1.0, 1e6)
+        here.service.estimator.tier.note_transfer(1.0, 1e6)
+        here.service.estimator.tier.try_at = math.inf
         prompt, fetcher = here.prompt(tokens(40)), here.service.fetcher
-        fetched = await finish(fetcher.fetch(prompt, deadline_s=10.0, policy=BEST))
+        fetched = await finish(fetcher.fetch(prompt, here.service.budget()))
         assert len(fetched.tokens) == 0
         fetched.release()
         assert here.service.explain(prompt).reason == "not worth it"
-        whole = await finish(fetcher.fetch(prompt, deadline_s=10.0, policy=WAIT))
+        whole = await finish(fetcher.fetch(prompt, Budget(10.0, step_s=10.0)))
         assert len(whole.tokens) == 40  # who must have it gets it all the same
         whole.release()
         await here.settle()
@@ -97,24 +97,12 @@ async def test_policies_that_wait_have_the_whole_deadline(policy: FetchPolicy) -
         await here.ended(request)
 
 
-async def test_until_the_engine_tells_its_speed_the_deadline_counts() -> None:
-    async with best_effort(store=await filled(tokens(40)), fetch_deadline_s=0.2) as here:
-        here.the_store.hold()
-        started = loop_time()
-        request = await here.admit(tokens(40))
-        assert 0.15 < loop_time() - started < 5.0
-        here.service.end(request)
-        here.the_store.release()
-        await here.settle()
-
-
 async def test_fetches_teach_the_estimate_and_leave_no_queue_behind() -> None:
     async with best_effort(store=await filled(tokens(40))) as here:
+        here.service.note_prefill(1000, 1000.0)
         await here.run(tokens(40))
-        estimator = here.service.estimator
-        assert estimator.transfer.is_known
-        assert estimator.findings() == []
-        assert estimator.transfer.x == pytest.approx(10 * here.layout.block_bytes, rel=0.2)
+        assert here.service.estimator.tier.is_known
+        assert here.service.estimator.findings() == []
 
 
 async def test_blocks_that_others_fetch_are_waited_for_no_longer_than_is_worth_it() -> None:
@@ -234,21 +222,6 @@ async def test_what_went_below_a_run_that_was_forgotten_is_explained_too() -> No
             assert (found.reason, found.first_miss is not None) == ("evicted", True)
 
 
-def test_until_the_engine_tells_its_speed_a_store_that_hangs_costs_no_more_than_a_try() -> None:
-    async def scene() -> float:
-        async with simulated_world(device_blocks=32, host_blocks=32) as here:
-            here.the_store.hold()
-            started = loop_time()
-            request = await here.admit(tokens(40))
-            took = loop_time() - started
-            here.service.end(request)
-            here.the_store.release()
-            await here.settle()
-            return took
-
-    assert simulate(scene()) <= FIRST_TRY_S
-
-
 def test_a_store_that_says_what_it_has_and_does_not_send_it_is_known_to_be_slow() -> None:
     """Where a guard gives it up, long after the request has gone on."""
 
@@ -263,14 +236,14 @@ def test_a_store_that_says_what_it_has_and_does_not_send_it_is_known_to_be_slow(
             monkey = pytest.MonkeyPatch()
             monkey.setattr(here.the_store, "get_into", silent)
             here.service.note_prefill(1000, 12.5)  # 0.5 s for this prompt
-            asked = []
+            waits = []
             for _ in range(2):
-                before = here.the_store.num_operations
+                began = loop_time()
                 here.service.end(await here.admit(tokens(40)))
-                asked.append(here.the_store.num_operations > before)
+                waits.append(loop_time() > began)
                 await asyncio.sleep(1.0)
             monkey.undo()
             await here.settle()
-            return asked
+            return waits
 
     assert simulate(scene()) == [True, False]

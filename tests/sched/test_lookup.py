@@ -13,6 +13,7 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
 from tierkv.observe import Lookup
+from tierkv.sched.budget import Budget
 from tierkv.sched.request import Matched, RequestSpec
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
@@ -33,7 +34,7 @@ async def found(on: World, prompt: list[int]) -> Matched:
     service, asked = on.service, on.prompt(prompt)
     fetched = None
     if service.tiers.copies.storage is not None:
-        fetched = await finish(service.fetcher.fetch(asked, deadline_s=100.0))
+        fetched = await finish(service.fetcher.fetch(asked, Budget(100.0)))
     spec = RequestSpec("found", asked, 0, needs_logits=False)
     request = await finish(service.scheduler.admit(spec, fetched))
     await request.gate.all_layers(100.0)

@@ -16,7 +16,6 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.gpu.protocol import Direction
 from tierkv.sched import lifecycle
 from tierkv.sched.events import Happening
-from tierkv.sched.worth import MOST_IN_VAIN, SHARE, UNKNOWN_S, FetchPolicy
 
 NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH
 COMPUTE_S = 1.0
@@ -45,43 +44,6 @@ def test_of_a_wait_in_vain_its_own_length_counts(owner_takes_s: float) -> None:
 
     is_short = owner_takes_s < COMPUTE_S
     assert simulate(scene()) == [True, False, True, False, False, False, is_short]
-
-
-async def fetched_nothing(here: World, policy: FetchPolicy, base: int) -> float:
-    """How long it takes to hear so: seconds."""
-    time = asyncio.get_running_loop().time
-    began = time()
-    prompt = here.prompt(tokens(40, base))
-    (await here.service.fetcher.fetch(prompt, deadline_s=100.0, policy=policy)).release()
-    return time() - began
-
-
-@simulated
-async def test_who_waits_for_another_ones_fetch_waits_on_the_same_account() -> None:
-    async with simulated_world(device_blocks=64, host_write=NONE) as here:
-        here.service.note_prefill(40, COMPUTE_S)
-        here.the_store.delay_s = 0.05
-        waited = 0.0
-        for number in range(100):
-            async with asyncio.TaskGroup() as group:
-                some = [
-                    group.create_task(fetched_nothing(here, FetchPolicy.BEST_EFFORT, 100 * number))
-                    for _ in range(4)
-                ]
-            waited += sum(one.result() for one in some)
-        assert COMPUTE_S < waited <= (SHARE * 400 + MOST_IN_VAIN + 1) * COMPUTE_S
-        await here.settle()
-
-
-@simulated
-async def test_who_could_not_compute_instead_waits_on_no_account() -> None:
-    async with simulated_world(device_blocks=64, host_write=NONE) as here:
-        here.service.note_prefill(40, COMPUTE_S)
-        here.the_store.delay_s = 0.2
-        for number in range(20):
-            assert await fetched_nothing(here, FetchPolicy.WAIT_COMPLETE, 100 * number) >= 0.2
-        assert await fetched_nothing(here, FetchPolicy.BEST_EFFORT, 9_000) >= UNKNOWN_S, "it asks"
-        await here.settle()
 
 
 @simulated

@@ -15,8 +15,7 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
 from tierkv.cache.node import Tier
 from tierkv.errors import OutOfBlocksError
-from tierkv.sched.slots import STORE_PATIENCE_S
-from tierkv.sched.worth import MOST_AT_ONCE_S
+from tierkv.sched.slots import MOST_AT_ONCE_S, STORE_PATIENCE_S
 
 NONE, THROUGH, BACK = WritePolicy.NONE, WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK
 

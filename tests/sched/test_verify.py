@@ -288,8 +288,8 @@ async def test_what_must_be_over_when_nothing_runs_is_named(what: str, words: st
             service.tiers.slots.begin_reading(slots)
             undo = partial(service.tiers.slots.end_reading, slots)
         elif what == "queued":
-            queued = service.estimator.begin_transfer(10, 0.0)
-            undo = partial(service.estimator.end_transfer, queued, 1.0, is_late=False)
+            queued = service.estimator.tier.begin(1000.0, 0.0)
+            undo = partial(service.estimator.tier.end, queued, 1.0, is_late=False)
         elif what == "at_work":
             undo = service.tiers.work.begin_storing("")
         elif what == "loading":

@@ -11,7 +11,6 @@ from tests.sched.test_fetch import filled
 from tests.simulated import simulate, simulated, simulated_world
 from tests.world import World, tokens, world
 from tierkv.cache.eviction import WritePolicy
-from tierkv.sched.worth import MOST_IN_VAIN, SHARE
 
 THROUGH = WritePolicy.WRITE_THROUGH
 COMPUTE_S = 1.0  # for each of the prompts
@@ -60,7 +59,7 @@ def test_a_store_that_answers_in_time_and_brings_nothing_costs_little_in_the_lon
     scene: object,
 ) -> None:
     waited = simulate(scene())  # type: ignore[operator]
-    most = SHARE * REQUESTS * COMPUTE_S + (MOST_IN_VAIN + 1) * COMPUTE_S
+    most = REQUESTS * (0.15 * COMPUTE_S + 0.05)
     assert COMPUTE_S < waited <= most, "it is tried at first, and now and then"
 
 
@@ -80,7 +79,7 @@ async def test_a_store_that_brings_something_after_all_is_used_again() -> None:
             here.service.reset()
             found.append((await here.run(tokens(40))).storage_tokens)
         assert found[-10:].count(39) >= 9, "one may be a sample of the engine's speed"
-        assert sum(map(bool, found)) > 30
+        assert sum(map(bool, found)) > 15
 
 
 async def test_what_storage_does_not_have_is_not_said_to_have_come_too_late() -> None:

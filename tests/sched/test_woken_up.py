@@ -18,6 +18,7 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt, pack
 from tierkv.cache.node import Tier
 from tierkv.errors import OutOfBlocksError, RequestAbortedError
+from tierkv.sched.budget import Budget
 from tierkv.sched.request import Request, RequestState
 
 NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH
@@ -304,7 +305,7 @@ async def sleep_and_wake(here: World, mine: Request) -> None:
 
 async def fetch(here: World, mine: Request) -> None:
     here.service.reset()
-    fetched = await here.service.fetcher.fetch(here.prompt(tokens(24)), deadline_s=1.0)
+    fetched = await here.service.fetcher.fetch(here.prompt(tokens(24)), Budget(1.0))
     fetched.release()
 
 

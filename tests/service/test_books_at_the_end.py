@@ -8,6 +8,7 @@ from tests.latch import finish
 from tests.sched.test_fetch import filled
 from tests.world import world
 from tierkv.errors import InvariantError
+from tierkv.sched.budget import Budget
 
 
 def tokens(count: int) -> list[int]:
@@ -34,7 +35,7 @@ async def test_slots_that_nobody_gave_back_are_told_of_at_the_end() -> None:
 async def test_what_was_fetched_and_never_released_is_told_of_at_the_end() -> None:
     with pytest.raises(InvariantError, match="1 fetched prompts were never released"):
         async with world(store=await filled(tokens(18))) as here:
-            await finish(here.service.fetcher.fetch(here.prompt(tokens(18)), deadline_s=100.0))
+            await finish(here.service.fetcher.fetch(here.prompt(tokens(18)), Budget(100.0)))
 
 
 async def test_pins_are_no_leak_at_the_end() -> None:

@@ -115,7 +115,6 @@ async def test_a_store_in_the_place_of_one_that_hung_is_asked_by_the_first_reque
         here.the_store.hold()
         for number in range(3):
             assert (await here.run(tokens(18, 100 * number + 100))).total_tokens == 0
-        assert here.the_store.num_operations < 3, "it is not asked again and again"
         await here.service.attach_storage(await filled(tokens(18)))
         here.the_store.release()
         assert (await here.run(tokens(18))).storage_tokens == 17

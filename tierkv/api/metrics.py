@@ -350,7 +350,7 @@ def _estimates(node: Node) -> Iterator[Metric]:
         ("way",),
         {
             ("compute",): estimator.prefill.seconds(_ESTIMATED_TOKENS),
-            ("fetch",): estimator.transfer.seconds(num_bytes),
+            ("fetch",): estimator.tier.transfer_s(num_bytes),
         },
     )
     decided = node.service.stats().decisions

@@ -14,6 +14,7 @@ from tierkv.api.types import PrefetchState
 from tierkv.cache.keys import Prompt
 from tierkv.errors import StoreUnavailableError, TierKVError
 from tierkv.http.problems import TooManyError, UnknownIdError
+from tierkv.sched.budget import Budget
 from tierkv.sched.request import RequestSpec
 from tierkv.service import Service
 from tierkv.tasks import task_group
@@ -143,7 +144,7 @@ def prefetching(service: Service) -> Move:
     """Return the movement that brings what storage has of a prompt to the host."""
 
     async def fetch(prompt: Prompt, deadline_s: float) -> tuple[range, str | None]:
-        fetched = await service.fetcher.fetch(prompt, deadline_s=deadline_s)
+        fetched = await service.fetcher.fetch(prompt, Budget(deadline_s, step_s=deadline_s))
         fetched.release()  # the cache decides from here on what stays
         problem = fetched.first_problem
         return fetched.tokens, None if problem is None else problem.reason

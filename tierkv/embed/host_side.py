@@ -43,14 +43,15 @@ from tierkv.errors import (
 )
 from tierkv.gpu.protocol import HostSlots
 from tierkv.observe import Stats
-from tierkv.pd.claims import GONE_S, SILENT_S, Watch
+from tierkv.pd.claims import Watch
 from tierkv.pd.handoff import Handoff, Published
 from tierkv.pd.tickets import PROGRESS, HandoffProblem, OpenTicket, Ticket, check_written
+from tierkv.sched.budget import Budget
 from tierkv.sched.copies import GROUP_BLOCKS, Beyond, path_keys, stored_beyond
 from tierkv.sched.events import CacheEvent, ExternalId, Happening
 from tierkv.sched.fetch import NOT_IN_STORAGE
 from tierkv.sched.settings import CacheSettings
-from tierkv.sched.worth import FetchPolicy, Transfer
+from tierkv.sched.worth import Transfer
 from tierkv.service import Service
 from tierkv.storage.protocol import GetOutcome
 from tierkv.tasks import abandonable, both, supervised
@@ -295,15 +296,22 @@ class _Planned(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Bringing:
-    """What is brought for a promise. promise: None once it holds that, or its request goes on
-    without it. is_timed: whether the estimator is told how long all of it takes. has_gone_on:
-    without the request, to find that out. answered_at: when it was known what storage has, on the
-    loop's clock; transfer: of that. is_missing: whether storage has said that it has no more."""
+    """Blocks that are brought for a promise.
 
-    promise: HostPromise | None
+    budget: of its lookup. promise: None once it holds them, or its request goes on without them.
+    is_timed: whether all groups are timed together here, and not each by its fetch. here: tokens
+    that the host had before. is_try: they find out how fast storage is. is_late: the request goes
+    on without them. has_answered: storage has said what it has; transfer: of that. is_missing:
+    storage has said that it has no more.
+    """
+
+    budget: Budget
+    promise: HostPromise | None = None
     is_timed: bool = False
-    has_gone_on: bool = False
-    answered_at: float | None = None
+    here: int = 0
+    is_try: bool = False
+    is_late: bool = False
+    has_answered: bool = False
     transfer: Transfer | None = None
     is_missing: bool = False
 
@@ -389,12 +397,21 @@ class HostSide:
             self._note_names(prompt, number, range(len(names)), names)
         ticket: Ticket | None = None
         keys: Sequence[StoredKey] = ()
+        budget = self._service.budget()
         if ticket_id is not None:
-            ticket, keys = await self._ticket(ticket_id, prompt)
+            deadline_s = self._service.handoff_settings.claim_deadline_s
+            budget = Budget(
+                deadline_s,
+                step_s=self._service.settings.fetch_deadline_s,
+                estimator=self._service.estimator,
+                is_claim=True,
+            )
+            ticket, keys = await self._ticket(ticket_id, prompt, budget, deadline_s)
+            budget.arrived()
         async with self._room(self._most_needed(prompt)) as promise:
             promise.ticket = ticket
             bound = prompt.num_tokens if limit is None else min(limit, prompt.num_tokens)
-            promise.problem = await self._bring(prompt, keys, promise, bound)
+            promise.problem = await self._bring(prompt, keys, budget, promise, bound)
             if not promise.num_tokens:  # there is nothing to give back, then
                 self._expire(promise)
             else:
@@ -417,7 +434,9 @@ class HostSide:
         planned = await self._plan(prompt, self._looks(prompt), prompt.num_tokens)
         return HostPromise(planned.num_tokens, problem=planned.problem)
 
-    async def _ticket(self, ticket_id: str, prompt: Prompt) -> tuple[Ticket, Sequence[StoredKey]]:
+    async def _ticket(
+        self, ticket_id: str, prompt: Prompt, budget: Budget, deadline_s: float
+    ) -> tuple[Ticket, Sequence[StoredKey]]:
         """The ticket, and the prompt's keys. What is stored before it is fetched meanwhile."""
         handoff = self._handoff()
         ahead = _Ahead()
@@ -425,14 +444,13 @@ class HostSide:
             handoff.tickets,
             ticket_id,
             prompt,
+            estimator=self._service.estimator,
             on_progress=ahead.ready,
             on_open=lambda _: None,
         )
         fetching = {"tierkv-fetch-ahead": lambda: self._fetch_ahead(prompt, ahead)}
         async with supervised(fetching):
-            deadline_s = self._service.claim_deadline_s
-            ticket = await watch.ticket(deadline_s=deadline_s, silent_s=SILENT_S, gone_s=GONE_S)
-            return ticket, watch.keys
+            return await watch.ticket(budget, deadline_s), watch.keys
 
     async def _fetch_ahead(self, prompt: Prompt, ahead: _Ahead) -> None:
         """Bring to the host what is published of a prompt whose ticket is to come, until cancelled.
@@ -445,7 +463,9 @@ class HostSide:
             wanted = most if ahead.num_blocks is None else min(ahead.num_blocks, most)
             if wanted > done:
                 first = _beginning(prompt, wanted * prompt.block_size)
-                async with self._fetched(first, (), _Bringing(None)) as problem:
+                step_s = self._service.settings.fetch_deadline_s
+                bringing = _Bringing(Budget(step_s, step_s=step_s))
+                async with self._fetched(first, (), bringing) as problem:
                     done = wanted if problem is None else done
 
     async def note_prefill(self, num_tokens: int, seconds: float) -> None:
@@ -555,17 +575,20 @@ class HostSide:
         return longest_of_all(valid, bound)
 
     async def _bring(
-        self, prompt: Prompt, keys: Sequence[StoredKey], promise: HostPromise, bound: int
+        self,
+        prompt: Prompt,
+        keys: Sequence[StoredKey],
+        budget: Budget,
+        promise: HostPromise,
+        bound: int,
     ) -> str | None:
         """Bring to the host, and hold for `promise`, the longest length of at most `bound` tokens
         that can be had in every group; why it is not all of the prompt, if anything went wrong."""
-        service, bringing = self._service, _Bringing(promise)
-        # Of one group of full attention a fetch decides by itself.
-        waits = not self._tiers or service.settings.fetch_policy is FetchPolicy.WAIT_COMPLETE
-        if waits or keys or service.store is None:
+        bringing = _Bringing(budget, promise)
+        if not self._tiers or self._service.store is None:  # a fetch of one group decides by itself
             problem = await self._brought(prompt, keys, bringing, bound)
         else:
-            problem = await self._bring_if_worth_it(prompt, bringing, bound)
+            problem = await self._bring_all_groups(prompt, keys, bringing, bound)
         if promise.num_tokens == prompt.num_tokens:
             return None
         # A store that is given up, or too slow, is not asked for this either.
@@ -573,72 +596,79 @@ class HostSide:
         foreign = await self._foreign(prompt, promise.num_tokens) if is_asked else None
         return foreign or problem
 
-    async def _bring_if_worth_it(
-        self, prompt: Prompt, bringing: _Bringing, bound: int
+    async def _bring_all_groups(
+        self, prompt: Prompt, keys: Sequence[StoredKey], bringing: _Bringing, bound: int
     ) -> str | None:
-        """As `_brought`, if that is estimated to be faster than computing, and for no longer than
-        `Decision` says; a tier that is not known yet is found out about without the request."""
-        service, promise, time = self._service, bringing.promise, asyncio.get_running_loop().time
+        """As `_brought`, if that is estimated to be faster than computing, and while the budget
+        lasts. The work goes on without a request that may compute, so that the tier is known."""
+        service, budget, promise = self._service, bringing.budget, bringing.promise
         assert promise is not None, "its request waits"
-        here, estimator = self._all_here(prompt, bound), service.estimator
-        question = estimator.decide_question(bound - here) if here < bound else None
-        if question is None or not question.fetches:
-            service.tiers.decisions.recompute_storage += question is not None
+        here, tier = self._all_here(prompt, bound), service.estimator.tier
+        verdict = budget.restrict(bound - here, is_answered=bool(keys)) if here < bound else None
+        if verdict is None or not verdict.is_asked:
+            service.tiers.decisions.recompute_storage += verdict is not None
             self._hold(prompt, self._looks(prompt), promise, here)
-            return question.reason if question is not None else None
-        bringing.is_timed, began_at = True, time()
+            return verdict.reason if verdict is not None else None
+        bringing.is_timed, bringing.here = True, here
+        bringing.is_try = verdict.is_try
+        tier.num_tries += bringing.is_try
         told: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        work = self._brought_in_time(prompt, bringing, bound, here, told)
+        work = self._brought_in_time(prompt, keys, bringing, bound, told)
         task = service.tiers.work.started(work, "tierkv-bring")
-        task.add_done_callback(lambda _: _tell(told, "this service is closing"))  # or has told
-        limits = [one for one in (question.give_up_s, question.hedge_s) if one is not None]
+
+        def ended(_: asyncio.Task[None] | None) -> None:
+            tier.num_tries -= bringing.is_try
+            tier.num_late -= bringing.is_late
+            bringing.is_try = bringing.is_late = False
+            _tell(told, "this service is closing")  # or has told
+
+        task.add_done_callback(ended)
         try:
-            await asyncio.wait([told], timeout=min(limits, default=None))
+            async with budget.limit():
+                problem = await asyncio.shield(told)
+        except TimeoutError:
+            problem = "storage took too long"
+            service.tiers.decisions.recompute_late += 1
+            if not task.done():
+                bringing.is_late = budget.may_compute
+                tier.num_late += bringing.is_late
+                if not bringing.is_late:
+                    task.cancel()
         except asyncio.CancelledError:
             bringing.promise = None
             task.cancel()
+            ended(None)  # the next request need not wait for its end
             raise
-        if told.done():
-            problem = told.result()
-        else:
-            problem = "storage took too long"
-            service.tiers.decisions.recompute_late += 1
-            bringing.has_gone_on = question.hedge_s is not None
-            estimator.num_finding_out += bringing.has_gone_on
-            if not bringing.has_gone_on:
-                task.cancel()
         if bringing.promise is not None:
             bringing.promise = None
             self._hold(prompt, self._looks(prompt), promise, self._all_here(prompt, bound))
-        if service.settings.fetch_policy is FetchPolicy.BEST_EFFORT:
-            estimator.note_wait(max(promise.num_tokens - here, 0), time() - began_at)
         return problem
 
     async def _brought_in_time(
         self,
         prompt: Prompt,
+        keys: Sequence[StoredKey],
         bringing: _Bringing,
         bound: int,
-        here: int,
         told: asyncio.Future[str | None],
     ) -> None:
-        """Bring it within the deadline for fetches, and tell the estimator how long that took."""
+        """Bring all groups, and note how fast storage was. With nobody waiting it ends after the
+        deadline for fetches."""
         service, time = self._service, asyncio.get_running_loop().time
-        estimator, began_at = service.estimator, time()
+        tier, began_at = service.estimator.tier, time()
+        most_s = service.settings.fetch_deadline_s if bringing.budget.may_compute else None
         try:
-            async with asyncio.timeout(service.settings.fetch_deadline_s):
-                problem = await self._brought(prompt, (), bringing, bound, here)
+            async with asyncio.timeout(most_s):
+                problem = await self._brought(prompt, keys, bringing, bound)
         except TimeoutError:
             problem = "storage took too long"
         except TierKVError as error:
             problem = str(error)
         finally:
-            answered_at = bringing.answered_at
-            took_s = (answered_at or time()) - began_at
-            estimator.note_answer(bound - here, took_s, in_time=answered_at is not None)
+            if not bringing.has_answered:
+                tier.note_silence(time() - began_at)
             if bringing.transfer is not None:  # what did not come was waited for, too
-                estimator.end_transfer(bringing.transfer, time(), is_late=True)
-            estimator.num_finding_out -= bringing.has_gone_on
+                tier.end(bringing.transfer, time(), is_late=True)
         _tell(told, problem)
 
     def _all_here(self, prompt: Prompt, bound: int) -> int:
@@ -651,12 +681,12 @@ class HostSide:
         keys: Sequence[StoredKey],
         bringing: _Bringing,
         bound: int,
-        here: int = 0,
     ) -> str | None:
         """Bring it and hold it, if somebody waits for it still. What storage turns out to have lost
-        makes it shorter, and is not relied on again. here: so many tokens the host had."""
-        looks, problem, service = self._looks(prompt), None, self._service
+        makes it shorter, and is not relied on again."""
+        looks, problem, estimator = self._looks(prompt), None, self._service.estimator
         time = asyncio.get_running_loop().time
+        began_at = time()
         for left in reversed(range(_MOST_ROUNDS)):
             try:
                 length, known = bound, None
@@ -665,10 +695,9 @@ class HostSide:
                     planned = await self._plan(prompt, looks, bound, num_promised)
                     length, known = planned.num_tokens, planned.known
                     problem = problem or planned.problem
-                if bringing.is_timed and bringing.answered_at is None:
-                    bringing.answered_at = time()
-                    if length > here:
-                        bringing.transfer = service.estimator.begin_transfer(length - here, time())
+                if bringing.is_timed and not bringing.has_answered:
+                    bringing.has_answered = True
+                    self._note_answer(bringing, length - bringing.here, time() - began_at)
                 wanted = _beginning(prompt, length) if looks else prompt
                 async with self._fetched(wanted, keys, bringing, known) as outcome:
                     problem = problem or (outcome.reason if outcome is not None else None)
@@ -677,11 +706,14 @@ class HostSide:
                     length = await self._longest(looks, length)
                     for number, look in looks.items():
                         problem = await self._tiers[number].bring(look, length) or problem
+                        if bringing.promise is not None:
+                            bringing.budget.arrived()
                     found = self._on_host(prompt, length).num_tokens
                     found = self._longest_here(looks, found)
                     if bringing.transfer is not None:
-                        service.estimator.arrived(bringing.transfer, max(found - here, 0))
-                    if found == length or not left:
+                        num_bytes = max(found - bringing.here, 0) * estimator.bytes_per_token
+                        estimator.tier.arrived(bringing.transfer, num_bytes)
+                    if found == length or not left or bringing.promise is None:
                         if bringing.promise is not None:
                             self._hold(prompt, looks, bringing.promise, found)
                             bringing.promise = None
@@ -690,6 +722,17 @@ class HostSide:
                 for number, look in looks.items():
                     self._tiers[number].let_go(look)
         return problem
+
+    def _note_answer(self, bringing: _Bringing, num_tokens: int, seconds: float) -> None:
+        """Storage has said, `seconds` after it was asked, that it has `num_tokens` tokens more."""
+        estimator = self._service.estimator
+        estimator.tier.note_answer(seconds, has_found=num_tokens > 0)
+        if num_tokens > 0:
+            now = asyncio.get_running_loop().time()
+            num_bytes = num_tokens * estimator.bytes_per_token
+            bringing.transfer = estimator.tier.begin(num_bytes, now)
+        if bringing.promise is not None:
+            bringing.budget.arrived()
 
     async def _foreign(self, prompt: Prompt, num_tokens: int) -> str | None:
         """Whether what comes after `num_tokens` tokens was stored by a node of another number of
@@ -723,13 +766,13 @@ class HostSide:
         if service.tiers.copies.storage is None or self._main is None or not prompt.num_tokens:
             yield None
             return
-        policy = FetchPolicy.WAIT_COMPLETE if keys else service.settings.fetch_policy
+        budget = bringing.budget
         if bringing.is_timed:  # whether it is worth it has been decided for all groups
-            policy = FetchPolicy.DEADLINE
+            deadline_s = service.settings.fetch_deadline_s
+            budget = Budget(deadline_s, step_s=deadline_s)
         fetched = await service.fetcher.fetch(
             prompt,
-            deadline_s=service.settings.fetch_deadline_s,
-            policy=policy,
+            budget,
             promised=keys[: -(-prompt.num_tokens // prompt.block_size)],
             is_part=bringing.is_timed,
             known=known,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -34,9 +33,11 @@ from tierkv.pd.tickets import (
     Tickets,
     check_id,
 )
+from tierkv.sched.budget import Budget
 from tierkv.sched.fetch import NO_ROOM, Fetched, Fetcher
 from tierkv.sched.request import Arrivals, Request, RequestSpec
 from tierkv.sched.scheduler import Scheduler
+from tierkv.sched.worth import Estimator
 from tierkv.storage.protocol import GetOutcome, GetStatus
 from tierkv.tasks import both, deadline, expected, supervised
 
@@ -50,6 +51,7 @@ _GRACE_S = 0.5
 class Watch:
     """One wait for one ticket.
 
+    estimator: learns how long the store takes to answer.
     on_progress: called when blocks of the prompt may be in storage: the first so many, or None
         where their number is not known.
     on_open: called with each open ticket whose prompt is being computed.
@@ -62,10 +64,12 @@ class Watch:
         ticket_id: str,
         prompt: Prompt,
         *,
+        estimator: Estimator,
         on_progress: Callable[[int | None], None],
         on_open: Callable[[OpenTicket], None],
     ) -> None:
         self._tickets = tickets
+        self._estimator = estimator
         self._lease = tickets.lease
         self._ticket_id = ticket_id
         self._prompt = prompt
@@ -78,59 +82,82 @@ class Watch:
         self._over: HandoffError | None = None  # why no ticket will come, and since when
         self._over_since = 0.0
         self._patience_s = 0.0  # until it is believed
+        self._problem: StoreUnavailableError | None = None
+        self._has_answered = self._is_in_vain = False
         # A store that was flushed or restarted has lost the lease until the next beat.
         self._lost_after_s = self._lease.beat_s + _GRACE_S
 
-    async def ticket(
-        self, *, deadline_s: float, silent_s: float = math.inf, gone_s: float = math.inf
-    ) -> Ticket:
-        """The ticket, as soon as it is there. Raises HandoffError, its reason a HandoffProblem.
+    async def ticket(self, budget: Budget, deadline_s: float) -> Ticket:
+        """Return the ticket, as soon as it is there.
 
-        silent_s: after so long it is given up if the store has not answered once; gone_s: if it is
-        left alone besides.
+        A store that is silent, or takes long to answer, costs the budget. The wait for a producer
+        costs nothing: it ends at the deadline. A store that is known not to answer is not waited
+        for, unless it has answered before.
+
+        Args:
+            budget: of the claim.
+            deadline_s: seconds until the wait ends in any case.
+
+        Raises:
+            HandoffError: there will be no ticket; its reason is a HandoffProblem.
         """
         loop = asyncio.get_running_loop()
-        began = loop.time()
-        deadline = began + deadline_s
-        silent_until = began + silent_s
-        pause = _FIRST_LOOK_S
+        give_up_at, pause = loop.time() + deadline_s, _FIRST_LOOK_S
+        verdict = budget.restrict(self._prompt.num_tokens)
+        if not verdict.is_asked:
+            raise HandoffError(HandoffProblem.UNAVAILABLE.value, verdict.reason)
         # Nothing was said yet: a claim may be over before the store answers once.
-        problem: StoreUnavailableError | None = StoreUnavailableError(
+        self._problem = StoreUnavailableError(
             f"the store did not say within {deadline_s:g} s whether there is a ticket"
         )
         with self._tickets.notifier.listen(self._tickets.names.ticket(self._ticket_id)) as listener:
             hashing = loop.call_soon(self._hashed)  # while the store answers
             while True:
-                try:
-                    async with asyncio.timeout_at(max(deadline, loop.time() + _LONGEST_LOOK_S)):
-                        found = await self._look()
-                    problem, silent_until = None, deadline
-                    if found is not None:
-                        return found
+                found = await self._look_within(budget, give_up_at)
+                if found is not None:
+                    return found
+                if self._problem is None:
                     hashing.cancel()
                     self.keys = ()  # as large as the prompt: not for all who wait
-                except StoreUnavailableError as error:
-                    problem = error
-                    if isinstance(error, StoreDownError) and silent_until < deadline:
-                        silent_until = min(silent_until, began + gone_s)
-                    # Leases ran out meanwhile, and producers that live have yet to say so.
-                    self._lost_after_s = max(self._lost_after_s, self._lease.lease_s)
-                except TimeoutError:
-                    pass
                 if self._over is not None and loop.time() - self._over_since >= self._patience_s:
                     raise self._over
-                left = deadline - loop.time()
-                if left <= 0 or loop.time() >= silent_until:
+                left = give_up_at - loop.time()
+                if left <= 0 or self._is_in_vain:
                     break
                 is_quiet = listener.is_live and self._over is None
-                left = min(left, silent_until - loop.time())
                 await self._hear(listener.next, min(_LIVE_LOOK_S if is_quiet else pause, left))
                 pause = min(pause * 2, _LONGEST_LOOK_S)
         if self._over is not None:
             raise self._over
-        if problem is not None:
-            raise HandoffError(HandoffProblem.UNAVAILABLE.value, str(problem)) from problem
+        if self._problem is not None:
+            reason = HandoffProblem.UNAVAILABLE.value
+            raise HandoffError(reason, str(self._problem)) from self._problem
         raise await self._not_there(deadline_s)
+
+    async def _look_within(self, budget: Budget, give_up_at: float) -> Ticket | None:
+        """`_look`, for as long as the budget lasts. Sets `_problem` to why the store did not
+        answer, None if it did, and `_is_in_vain` if it is not to be asked again."""
+        loop, tier = asyncio.get_running_loop(), self._estimator.tier
+        began = loop.time()
+        try:
+            async with (
+                asyncio.timeout_at(max(give_up_at, began + _LONGEST_LOOK_S)),
+                budget.limit(),
+            ):
+                found = await self._look()
+        except StoreUnavailableError as error:
+            self._problem = error
+            self._is_in_vain = isinstance(error, StoreDownError) and not self._has_answered
+            # Leases ran out meanwhile, and producers that live have yet to say so.
+            self._lost_after_s = max(self._lost_after_s, self._lease.lease_s)
+            return None
+        except TimeoutError:
+            tier.note_silence(loop.time() - began)
+            self._is_in_vain = budget.may_compute
+            return None
+        self._problem, self._has_answered = None, True
+        budget.restart()
+        return found
 
     def _hashed(self) -> Sequence[StoredKey]:
         if not self.keys:
@@ -247,10 +274,6 @@ def _blocks_of(hint: object) -> int | None:
 
 log = logging.getLogger(__name__)
 
-# Whoever would rather compute than wait gives up a store that has said nothing for so long, or that
-# is gone: one that is left alone is asked each second whether it is back.
-SILENT_S = 1.5
-GONE_S = 1.0
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
 # Computing the prompt here would not be what the caller meant.
@@ -272,8 +295,8 @@ class Claims:
     """Claims one published prompt at a time: waits for its ticket, fetches its blocks, admits its
     request.
 
-    fetch_deadline_s: seconds that the fetch may take from the ticket on. stats: counts of the
-        node's hand-offs, both ways.
+    estimator: the rule, for claims that may recompute. fetch_deadline_s: seconds that each arrival
+        from the ticket on leaves. stats: counts of the node's hand-offs, both ways.
     """
 
     def __init__(  # noqa: PLR0913 - collaborators
@@ -285,6 +308,7 @@ class Claims:
         *,
         source: PeerSource,
         portions: Portions,
+        estimator: Estimator,
         fetch_deadline_s: float,
         stats: HandoffStats,
     ) -> None:
@@ -294,6 +318,7 @@ class Claims:
         self._arrivals = arrivals
         self._source = source
         self._portions = portions
+        self._estimator = estimator
         self._fetch_deadline_s = fetch_deadline_s
         self._stats = stats
 
@@ -310,6 +335,12 @@ class Claims:
         self._scheduler.check(spec)
         check_id(ticket_id)
         give_up_at = asyncio.get_running_loop().time() + deadline_s
+        budget = Budget(
+            max(deadline_s, _LONGEST_LOOK_S),
+            step_s=self._fetch_deadline_s,
+            estimator=None if policy is ClaimPolicy.WHOLE else self._estimator,
+            is_claim=True,
+        )
         ticket: Ticket | None = None
         ticket_at = 0.0
         async with self._arrivals.wait(spec) as arrival:
@@ -324,10 +355,7 @@ class Claims:
                     try:
                         since_s = time.monotonic()
                         async with self._watching(spec, ticket_id, near) as watch:
-                            patience = {"silent_s": SILENT_S, "gone_s": GONE_S}
-                            if policy is ClaimPolicy.WHOLE:
-                                patience = {}
-                            ticket = await watch.ticket(deadline_s=deadline_s, **patience)
+                            ticket = await watch.ticket(budget, deadline_s)
                         ticket_at = time.monotonic()
                         tracing.adopt(ticket.trace)
                         tracing.tell("claim.wait", since_s, ticket_id=ticket_id)
@@ -339,10 +367,13 @@ class Claims:
                         log.warning(
                             "request %s goes on without a ticket: %s", spec.request_id, error
                         )
-                        request = await self._without_ticket(spec, error, near)
+                        request = await self._without_ticket(spec, error, budget, near)
                     else:
                         near.learn(ticket)
-                        request = await self._get(spec, watch.keys, policy, give_up_at, near)
+                        budget.arrived()
+                        request = await self._get(
+                            spec, watch.keys, policy, budget, give_up_at=give_up_at, near=near
+                        )
             arrival.let_go = lambda: self._scheduler.end(request)
             request.ticket_at = ticket_at
         if ticket is None:
@@ -376,7 +407,12 @@ class Claims:
             spec, self._scheduler, self._fetcher, near=near, deadline_s=self._fetch_deadline_s
         )
         watch = Watch(
-            self._tickets, ticket_id, spec.prompt, on_progress=ahead.ready, on_open=near.learn
+            self._tickets,
+            ticket_id,
+            spec.prompt,
+            estimator=self._estimator,
+            on_progress=ahead.ready,
+            on_open=near.learn,
         )
         async with supervised({"tierkv-claim-ahead": ahead.run}):
             yield watch
@@ -386,6 +422,8 @@ class Claims:
         spec: RequestSpec,
         keys: Sequence[StoredKey],
         policy: ClaimPolicy,
+        budget: Budget,
+        *,
         give_up_at: float,
         near: Supply,
     ) -> Request:
@@ -395,7 +433,7 @@ class Claims:
         prompt, pause_s = spec.prompt, _FIRST_PAUSE_S
         while True:
             await near.ask(prompt)
-            fetched = await self._fetch_and_load(spec, keys)
+            fetched = await self._fetch_and_load(spec, keys, budget)
             _note(fetched, near)  # this may not be the last attempt
             problem = fetched.first_problem
             if policy is not ClaimPolicy.WHOLE or not self._may_try_again(problem, give_up_at):
@@ -404,7 +442,7 @@ class Claims:
                     request = await self._scheduler.admit(spec, fetched)
                 request.matched_at, request.fetched_at = fetched.matched_at, fetched.ended_at
                 if problem is None or problem is NO_ROOM:
-                    problem = await self._rest(request, keys, give_up_at)
+                    problem = await self._rest(request, keys, budget)
                 is_whole = request.cached_tokens == prompt.num_tokens
                 if is_whole or policy is not ClaimPolicy.WHOLE:
                     return request
@@ -421,26 +459,23 @@ class Claims:
         return has_failed and asyncio.get_running_loop().time() + _FIRST_PAUSE_S < give_up_at
 
     async def _rest(
-        self, request: Request, keys: Sequence[StoredKey], give_up_at: float
+        self, request: Request, keys: Sequence[StoredKey], budget: Budget
     ) -> GetOutcome | None:
         """Bring what an admitted request lacks; why not all of it, if so."""
         if request.cached_tokens == request.spec.prompt.num_tokens:
             return None
-        return await self._portions.bring_or_end(
-            request, keys, give_up_at=give_up_at, portion_s=self._fetch_deadline_s
-        )
+        return await self._portions.bring_or_end(request, budget, keys)
 
-    async def _fetch_and_load(self, spec: RequestSpec, keys: Sequence[StoredKey]) -> Fetched:
+    async def _fetch_and_load(
+        self, spec: RequestSpec, keys: Sequence[StoredKey], budget: Budget
+    ) -> Fetched:
         """What storage has of the prompt; what came first is on its way to the device by then."""
         loads = LoadsAhead(spec, self._scheduler, self._has_room)
         fetched: Fetched | None = None
         try:
             async with supervised({"tierkv-load-ahead": loads.run}):
                 fetched = await self._fetcher.fetch(
-                    spec.prompt,
-                    deadline_s=self._fetch_deadline_s,
-                    on_arrival=loads.arrived,
-                    promised=keys,
+                    spec.prompt, budget, on_arrival=loads.arrived, promised=keys
                 )
         except BaseException:  # a cancel while the loads ahead end, too
             if fetched is not None:
@@ -449,11 +484,11 @@ class Claims:
         return fetched
 
     async def _without_ticket(
-        self, spec: RequestSpec, error: HandoffError, near: Supply
+        self, spec: RequestSpec, error: HandoffError, budget: Budget, near: Supply
     ) -> Request:
         fetched = None
         if error.reason != HandoffProblem.UNAVAILABLE.value:
-            fetched = await self._fetcher.fetch(spec.prompt, deadline_s=self._fetch_deadline_s)
+            fetched = await self._fetcher.fetch(spec.prompt, budget)
             _note(fetched, near)
         return await self._scheduler.admit(
             msgspec.structs.replace(spec, needs_logits=True), fetched
@@ -527,7 +562,7 @@ class Ahead:
         deadline_s: float,
     ) -> None:
         """near: asked before each fetch where blocks are, and told what was fetched. deadline_s:
-        for one step's fetch."""
+        seconds that each arrival of one step's fetch leaves, for which no request waits."""
         self._spec = spec
         self._scheduler = scheduler
         self._fetcher = fetcher
@@ -554,7 +589,8 @@ class Ahead:
             prefix = _first_blocks(self._spec.prompt, self._wanted)
             self._wanted = self._done
             await self._near.ask(prefix)
-            fetched = await self._fetcher.fetch(prefix, deadline_s=self._deadline_s)
+            budget = Budget(self._deadline_s, step_s=self._deadline_s)
+            fetched = await self._fetcher.fetch(prefix, budget)
             self._near.came.append(fetched.tokens)
             self._near.direct.extend(fetched.direct)
             try:

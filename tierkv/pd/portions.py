@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tierkv.cache.keys import StoredKey
 from tierkv.errors import (
@@ -14,6 +13,7 @@ from tierkv.errors import (
     TransferError,
 )
 from tierkv.pd.handoff import Group, Staging
+from tierkv.sched.budget import Budget
 from tierkv.sched.copies import GROUP_BLOCKS
 from tierkv.sched.fetch import NO_ROOM, Source
 from tierkv.sched.request import Request
@@ -36,20 +36,12 @@ class Portions:
         self._staging = staging
 
     async def bring_or_end(
-        self,
-        request: Request,
-        keys: Sequence[StoredKey] = (),
-        *,
-        give_up_at: float,
-        portion_s: float,
-        end_at: float = math.inf,
+        self, request: Request, budget: Budget, keys: Sequence[StoredKey] = ()
     ) -> GetOutcome | None:
         """`bring`, for a request that nobody has yet: whatever it raises, the request has ended."""
         try:
             keys = keys or self._scheduler.tiers.copies.prompt_keys(request.spec.prompt)
-            return await self.bring(
-                request, keys, give_up_at=give_up_at, portion_s=portion_s, end_at=end_at
-            )
+            return await self.bring(request, budget, keys)
         except BaseException:  # a load that failed, an abort, a cancel
             self._scheduler.end(request)
             raise
@@ -57,58 +49,47 @@ class Portions:
             self._scheduler.brought_all(request)
 
     async def bring(
-        self,
-        request: Request,
-        keys: Sequence[StoredKey],
-        *,
-        give_up_at: float,
-        portion_s: float,
-        end_at: float = math.inf,
+        self, request: Request, budget: Budget, keys: Sequence[StoredKey]
     ) -> GetOutcome | None:
-        """Bring what `request` lacks of its prompt, whose stored keys are `keys`; why that ended
-        early, None if it did not. What came counts in `cached_tokens` and is committed. If it needs
-        logits, its last block is left to be computed.
+        """Bring what `request` lacks of its prompt; why that ended early, None if it did not.
 
-        It gives up when storage has brought nothing for `portion_s` seconds, or at `end_at`, and
-        waits for its turn until `give_up_at`. Raises TransferError, and what a commit raises.
-        Cancelling it leaves the request as far as it has come: `end` it.
+        What came counts in `cached_tokens` and is committed. If the request needs logits, its last
+        block is left to be computed. Cancelling it leaves the request as far as it has come: `end`
+        it.
+
+        Args:
+            request: an admitted request.
+            budget: of the request; each portion that comes is an arrival.
+            keys: the prompt's stored keys.
+
+        Raises:
+            TransferError: a load failed; and what a commit raises.
         """
         if request.spec.needs_logits:
             keys = keys[: (request.spec.prompt.num_tokens - 1) // request.spec.prompt.block_size]
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[GetOutcome | None] = loop.create_future()
-        scope = asyncio.timeout_at(min(max(give_up_at, loop.time() + portion_s), end_at))
-        waits_for_turn = True
-
-        def give_up_in(seconds: float) -> None:
-            nonlocal waits_for_turn
-            waits_for_turn = False
-            if scope.expired():
-                outcome.cancel()
-            elif not outcome.done():
-                is_loading = seconds == math.inf
-                scope.reschedule(None if is_loading else min(loop.time() + seconds, end_at))
-
-        work = self._bring(request, keys, portion_s, give_up_in, outcome)
+        has_turn = asyncio.Event()
+        work = self._bring(request, budget, keys, has_turn, outcome)
         self._scheduler.tiers.work.start(work, "tierkv-portions")
         try:
-            async with scope:
+            async with budget.limit():
                 return await asyncio.shield(outcome)
         except TimeoutError:
-            return NO_ROOM if waits_for_turn else _LATE
+            return _LATE if has_turn.is_set() else NO_ROOM
         finally:
             outcome.cancel()
 
     async def _bring(
         self,
         request: Request,
+        budget: Budget,
         keys: Sequence[StoredKey],
-        portion_s: float,
-        give_up_in: Callable[[float], None],
+        has_turn: asyncio.Event,
         outcome: asyncio.Future[GetOutcome | None],
     ) -> None:
-        """give_up_in: called when it waits for the store from now on; with infinity when it has
-        what it waited for: a copy into the request's blocks is not left alone."""
+        """has_turn: set once it has staging slots. A copy into the request's blocks is not left
+        alone."""
         try:
             for load in request.loads:
                 await load.done()
@@ -119,13 +100,9 @@ class Portions:
                 if not portion or request.cached_tokens == request.spec.prompt.num_tokens:
                     break
                 async with self._staging.group(len(portion)) as group:
-                    give_up_in(portion_s)
-                    slots = group.slots[: len(portion)]
-                    found = await self._source.fetch(portion, slots)
-                    give_up_in(math.inf)
+                    has_turn.set()
                     if not outcome.done():
-                        problem = await self._load(request, portion, at, group, found)
-                    give_up_in(portion_s)  # for its turn, or the end
+                        problem = await self._portion(request, budget, portion, group, outcome)
             result: GetOutcome | Exception | None = problem
         except StoreUnavailableError as error:
             result = GetOutcome(GetStatus.FAILED, str(error))
@@ -140,6 +117,23 @@ class Portions:
             outcome.set_exception(result)
         else:
             outcome.set_result(result)
+
+    async def _portion(
+        self,
+        request: Request,
+        budget: Budget,
+        portion: Sequence[StoredKey],
+        group: Group,
+        outcome: asyncio.Future[GetOutcome | None],
+    ) -> GetOutcome | None:
+        """Bring the next blocks of `request`; the first outcome that is not a hit."""
+        at = request.lease.num_blocks
+        budget.arrived()
+        found = await self._source.fetch(portion, group.slots[: len(portion)])
+        if outcome.done() or budget.left_s <= 0:  # the wait has been given up, or is just being so
+            return _LATE
+        with budget.stopped():
+            return await self._load(request, portion, at, group, found)
 
     async def _load(
         self,

@@ -20,11 +20,12 @@ from tierkv.cache.index import Lease, runs_of
 from tierkv.cache.keys import TOKEN_BYTES, Prompt, StoredKey, Tail
 from tierkv.cache.node import Ids, Mask, Space, Tier
 from tierkv.errors import OutOfBlocksError, StoreUnavailableError
+from tierkv.sched.budget import Budget
 from tierkv.sched.copies import GROUP_BLOCKS, Beyond, keys_beyond
 from tierkv.sched.events import Happening
 from tierkv.sched.log_throttle import LogThrottle
 from tierkv.sched.tiers import Tiers
-from tierkv.sched.worth import Decision, Estimator, FetchPolicy, Transfer
+from tierkv.sched.worth import SLACK_S, Decision, Estimator, Transfer
 from tierkv.storage.protocol import GetOutcome, GetStatus
 from tierkv.tasks import task_group
 from tierkv.transfer.storage_io import SharedTail, StorageIO
@@ -289,9 +290,6 @@ def _ending_in(prompt: Prompt, num_blocks: int, tail: Tail) -> Prompt:
 log = logging.getLogger(__name__)
 
 _FATES = {GetStatus.DAMAGED: Fate.DAMAGED, GetStatus.FAILED: Fate.FAILED}
-# How long a store that was told to stop may take to leave the buffers before the request goes on
-# without it. Most leave within a turn of the loop, and then the fetch ends as any other.
-LEAVE_S = 0.05
 
 
 @dataclass(slots=True)
@@ -337,7 +335,7 @@ class Fetched:
 class Fetcher:
     """One fetch per block at a time: who wants a block that is on its way waits for it.
 
-    estimator: whether a fetch is worth its time, and learns from each. None: all are.
+    estimator: learns from each fetch how fast storage is.
     source: where blocks come from, if not from `storage` alone.
     """
 
@@ -345,17 +343,12 @@ class Fetcher:
         self,
         tiers: Tiers,
         storage: StorageIO,
-        estimator: Estimator | None = None,
+        estimator: Estimator,
         *,
         source: Source | None = None,
     ) -> None:
         self._tiers = tiers
-        self._shared = _Shared(
-            tiers,
-            storage,
-            source or storage,
-            estimator or Estimator(bytes_per_token=1.0, policy=FetchPolicy.WAIT_COMPLETE),
-        )
+        self._shared = _Shared(tiers, storage, source or storage, estimator)
 
     @property
     def num_held(self) -> int:
@@ -378,12 +371,11 @@ class Fetcher:
         """Whether `key`, of the prompt's block `block`, is being asked for or fetched."""
         return self._shared.busy([key], block) is not None
 
-    async def fetch(  # noqa: PLR0913 - what of which prompt, until when, and what is known of it
+    async def fetch(
         self,
         prompt: Prompt,
+        budget: Budget,
         *,
-        deadline_s: float,
-        policy: FetchPolicy = FetchPolicy.WAIT_COMPLETE,
         on_arrival: Callable[[int], None] = lambda _: None,
         promised: Sequence[StoredKey] = (),
         is_part: bool = False,
@@ -392,20 +384,32 @@ class Fetcher:
         """Bring what storage has of `prompt` beyond the local match, in order, without a gap.
 
         Whatever goes wrong with storage ends the fetch early and is told in `first_problem`; it
-        never raises for it. The result is what has arrived when `deadline_s` seconds are over
-        (WAIT_COMPLETE: over without an arrival), or earlier, where it is not worth the wait; also
-        if the store is not done with the host slots by then, which stay taken until it is.
-        on_arrival: called with how many of the prompt's first blocks are on the host, while more
-        are fetched. promised: all keys of the prompt, where a ticket says that they are stored: it
-        is not asked whether they are. is_part: of what its caller brings, who tells the estimator
-        how long all of that takes. known: what storage said a moment ago, which is not asked again.
-        Cancelling it leaves nothing held.
+        never raises for it. The result is what has arrived when nothing of `budget` is left, or
+        earlier, where computing is estimated to be faster. The fetch itself goes on until the
+        budget's deadline: so the tier is known, and later requests find what comes. Host slots that
+        the store still uses then stay taken until it is done. Cancelling it leaves nothing held.
+
+        Args:
+            prompt: whose blocks are wanted.
+            budget: of the request.
+            on_arrival: called with how many of the prompt's first blocks are on the host, while
+                more are fetched.
+            promised: all keys of the prompt, where a ticket says that they are stored: storage is
+                not asked whether they are.
+            is_part: whether this is a part of what its caller brings, who tells the estimator how
+                long all of that takes.
+            known: what storage said a moment ago, which is not asked again.
         """
-        one = _Fetch(self._shared, prompt, policy, promised, on_arrival, is_part, known)
+        one = _Fetch(self._shared, prompt, budget, promised, on_arrival, is_part, known)
         try:
             with tracing.span("fetch", tokens=prompt.num_tokens) as span:
-                self._tiers.work.start(one.run(deadline_s), name="tierkv-fetch")
-                fetched = await asyncio.shield(one.outcome)
+                self._tiers.work.start(one.run(), name="tierkv-fetch")
+                try:
+                    async with budget.limit():
+                        await asyncio.shield(one.outcome)
+                except TimeoutError:
+                    one.go_on_alone()
+                fetched = await one.outcome
                 if span is not None:
                     span.set_attribute("tierkv.fetched_tokens", len(fetched.tokens))
                 return fetched
@@ -491,77 +495,20 @@ class _Shared:
         self.tiers.work.capacity_changed()
 
 
-class FetchDeadline:
-    """When to give up: `deadline_s` after the start, or sooner; after each arrival, if the policy
-    is to wait for all there is.
-
-    scope: what is cancelled then. on_stuck: called if LEAVE_S later it has not ended.
-    """
-
-    def __init__(
-        self,
-        scope: asyncio.Timeout,
-        deadline_s: float,
-        policy: FetchPolicy,
-        on_stuck: Callable[[], None],
-    ) -> None:
-        self.policy = policy
-        self._scope = scope
-        self._deadline_s = deadline_s
-        self._on_stuck = on_stuck
-        self._loop = asyncio.get_running_loop()
-        self._last = self._when = self.now() + deadline_s
-        self._timer = self._timer_at(self._last)
-
-    def now(self) -> float:
-        return self._loop.time()
-
-    def until(self, seconds: float | None) -> None:
-        """Give up after so many seconds from now; None for the deadline."""
-        self._reschedule(self._last if seconds is None else self.now() + seconds)
-
-    def arrived(self) -> None:
-        """Something has come: who waits for all there is has another deadline."""
-        if self.policy is FetchPolicy.WAIT_COMPLETE:
-            self._last = self.now() + self._deadline_s
-            self._reschedule(self._last)
-
-    def end(self) -> None:
-        """The fetch has ended: it cannot be stuck any more, nor is it held any more."""
-        self._timer.cancel()
-        self._on_stuck = _nothing
-
-    def _reschedule(self, when: float) -> None:
-        when = min(when, self._last)
-        if when != self._when and not self._scope.expired():
-            self._when = when
-            self._scope.reschedule(when)
-            self._timer.cancel()
-            self._timer = self._timer_at(when)
-
-    def _timer_at(self, when: float) -> asyncio.TimerHandle:
-        return self._loop.call_at(when + LEAVE_S, self._on_stuck)
-
-
-def _nothing() -> None: ...
-
-
 @dataclass(slots=True, eq=False)
 class _Fetch:
     """One call of `Fetcher.fetch`, in a task of its own; its caller waits for `outcome`.
 
     is_part, known: see `Fetcher.fetch`.
     is_whole: all that storage has of it is here, but for the first tokens of another one's tail.
-    fate: why it goes no further, where that is not the store's answer. waits_since: on the loop's
-    clock, if the request could compute instead and has not waited for nothing yet. hedge_s: see
-    Decision; hedge: when the request goes on. began_at,
-    matched_at: on the monotonic clock, and when it was known what the tiers and storage have; 0
-    before that.
+    fate: why it goes no further, where that is not the store's answer. question: what the rule said
+    when storage was to be asked. is_late: the request went on without it. began_at, matched_at: on
+    the monotonic clock, and when it was known what the tiers and storage have; 0 before that.
     """
 
     shared: _Shared
     prompt: Prompt
-    policy: FetchPolicy
+    budget: Budget
     promised: Sequence[StoredKey]
     on_arrival: Callable[[int], None]
     is_part: bool = False
@@ -570,39 +517,32 @@ class _Fetch:
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     landed: Landed = field(init=False)
-    deadline: FetchDeadline = field(init=False)
+    deadline_at: float = 0.0
+    scope: asyncio.Timeout = field(init=False)
     first_token: int = 0
     claimed: list[_Run] = field(default_factory=list)
     transfer: Transfer | None = None
-    waits_since: float | None = None
-    hedge_s: float | None = None
-    hedge: asyncio.TimerHandle | None = None
-    has_gone_on: bool = False
+    question: Decision | None = None
+    is_late: bool = False
     began_at: float = field(default_factory=time.monotonic)
     matched_at: float = 0.0
     fate: Fate | None = None
     is_whole: bool = False
 
-    async def run(self, deadline_s: float) -> None:
-        index = self.shared.tiers.index
+    async def run(self) -> None:
+        index, tier = self.shared.tiers.index, self.shared.estimator.tier
         match = index.match(self.prompt)
         self.landed = Landed(index.hold(match.node, match.num_blocks))
         self.first_token = match.num_blocks * index.block_size
-        give_up_at = asyncio.get_running_loop().time() + deadline_s
-        scope, was_given_up, is_late = asyncio.timeout(deadline_s), False, False
+        is_over = False
         try:
-            async with scope:
-                self.deadline = FetchDeadline(scope, deadline_s, self.policy, self._go_on)
-                try:
-                    await self._bring()
-                finally:
-                    self.deadline.end()
+            self.deadline_at = self.budget.deadline_at
+            async with asyncio.timeout_at(self.deadline_at) as self.scope:
+                await self._bring()
         except TimeoutError:
-            is_late = True
+            is_over = True
             if not self.is_whole:
                 self._ends(Fate.LATE, "storage took too long")
-            # Before its deadline: the estimate was meant to end it.
-            was_given_up = (scope.when() or 0.0) < give_up_at
         except StoreUnavailableError as error:
             self._ends(Fate.FAILED, str(error))
         except BaseException:
@@ -611,49 +551,39 @@ class _Fetch:
             raise
         finally:
             self._finish_claims()
-            self.shared.estimator.num_finding_out -= self.has_gone_on
-            if self.hedge is not None:
-                self.hedge.cancel()
+            tier.num_late -= self.is_late
+            tier.num_tries -= self.question is not None and self.question.is_try
         landed = self.landed
-        self._learn_transfer(is_late=is_late)
+        self._learn_transfer(is_late=is_over)
         if self.outcome.done():  # the request went on without it
             for lease in (landed.tail, landed.lease):
                 if lease is not None:
                     index.release(lease)
             self.shared.tiers.work.capacity_changed()
             return
-        self._learn(was_given_up=was_given_up)
+        self._learn()
         lease = landed.lease
         if landed.tail is not None:
             index.release(landed.lease)
             lease = landed.tail
         self._tell(lease)
 
-    def _go_on(self) -> None:
-        """The store has not left the buffers though it was told to: the request goes on with what
-        has arrived. The slots stay lent until the store is done with them, and nobody else waits
-        for it."""
-        if self.outcome.done():
-            return
-        self._ends(Fate.LATE, "storage took too long, and still uses the host slots")
-        self._finish_claims()
-        self._learn_transfer(is_late=True)
-        self._tell_so_far(was_given_up=False)
-
-    def _go_on_meanwhile(self) -> None:
-        """A tier that is not known yet is not waited for any longer. The fetch goes on until its
-        own deadline, so that it is known then; what comes is found by later requests."""
+    def go_on_alone(self) -> None:
+        """Let the request go on with what has arrived. The fetch goes on until its deadline:
+        then it is known how fast the tier is, and later requests find what has come."""
         if self.outcome.done():
             return
         if not self.is_whole:
-            self._ends(Fate.LATE, "storage is not known yet, and took too long")
-        self.has_gone_on = True
-        self.shared.estimator.num_finding_out += 1
-        self.deadline.until(None)
-        self._tell_so_far(was_given_up=True)
-
-    def _tell_so_far(self, *, was_given_up: bool) -> None:
-        self._learn(was_given_up=was_given_up)
+            question = self.question
+            if question is not None and question.is_try and not question.wait_s:
+                self._ends(Fate.NOT_WORTH_IT, question.reason)
+            else:
+                self._ends(Fate.LATE, "storage took too long")
+        if self.scope.expired() or asyncio.get_running_loop().time() >= self.deadline_at:
+            self._finish_claims()  # of a store that does not leave the buffers nobody else waits
+        self.is_late = True
+        self.shared.estimator.tier.num_late += 1
+        self._learn()
         end = self.landed.tail or self.landed.lease
         self._tell(self.shared.tiers.index.hold(end.node, end.num_blocks))
 
@@ -678,17 +608,18 @@ class _Fetch:
     # Asking and bringing
 
     async def _bring(self) -> None:
-        keys, present, question = await self._match()
+        keys, present = await self._match()
         self.matched_at = time.monotonic()
         tracing.tell("match", self.began_at, self.matched_at)
         # Where nothing is present the time for the answer is that for a shared tail, too.
+        question = self.question
         if question is None:
             return
         if present:
             wanted = self._wanted(keys[:present], question)
             if not wanted:
                 return
-            num_first = GROUP_BLOCKS if self.hedge is None else 1  # soon there is something to see
+            num_first = 1 if question.is_try else GROUP_BLOCKS  # soon there is something to see
             await self.shared.groups.fetch(
                 self.prompt, self.landed, wanted, self._arrived, num_first=num_first
             )
@@ -703,33 +634,31 @@ class _Fetch:
             self.is_whole = True
             await self._fetch_shared_tail(keys)
 
-    async def _match(self) -> tuple[Sequence[StoredKey], int, Decision | None]:
-        """The keys that the tiers lack, how many of them storage has, and what was decided about
-        asking it, None if it was not asked."""
-        shared, estimator = self.shared, self.shared.estimator
+    async def _match(self) -> tuple[Sequence[StoredKey], int]:
+        """Return the keys that the tiers lack, and how many of them storage has; sets `question`
+        where storage was asked."""
+        shared = self.shared
         keys = await self._wait_for_others()
         if not keys:
-            return keys, 0, None
+            return keys, 0
         start = self.landed.lease.num_blocks
         missing = self.prompt.num_tokens - start * self.prompt.block_size
-        question = estimator.decide_question(missing, self.policy)
-        if not question.fetches:
+        question = self.budget.restrict(missing, is_answered=bool(self.promised))
+        if not question.is_asked:
             self._refuse(question)
-            return keys, 0, None
+            return keys, 0
+        self.question = question
+        shared.estimator.tier.num_tries += question.is_try
         self.claimed.append(shared.claim(keys, start))
-        self.deadline.until(question.give_up_s)
-        self._begin_to_wait(question.hedge_s)
-        # Blocks of other sizes are found by asking.
-        is_asked = not (self.promised or shared.storage.reads_at_once)
-        if not is_asked and not shared.storage.meets_other_sizes:
+        if self.promised and not shared.storage.meets_other_sizes:  # else of which size is asked
             present = len(keys)
         elif self.known is not None and self.known.blocks.start <= start <= self.known.blocks.stop:
             present = min(self.known.blocks.stop - start, len(keys))
         else:
-            present = await self._ask(keys, missing, question.give_up_s)
+            present = await self._ask(keys)
         if present < len(keys):
             self.landed.problem = NOT_IN_STORAGE
-        return keys, present, question
+        return keys, present
 
     async def _wait_for_others(self) -> Sequence[StoredKey]:
         """The keys beyond the local match, once none of them is being fetched by another call."""
@@ -754,52 +683,50 @@ class _Fetch:
             if busy is None:
                 return keys
             tokens = self.prompt.num_tokens - match.num_blocks * index.block_size
-            decision = shared.estimator.decide(tokens, self.policy)
-            if not decision.fetches:
-                self._refuse(decision)
+            verdict = self.budget.restrict(tokens, is_answered=True)
+            if not verdict.is_asked:
+                self._refuse(verdict)
                 return []
             shared.tiers.decisions.wait_storage += 1
-            self.deadline.until(decision.give_up_s)
-            self._begin_to_wait()
             await asyncio.shield(busy)
 
-    async def _ask(self, keys: Sequence[StoredKey], tokens: int, give_up_s: float | None) -> int:
-        """How many of `keys` the tier has, which is remembered. A tier that fails before
-        `give_up_s` is one that was waited for so long in vain."""
-        began, in_time = self.deadline.now(), False
+    async def _ask(self, keys: Sequence[StoredKey]) -> int:
+        """Return how many of `keys` the tier has, and note how long it took to say so."""
+        now, tier = asyncio.get_running_loop().time, self.shared.estimator.tier
+        began, found = now(), None
         try:
             found = await self.shared.source.count_present(keys)
-            in_time = True
         finally:
-            took = self.deadline.now() - began
-            waited = took if in_time else max(took, give_up_s or 0.0)
             if not self.is_part:
-                self.shared.estimator.note_answer(tokens, waited, in_time=in_time)
+                if found is None:
+                    tier.note_silence(now() - began)
+                else:
+                    tier.note_answer(now() - began, has_found=found > 0)
+        if not self.outcome.done():
+            self.budget.arrived()
         return found
 
     def _wanted(self, keys: Sequence[StoredKey], question: Decision) -> Sequence[StoredKey]:
-        """Which of `keys`, the first or none, to fetch; and decides until when."""
+        """Return which of `keys`, the first or none, to fetch."""
         estimator, end = self.shared.estimator, self.landed.lease.num_blocks + len(keys)
         end_token = min(end * self.prompt.block_size, self.prompt.num_tokens)
         tokens = end_token - self.landed.lease.num_blocks * self.prompt.block_size
-        decision = estimator.decide(tokens, self.policy, is_try=question.is_try)
-        if decision.fetches and self.policy is FetchPolicy.BEST_EFFORT and not question.is_try:
-            sample = estimator.sample_tokens(tokens, decision)
-            keys = self._without_sample(keys, sample)
-            tokens = sum(key.num_tokens for key in keys)
-        if not decision.fetches or not keys:
-            self._refuse(decision)
-            return []
+        if not (question.is_try or self.outcome.done()):
+            question = self.budget.restrict(tokens, is_answered=True)
+            if not question.is_asked:
+                self._refuse(question)
+                return []
+            if self.budget.may_compute and not self.budget.is_claim:
+                sample = estimator.prefill.sample_tokens(tokens, question.fetch_s)
+                keys = self._without_sample(keys, sample)
+                tokens = sum(key.num_tokens for key in keys)
+                if not keys:
+                    self._refuse(question)
+                    return []
         self.shared.tiers.decisions.fetch_storage += 1
         if not self.is_part:
-            self.transfer = estimator.begin_transfer(tokens, self.deadline.now())
-        if self.policy is not FetchPolicy.BEST_EFFORT or self.outcome.done():
-            self.deadline.until(None)
-        elif decision.give_up_s is not None and self.waits_since is not None:
-            # From the question on never longer than computing takes, if that is known.
-            most_s = max(question.compute_s, question.give_up_s or 0.0)
-            left_s = most_s - (self.deadline.now() - self.waits_since)
-            self.deadline.until(min(decision.give_up_s, left_s))
+            num_bytes = tokens * estimator.bytes_per_token
+            self.transfer = estimator.tier.begin(num_bytes, asyncio.get_running_loop().time())
         return keys
 
     def _without_sample(self, keys: Sequence[StoredKey], sample: int) -> Sequence[StoredKey]:
@@ -817,15 +744,20 @@ class _Fetch:
         return keys
 
     def _arrived(self) -> None:
-        self.deadline.arrived()
+        estimator, rest_s = self.shared.estimator, None
         if self.transfer is not None:
-            estimator, now = self.shared.estimator, self.deadline.now()
-            estimator.arrived(self.transfer, self.landed.num_tokens)
-            if self.waits_since is not None and self.hedge_s is not None:
-                waited_s = now - self.waits_since
-                whole_s = estimator.on_course_s(self.transfer, waited_s, now)
-                if whole_s is not None:
-                    self._hedge(whole_s - waited_s + self.hedge_s)
+            num_bytes = self.landed.num_tokens * estimator.bytes_per_token
+            estimator.tier.arrived(self.transfer, num_bytes)
+            if self.question is not None and self.question.is_try and self.question.wait_s:
+                whole_s = self.transfer.whole_s(asyncio.get_running_loop().time())
+                left = int((self.transfer.num_bytes - num_bytes) / estimator.bytes_per_token)
+                if whole_s < estimator.compute_s(left):
+                    rest_s = whole_s + SLACK_S
+        if not self.outcome.done():
+            self.budget.arrived(rest_s)
+            self.deadline_at = self.budget.deadline_at
+            if not self.scope.expired():
+                self.scope.reschedule(self.deadline_at)
         if self.fate is None:  # else the request has gone on without it
             self.on_arrival(self.landed.lease.num_blocks)
 
@@ -861,22 +793,9 @@ class _Fetch:
             if self.first_token + landed.num_tokens == self.prompt.num_tokens:
                 landed.problem = None  # what was missing came by another name
 
-    def _begin_to_wait(self, hedge_s: float | None = None) -> None:
-        if self.policy is FetchPolicy.BEST_EFFORT and self.waits_since is None:
-            self.waits_since = self.deadline.now()
-        if hedge_s is not None and not self.outcome.done():
-            self.hedge_s = hedge_s
-            self._hedge(hedge_s)
-
-    def _hedge(self, seconds: float) -> None:
-        if self.hedge is not None:
-            self.hedge.cancel()
-        loop = asyncio.get_running_loop()
-        self.hedge = loop.call_later(seconds, self._go_on_meanwhile)
-
-    def _refuse(self, decision: Decision) -> None:
+    def _refuse(self, verdict: Decision) -> None:
         self.shared.tiers.decisions.recompute_storage += 1
-        self._ends(Fate.NOT_WORTH_IT, decision.reason)
+        self._ends(Fate.NOT_WORTH_IT, verdict.reason)
 
     def _finish_claims(self) -> None:
         for run in self.claimed:
@@ -886,30 +805,28 @@ class _Fetch:
     # What it came to
 
     def _learn_transfer(self, *, is_late: bool) -> None:
-        """A store that has not answered is one that was waited for so long in vain."""
+        """Tell the estimator how fast what was fetched has come."""
         transfer, self.transfer = self.transfer, None
         if transfer is not None:
             estimator, problem = self.shared.estimator, self.landed.problem
             is_late |= problem is not None and problem.status is GetStatus.FAILED
-            estimator.arrived(transfer, self.landed.num_tokens)
-            estimator.end_transfer(transfer, self.deadline.now(), is_late=is_late)
+            estimator.tier.arrived(transfer, self.landed.num_tokens * estimator.bytes_per_token)
+            now = asyncio.get_running_loop().time()
+            estimator.tier.end(transfer, now, is_late=is_late)
 
-    def _learn(self, *, was_given_up: bool) -> None:
-        """For the estimate, for `explain`, and for the log."""
-        now, tiers, estimator = self.deadline.now(), self.shared.tiers, self.shared.estimator
-        landed, problem = self.landed, self.landed.problem
-        is_late = self.fate is Fate.LATE
-        tiers.decisions.recompute_late += is_late
-        if self.waits_since is not None:
-            estimator.note_wait(landed.num_tokens, now - self.waits_since)
+    def _learn(self) -> None:
+        """Note it for `explain`, and for the log."""
+        tiers, landed, problem = self.shared.tiers, self.landed, self.landed.problem
+        tiers.decisions.recompute_late += self.fate is Fate.LATE
         if problem is None:
             return
         fate = self.fate or _FATES.get(problem.status)
         if fate is not None:
+            now = asyncio.get_running_loop().time()
             event = HistoryEvent(fate, "storage", now, problem.reason)
             tiers.eviction.history.record(self.prompt, landed.lease.num_blocks, event)
         if problem.status is not GetStatus.MISS:
-            if was_given_up:
+            if fate is Fate.LATE and asyncio.get_running_loop().time() < self.deadline_at:
                 log.debug("fetch ended early: %s", problem.reason)
             else:
                 self.shared.ended_early.warn(problem.reason)

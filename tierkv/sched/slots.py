@@ -14,12 +14,32 @@ import numpy as np
 
 from tierkv.cache.node import BlockPool, Ids, Tier
 from tierkv.errors import ShuttingDownError
-from tierkv.sched.worth import Allowance
 from tierkv.tasks import task_group
 
 log = logging.getLogger(__name__)
 STORE_PATIENCE_S = 0.25  # how long who needs room waits for a store to be done with blocks
 CLOSING_PATIENCE_S = 5.0  # how often closing says what it still waits for
+MOST_AT_ONCE_S = 0.5  # twice what is waited for one store that hangs
+WRITE_SHARE = 0.02
+
+
+@dataclass(slots=True)
+class Allowance:
+    """Seconds that requests in need of room may wait for writes to a store: WRITE_SHARE of the time
+    that goes by, and MOST_AT_ONCE_S at first. When none are left, blocks that the store has not
+    taken are dropped, so that engines do not go at the store's speed."""
+
+    seconds: float = MOST_AT_ONCE_S
+    is_waiting: bool = False
+    _seen_at: float | None = None
+
+    def look(self, now: float) -> bool:
+        """Return whether one may wait from now on, or go on waiting."""
+        went_by = now - (now if self._seen_at is None else self._seen_at)
+        self._seen_at = now
+        spent = went_by if self.is_waiting else 0.0
+        self.seconds = min(self.seconds + WRITE_SHARE * went_by - spent, MOST_AT_ONCE_S)
+        return self.seconds > 0
 
 
 class Work:

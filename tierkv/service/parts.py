@@ -194,9 +194,7 @@ class Parts:
         self.tiers = self._tiers(settings, fingerprint)
         self.index = self.tiers.index
         self.estimator = Estimator(
-            bytes_per_token=fingerprint.layout.block_bytes / settings.block_size,
-            policy=settings.fetch_policy,
-            deadline_s=settings.fetch_deadline_s,
+            bytes_per_token=fingerprint.layout.block_bytes / settings.block_size
         )
         self.scheduler = Scheduler(
             self.tiers, default=settings.limits(), prefill=self.estimator.prefill
@@ -273,6 +271,7 @@ class Parts:
             self.arrivals,
             source=direct,
             portions=self.portions,
+            estimator=self.estimator,
             fetch_deadline_s=made_of.settings.fetch_deadline_s,
             stats=stats,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import operator
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -33,6 +32,7 @@ from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import Handoff, Published, PublishStream
 from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.tickets import HandoffProblem, Ticket, TicketStatus, TicketView, look_at
+from tierkv.sched.budget import Budget
 from tierkv.sched.copies import count_stored, keys_beyond, stored_beyond
 from tierkv.sched.events import CacheEvents
 from tierkv.sched.explain import Explanation, explain
@@ -140,9 +140,6 @@ class Freed:
 
 
 _ASLEEP = "sleep"  # a pause of its own: who has paused the node finds it paused after the wake
-# A hand-off waits for 8 answers of its store one after the other, and in line with others for more:
-# of 20 at once over a store half a second away the last had its ticket after 9 s.
-_ROUND_TRIPS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +316,7 @@ class Service:
         if not self.is_ready:
             return
         self.tiers.copies.storage = self._storage_tier.attached_io
-        self.estimator.begin_anew()
+        self.estimator.tier.forget()
         self.index.unmark_all_stored()
         self.tiers.work.capacity_changed()
 
@@ -549,16 +546,28 @@ class Service:
         return self._admit_fetched(spec) if self.fetches(spec) else self.scheduler.admit(spec)
 
     async def _admit_fetched(self, spec: RequestSpec) -> Request:
-        fetched = await self.fetched(spec)
+        budget = self.budget()
+        fetched = await self.fetched(spec, budget)
         request = await self.scheduler.admit(spec, fetched)
-        return await self.with_rest(request, fetched) if fetched.lacked_room else request
+        return await self.with_rest(request, budget) if fetched.lacked_room else request
 
-    async def with_rest(self, request: Request, fetched: Fetched) -> Request:
+    def budget(self) -> Budget:
+        """Return what a request that begins now may wait for storage."""
+        deadline_s = self.settings.fetch_deadline_s
+        match self.settings.fetch_policy:
+            case FetchPolicy.BEST_EFFORT:
+                return Budget(deadline_s, estimator=self.estimator)
+            case FetchPolicy.WAIT_COMPLETE:
+                return Budget(deadline_s, step_s=deadline_s)
+            case FetchPolicy.DEADLINE:
+                return Budget(deadline_s)
+
+    async def with_rest(self, request: Request, budget: Budget) -> Request:
         """One that was just admitted, with what storage has of it and the host had no room for: now
         that there are blocks for that, it comes in portions, where it is worth its time. Another
         one of the same id, without the cache, if a portion does not load."""
         try:
-            await self._bring_rest(request, fetched.took_s)
+            await self._bring_rest(request, budget)
         except DeviceFailedError:
             raise
         except TransferError as error:
@@ -567,44 +576,25 @@ class Service:
             return await self.scheduler.admit(alone)
         return request
 
-    async def _bring_rest(self, request: Request, waited_s: float) -> None:
-        """waited_s: for storage, already. If it raises, the request has ended."""
-        time, policy = asyncio.get_running_loop().time, self.settings.fetch_policy
+    async def _bring_rest(self, request: Request, budget: Budget) -> None:
+        """If it raises, the request has ended."""
         missing = request.spec.prompt.num_tokens - request.cached_tokens
-        decision = self.estimator.decide_question(missing)
-        if not decision.fetches:
+        if budget.restrict(missing, is_answered=True).is_asked:
+            budget.arrived()
+            await self._parts.portions.bring_or_end(request, budget)
+        else:
             self.scheduler.brought_all(request)
-            return
-        deadline_s = self.settings.fetch_deadline_s
-        if policy is FetchPolicy.DEADLINE:  # one for both
-            deadline_s -= waited_s
-        limits = deadline_s, decision.give_up_s, decision.hedge_s
-        most_s = min(limit for limit in limits if limit is not None)
-        waits_for_all = policy is FetchPolicy.WAIT_COMPLETE
-        began_at = time()
-        await self._parts.portions.bring_or_end(
-            request,
-            give_up_at=began_at + most_s,
-            portion_s=most_s,
-            end_at=math.inf if waits_for_all else began_at + most_s,
-        )
-        if policy is FetchPolicy.BEST_EFFORT:
-            came = missing - (request.spec.prompt.num_tokens - request.cached_tokens)
-            self.estimator.note_wait(came, time() - began_at)
 
     def fetches(self, spec: RequestSpec) -> bool:
         """Whether storage is asked for what the tiers lack of a prompt."""
         return spec.uses_cache and self.tiers.copies.storage is not None
 
-    async def fetched(self, spec: RequestSpec) -> Fetched:
-        """What storage has of a prompt that the tiers lack, on the host; `admit` releases it."""
+    async def fetched(self, spec: RequestSpec, budget: Budget | None = None) -> Fetched:
+        """What storage has of a prompt that the tiers lack, on the host; `admit` releases it.
+        budget: of the request; None for a new one."""
         self.scheduler.check(spec)
         async with self._arrivals.wait(spec) as arrival:
-            fetched = await self.fetcher.fetch(
-                spec.prompt,
-                deadline_s=self.settings.fetch_deadline_s,
-                policy=self.settings.fetch_policy,
-            )
+            fetched = await self.fetcher.fetch(spec.prompt, budget or self.budget())
             arrival.let_go = fetched.release
         return fetched
 
@@ -645,7 +635,7 @@ class Service:
         what is worth fetching, or waiting for. Without them it goes by the time from admissions to
         commits, and nobody waits for blocks that another request is computing."""
         if num_tokens > 0 and seconds > 0:
-            self.estimator.note_prefill(num_tokens, seconds)
+            self.estimator.prefill.tell(num_tokens, seconds)
 
     # Hand-off
 
@@ -681,18 +671,10 @@ class Service:
         """`claim`, for who has the whole of it in one."""
         self._the_handoff()
         if deadline_s is None:
-            deadline_s = self.claim_deadline_s
+            deadline_s = self._made_of.handoff.claim_deadline_s
         return self._parts.claims.claim(
             spec, ticket_id, policy=policy, deadline_s=deadline_s, sampling=sampling or {}
         )
-
-    @property
-    def claim_deadline_s(self) -> float:
-        """How long a claim waits if nobody says: as the settings say, and longer by what a store
-        as slow as the slowest of ours is now needs to answer."""
-        latencies = [store.health.latency_s for store in self._storage_tier.stores]
-        patience_s = _ROUND_TRIPS * max(latencies, default=0.0)
-        return self._made_of.handoff.claim_deadline_s + patience_s
 
     @property
     def handoff(self) -> Handoff | None:

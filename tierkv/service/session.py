@@ -109,9 +109,9 @@ class Session:
         """Wait for blocks, with what is cached of the prompt on any tier on its way into them.
         Raises what `Service.admit` does; cancelling it leaves nothing behind."""
         with self._timed():
-            fetched = None
+            fetched, budget = None, self._service.budget()
             if self._service.fetches(self.spec):
-                fetched = await self._service.fetched(self.spec)
+                fetched = await self._service.fetched(self.spec, budget)
                 try:
                     self._mark(Moment.MATCHED, fetched.matched_at)
                     self._mark(Moment.FETCHED, fetched.ended_at)
@@ -120,7 +120,7 @@ class Session:
                     raise
             request = await self._service.scheduler.admit(self.spec, fetched)
             if fetched is not None and fetched.lacked_room:
-                request = await self._service.with_rest(request, fetched)
+                request = await self._service.with_rest(request, budget)
             return self._take(request)
 
     @contextmanager

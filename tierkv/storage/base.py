@@ -324,18 +324,12 @@ _MAX_PIECES = 1024
 
 
 def copy_into(content: Buffer, views: Sequence[memoryview]) -> None:
-    """Fill `views`, in order, from their start, with `content`, for which they have room."""
+    """Fill `views`, in order, with `content`, which is exactly as long as they are together."""
     source, at = memoryview(content), 0
     for view in flat(views):
-        piece = source[at : at + len(view)]
-        view[: len(piece)] = piece
-        at += len(piece)
+        view[:] = source[at : at + len(view)]
+        at += len(view)
     assert at == len(source), "the caller compares the lengths first"
-
-
-def room_for(num_bytes: int, views: Sequence[memoryview]) -> tuple[memoryview, ...]:
-    """Return the first `num_bytes` bytes of `views`, which have room for them."""
-    return cut_buffers(views, [num_bytes])[0]
 
 
 def flat(buffers: Iterable[Buffer]) -> list[memoryview]:

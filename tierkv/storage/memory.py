@@ -28,7 +28,6 @@ from tierkv.storage.protocol import (
     check_names,
     check_prefix,
     check_ttl,
-    too_long,
 )
 
 
@@ -191,11 +190,13 @@ class MemoryStore(BaseStore):
         value = self._live(item.name)
         if value is None:
             return GetOutcome(GetStatus.MISS)
-        num_bytes = len(value.content)
-        if num_bytes > item.room_bytes:
-            return too_long(item, num_bytes)
+        if len(value.content) != item.num_bytes:
+            return GetOutcome(
+                GetStatus.DAMAGED,
+                f"{item.name} has {len(value.content)} bytes, not {item.num_bytes}",
+            )
         copy_into(value.content, item.into)
-        return GetOutcome(GetStatus.HIT, num_bytes=num_bytes)
+        return GetOutcome(GetStatus.HIT)
 
     def _put_one(self, item: PutItem) -> PutOutcome:
         if not self._is_open:

@@ -1,0 +1,134 @@
+"""How long one request, claim or lookup may still wait for storage."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from tierkv.sched.worth import SILENT_S, Decision, Estimator
+
+_AT_ONCE = Decision(math.inf, 0.0, math.inf, "it waits for all there is")
+
+
+class Budget:
+    """The seconds that one request, claim or lookup may still wait for storage.
+
+    Every wait for storage runs inside `limit`, which ends it when nothing is left and counts its
+    seconds. A store, its guard and those who wait have no allowance beside it. A wait may end while
+    its work goes on: an operation at the store belongs to a task of its own.
+
+    Args:
+        deadline_s: seconds of waiting, in any case.
+        step_s: seconds that each arrival leaves at least; None: an arrival changes no deadline.
+        estimator: the rule, for who may compute instead. None for who has to wait.
+        is_claim: what is missing was published for this request.
+    """
+
+    def __init__(
+        self,
+        deadline_s: float,
+        *,
+        step_s: float | None = None,
+        estimator: Estimator | None = None,
+        is_claim: bool = False,
+    ) -> None:
+        self._time = asyncio.get_running_loop().time
+        self.is_claim = is_claim
+        self.may_compute = estimator is not None
+        self._estimator = estimator
+        self._step_s = step_s
+        self._deadline_s = deadline_s
+        self._allowed_s = math.inf  # by the rule
+        self._spent_s = 0.0
+        self._since = self._heard_at = 0.0
+        self._silent_s = math.inf if estimator is None else SILENT_S
+        self._scope: asyncio.Timeout | None = None
+        self._is_stopped = False
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the wait under way ends, or one that began now would."""
+        most_s = min(self._deadline_s, self._allowed_s) - self._spent()
+        if self._scope is None:
+            return min(most_s, self._silent_s)
+        return min(most_s, self._heard_at + self._silent_s - self._time())
+
+    @property
+    def deadline_at(self) -> float:
+        """When the wait under way ends in any case, on the loop's clock."""
+        return self._time() + self._deadline_s - self._spent()
+
+    def restrict(self, tokens: int, *, is_answered: bool = False) -> Decision:
+        """Apply the rule to `tokens` that are missing. Time that was spent is not given back.
+
+        Args:
+            tokens: how many of the prompt's tokens are missing.
+            is_answered: the tier has said that it has them.
+        """
+        if self._estimator is None:
+            return _AT_ONCE
+        verdict = self._estimator.judge(
+            tokens, self._time(), is_answered=is_answered, is_claim=self.is_claim
+        )
+        self._allowed_s = min(self._allowed_s, self._spent() + verdict.wait_s)
+        self._silent_s = max(SILENT_S, verdict.fetch_s / 2)
+        self._reschedule()
+        return verdict
+
+    def arrived(self, rest_s: float | None = None) -> None:
+        """Note that something has come.
+
+        Args:
+            rest_s: seconds until all of it is here, as it goes, if computing the rest takes longer:
+                the wait may go on for so long.
+        """
+        self._heard_at = self._time()
+        if self._step_s is not None:
+            self._deadline_s = max(self._deadline_s, self._spent() + self._step_s)
+        if rest_s is not None:
+            self._allowed_s = max(self._allowed_s, self._spent() + rest_s)
+        self._reschedule()
+
+    def restart(self) -> None:
+        """Count from zero: storage has said in time that what was waited for is not there yet."""
+        self._spent_s = 0.0
+
+    @asynccontextmanager
+    async def limit(self) -> AsyncIterator[None]:
+        """Bound a wait for storage, the body, and count its seconds.
+
+        Raises:
+            TimeoutError: nothing is left.
+        """
+        assert self._scope is None, "a request waits for one thing at a time"
+        self._since = self._heard_at = self._time()
+        try:
+            async with asyncio.timeout(None) as self._scope:
+                self._reschedule()
+                yield
+        finally:
+            self._spent_s, self._scope = self._spent(), None
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """In the body no time is spent: what came from storage is being copied."""
+        self._spent_s, self._is_stopped = self._spent(), True
+        self._reschedule()
+        try:
+            yield
+        finally:
+            self._is_stopped = False
+            self._since = self._time()
+            self.arrived()
+
+    def _spent(self) -> float:
+        is_waiting = self._scope is not None and not self._is_stopped
+        return self._spent_s + (self._time() - self._since if is_waiting else 0.0)
+
+    def _reschedule(self) -> None:
+        scope = self._scope
+        if scope is not None and not scope.expired():
+            left_s = math.inf if self._is_stopped else self.left_s
+            scope.reschedule(None if left_s == math.inf else self._time() + left_s)
