@@ -79,12 +79,23 @@ def load_traced(
         raise ConfigError(f"{where}: {error}") from error
 
 
-def from_mapping(kind: type[T], given: Mapping[str, Any], where: str) -> T:
-    """Settings of type `kind` from what an engine was given for them, `where`. Raises ConfigError
-    if a name is unknown or a value is not of its type."""
+def from_mapping(
+    kind: type[T], given: Mapping[str, Any], where: str, *, converts_text: bool = False
+) -> T:
+    """Return settings of type `kind` from a table.
+
+    Args:
+        kind: a dataclass or struct of settings.
+        given: values by the settings' names.
+        where: the table's place, for messages.
+        converts_text: read a number from a text, as environment variables have them.
+
+    Raises:
+        ConfigError: a name is unknown, or a value is not of its type.
+    """
     _refuse_unknown(kind, given, where)
     try:
-        return msgspec.convert(given, kind)
+        return msgspec.convert(given, kind, strict=not converts_text)
     except (msgspec.ValidationError, ConfigError) as error:
         raise ConfigError(f"{where}: {error}") from error
 

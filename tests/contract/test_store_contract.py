@@ -19,7 +19,7 @@ from tests.mooncake_server import (  # noqa: F401 - fixtures
 )
 from tests.redis_groups import RedisCluster, redis_cluster
 from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F401 - fixtures
-from tests.storage.sqlite_store import open_sqlite
+from tests.storage.sqlite_store import SqliteSettings, SqliteStore
 from tests.storage.values import (
     Routed,
     Taken,
@@ -120,7 +120,7 @@ def local_ground(kind: str, root: Path) -> Ground:
         "routed": lambda: Routed({"t:f": at(files[0]), "t:abc": at(files[1])}, at(files[2])),
         "places": lambda: Places(at(files[0])),
         "resilient": lambda: open_guarded_store(files[0], settings, clock),
-        "sqlite": lambda: open_sqlite(f"sqlite://{root}/values", clock),
+        "sqlite": lambda: SqliteStore(f"sqlite://{root}/values", SqliteSettings(), clock),
     }
     return Ground(makers[kind], clock)
 
@@ -279,22 +279,41 @@ async def test_empty_batches_ask_nothing(store: Store) -> None:
     assert await store.delete([]) == 0
 
 
-@pytest.mark.parametrize("expected", [0, 1, 999, 1_001, 5_000])
-async def test_a_value_of_another_length_is_damage_not_a_hit(store: Store, expected: int) -> None:
+@pytest.mark.parametrize("room", [0, 1, 999])
+async def test_a_value_without_room_is_damage_not_a_hit(store: Store, room: int) -> None:
     await put_one(store, "t:f:a:0", content_of("a", 1_000))
-    item, _ = landing("t:f:a:0", expected)
+    item, _ = landing("t:f:a:0", room)
     [got] = await store.get_into([item])
     assert got.status is GetStatus.DAMAGED
     assert "1000 bytes" in got.reason
 
 
-async def test_an_empty_value_is_damage_where_bytes_were_expected(
-    ground: Ground, store: Store
+@pytest.mark.parametrize("num_bytes", [0, 1, 87, 88, 89, 1_000, 700_000, (2 << 20) - 1, 2 << 20])
+async def test_a_value_comes_with_its_length_into_room_that_is_longer(
+    ground: Ground, store: Store, num_bytes: int
 ) -> None:
-    if not ground.has_empty_values:
+    if not num_bytes and not ground.has_empty_values:
         pytest.skip("this store has no values of no bytes")
-    await put_one(store, "t:f:a:0", b"")
-    assert (await get_one(store, "t:f:a:0", 10))[0] is GetStatus.DAMAGED
+    content = content_of("a", num_bytes)
+    await put_one(store, "t:f:a:0", content)
+    for digest in (None, Taken):
+        item, buffers = landing("t:f:a:0", 88, 0, 600_000, 2 << 20)
+        [got] = await store.get_into([replace(item, digest=digest)])
+        assert (got.status, got.num_bytes) == (GetStatus.HIT, num_bytes)
+        assert b"".join(buffers)[:num_bytes] == content
+        if got.digest is not None:
+            assert isinstance(got.digest, Taken)
+            assert got.digest.content == content
+
+
+async def test_lengths_of_values_are_those_of_their_items(store: Store) -> None:
+    sizes = {f"t:f:{index:02}:0": 1 + 997 * index for index in range(40)}
+    await store.put([PutItem(name, (content_of(name, size),)) for name, size in sizes.items()])
+    landings = [landing(name, 50_000) for name in (*sizes, "t:f:missing:0")]
+    gots = await store.get_into([item for item, _ in landings])
+    assert [got.num_bytes for got in gots] == [*sizes.values(), 0]
+    for (name, size), (_, [buffer]) in zip(sizes.items(), landings[:-1], strict=True):
+        assert buffer[:size] == content_of(name, size)
 
 
 async def test_a_small_value_longer_than_allowed_is_corrupt(store: Store) -> None:

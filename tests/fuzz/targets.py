@@ -35,7 +35,7 @@ from tierkv.storage.codec import (
     ValueIdentity,
     read_identity,
 )
-from tierkv.storage.redis.resp import LANDED, NotRedisError, OtherLength, Replies, Reply
+from tierkv.storage.redis.resp import NotRedisError, Replies, Reply, TooLong, ValueLanded
 from tierkv.storage.redis.url import parse_redis_url
 
 Target = Callable[[bytes], None]
@@ -138,7 +138,10 @@ def _replies(wanted: Sequence[int | None], pieces: Iterator[bytes]) -> list[Repl
                 found += replies.received(taken)
     except NotRedisError:
         return None
-    return [*found, *(bytes(buffers[i]) for i, reply in enumerate(found) if reply is LANDED)]
+    return [
+        *found,
+        *(bytes(buffers[i]) for i, reply in enumerate(found) if isinstance(reply, ValueLanded)),
+    ]
 
 
 def _resp(data: bytes) -> None:
@@ -146,7 +149,7 @@ def _resp(data: bytes) -> None:
     wanted = [None if byte > 100 else byte for byte in data[:6]]
     whole = _replies(wanted, iter([data[10:]]))
     assert _replies(wanted, _pieces(data[6:])) == whole
-    assert not any(reply.num_bytes < 0 for reply in whole or () if isinstance(reply, OtherLength))
+    assert not any(reply.num_bytes < 0 for reply in whole or () if isinstance(reply, TooLong))
 
 
 def _value(data: bytes) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace as replace_fields
 from typing import Any
 
 import pytest
@@ -19,9 +20,10 @@ from tierkv.gpu.protocol import Direction
 from tierkv.sched.budget import Budget
 from tierkv.sched.fetch import NO_ROOM
 from tierkv.sched.worth import FetchPolicy
+from tierkv.storage.base import StoreWrapper
 from tierkv.storage.codec import HEADER_BYTES
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.protocol import GetItem, GetOutcome
+from tierkv.storage.protocol import Capabilities, GetItem, GetOutcome
 
 THROUGH = WritePolicy.WRITE_THROUGH
 PATIENT_S = 20.0
@@ -207,6 +209,38 @@ async def test_what_arrived_before_the_store_got_stuck_is_used() -> None:
         await here.settle()
         again = await here.run(prompt)
         assert again.total_tokens == 319
+
+
+class DearQuestions(StoreWrapper):
+    """Asking costs as much as reading, and is counted."""
+
+    num_asked = 0
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace_fields(super().capabilities, has_cheap_questions=False)
+
+    async def exists(self, names: Sequence[str]) -> int:
+        self.num_asked += 1
+        return await super().exists(names)
+
+    async def present(self, names: Sequence[str]) -> list[bool]:
+        self.num_asked += 1
+        return await super().present(names)
+
+
+@pytest.mark.parametrize("hole", [0, 2, None])
+async def test_a_store_whose_questions_cost_as_much_as_reads_is_read_at_once(
+    hole: int | None,
+) -> None:
+    inner = await filled(tokens(18))
+    store = DearQuestions(inner)
+    async with world(store=store) as here:
+        if hole is not None:
+            await inner.delete([here.names(tokens(18))[hole]])
+        matched = await here.run(tokens(18))  # checks every byte
+        assert matched.storage_tokens == (17 if hole is None else hole * 4)
+        assert store.num_asked == 0
 
 
 class StuckReads(MemoryStore):

@@ -5,27 +5,41 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 from tierkv.clock import Clock
-from tierkv.errors import BadRequestError, StoreCorruptError, StoreUnavailableError
+from tierkv.errors import (
+    BadRequestError,
+    ConfigError,
+    StoreCorruptError,
+    StoreUnavailableError,
+)
 from tierkv.storage import protocol as p
 from tierkv.storage.base import BaseStore, WorkerThreads, copy_into
+from tierkv.storage.factory import StoreKind
 
 T = TypeVar("T")
 Rows = list[tuple[str, int, float | None]]
 
 
-def open_sqlite(url: str, clock: Clock) -> p.Store:
-    """What the entry point names."""
-    return SqliteStore(url, clock)
+@dataclass(frozen=True, slots=True)
+class SqliteSettings:
+    """journal: how SQLite keeps its journal, `wal` or `delete`."""
+
+    journal: str = "wal"
+    timeout_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.journal not in {"wal", "delete"}:
+            raise ConfigError(f"journal must be wal or delete, not {self.journal!r}")
 
 
 class SqliteStore(BaseStore):
     capabilities = p.Capabilities(is_shared=True, is_durable=True)
 
-    def __init__(self, url: str, clock: Clock) -> None:
-        self.url, self._clock = url, clock
+    def __init__(self, url: str, settings: SqliteSettings, clock: Clock) -> None:
+        self.url, self.settings, self._clock = url, settings, clock
         self._thread = WorkerThreads(url, 1)  # a cancelled caller waits for it: buffers are safe
         self._database: sqlite3.Connection | None = None
 
@@ -42,7 +56,10 @@ class SqliteStore(BaseStore):
 
     def _open(self) -> None:
         path = self.url.removeprefix("sqlite://")
-        self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._database = sqlite3.connect(
+            path, self.settings.timeout_s, isolation_level=None, check_same_thread=False
+        )
+        self._database.execute(f"PRAGMA journal_mode={self.settings.journal}")
         self._database.execute(
             "CREATE TABLE IF NOT EXISTS v (name TEXT PRIMARY KEY, value BLOB, ends REAL)"
         )
@@ -80,11 +97,10 @@ class SqliteStore(BaseStore):
         value = self._value(item.name)
         if value is None:
             return p.GetOutcome(p.GetStatus.MISS)
-        if len(value) != item.num_bytes:
-            reason = f"{item.name} has {len(value)} bytes, not {item.num_bytes}"
-            return p.GetOutcome(p.GetStatus.DAMAGED, reason)
+        if len(value) > item.room_bytes:
+            return p.too_long(item, len(value))
         copy_into(value, item.into)
-        return p.GetOutcome(p.GetStatus.HIT)
+        return p.GetOutcome(p.GetStatus.HIT, num_bytes=len(value))
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
         p.check_name(name)
@@ -138,3 +154,6 @@ class SqliteStore(BaseStore):
     async def usage(self, prefix: str) -> p.Usage:
         page = await self.list(prefix, limit=2**31)
         return p.Usage(len(page.values), sum(value.num_bytes for value in page.values))
+
+
+SQLITE = StoreKind(SqliteSettings, SqliteStore)  # what the entry point names

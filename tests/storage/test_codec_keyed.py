@@ -115,6 +115,8 @@ def test_the_documents_test_vectors_are_what_is_written() -> None:
     payload = bytes(range(16))
     header, stored = SignedCodec(KEY).encode(payload, identity)
     assert documented("Test vector, signed") == header + bytes(stored)
-    header, stored = SealedCodec(KEY).encode_with(bytes(range(0xA0, 0xAC)), payload, identity)
+    header, stored = SealedCodec(KEY, make_nonce=lambda _: bytes(range(0xA0, 0xAC))).encode(
+        payload, identity
+    )
     assert documented("Test vector, sealed") == header + bytes(stored)
     assert decoded(SealedCodec(KEY), header, bytes(stored), identity) == payload

@@ -34,7 +34,7 @@ STRANGE = (
     "t:f:\N{ARABIC-INDIC DIGIT ONE}".encode(),
 )
 BESIDE = (b"t", b"tt:f:00:0", b"other:f:00:0", b"T:f:00:0", b"t2:f:00:0")
-COMMANDS = ("get", "getrange", "set", "exists", "unlink", "pexpire", "ping")
+COMMANDS = ("get", "set", "exists", "unlink", "pexpire", "ping")
 
 
 @pytest.fixture(scope="module")

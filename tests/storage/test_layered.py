@@ -161,11 +161,11 @@ async def test_a_prompt_that_is_partly_near_is_found_whole() -> None:
         assert await store.exists(NAMES) == 12
 
 
-async def test_a_near_copy_of_the_wrong_length_is_replaced_by_what_came_from_afar() -> None:
+async def test_a_near_copy_without_room_is_replaced_by_what_came_from_afar() -> None:
     near, far = memory(), memory()
     store = LayeredStore(near, far, LayeredSettings())
     async with store.running():
-        assert await put_one(near, NAMES[0], b"cut") is PutStatus.STORED
+        assert await put_one(near, NAMES[0], b"longer") is PutStatus.STORED
         assert await put_one(far, NAMES[0], b"whole") is PutStatus.STORED
         assert await get_one(store, NAMES[0], 5) == (GetStatus.HIT, b"whole")
         async with asyncio.timeout(10):
@@ -253,7 +253,7 @@ def test_urls_of_composed_stores_tell_no_secrets() -> None:
 async def test_damage_in_one_store_is_told_though_the_other_has_no_copy() -> None:
     first, second = memory(), memory()
     async with (store := LayeredStore(first, second, LayeredSettings())).running():
-        assert await put_one(first, NAME, b"cut") is STORED
+        assert await put_one(first, NAME, b"longer") is STORED
         assert (await get_one(store, NAME, 5))[0] is GetStatus.DAMAGED
         second.fail_items(NAME)
         assert (await get_one(store, NAME, 5))[0] is GetStatus.DAMAGED

@@ -67,8 +67,14 @@ async def test_values_go_there_and_come_back(empty_mooncake: MooncakeServer) -> 
         for name, (_, [header, payload]) in zip(names[:15], landings, strict=False):
             assert header == content_of(name, 88)
             assert payload == content_of(name, 50_000)
-        for wrong in (50_087, 50_089, 10):
-            assert (await get_one(store, names[0], wrong))[0] is GetStatus.DAMAGED
+        for room in (50_087, 10):
+            assert (await get_one(store, names[0], room))[0] is GetStatus.DAMAGED
+        for room in (50_089, 200_000):
+            item, [buffer] = landing(names[0], room)
+            [got] = await store.get_into([item])
+            assert (got.status, got.num_bytes) == (GetStatus.HIT, 50_088)
+            assert buffer[:88] == content_of(names[0], 88)
+            assert buffer[88:50_088] == content_of(names[0], 50_000)
         for count in (90, 120):  # of which a third have no bytes; it takes 64 pieces of a value
             sizes = [at % 3 for at in range(count)]
             item, buffers = landing(names[0], *sizes, 50_088 - sum(sizes))

@@ -239,7 +239,7 @@ async def test_a_user_who_may_not_tell_polls_and_it_is_said_once(
 ) -> None:
     server.execute(
         "ACL", "SETUSER", "narrow", "on", ">pw", "~tierkv:*",
-        "+get", "+getrange", "+set", "+exists", "+unlink", "+pexpire", "+ping",
+        "+get", "+set", "+exists", "+unlink", "+pexpire", "+ping",
     )  # fmt: skip
     url = f"redis://narrow:pw@127.0.0.1:{server.port}/0"
     caplog.set_level(logging.WARNING)
@@ -257,7 +257,7 @@ async def test_a_user_who_may_not_tell_polls_and_it_is_said_once(
 async def test_the_documented_access_is_enough(server: RedisServer) -> None:
     server.execute(
         "ACL", "SETUSER", "node", "on", ">pw", "~tierkv:*", "&tierkv:*",
-        "+get", "+getrange", "+set", "+exists", "+unlink", "+pexpire", "+ping",
+        "+get", "+set", "+exists", "+unlink", "+pexpire", "+ping",
         "+publish", "+subscribe", "+unsubscribe",
     )  # fmt: skip
     url = f"redis://node:pw@127.0.0.1:{server.port}/0"

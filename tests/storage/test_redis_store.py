@@ -260,7 +260,7 @@ async def test_addresses_and_passwords_of_any_spelling_reach_the_server(tmp_path
 async def test_a_user_without_the_rights_gets_an_outcome_that_says_so(
     locked_redis: RedisServer,
 ) -> None:
-    rights = ("on", ">pw", "~t:*", "+get", "+getrange", "+ping", "+select", "+client")
+    rights = ("on", ">pw", "~t:*", "+get", "+ping", "+select", "+client")
     await asyncio.to_thread(locked_redis.execute, "ACL", "SETUSER", "reader", *rights)
     store = redis_store(f"redis://reader:pw@127.0.0.1:{locked_redis.port}")
     async with store.running():
@@ -582,7 +582,7 @@ async def test_a_caller_that_goes_while_its_connection_is_made_gets_its_buffers_
             assert buffer == bytes(1_000)
 
 
-LONG_BYTES = (5 << 20) + 3  # read in ranges
+LONG_BYTES = (5 << 20) + 3
 
 
 @pytest.mark.parametrize("num_bytes", [1, 100, 8 << 10, 1 << 20])
@@ -625,7 +625,7 @@ async def test_a_digest_is_of_the_try_that_brought_the_value(
             assert last.content == content
 
 
-async def test_a_long_value_is_read_in_ranges_into_scattered_buffers(store: RedisStore) -> None:
+async def test_a_long_value_is_read_into_scattered_buffers(store: RedisStore) -> None:
     content = content_of("long", LONG_BYTES)
     assert await put_one(store, "t:f:long:0", content) is PutStatus.STORED
     landed = bytearray(LONG_BYTES)
@@ -638,7 +638,7 @@ async def test_a_long_value_is_read_in_ranges_into_scattered_buffers(store: Redi
     assert await store.get("t:f:long:0", max_bytes=LONG_BYTES) == content
 
 
-async def test_a_long_value_that_is_replaced_all_the_while_is_seen_whole_by_who_makes_no_digest(
+async def test_a_long_value_that_is_replaced_all_the_while_is_seen_whole(
     store: RedisStore,
 ) -> None:
     name, ways = "t:f:long:0", [bytes([letter]) * (8 << 20) for letter in b"ab"]
@@ -656,36 +656,6 @@ async def test_a_long_value_that_is_replaced_all_the_while_is_seen_whole_by_who_
             assert content in ways
         for writer in writers:
             writer.cancel()
-
-
-async def test_a_long_value_of_another_length_is_damage_and_one_that_is_gone_a_miss(
-    store: RedisStore,
-) -> None:
-    name = "t:f:long:0"
-
-    async def status_of(num_bytes: int) -> GetStatus:
-        item = replace(landing(name, num_bytes)[0], digest=Taken)
-        [outcome] = await store.get_into([item])
-        return outcome.status
-
-    assert await status_of(LONG_BYTES) is GetStatus.MISS
-    await put_one(store, name, content_of("long", LONG_BYTES))
-    for num_bytes in (LONG_BYTES - 1, LONG_BYTES + 1, LONG_BYTES // 2 + 1, 2 * LONG_BYTES):
-        assert await status_of(num_bytes) is GetStatus.DAMAGED, num_bytes
-
-
-@pytest.mark.parametrize("left_bytes", [0, 1, 2 << 20, (2 << 20) + 1, 4 << 20, (6 << 20) - 1])
-async def test_a_long_value_that_was_cut_is_damage_wherever_it_was_cut(
-    store: RedisStore, left_bytes: int
-) -> None:
-    """Where a range begins, too: GETRANGE from there on says what it says of no value."""
-    name = "t:f:long:0"
-    await put_one(store, name, bytes(left_bytes))
-    missing, _ = landing("t:f:missing:0", 6 << 20)
-    cut, _ = landing(name, 6 << 20)
-    outcomes = await store.get_into([replace(item, digest=Taken) for item in (missing, cut)])
-    assert [outcome.status for outcome in outcomes] == [GetStatus.MISS, GetStatus.DAMAGED]
-    assert f"{left_bytes} bytes" in outcomes[1].reason or left_bytes % (2 << 20)
 
 
 async def test_no_batch_is_too_large_and_many_at_once_all_have_their_turn(

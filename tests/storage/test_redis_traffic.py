@@ -15,7 +15,7 @@ from tests.latch import finish, turns, until
 from tests.storage.values import content_of, landing
 from tierkv.clock import SystemClock
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
-from tierkv.storage.redis.node import get_whole_request, put_request, question
+from tierkv.storage.redis.node import get_request, put_request, question
 from tierkv.storage.redis.pool import (
     WRITING_BYTES,
     ConnectionPool,
@@ -379,7 +379,7 @@ def put(name: str, num_bytes: int) -> WireRequest:
 
 
 def get(name: str, num_bytes: int) -> WireRequest:
-    return get_whole_request(landing(name, num_bytes)[0])
+    return get_request(landing(name, num_bytes)[0])
 
 
 def num_bytes_of(requests: Sequence[WireRequest]) -> int:

@@ -351,7 +351,6 @@ async def test_row_19_a_user_of_few_commands_and_one_prefix_is_enough(
 ) -> None:
     commands = (
         "get",
-        "getrange",
         "set",
         "exists",
         "unlink",

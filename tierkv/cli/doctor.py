@@ -121,7 +121,7 @@ async def _measured(store: Store) -> tuple[float, float]:
                 if outcome.status not in {PutStatus.STORED, PutStatus.EXISTED}:
                     raise StoreUnavailableError(f"{store.url} takes no writes: {outcome.reason}")
             for read in got:
-                if read.status is not GetStatus.HIT:
+                if read.status is not GetStatus.HIT or read.num_bytes != _VALUE_BYTES:
                     why = read.reason or "what was written is not there"
                     raise StoreUnavailableError(f"{store.url} gives nothing back: {why}")
     num_bytes = _VALUE_BYTES * _NUM_VALUES

@@ -650,7 +650,9 @@ class _Fetch:
         self.question = question
         shared.estimator.tier.num_tries += question.is_try
         self.claimed.append(shared.claim(keys, start))
-        if self.promised and not shared.storage.meets_other_sizes:  # else of which size is asked
+        # Blocks of other sizes are found by asking.
+        is_asked = not (self.promised or shared.storage.reads_at_once)
+        if not is_asked and not shared.storage.meets_other_sizes:
             present = len(keys)
         elif self.known is not None and self.known.blocks.start <= start <= self.known.blocks.stop:
             present = min(self.known.blocks.stop - start, len(keys))

@@ -324,12 +324,18 @@ _MAX_PIECES = 1024
 
 
 def copy_into(content: Buffer, views: Sequence[memoryview]) -> None:
-    """Fill `views`, in order, with `content`, which is exactly as long as they are together."""
+    """Fill `views`, in order, from their start, with `content`, for which they have room."""
     source, at = memoryview(content), 0
     for view in flat(views):
-        view[:] = source[at : at + len(view)]
-        at += len(view)
+        piece = source[at : at + len(view)]
+        view[: len(piece)] = piece
+        at += len(piece)
     assert at == len(source), "the caller compares the lengths first"
+
+
+def room_for(num_bytes: int, views: Sequence[memoryview]) -> tuple[memoryview, ...]:
+    """Return the first `num_bytes` bytes of `views`, which have room for them."""
+    return cut_buffers(views, [num_bytes])[0]
 
 
 def flat(buffers: Iterable[Buffer]) -> list[memoryview]:

@@ -3,14 +3,14 @@ that other packages do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Generic, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from tierkv.clock import Clock
-from tierkv.config import Fixed
+from tierkv.config import Fixed, from_mapping
 from tierkv.errors import ConfigError
 from tierkv.storage.codec import SmallCodec, TenantCodecs, Trust, parse_key, read_key
 from tierkv.storage.file import FileSettings, FileStore
@@ -22,17 +22,36 @@ from tierkv.storage.mooncake.store import MooncakeStore
 from tierkv.storage.protocol import Store
 from tierkv.storage.redis.url import REDIS_SCHEMES, RedisSettings, parse_redis_url
 
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
-# Under it, by the scheme of its URLs, a package names a function that takes a URL and a Clock and
-# returns a Store (docs/storage.md, "A store of your own").
+# Under it, by the scheme of its URLs, a package names a StoreKind: "A store of your own" in
+# docs/storage.md.
 ENTRY_POINTS = "tierkv.stores"
+
+Settings = TypeVar("Settings")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreKind(Generic[Settings]):
+    """A kind of store that a package brings.
+
+    settings: dataclass of its settings, each with a default: the table `storage.stores.SCHEME`.
+    open: makes a store from a URL, settings and a clock; it raises ConfigError for a wrong URL.
+    """
+
+    settings: type[Settings]
+    open: Callable[[str, Settings, Clock], Store]
+
+    def settings_from(self, table: Mapping[str, object], scheme: str) -> Settings:
+        """Return the settings in `table`, or raise ConfigError for an unknown key or wrong type."""
+        where = f"[storage.stores.{scheme}]"
+        return from_mapping(self.settings, table, where, converts_text=True)
 
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """The settings of every kind of store; those of the kinds not used have no effect."""
+    """The settings of every kind of store; those of the kinds not used have no effect.
+
+    stores: tables of settings of stores that packages bring, by the scheme of their URLs.
+    """
 
     memory: MemorySettings = field(default_factory=MemorySettings)
     file: FileSettings = field(default_factory=FileSettings)
@@ -40,6 +59,7 @@ class StoreSettings:
     mooncake: MooncakeSettings = field(default_factory=MooncakeSettings)
     layered: LayeredSettings = field(default_factory=LayeredSettings)
     resilience: ResilienceSettings = field(default_factory=ResilienceSettings)
+    stores: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
 
 def _memory(url: str, settings: StoreSettings, clock: Clock) -> Store:
@@ -112,8 +132,8 @@ def open_store(url: str, settings: StoreSettings, clock: Clock) -> Store:
     if separator and scheme == "mirrored":
         raise ConfigError(_NO_MIRRORS)
     opens = _STORES.get(scheme) if separator else None
-    if opens is None and separator and (entry := _brought(scheme)) is not None:
-        return _of_entry_point(entry, url, clock)
+    if opens is None and separator and (kind := _brought(scheme)) is not None:
+        return kind.open(url, kind.settings_from(settings.stores.get(scheme, {}), scheme), clock)
     if opens is None:
         if url[:1] in {"/", "."}:
             raise ConfigError(f"{url[:200]!r} is no storage URL; accepted: {_FILE}")
@@ -122,22 +142,26 @@ def open_store(url: str, settings: StoreSettings, clock: Clock) -> Store:
     return opens(url, settings, clock)
 
 
-def _brought(scheme: str) -> EntryPoint | None:
-    """What another package brings for URLs of `scheme`. Reads the installed packages' metadata: a
-    few milliseconds, for a scheme that is not our own."""
+def _brought(scheme: str) -> StoreKind[Any] | None:
+    """Return what another package brings for URLs of `scheme`. Reads the installed packages'
+    metadata: a few milliseconds, for a scheme that is not our own.
+
+    Raises:
+        ConfigError: it cannot be imported, or is no StoreKind.
+    """
     from importlib.metadata import entry_points  # noqa: PLC0415 - 2 MiB that few nodes need
 
-    return next(iter(entry_points(group=ENTRY_POINTS, name=scheme)), None)
-
-
-def _of_entry_point(entry: EntryPoint, url: str, clock: Clock) -> Store:
+    entry = next(iter(entry_points(group=ENTRY_POINTS, name=scheme)), None)
+    if entry is None:
+        return None
+    what = f"the store for {entry.name}: URLs, {entry.value},"
     try:
-        opens: Callable[[str, Clock], Store] = entry.load()
+        kind = entry.load()
     except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"the store for {entry.name}: URLs, {entry.value}, cannot be imported: {error}"
-        ) from error
-    return opens(url, clock)
+        raise ConfigError(f"{what} cannot be imported: {error}") from error
+    if not isinstance(kind, StoreKind):
+        raise ConfigError(f"{what} is no tierkv.storage.factory.StoreKind: upgrade its package")
+    return kind
 
 
 def urls_in(url: str) -> Sequence[str]:
@@ -177,6 +201,8 @@ class StorageSettings:
     tenants: a store of its own for some tenants: URL by the short fingerprint.
     peer_tensor_parallel: tensor-parallel sizes of other nodes whose blocks are looked for where
         there is none of this node's own size.
+    stores: a table of settings for each store that another package brings, by the scheme of its
+        URLs: [storage.stores.s3].
     """
 
     url: str = ""
@@ -192,8 +218,16 @@ class StorageSettings:
     mooncake: MooncakeSettings = field(default_factory=MooncakeSettings)
     layered: LayeredSettings = field(default_factory=LayeredSettings)
     resilience: ResilienceSettings = field(default_factory=ResilienceSettings)
+    stores: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for scheme, table in self.stores.items():
+            if (kind := _brought(scheme)) is None:
+                raise ConfigError(
+                    f"[storage.stores.{scheme}] has settings, but no installed package brings a "
+                    f"store for {scheme}: URLs: install it, or remove the table"
+                )
+            kind.settings_from(table, scheme)
         if self.key and self.key_file:
             raise ConfigError("storage.key and storage.key_file are both set: give one")
         if self.trust is Trust.TRUSTED and (self.key or self.key_file):
@@ -213,6 +247,7 @@ class StorageSettings:
             mooncake=self.mooncake,
             layered=self.layered,
             resilience=self.resilience,
+            stores=self.stores,
         )
 
     def codecs(self) -> TenantCodecs:

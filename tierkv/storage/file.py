@@ -25,7 +25,14 @@ from pathlib import Path
 from tierkv.clock import Clock
 from tierkv.config import Fixed
 from tierkv.errors import ConfigError, StoreCorruptError, StoreRefusedError, StoreUnavailableError
-from tierkv.storage.base import BaseStore, WorkerThreads, flat, read_fully, write_fully
+from tierkv.storage.base import (
+    BaseStore,
+    WorkerThreads,
+    flat,
+    read_fully,
+    room_for,
+    write_fully,
+)
 from tierkv.storage.file_room import (
     NEVER_NS,
     TAKES_NOTHING,
@@ -62,6 +69,7 @@ from tierkv.storage.protocol import (
     check_names,
     check_prefix,
     check_ttl,
+    too_long,
 )
 from tierkv.tasks import supervised
 
@@ -126,20 +134,17 @@ class ValueFiles:
                 if fd is None:
                     return GetOutcome(GetStatus.MISS)
                 num_bytes = os.fstat(fd).st_size
-                if num_bytes != item.num_bytes:
-                    return GetOutcome(
-                        GetStatus.DAMAGED,
-                        f"{item.name} has {num_bytes} bytes, not {item.num_bytes}",
-                    )
+                if num_bytes > item.room_bytes:
+                    return too_long(item, num_bytes)
                 digest = item.digest() if item.digest is not None else None
-                if not read_fully(fd, item.into, digest):
+                if not read_fully(fd, room_for(num_bytes, item.into), digest):
                     return GetOutcome(GetStatus.DAMAGED, f"{item.name} was cut while being read")
         except PermissionError:
             return GetOutcome(GetStatus.MISS)
         except OSError as error:
             status = GetStatus.DAMAGED if error.errno in _UNREADABLE else GetStatus.FAILED
             return GetOutcome(status, sentence(item.name, error))
-        return GetOutcome(GetStatus.HIT, digest=digest)
+        return GetOutcome(GetStatus.HIT, num_bytes=num_bytes, digest=digest)
 
     def get_small(self, name: str, max_bytes: int) -> bytes | None:
         """The value called `name`, or None. Raises StoreCorruptError, StoreUnavailableError."""

@@ -293,7 +293,7 @@ class GuardedStore(StoreWrapper):
 
     async def _get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
         """The caller's buffers have to come back: a read that is stuck is waited for."""
-        num_bytes = sum(item.num_bytes + _ITEM_BYTES for item in items)
+        num_bytes = sum(item.room_bytes + _ITEM_BYTES for item in items)
         try:
             await self._take_slot()
             try:

@@ -17,7 +17,13 @@ from typing import TypeVar
 
 from tierkv.config import Fixed
 from tierkv.errors import BadRequestError, ConfigError, StoreRefusedError, StoreUnavailableError
-from tierkv.storage.base import StoreWrapper, WorkerThreads, num_leading, usage_of_pages
+from tierkv.storage.base import (
+    StoreWrapper,
+    WorkerThreads,
+    num_leading,
+    room_for,
+    usage_of_pages,
+)
 from tierkv.storage.protocol import (
     GetItem,
     GetOutcome,
@@ -139,13 +145,21 @@ class LayeredStore(StoreWrapper):
         left = [i for i, outcome in enumerate(outcomes) if outcome.status is not GetStatus.HIT]
         if left:
             far = await self._far.get_into([items[i] for i in left])
-            came = [i for i, one in zip(left, far, strict=True) if one.status is GetStatus.HIT]
+            came = {
+                i: one.num_bytes
+                for i, one in zip(left, far, strict=True)
+                if one.status is GetStatus.HIT
+            }
             damaged = {items[i].name for i in came if outcomes[i].status is GetStatus.DAMAGED}
             for i, outcome in zip(left, far, strict=True):
                 if outcome.status in _IS_THERE or outcomes[i].status is not GetStatus.DAMAGED:
                     outcomes[i] = outcome
                     self._came_from_afar[items[i].name] = None
-            trusted = [items[i] for i in came if items[i].name not in suspects]
+            trusted = [
+                (items[i], num_bytes)
+                for i, num_bytes in came.items()
+                if items[i].name not in suspects
+            ]
             await self._copies.make(trusted, damaged, num_forgets)
             while len(self._came_from_afar) > _MAX_NOTED:
                 self._came_from_afar.popitem(last=False)
@@ -247,30 +261,37 @@ class NearCopies:
         finally:  # others can change what is there until it is opened again
             self.forget(list(self._waiting))
 
-    async def make(self, came: Sequence[GetItem], damaged: set[str], num_forgets: int) -> None:
+    async def make(
+        self, came: Sequence[tuple[GetItem, int]], damaged: set[str], num_forgets: int
+    ) -> None:
         """Copy values that have come, up to the limit, before their buffers are another's.
 
-        damaged: names of which the near store has something else, which is replaced. num_forgets:
-        as it was when they were asked for; if it has changed, nothing is copied.
+        Args:
+            came: items, and the length of each one's value in bytes.
+            damaged: names of which the near store has something else, which is replaced.
+            num_forgets: the count when the values were asked for; if it has changed, nothing is
+                copied.
         """
-        copied: list[GetItem] = []
-        for item in came:
-            fits = self._num_bytes + item.num_bytes <= self._settings.max_fill_bytes
+        copied: list[tuple[GetItem, int]] = []
+        for item, num_bytes in came:
+            fits = self._num_bytes + num_bytes <= self._settings.max_fill_bytes
             if fits and item.name not in self._waiting:
-                self._num_bytes += item.num_bytes
-                copied.append(item)
+                self._num_bytes += num_bytes
+                copied.append((item, num_bytes))
         if not copied:
             return
         try:  # not on the loop: 2 MiB take 0.5 ms, into memory that was never used 5
-            contents = await self._copier.run(lambda: [b"".join(item.into) for item in copied])
+            contents = await self._copier.run(
+                lambda: [b"".join(room_for(num_bytes, item.into)) for item, num_bytes in copied]
+            )
         except BaseException as error:
-            self._num_bytes -= sum(item.num_bytes for item in copied)
+            self._num_bytes -= sum(num_bytes for _, num_bytes in copied)
             if isinstance(error, StoreUnavailableError):
                 return  # left meanwhile; what came is right all the same
             raise
-        for item, content in zip(copied, contents, strict=True):
+        for (item, num_bytes), content in zip(copied, contents, strict=True):
             if item.name in self._waiting or num_forgets != self.num_forgets:
-                self._num_bytes -= item.num_bytes
+                self._num_bytes -= num_bytes
                 continue
             keeps = item.name not in damaged
             ttl_s = self._settings.near_ttl_s

@@ -210,7 +210,7 @@ def _check(
         return True
     codec = codecs.get(flags, codecs[0])(name.split(":")[_FINGERPRINT_FIELD])
     at = codec.header_bytes
-    codec.decode(content[:at], memoryview(content)[at:], says)
+    codec.check(content[:at], memoryview(content)[at:], says)
     return False
 
 
@@ -221,7 +221,7 @@ def _check_without_key(content: bytearray, says: ValueIdentity, flags: int) -> N
     check_fields(header, payload.nbytes, says, flags=flags, header_bytes=at)
     content[_FLAGS] = bytes(2)
     try:
-        PlainCodec().decode(header, payload, says)
+        PlainCodec().check(header, payload, says)
     except DamagedValueError:
         return
     raise DamagedValueError(Damage.VERSION, f"a plain value has the flags {flags:#x}")

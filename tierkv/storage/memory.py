@@ -28,6 +28,7 @@ from tierkv.storage.protocol import (
     check_names,
     check_prefix,
     check_ttl,
+    too_long,
 )
 
 
@@ -190,13 +191,11 @@ class MemoryStore(BaseStore):
         value = self._live(item.name)
         if value is None:
             return GetOutcome(GetStatus.MISS)
-        if len(value.content) != item.num_bytes:
-            return GetOutcome(
-                GetStatus.DAMAGED,
-                f"{item.name} has {len(value.content)} bytes, not {item.num_bytes}",
-            )
+        num_bytes = len(value.content)
+        if num_bytes > item.room_bytes:
+            return too_long(item, num_bytes)
         copy_into(value.content, item.into)
-        return GetOutcome(GetStatus.HIT)
+        return GetOutcome(GetStatus.HIT, num_bytes=num_bytes)
 
     def _put_one(self, item: PutItem) -> PutOutcome:
         if not self._is_open:

@@ -222,9 +222,9 @@ def check_ttl(ttl_s: float) -> None:
 
 
 class GetStatus(Enum):
-    HIT = "hit"  # every byte of the value is in the caller's buffers
+    HIT = "hit"  # every byte of the value is in the caller's buffers, from their start on
     MISS = "miss"  # no such value
-    DAMAGED = "damaged"  # there is one, but not of the expected length, or it fails its checksum
+    DAMAGED = "damaged"  # there is one, but it has no room, or it fails its checksum
     FAILED = "failed"  # the store did not answer, or not in time
 
 
@@ -244,9 +244,9 @@ class Digest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GetItem:
-    """Where the value called `name` shall land: `into`, filled in order, of the exact length.
+    """Where the value called `name` shall land: the room in `into`, filled in order.
 
-    into: writable, C-contiguous; their sizes add up to the size the value must have.
+    into: writable, C-contiguous buffers; a value that is longer than all of them is DAMAGED.
     digest: makes a digest that a store may give the bytes as they land, while they are in the
         processor's cache.
     Raises BadRequestError if the name is bad.
@@ -263,7 +263,7 @@ class GetItem:
             assert not view.readonly, "a value lands in writable memory"
 
     @property
-    def num_bytes(self) -> int:
+    def room_bytes(self) -> int:
         return sum(view.nbytes for view in self.into)
 
 
@@ -271,14 +271,22 @@ class GetItem:
 class GetOutcome:
     """reason: one sentence for the log; empty for HIT and MISS.
 
-    digest: of a HIT, the item's if it has been given all bytes that are in `into` now, else None.
+    num_bytes: of a HIT, the length of the value; what lies behind it in `into` means nothing.
+    digest: of a HIT, the item's if it has been given all bytes of the value, else None.
     is_direct: a HIT of another node's memory, not of a store.
     """
 
     status: GetStatus
     reason: str = ""
+    num_bytes: int = 0
     digest: Digest | None = None
     is_direct: bool = False
+
+
+def too_long(item: GetItem, num_bytes: int) -> GetOutcome:
+    """Return the outcome of a value of `num_bytes` bytes that `item` has no room for."""
+    reason = f"{item.name} has {num_bytes} bytes; there is room for {item.room_bytes}"
+    return GetOutcome(GetStatus.DAMAGED, reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,6 +370,7 @@ class Capabilities:
     """is_shared: other processes see the same values. is_durable: values outlive the process.
     has_ttl: values go when their time is over; without, when the store wants their room.
     has_listing: `list` and `usage` work; without, they raise StoreUnavailableError.
+    has_cheap_questions: to ask for a value costs less than to read it; without, a lookup reads.
     sends_from_loop: values are completed there (PutItem.complete), one by one. Where threads send
         them, other threads complete the next ones meanwhile: with Mooncake and 16 cores put came to
         0.67 of its client's when the same threads did both.
@@ -371,6 +380,7 @@ class Capabilities:
     is_durable: bool
     has_ttl: bool = True
     has_listing: bool = True
+    has_cheap_questions: bool = True
     sends_from_loop: bool = False
 
     @classmethod
@@ -469,7 +479,8 @@ class Store(Protocol):
         """Whether each of `names` has a value, each for itself. Raises StoreUnavailableError."""
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        """Bring each value into its buffers. On any status but HIT the buffers hold anything."""
+        """Bring each value into its buffers; the outcome says how many bytes came. On any status
+        but HIT the buffers hold anything."""
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
         """One small value (a ticket), or None. StoreCorruptError if it is longer than max_bytes.

@@ -28,7 +28,13 @@ from tierkv.cache.shards import Shard, ShardScheme
 from tierkv.errors import LayoutError, StoreCorruptError, StoreUnavailableError
 from tierkv.gpu.protocol import HostSlots, Ids
 from tierkv.storage.base import WorkerThreads
-from tierkv.storage.codec import LAYOUT_DIGEST_BYTES, Codec, PlainCodec, ValueIdentity
+from tierkv.storage.codec import (
+    LAYOUT_DIGEST_BYTES,
+    Codec,
+    PlainCodec,
+    ValueIdentity,
+    is_packed,
+)
 from tierkv.storage.protocol import (
     GetItem,
     GetOutcome,
@@ -298,10 +304,11 @@ class TailLists:
             if value is None:
                 return []
             codec = self._codec(space)
-            size = codec.header_bytes
-            payload = memoryview(bytearray(value[size:]))
-            codec.decode(value[:size], payload, _identity(parent))
-            entries = msgspec.msgpack.decode(payload, type=list[_Entry])
+            header, stored = value[: codec.header_bytes], value[codec.header_bytes :]
+            room = memoryview(bytearray(_MAX_LIST_BYTES))
+            room[: len(stored)] = stored
+            num_bytes = codec.decode(header, room, _identity(parent), num_bytes=len(stored))
+            entries = msgspec.msgpack.decode(room[:num_bytes], type=list[_Entry])
         except (StoreCorruptError, msgspec.DecodeError, RecursionError):
             self._stats.damaged_lists += 1
             return []
@@ -427,6 +434,11 @@ class StorageIO:
             yield
 
     # Looking
+
+    @property
+    def reads_at_once(self) -> bool:
+        """Whether a lookup reads without asking before, since asking costs as much."""
+        return not self.store.capabilities.has_cheap_questions
 
     async def count_present(self, keys: Sequence[StoredKey]) -> int:
         """How many of `keys`, from the first on, the store has whole, all ranks' slices of each.
@@ -784,9 +796,13 @@ class Values:
         self, keys: Sequence[StoredKey], sizes: Sequence[int], reads: Sequence[Read]
     ) -> bool:
         """Whether `check` takes more than some 4 us for each of them: a digest that no store has
-        made, a tail or a block of another size to be put together."""
+        made, a payload codec, a tail or a block of another size to be put together."""
         return (
-            any(r.outcome.status is GetStatus.HIT and r.outcome.digest is None for r in reads)
+            any(
+                r.outcome.status is GetStatus.HIT
+                and (r.outcome.digest is None or is_packed(r.header))
+                for r in reads
+            )
             or any(key.is_tail for key in keys)
             or any(size != self._slices.size for size in sizes)
             or len(reads) > _MAX_AT_ONCE
@@ -805,11 +821,8 @@ class Values:
             of_block[read.at].append(read)
             key = keys[read.at]
             if read.outcome.status is GetStatus.HIT:
-                identity = self._slices.identity(key, read.shard)
                 try:
-                    self._codec(key).decode(
-                        read.header, read.payload.data, identity, read.outcome.digest
-                    )
+                    self._decode(key, read)
                 except StoreCorruptError as error:
                     read.outcome = GetOutcome(GetStatus.DAMAGED, str(error))
         blocks = []
@@ -825,6 +838,20 @@ class Values:
                     payload = part.payload(int(slot), key.num_tokens).copy()
                     part.layout.paste_tail(payload, part.host.array[slot], key.num_tokens)
         return blocks
+
+    def _decode(self, key: StoredKey, read: Read) -> None:
+        """Put the payload of a hit in its place. Raises StoreCorruptError."""
+        num_bytes = self._codec(key).decode(
+            read.header,
+            read.payload.data,
+            self._slices.identity(key, read.shard),
+            read.outcome.digest,
+            num_bytes=read.outcome.num_bytes - len(read.header),
+        )
+        if num_bytes != len(read.payload):
+            raise StoreCorruptError(
+                f"{read.item.name} has a payload of {num_bytes} bytes, not {len(read.payload)}"
+            )
 
     def encode_later(
         self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float]

@@ -28,6 +28,7 @@ from tierkv.storage.base import (
     copy_into,
     flat,
     num_leading,
+    room_for,
     why_unreachable,
 )
 from tierkv.storage.mooncake.client import (
@@ -49,6 +50,7 @@ from tierkv.storage.protocol import (
     check_name,
     check_names,
     check_ttl,
+    too_long,
 )
 
 # For one call's headers, tails and slices that are put together, which lie outside the pools. What
@@ -162,44 +164,53 @@ class MooncakeValues:
         """given_up: of all batches of a caller; set when one was waited for in vain."""
         if given_up.is_set():
             return [GetOutcome(GetStatus.FAILED, self._unsent(item.name)) for item in items]
-        wanted = [flat(item.into) for item in items]
+        rooms = [flat(item.into) for item in items]
+        statuses = self._read([item.name for item in items], rooms, given_up)
+        return [
+            self._get_outcome(item, room, status, given_up)
+            for item, room, status in zip(items, rooms, statuses, strict=True)
+        ]
+
+    def _read(
+        self, names: Sequence[str], rooms: Sequence[Pieces], given_up: Event
+    ) -> Sequence[int]:
+        """Fill each room with the value of that name and length; returns their lengths, or why they
+        did not come."""
         landings = [
             # One as large as they are, where they are too many.
-            views if len(views) <= self._max_pieces else [memoryview(bytearray(item.num_bytes))]
-            for item, views in zip(items, wanted, strict=True)
+            views
+            if len(views) <= self._max_pieces
+            else [memoryview(bytearray(sum(map(len, views))))]
+            for views in rooms
         ]
         started = time.monotonic()
         with self._memory.known(landings) as (known, scattered):
             statuses = self._client.batch_get_into_multi_buffers(
-                [item.name for item in items],
+                list(names),
                 [[pointer(view) for view in views] for views in known],
                 [[len(view) for view in views] for views in known],
             )
             for view, copy in scattered:
                 view[:] = copy
         self._look(statuses, started, given_up)
-        for item, views, landed, status in zip(items, wanted, landings, statuses, strict=True):
-            if landed is not views and status == item.num_bytes:
+        for views, landed, status in zip(rooms, landings, statuses, strict=True):
+            if landed is not views and status == len(landed[0]):
                 copy_into(landed[0], views)
-        return [
-            self._get_outcome(item, status, is_hung=given_up.is_set())
-            for item, status in zip(items, statuses, strict=True)
-        ]
+        return statuses
 
-    def _get_outcome(self, item: GetItem, status: int, *, is_hung: bool) -> GetOutcome:
-        if status in _ABSENT:
+    def _get_outcome(self, item: GetItem, room: Pieces, status: int, given_up: Event) -> GetOutcome:
+        num_bytes = status
+        if not (given_up.is_set() or status in _ABSENT or status in _NO_ANSWER):
+            if status < 0:  # rooms that are too long or too short are errors of many kinds
+                num_bytes = self._client.get_size(item.name)
+            if 0 < num_bytes < item.room_bytes:
+                [status] = self._read([item.name], [room_for(num_bytes, room)], given_up)
+        if _ABSENT.intersection((status, num_bytes)):
             return GetOutcome(GetStatus.MISS)
-        if status == item.num_bytes and status > 0:
-            return GetOutcome(GetStatus.HIT)
-        if not (is_hung or status in _NO_ANSWER):
-            # Buffers that are too long or too short are errors of many kinds; the size tells.
-            num_bytes = self._client.get_size(item.name) if status < 0 else status
-            if num_bytes in _ABSENT:
-                return GetOutcome(GetStatus.MISS)
-            if num_bytes >= 0 and num_bytes != item.num_bytes:
-                return GetOutcome(
-                    GetStatus.DAMAGED, f"{item.name} has {num_bytes} bytes, not {item.num_bytes}"
-                )
+        if num_bytes > item.room_bytes:
+            return too_long(item, num_bytes)
+        if status == num_bytes > 0:
+            return GetOutcome(GetStatus.HIT, num_bytes=num_bytes)
         return GetOutcome(GetStatus.FAILED, f"{item.name}: Mooncake answers {status}")
 
     def get_small(self, name: str, max_bytes: int) -> bytes | None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from tierkv.storage.base import flat
+from tierkv.storage.base import flat, room_for
 from tierkv.storage.protocol import Buffer, Digest
 
 # What follows a value's last byte, the next reply's first line, and small replies.
@@ -55,24 +55,24 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class ValueLanded:
-    """A value of the expected length is in the buffers that were meant for it.
+    """A value of `num_bytes` bytes is at the start of the buffers that were meant for it.
 
     digest: the one that was given for it, which has taken all its bytes.
     """
 
+    num_bytes: int
     digest: Digest | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class OtherLength:
-    """A value comes, `num_bytes` long, and is dropped: its buffers are of another length. Said at
+class TooLong:
+    """A value comes, `num_bytes` long, and is dropped: its buffers have no room for it. Said at
     once: of one that is far too long the rest takes a while."""
 
     num_bytes: int
 
 
-Reply = bytes | int | Refused | ValueLanded | OtherLength | None
-LANDED = ValueLanded()
+Reply = bytes | int | Refused | ValueLanded | TooLong | None
 
 
 class _State(Enum):
@@ -264,13 +264,13 @@ class Replies:
             if fits := num_bytes <= into:
                 self._own = bytearray(num_bytes)
                 self._body.extend(flat([self._own]))
-        elif fits := sum(view.nbytes for view in into) == num_bytes:
-            self._reply = LANDED if digest is None else ValueLanded(digest)
+        elif fits := num_bytes <= sum(view.nbytes for view in into):
+            self._reply = ValueLanded(num_bytes, digest)
             self._digest = digest
-            self._body.extend(flat(into))
+            self._body.extend(room_for(num_bytes, into))
         if not fits:
             self._reply = None
-            replies.append(OtherLength(num_bytes))
+            replies.append(TooLong(num_bytes))
             self._drop_bytes = num_bytes
         self._move_from_scratch()
 

@@ -10,7 +10,6 @@ import zlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from itertools import islice
 
 from redis.exceptions import RedisError
 
@@ -21,7 +20,6 @@ from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
     GetOutcome,
-    GetStatus,
     ListPage,
     Notifier,
     PutItem,
@@ -50,16 +48,14 @@ from tierkv.storage.redis.node import (
     described,
     expect,
     get_outcome,
-    get_requests,
-    get_whole_request,
-    is_in_ranges,
+    get_request,
     put_outcome,
     put_request,
     question,
     understood,
 )
 from tierkv.storage.redis.pool import FixedAddress, Locator, Login
-from tierkv.storage.redis.resp import OtherLength, Refused, Reply
+from tierkv.storage.redis.resp import Refused, Reply, TooLong
 from tierkv.storage.redis.url import RedisSettings, RedisUrl, Setup
 from tierkv.storage.redis.wire import Address, Unanswered, WireStats, port_of
 
@@ -130,7 +126,7 @@ __all__ = ["RedisSettings", "RedisStore"]
 class RedisStore(BaseStore):
     """`Store` on Redis: a name is a key, a value a string, with PX for its time to live.
 
-    Commands: GET GETRANGE SET EXISTS UNLINK PEXPIRE PING (AUTH, SELECT when connecting; in a
+    Commands: GET SET EXISTS UNLINK PEXPIRE PING (AUTH, SELECT when connecting; in a
     cluster ASKING and CLUSTER SLOTS), for listings SCAN STRLEN PTTL, and for hints PUBLISH
     SUBSCRIBE UNSUBSCRIBE on channels called like the names.
     """
@@ -188,25 +184,9 @@ class RedisStore(BaseStore):
         return [answer == 1 for answer in await self._each("EXISTS", names)]
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        calls = [[KeyCommand(item.name, make) for make in get_requests(item)] for item in items]
-        replies = iter(await self._carry_out([one for some in calls for one in some], Purpose.READ))
-        outcomes = [
-            get_outcome(item, list(islice(replies, len(some))))
-            for item, some in zip(items, calls, strict=True)
-        ]
-        # Of no value, and of one cut where a range begins, GETRANGE says the same. GET does not.
-        unsure = [
-            at
-            for at, outcome in enumerate(outcomes)
-            if outcome.status is GetStatus.MISS and is_in_ranges(items[at])
-        ]
-        if unsure:
-            whole = [
-                KeyCommand(items[at].name, partial(get_whole_request, items[at])) for at in unsure
-            ]
-            for at, reply in zip(unsure, await self._carry_out(whole, Purpose.READ), strict=True):
-                outcomes[at] = get_outcome(items[at], [reply])
-        return outcomes
+        calls = [KeyCommand(item.name, partial(get_request, item)) for item in items]
+        replies = await self._carry_out(calls, Purpose.READ)
+        return [get_outcome(item, reply) for item, reply in zip(items, replies, strict=True)]
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
         check_name(name)
@@ -220,7 +200,7 @@ class RedisStore(BaseStore):
             case bytes(content):
                 num_bytes = len(content)
             case other:
-                num_bytes = expect(OtherLength, other).num_bytes
+                num_bytes = expect(TooLong, other).num_bytes
         raise StoreCorruptError(
             f"{name} has {num_bytes} bytes, more than the {max_bytes} it may have"
         )
