@@ -47,7 +47,6 @@ from tierkv.cache.layout import layered
 from tierkv.clock import SystemClock
 from tierkv.gpu import open_device
 from tierkv.gpu.cpu import CpuDevice
-from tierkv.http.process import short_collections
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.refmodel.config import ModelConfig
 from tierkv.refmodel.engine import EngineSettings, GenerateRequest, ReferenceEngine
@@ -240,7 +239,7 @@ async def node(
         mover = Mover(own, own.allocate_planes(layout, blocks), host)
         names = Names("tierkv", "path")
         path = StorageIO(store, names, layout, host, deadline_s=60, block_ttl_s=600)
-        async with service.running(), path.running(), mover.running(), short_collections():
+        async with service.running(), path.running(), mover.running():
             yield BulkNode(service, path, mover)
         return
     config = ModelConfig(max_positions=num_tokens + 64)

@@ -144,7 +144,6 @@ def _round(num_requests: int) -> dict[str, float]:
     random.seed(1)
     found = {}
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        gc.set_threshold(5_000, 2, 8_000)  # as in a node
         for name, measure in _PARTS.items():
             gc.collect()
             gc.freeze()

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from tests.api.nodes import Process, process, run_to_end
-from tests.latch import PATIENCE_S, finish
+from tests.latch import PATIENCE_S, finish, until
 from tests.redis_server import free_port
 
 LONG = {"prompt": "hello", "max_tokens": 20_000}
@@ -126,6 +126,15 @@ async def test_an_idle_node_ends_at_once_even_with_open_connections(tmp_path: Pa
         node.terminate()
         assert await node.ended() == 0
         writer.close()
+
+
+async def test_sighup_ends_nothing(tmp_path: Path) -> None:
+    async with process(tmp_path) as on:
+        on.process.send_signal(signal.SIGHUP)
+        await until(lambda: "SIGHUP" in on.log_text(), "the signal to be seen")
+        assert (await on.client.get("/livez")).status == 200
+        on.terminate()
+        assert await on.ended() == 0
 
 
 async def test_nodes_without_settings_share_the_users_cache_directory(tmp_path: Path) -> None:

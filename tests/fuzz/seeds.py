@@ -48,7 +48,6 @@ def seeds() -> dict[str, list[bytes]]:
     }
     payload = bytes(100)
     header, _ = PlainCodec().encode(payload, ValueIdentity(bytes(16), bytes(32), 16))
-    prompt = b'{"tokens": [1, 2, 3, 255], "request_id": "a"}'
     return {
         "ticket": [
             Ticket(**handed, first_tokens=(1,)).encode()[_HEAD_BYTES:],
@@ -78,7 +77,6 @@ def seeds() -> dict[str, list[bytes]]:
         "msgpack_body": [
             bytes([i]) + msgspec.msgpack.encode(some(kind)) for i, kind in enumerate(BODIES)
         ],
-        "large_body": [prompt, b'{"tokens": "AQAAAA==", "request_id": null}', b'{"prompt": "a"}'],
         "tokens": [bytes(range(16))],
         "resp": [
             b"\xff\xff\5\0\0\0\1\2\3\4+OK\r\n$3\r\nabc\r\n$5\r\nhello\r\n:1\r\n$-1\r\n-ERR no\r\n"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from http import HTTPStatus
+from contextlib import asynccontextmanager
 
 from prometheus_client import Counter, Histogram
 from prometheus_client.metrics_core import Metric
@@ -19,7 +18,6 @@ from tierkv.gateway.calls import NodeCalls, probing
 from tierkv.gateway.failures import (
     AttemptError,
     GatewayShuttingDownError,
-    InvalidRequestError,
     OverloadedError,
     TooManyWaitingError,
 )
@@ -27,6 +25,7 @@ from tierkv.gateway.nodes import BackendNode, Nodes, NodeState
 from tierkv.gateway.prompts import Job
 from tierkv.gateway.routing import REMEMBERED_BYTES, Held, PrefixMemory
 from tierkv.gateway.settings import GatewaySettings, LimitsSection
+from tierkv.http.bodies import BodyReader
 from tierkv.http.live import LiveFeed, figures_of
 from tierkv.http.process import CallUnderWay, Heartbeat, Working
 
@@ -34,10 +33,8 @@ from tierkv.http.process import CallUnderWay, Heartbeat, Working
 class Admission:
     """First come, first served."""
 
-    def __init__(self, limits: LimitsSection, most_bytes: int) -> None:
+    def __init__(self, limits: LimitsSection) -> None:
         self._limits = limits
-        self._most_bytes = most_bytes
-        self.num_bytes = 0  # of packed prompts
         self._slots = asyncio.Semaphore(limits.max_running)
         self.num_waiting = 0
         self.num_running = 0
@@ -49,27 +46,6 @@ class Admission:
             raise TooManyWaitingError(
                 f"{self.num_running} prompts run and {self.num_waiting} wait already"
             )
-
-    @contextmanager
-    def holding(self, num_bytes: int) -> Iterator[None]:
-        """Count the bytes of packed prompts while the body runs. Raises InvalidRequestError if they
-        are more than may be held at all, and OverloadedError if they are now."""
-        if num_bytes > self._most_bytes:
-            raise InvalidRequestError(
-                f"the prompts of one call have at most {self._most_bytes} bytes, packed",
-                param="prompt",
-                status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            )
-        if self.num_bytes + num_bytes > self._most_bytes:
-            raise OverloadedError(
-                f"the prompts in work have {self.num_bytes} bytes, and there is room for "
-                f"{self._most_bytes}"
-            )
-        self.num_bytes += num_bytes
-        try:
-            yield
-        finally:
-            self.num_bytes -= num_bytes
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
@@ -104,8 +80,8 @@ _FIGURES = frozenset(
 
 
 class GatewayMetrics:
-    def __init__(self, nodes: Nodes, admission: Admission) -> None:
-        self._exposition = Exposition(_State(nodes, admission))
+    def __init__(self, nodes: Nodes, admission: Admission, bodies: BodyReader) -> None:
+        self._exposition = Exposition(_State(nodes, admission, bodies))
         registry = self._exposition.registry
         self.requests = Counter(
             "tierkv_gateway_requests",
@@ -165,9 +141,10 @@ class GatewayMetrics:
 class _State(Collector):
     """Reads the gateway's own counts when it is scraped."""
 
-    def __init__(self, nodes: Nodes, admission: Admission) -> None:
+    def __init__(self, nodes: Nodes, admission: Admission, bodies: BodyReader) -> None:
         self._nodes = nodes
         self._admission = admission
+        self._bodies = bodies
 
     def describe(self) -> list[Metric]:
         return []
@@ -198,7 +175,10 @@ class _State(Collector):
             {("running",): admission.num_running, ("waiting",): admission.num_waiting},
         )
         yield gauge(
-            "tierkv_gateway_prompt_bytes", "Packed prompts in work", (), {(): admission.num_bytes}
+            "tierkv_gateway_prompt_bytes",
+            "Bodies and packed prompts in work",
+            (),
+            {(): self._bodies.num_bytes},
         )
         yield gauge(
             "tierkv_gateway_node_requests",
@@ -232,8 +212,9 @@ class Backend:
         self.nodes = Nodes(settings.gateway, settings.health, self.beat)
         self.calls = NodeCalls(settings, self.nodes, self.beat)
         self.memory = PrefixMemory()
-        self.admission = Admission(settings.limits, settings.gateway.max_work_bytes)
-        self.metrics = GatewayMetrics(self.nodes, self.admission)
+        self.admission = Admission(settings.limits)
+        self.bodies = BodyReader(settings.gateway)
+        self.metrics = GatewayMetrics(self.nodes, self.admission, self.bodies)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tierkv.gateway.failures import InvalidRequestError
-from tierkv.gateway.prompts import CountedPrompt, Job, read_prompts, text_prompt
+from tierkv.gateway.prompts import Given, Job, packed_prompts
 
 FinishReason = Literal["stop", "length"]
 
@@ -145,20 +145,28 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class CompletionBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """prompt: a text, the tokens of one, or a list of either; read by `prompts`."""
+    """prompt: a text, the tokens of one, or a list of either."""
 
-    prompt: msgspec.Raw
+    prompt: Given
     best_of: int | None = 1
     logprobs: int | None = None
     suffix: str | None = None
     echo: bool | None = False
 
     def without_prompts(self) -> Self:
-        """Which holds none of their memory."""
-        return replace(self, prompt=msgspec.Raw(b""))
+        """Return a body that holds none of the prompts' memory."""
+        return replace(self, prompt="")
 
-    def prompts(self, *, most_prompts: int, most_tokens: int) -> list[CountedPrompt]:
-        """Raises FieldError or InvalidRequestError, also for what else is wrong with the body."""
+    def prompts(self, *, most_prompts: int, most_tokens: int) -> list[bytes]:
+        """Return the packed prompts.
+
+        Args:
+            most_prompts: Length of the longest list of prompts.
+            most_tokens: Length of the longest prompt.
+
+        Raises:
+            InvalidRequestError: A prompt or another field is wrong.
+        """
         self.check()
         self.refuse_unless(
             ("best_of", self.best_of, 1),
@@ -166,7 +174,7 @@ class CompletionBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_field
             ("suffix", self.suffix or None, None),
             ("echo", self.echo, False),
         )
-        return read_prompts(self.prompt, most_prompts=most_prompts, most_tokens=most_tokens)
+        return packed_prompts(self.prompt, most_prompts=most_prompts, most_tokens=most_tokens)
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -212,8 +220,8 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     def without_prompts(self) -> Self:
         return replace(self, messages=[])
 
-    def prompts(self, *, most_prompts: int, most_tokens: int) -> list[CountedPrompt]:
-        """As of CompletionBody: one."""
+    def prompts(self, *, most_prompts: int, most_tokens: int) -> list[bytes]:
+        """Return the one packed prompt; see CompletionBody."""
         del most_prompts
         self.check()
         without_tools = self.tool_choice in ("none", "auto")
@@ -230,7 +238,8 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
         if not self.messages:
             raise InvalidRequestError("give at least one message", param="messages")
         lines = [f"{message.role}: {message.text()}\n" for message in self.messages]
-        return [text_prompt("".join([*lines, "assistant: "]), most_tokens)]
+        text = "".join([*lines, "assistant: "])
+        return packed_prompts(text, most_prompts=1, most_tokens=most_tokens)
 
 
 # Answers

@@ -20,7 +20,6 @@ import tierkv
 from tierkv import tracing
 from tierkv.api.settings import masked_url
 from tierkv.api.types import PartHealth, ReadyAnswer, VersionAnswer
-from tierkv.errors import RequestTooLargeError
 from tierkv.gateway.failures import (
     GatewayShuttingDownError,
     NoNodesError,
@@ -38,7 +37,6 @@ from tierkv.gateway.openai import (
     ModelList,
     TokenUsage,
 )
-from tierkv.gateway.prompts import CountedPrompt, too_long
 from tierkv.gateway.relay import PromptAnswer
 from tierkv.gateway.settings import GatewaySettings
 from tierkv.http import bodies, process
@@ -62,7 +60,6 @@ SayTo = Callable[[int, str], Awaitable[None]]
 class CompletionRoutes:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._bodies = bodies.BodyReader(gateway.settings.gateway)
 
     @Route("POST", "/v1/completions", Access.WRITE)
     async def completions(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -88,9 +85,9 @@ class CompletionRoutes:
 
     async def _answer(self, request: web.BaseRequest, kind: type[B]) -> web.StreamResponse:
         settings, backend = self._gateway.settings, self._gateway.backend
-        prompts: list[CountedPrompt] = []
+        prompts: list[bytes] = []
 
-        def count(body: B) -> B:
+        def pack(body: B) -> B:
             if body.model not in (None, settings.gateway.model):
                 raise NoSuchModelError(body.model, settings.gateway.model)
             most = settings.gateway.max_prompt_tokens
@@ -98,27 +95,19 @@ class CompletionRoutes:
             return body.without_prompts()
 
         async with self._gateway.work():
-            try:
-                body = await self._bodies.read(request, kind, count)
-            except RequestTooLargeError as error:  # of its size alone
-                raise too_long(settings.gateway.max_prompt_tokens) from error
-        stops, num_bytes = body.stops(), sum(prompt.packed_bytes for prompt in prompts)
+            body = await backend.bodies.read(request, kind, pack)
+        stops = body.stops()
         backend.admission.check(len(prompts))
-        with backend.admission.holding(num_bytes):
-            async with self._gateway.work():
-                packed = await self._bodies.aside(
-                    num_bytes, lambda: [one.packed() for one in prompts]
-                )
-            prompts.clear()
-            given = request[bodies.REQUEST_ID], request.headers.get("Authorization")
-            answers = [
-                PromptAnswer(job, backend, stops, min_tokens=body.min_tokens or 0)
-                async for job in in_turns(body.jobs(packed, *given))
-            ]
-            writer = _Writer(request, settings.gateway.model, is_chat=kind is ChatBody)
-            if body.stream:
-                return await self._stream(writer, answers, with_usage=body.with_usage)
-            return await self._whole(writer, answers)
+        backend.bodies.count(request, sum(map(len, prompts)))
+        given = request[bodies.REQUEST_ID], request.headers.get("Authorization")
+        answers = [
+            PromptAnswer(job, backend, stops, min_tokens=body.min_tokens or 0)
+            async for job in in_turns(body.jobs(prompts, *given))
+        ]
+        writer = _Writer(request, settings.gateway.model, is_chat=kind is ChatBody)
+        if body.stream:
+            return await self._stream(writer, answers, with_usage=body.with_usage)
+        return await self._whole(writer, answers)
 
     async def _whole(self, writer: _Writer, answers: Sequence[PromptAnswer]) -> web.Response:
         texts: list[list[str]] = [[] for _ in answers]

@@ -4,10 +4,8 @@ way and the files it reads again when they change."""
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import logging
-import resource
 import signal
 import sys
 import threading
@@ -118,73 +116,6 @@ async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
             await asyncio.sleep(0)
 
 
-# New objects until the youngest generation is looked through, collections of that one until the
-# middle one is, and of the middle one until all is. A middle one of 15,000 objects takes 5 to 8 ms;
-# with thresholds of 10,000 and 5 it took 25 to 40. All takes 0.5 s where 10,000 requests are open
-# (2-core x86-64 VM, 2026-11-21), so it is rare: what it alone can free are cycles that lived
-# through two collections.
-_THRESHOLDS = (5_000, 2, 8_000)
-# New objects are counted less those that went. Where each request takes the place of one before,
-# that comes to nothing while the youngest generation grows: 200,000 objects of 10,000 connections,
-# 0.17 s to look through. So it is looked through by the clock, too.
-_YOUNG_S = 0.05
-_MIDDLE_TICKS = 5
-# By the clock, what is open has soon lived through two collections, and the threshold of the last
-# generation is not reached. So all is looked through once in a while: seldom where that frees
-# little, and for a thousandth of the time at most.
-_ALL_S, _ALL_SELDOM_S = 60.0, 3600.0
-_LITTLE = 10_000  # objects, about 1 MB
-# The collector counts objects, not what these hold: errors of a few hundred long prompts, of 4 MiB
-# each, came to 2.4 GiB within a minute (2-core x86 VM, 2026-11-27). So all is looked through, for a
-# twentieth of the time at most, whenever the process's peak of memory has grown by so much.
-_GROWTH_KIB = 64 << 10
-_ALL_SHARE = 20
-
-
-@asynccontextmanager
-async def short_collections() -> AsyncIterator[None]:
-    """Keep pauses of the garbage collector short: what exists before the body is frozen, new
-    objects are collected often, all of them seldom. Memory that the start has freed goes back to
-    the system: 8 MiB of a node's 84."""
-    before = gc.get_threshold()
-    gc.collect()
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc's
-        trim(0)
-    gc.freeze()
-    gc.set_threshold(*_THRESHOLDS)
-    try:
-        async with background({"tierkv-garbage": _collect()}):
-            yield
-    finally:
-        gc.set_threshold(*before)
-        gc.unfreeze()
-
-
-async def _collect() -> None:
-    every_s, next_at, soonest = _ALL_S, time.monotonic() + _ALL_S, 0.0
-    peak = _peak_kib()
-    while True:
-        for generation in (0,) * (_MIDDLE_TICKS - 1) + (1,):
-            await asyncio.sleep(_YOUNG_S)
-            gc.collect(generation)
-        began = time.monotonic()
-        is_due = began >= next_at
-        has_grown = began >= soonest and _peak_kib() > peak + _GROWTH_KIB
-        if not (is_due or has_grown):
-            continue
-        is_little = gc.collect() < _LITTLE
-        peak, took_s = _peak_kib(), time.monotonic() - began
-        soonest = began + _ALL_SHARE * took_s
-        if is_due:
-            every_s = min(2 * every_s, _ALL_SELDOM_S) if is_little else _ALL_S
-            next_at = began + max(every_s, 1000 * took_s)
-
-
-def _peak_kib() -> int:
-    """The most memory that this process has had; on Linux in KiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
 log = logging.getLogger(__name__)
 
 
@@ -268,7 +199,10 @@ class Working:
 
 @contextmanager
 def told_to_end(hurry: Callable[[], None]) -> Iterator[asyncio.Event]:
-    """An event that the first SIGTERM or SIGINT sets; a second one calls `hurry`."""
+    """Yield an event that the first SIGTERM or SIGINT sets; a second one calls `hurry`.
+
+    SIGHUP, by which operators ask for certificates to be read again, does not end the process.
+    """
     told = asyncio.Event()
 
     def on_signal() -> None:
@@ -277,13 +211,17 @@ def told_to_end(hurry: Callable[[], None]) -> Iterator[asyncio.Event]:
             hurry()
         told.set()
 
+    def on_hangup() -> None:
+        log.info("SIGHUP: certificates and the auth file are read again when they have changed")
+
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+    handlers = {signal.SIGTERM: on_signal, signal.SIGINT: on_signal, signal.SIGHUP: on_hangup}
+    for number, handler in handlers.items():
+        loop.add_signal_handler(number, handler)
     try:
         yield told
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in handlers:
             loop.remove_signal_handler(number)
 
 
@@ -317,7 +255,9 @@ async def serve(  # noqa: PLR0913 - each is the node's or the gateway's own
         on_closing: called when no work is left, or should be; possibly twice.
         told: set by a signal; see `told_to_end`.
     """
-    async with listening as url, served.running(), short_collections():
+    async with listening as url, served.running():
+        gc.collect()
+        gc.freeze()  # what the start made stays: no collection need look at it again
         log.info("%s is ready at %s", name, url)
         announce(url)
         try:

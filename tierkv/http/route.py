@@ -159,7 +159,7 @@ class HttpRouter:
         except Exception as error:  # noqa: BLE001 - what nobody expected is logged by `fail`
             response = self._fail(request, error)
         finally:
-            bodies.let_go(request)
+            bodies.release(request)
         self._count(path, response.status)
         return response
 

@@ -76,7 +76,7 @@ class TlsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     cert: str = ""
     key: str = ""
     client_ca: str = ""
-    reload_s: Fixed[float] = 10.0
+    reload_s: Fixed[float] = 1.0
 
     def __post_init__(self) -> None:
         all_above_zero("tls", self, "reload_s")

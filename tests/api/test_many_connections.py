@@ -1,4 +1,4 @@
-"""However many ask at once, the event loop goes on turning, and everybody is answered."""
+"""Hundreds of clients that come together are all answered, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -12,38 +12,6 @@ import pytest
 
 from tests.api.nodes import Here, here, holding
 from tests.latch import until
-from tierkv.http.server import AcceptRate
-
-_MOST_PER_TURN = 128
-
-
-async def test_a_turn_lets_some_through_and_the_rest_in_order_later() -> None:
-    pace = AcceptRate(asyncio.get_running_loop())
-    taken: list[tuple[int, int]] = []
-    turn = 0
-    for number in range(500):
-        if pace.lets_through():
-            taken.append((number, turn))
-        else:
-            pace.wait(lambda number=number: taken.append((number, turn)))  # type: ignore[misc]
-    assert 0 < len(taken) <= _MOST_PER_TURN
-    while len(taken) < 500:
-        turn += 1
-        before = len(taken)
-        await asyncio.sleep(0)
-        assert len(taken) - before <= _MOST_PER_TURN
-        assert turn < 500
-    assert [number for number, _ in taken] == list(range(500))
-    assert pace.num_waiting == 0
-
-
-async def test_what_comes_in_a_later_turn_has_that_turns_share() -> None:
-    pace = AcceptRate(asyncio.get_running_loop())
-    for _ in range(50):
-        assert pace.lets_through()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
 
 
 @asynccontextmanager
@@ -86,23 +54,6 @@ async def test_requests_that_come_together_are_all_answered() -> None:
             async with asyncio.timeout(60):
                 assert (await answer(reader))[0] == 200
         await on.settle()
-
-
-async def test_lookups_that_come_together_are_not_all_begun_in_one_turn() -> None:
-    count = 400
-    async with here() as on, connections(on, count) as pairs:
-        on.store.hold()  # so that each is there once
-        for number, (_, writer) in enumerate(pairs):
-            writer.write(message("/v1/lookup", struct.pack("<i", number % 200), f"r{number}"))
-        most, seen = 0, 0
-        while on.store.num_operations < count:
-            await asyncio.sleep(0)
-            most = max(most, on.store.num_operations - seen)
-            seen = on.store.num_operations
-        on.store.release()
-        assert most <= _MOST_PER_TURN
-        for reader, _ in pairs:
-            assert (await asyncio.wait_for(answer(reader), 60))[0] == 200
 
 
 async def test_long_bodies_that_come_together_arrive_whole() -> None:

@@ -1,0 +1,74 @@
+"""Bodies of any form mean what they say, and what is too long or said twice is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierkv.api.types import LookupBody
+from tierkv.cache.keys import pack
+from tierkv.errors import RequestTooLargeError
+from tierkv.gateway.openai import ChatBody
+from tierkv.http.bodies import JSON, MSGPACK, BodyError, decode
+
+TEXTS = st.text(alphabet='ab"\\[]{}:, \u00e4\n', max_size=60)
+TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
+SPACES = st.sampled_from([(",", ":"), (", ", ": "), (" ,\n", "\t: ")])
+
+
+def read(raw: bytes, kind: Any = LookupBody) -> Any:
+    return decode(bytearray(raw), kind, content_type=JSON)
+
+
+@given(TOKENS, TEXTS, SPACES, st.booleans())
+def test_fields_mean_what_they_say_however_they_are_spaced(
+    tokens: list[int], text: str, spaces: tuple[str, str], ascii_only: bool
+) -> None:
+    body = {"tokens": tokens, "request_id": text}
+    found = read(json.dumps(body, separators=spaces, ensure_ascii=ascii_only).encode())
+    assert (found.packed(), found.request_id) == (pack(tokens), text)
+
+
+@given(TOKENS)
+def test_packed_tokens_are_the_same_as_a_list_in_json_and_in_msgpack(tokens: list[int]) -> None:
+    for given_ in (tokens, pack(tokens)):
+        body = {"tokens": given_}
+        assert read(msgspec.json.encode(body)).packed() == pack(tokens)
+        in_msgpack = decode(msgspec.msgpack.encode(body), LookupBody, content_type=MSGPACK)
+        assert in_msgpack.packed() == pack(tokens)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"tokens":[1,2,3,4,5,6,7],"tokens":[1,2,3,4,5,6,7]}',
+        b'{"tokens":[1,2,3,4,5,6,7],"request_id":"aaaaaaaaaa","request_id":"aaaaaaaaaa"}',
+    ],
+)
+def test_a_key_twice_is_refused(raw: bytes) -> None:
+    with pytest.raises(BodyError, match="twice"):
+        read(raw)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        b'[{"role":"user","content":"aaaaaaaaaaaaaaaaaa","content":"b"}]',
+        b'[{"role":"user","content":[{"type":"text","text":"a","text":"b"}]}]',
+        b'[ {"role": "user", "role": "user", "content": "a"}]',
+    ],
+)
+def test_a_key_twice_is_refused_in_objects_of_a_list(messages: bytes) -> None:
+    with pytest.raises(BodyError, match="twice"):
+        read(b'{"messages":' + messages + b"}", ChatBody)
+
+
+@pytest.mark.parametrize("body", [{"tokens": [1] * 21}, {"prompt": "a" * 21}])
+def test_more_than_the_most_tokens_are_refused(body: dict[str, Any]) -> None:
+    with pytest.raises(RequestTooLargeError, match="at most 20 tokens"):
+        read(json.dumps(body).encode()).packed(20)
