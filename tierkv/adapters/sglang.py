@@ -67,16 +67,20 @@ _ARGUMENTS = (
 
 
 class HiCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the extra config may say beside SGLang's own.
+    """Keys of the extra config beside SGLang's own.
 
-    store: the store's URL (docs/storage.md).
-    ttl_s: how long a page lives there after its last use, None for as long as the store keeps it.
-    deadline_s: after so long a question counts as "not there".
-    revision: of the weights, if instances with other weights share the store under the same name.
-    tenant: instances of different tenants never find each other's pages.
-    prefix: of all names in the store.
-    trust, key_file: of values that are signed or sealed (docs/security.md).
-    settings: of the store: the tables of docs/storage.md, such as {"redis": {"timeout_s": 0.5}}.
+    Attributes:
+        store: URL of the store (docs/storage.md).
+        ttl_s: seconds that a page lives there after its last use; None for as long as the store
+            keeps it.
+        deadline_s: seconds after which a question counts as "not there".
+        revision: revision of the weights, if instances with other weights share the store under the
+            same name.
+        tenant: instances of different tenants never find each other's pages.
+        prefix: prefix of all names in the store.
+        trust, key_file: signing or sealing of values (docs/security.md).
+        settings: settings of the store, the tables of docs/storage.md, such as {"redis":
+            {"timeout_s": 0.5}}.
     """
 
     store: str
@@ -91,12 +95,11 @@ class HiCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierKVHiCache(HiCacheStorage):
-    """Pages of SGLang's host pools in a tierkv store; `HiCacheSettings` has what may be set.
+    """Pages of SGLang's host pools in a tierkv store; `HiCacheSettings` lists the settings.
 
-    SGLang calls from several threads of its own, which may wait. What fails is a miss and is
-    computed: no call here raises for a store that does not answer. Each rank keeps its own heads'
-    pages; of pools whose bytes are the same on all ranks (MLA) there is one copy, SGLang's rank
-    0's.
+    SGLang calls from several threads of its own, which may wait. A failure is a miss and is
+    computed: no call here raises for a store that does not answer. Each rank keeps the pages of its
+    own heads; pools with the same bytes on all ranks (MLA) are stored once, by SGLang's rank 0.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, object]) -> None:
@@ -130,12 +133,24 @@ class TierKVHiCache(HiCacheStorage):
         log.info("SGLang's pages are kept in %s", self._storage.url)
 
     def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
-        """Raises LayoutError, with what to do, if the pool's pages cannot be stored."""
+        """Register SGLang's host pool.
+
+        Raises:
+            LayoutError: the pool's pages cannot be stored; the message says what to do.
+        """
         super().register_mem_pool_host(mem_pool_host)
         self.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
 
     def register_mem_host_pool_v2(self, host_pool: HostKVCache, host_pool_name: str) -> None:
-        """Raises LayoutError, with what to do, if the pool's pages cannot be stored."""
+        """Register one of SGLang's host pools under a name.
+
+        Args:
+            host_pool: the pool.
+            host_pool_name: SGLang's name of the pool.
+
+        Raises:
+            LayoutError: the pool's pages cannot be stored; the message says what to do.
+        """
         if self.registered_pools.get(host_pool_name) is host_pool:
             return  # the pool of full attention comes both ways
         try:
@@ -148,7 +163,7 @@ class TierKVHiCache(HiCacheStorage):
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        """How many pages, from the first on, are there whole."""
+        """Return how many pages in a row, from the first on, the store has whole."""
         names = _names(keys)
         asked = [pool.count(names) for pool in self._pools(PoolName.KV)]
         return min([_answer(future, 0) for future in asked], default=len(keys))
@@ -159,7 +174,7 @@ class TierKVHiCache(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """For how many pages, from the first on, every pool has those that it needs."""
+        """Return for how many pages, from the first on, every pool has the pages it needs."""
         num_pages = self.batch_exists(keys)
         hits: dict[str, int] = {PoolName.KV: num_pages} if num_pages else {}
         restorable = set(range(1, num_pages + 1))
@@ -259,7 +274,7 @@ class TierKVHiCache(HiCacheStorage):
         return pages
 
     def _pools(self, name: str) -> list[PagePool]:
-        """Where the pages of SGLang's pool `name` are; empty for one that holds no bytes."""
+        """Return the page pools of SGLang's pool `name`; empty for a pool without bytes."""
         if name not in self._pages:
             raise ConfigError(f"SGLang has registered no host pool {str(name)!r}")
         return self._pages[name].pools
@@ -270,8 +285,11 @@ class TierKVHiCache(HiCacheStorage):
         act: Callable[[PagePool, Sequence[bytes], Sequence[int]], Future[list[bool]]],
         kind: str,
     ) -> dict[str, list[bool]]:
-        """All pools at once. Returns when the store no longer touches any page, and not before: who
-        was told "no" may use it for something else at once."""
+        """Move pages of all pools at once; return when the store no longer touches any page.
+
+        An earlier answer would let SGLang use a page for something else while it is read or
+        written.
+        """
         began_at = time.perf_counter()
         started: list[tuple[PoolTransfer, list[Future[list[bool]]] | None]] = []
         for transfer in transfers:
@@ -301,10 +319,15 @@ class TierKVHiCache(HiCacheStorage):
 
 
 class _HostPages:
-    """Where the pages of one of SGLang's host pools lie: part p of page n `strides[p]` bytes behind
-    that of page n - 1. pools: of the parts of each of `num_ranks`, those of a page split by heads.
+    """The places of the pages of one of SGLang's host pools.
 
-    Raises LayoutError, with what to do, if the pool does not say so.
+    Part p of page n lies `strides[p]` bytes behind part p of page n - 1.
+
+    Attributes:
+        pools: page pools of the parts of each of `num_ranks` ranks, for pages split by heads.
+
+    Raises:
+        LayoutError: the pool does not say where its pages lie; the message says what to do.
     """
 
     def __init__(self, pool: HostKVCache, num_ranks: int) -> None:
@@ -334,7 +357,11 @@ class _HostPages:
         self.parts_by_rank = [parts[at : at + per_rank] for at in range(0, len(parts), per_rank)]
 
     def rows(self, host_indices: torch.Tensor | None, num_pages: int) -> list[int]:
-        """Which pages these are. Raises LayoutError if they are not `num_pages` whole ones."""
+        """Return the page numbers of `host_indices`.
+
+        Raises:
+            LayoutError: the indices are not those of `num_pages` whole pages.
+        """
         count = 0 if host_indices is None else len(host_indices)
         if host_indices is None or count != num_pages * self._pool.page_size:
             raise LayoutError(f"{count} slots are not {num_pages} pages of {self._pool.page_size}")
@@ -390,7 +417,7 @@ def _answer(future: Future[_T], failed: _T) -> _T:
 
 
 def _all_of(futures: Sequence[Future[list[bool]]], num_pages: int) -> list[bool]:
-    """For each page whether it is good in all of these."""
+    """Return for each page whether it is good in all of `futures`."""
     none = [False] * num_pages
     answers = [_answer(future, none) for future in futures]
     return (
@@ -411,8 +438,11 @@ def _ends(there: Sequence[bool], transfer: PoolTransfer) -> set[int]:
 
 
 def _ranks_of(config: HiCacheStorageConfig, pool: HostKVCache, name: str) -> list[str]:
-    """Of which ranks this rank's pages are: of itself; of several where SGLang splits pages by
-    heads, so that another number of ranks finds them; of "any" where all hold the same bytes."""
+    """Return the ranks that this rank's pages belong to.
+
+    That is the rank itself; several ranks where SGLang splits pages by heads, so that another
+    number of ranks finds them; "any" where all ranks hold the same bytes.
+    """
     has_heads = isinstance(pool, MHATokenToKVPoolHost)
     if config.is_mla_model and not has_heads and name != PoolName.MAMBA:
         return ["any"]
@@ -426,8 +456,10 @@ def _ranks_of(config: HiCacheStorageConfig, pool: HostKVCache, name: str) -> lis
 def _identity(
     config: HiCacheStorageConfig, own: HiCacheSettings, pool: HostKVCache, name: str
 ) -> dict[str, str]:
-    """What makes pages of one instance usable in another: all that shapes their bytes. Prompts'
-    namespaces (cache_salt, LoRA) are in SGLang's keys."""
+    """Return everything that shapes a page's bytes: instances must agree on it to share pages.
+
+    Namespaces of prompts (cache_salt, LoRA) are in SGLang's keys.
+    """
     return (
         {
             # What lies where within a page is private to SGLang's pools, and changes with them.
@@ -452,14 +484,14 @@ def _identity(
 
 
 def _overrides() -> dict[str, str]:
-    """What makes SGLang compute otherwise with the same weights, if anything."""
+    """Return the options that make SGLang compute otherwise with the same weights."""
     name = "json_model_override_args"
     value = _argument(name)
     return {} if value in {"", "{}"} else {name: value}
 
 
 def _argument(name: str) -> str:
-    """What SGLang was started with; "" in a process that was not started by its command."""
+    """Return an argument of SGLang's command line; "" in a process without one."""
     try:
         return str(get_context().config_leaf(name))
     except ValueError:

@@ -1,19 +1,18 @@
-"""Hugging Face transformers on tierkv: a cache for `generate` whose prefixes outlive it, and copies
-between a DynamicCache and tierkv's paged planes.
+"""Hugging Face transformers on tierkv: a cache for `generate` with prefixes that outlive it.
 
-`TierKVCache` is what a user passes as `past_key_values`. It owns device memory for one sequence, as
-blocks that lie in a row, so that attention reads them where a load has put them:
+`TierKVCache` is passed as `past_key_values`. It owns device memory for one sequence, as blocks that
+lie in a row, so that attention reads them where a load has put them:
 
-    generate -> begin               which prefix is there: device, host, storage; loads start, and
+    generate -> begin               finds the prefix: device, host, storage; loads start, and
                                     `generate` makes itself ready meanwhile
              -> forward: prepare    the model is given the rest of the tokens
-                layer.update        waits for this layer's load, appends, hands out a view
+                layer.update        waits for this layer's load, appends, returns a view
                 settle              a load that failed? compute it again
-             -> end                 new blocks are copied to the host and stored, behind the scenes
+             -> end                 new blocks are copied to the host and stored in the background
 
 `PagedCache` is for engines: transformers keeps the KV of a layer as one tensor [batch, heads,
-tokens, dim] that grows; tierkv as blocks of tokens, [block_size, heads, dim] each, wherever the
-block table says.
+tokens, dim] that grows; tierkv as blocks of tokens, [block_size, heads, dim] each, at the places
+that the block table names.
 """
 
 from __future__ import annotations
@@ -91,10 +90,14 @@ class _Shape:
 
 
 class PagedCache:
-    """How the caches of one model lie in blocks of `block_size` tokens.
+    """Conversion between the caches of one model and blocks of `block_size` tokens.
 
-    dtype: of the cached tensors, usually the model's. Raises LayoutError if not all layers of the
-    model keep keys and values of every token (sliding windows, linear attention).
+    Attributes:
+        dtype: type of the cached tensors, usually the model's.
+
+    Raises:
+        LayoutError: a layer of the model does not keep keys and values of every token (sliding
+            windows, linear attention).
     """
 
     def __init__(self, config: PretrainedConfig, *, block_size: int, dtype: torch.dtype) -> None:
@@ -171,7 +174,7 @@ class PagedCache:
         return flat
 
     def _rows(self, block_table: Ids, start: int, stop: int) -> tuple[Ids, npt.NDArray[np.int64]]:
-        """For each token its block and its place in it."""
+        """Return the block of each token and the token's place in the block."""
         blocks, places = np.divmod(np.arange(start, stop), self.layout.block_size)
         return block_table[blocks], places
 
@@ -182,8 +185,11 @@ class PagedCache:
 
 
 def _shapes(config: PretrainedConfig) -> tuple[_Shape, _Shape]:
-    """What the cache keeps per token. For multi-head latent attention transformers 5 keeps the
-    latent as the key and the rotary part as the value; `store` refuses what lies otherwise."""
+    """Return the shapes that the cache keeps per token.
+
+    For multi-head latent attention transformers 5 keeps the latent as the key and the rotary part
+    as the value; `store` refuses any other layout.
+    """
     if getattr(config, "kv_lora_rank", None):
         return _Shape("key", 1, config.kv_lora_rank), _Shape("value", 1, config.qk_rope_head_dim)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -206,7 +212,7 @@ def _name(dtype: torch.dtype) -> str:
 _FORMAT = "transformers v1"  # how the bytes of a block lie
 _ALIGNMENT = 512
 _FEWEST_TOKENS = 1024  # that a device room has place for
-_SPARE = 4  # a room that has to grow gets one part in so many more than is needed
+_SPARE = 4  # a room that has to grow gets a quarter more than is needed
 _MOST_KEPT = 0.75  # of the host tier, of one sequence: the rest is for what comes next
 _COPY_S = 60.0  # a copy between host and device that takes longer is a fault of the machine
 _KEEP_S = 5.0  # what has no host slot by then is not kept
@@ -216,12 +222,12 @@ _HELD_UP_S = 0.1  # so long at the most the next text waits for host slots for t
 _ANSWER_S = 2.0
 _SAMPLES = 64  # of each weight
 # After a hit transformers computes with a mask, which may double the time of long texts (32k tokens
-# on an H100: 2.9 s after 64 tokens, 1.4 s from the first): of those less than so much is no hit.
+# on an H100: 2.9 s after 64 tokens, 1.4 s from the first): a smaller share of them is no hit.
 _LONG_TOKENS, _LEAST_SHARE = 4096, 1 / 8
-# By which two prompts with the same beginning tell whether a model is causal. Experts, of whose
-# tokens there are others then, may round otherwise: by so many times the dtype's last digit.
+# Two prompts with the same _FEW_TOKENS first tokens show whether a model is causal. Experts, which
+# then see other tokens, may round differently: by _ROUNDING times the dtype's last digit.
 _FEW_TOKENS, _ROUNDING, _LEAST_ROUNDING = 8, 4, 1e-4
-# Prompts that are computed to know the model's speed before its first one, until that took so long.
+# Lengths of prompts that are computed to measure the model's speed, until _SPEED_S have passed.
 _SPEED_TOKENS, _SPEED_S = (32, 128, 512, 2048), 0.2
 # Newer versions of transformers call the argument `cache`.
 _ARGUMENTS = ("cache", "past_key_values")
@@ -242,10 +248,13 @@ _ONE_ROW = (
 
 @dataclass(frozen=True, slots=True)
 class PromptHit:
-    """Where the KV of a prompt's tokens came from.
+    """Origins of the KV of a prompt's tokens, as numbers of tokens.
 
-    device: was in the model's cache still. host, storage: came from there. computed: by the model.
-    problem: why there was not more, None if nothing went wrong.
+    Attributes:
+        device: tokens that were still in the model's cache.
+        host, storage: tokens that came from that tier.
+        computed: tokens that the model computed.
+        problem: reason why fewer tokens were found than stored, None without one.
     """
 
     device: int = 0
@@ -338,7 +347,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget so many tokens, if negative; all after so many, if positive (older versions)."""
+        """Remove tokens: `-n` removes n tokens; `n` keeps the first n (older versions)."""
         if tokens_to_remove:
             left = tokens_to_remove + (self.length if tokens_to_remove < 0 else 0)
             self._set_length(min(max(left, 0), self.length))
@@ -400,7 +409,7 @@ class _DeviceRoom:
 
 @dataclass(slots=True)
 class _Load:
-    """A load under way. valid: so many tokens are right whatever becomes of it."""
+    """A load under way. valid: number of tokens that are right whether or not it succeeds."""
 
     key: str
     number: int
@@ -409,7 +418,7 @@ class _Load:
 
 @dataclass(slots=True)
 class _Begun:
-    """A text whose beginning is brought before the model is given it."""
+    """A text with loads that began before the model was called."""
 
     tokens: npt.NDArray[np.int64]
     hit: PromptHit
@@ -419,25 +428,25 @@ class _Begun:
         return len(self.tokens) - self.hit.computed
 
     def is_of(self, tokens: npt.NDArray[np.int64], most: int) -> bool:
-        """Whether what is brought is right for these tokens, `most` of which may be there."""
+        """Return whether the loads are right for these tokens, of which `most` may be loaded."""
         begins = np.array_equal(tokens[: len(self.tokens)], self.tokens)
         return begins and self.num_there <= most
 
 
 class TierKVCache(Cache):  # type: ignore[misc]
-    """A transformers cache whose prefixes outlive the call, the process and the machine.
+    """A transformers cache with prefixes that outlive the call, the process and the machine.
 
         cache = TierKVCache.for_model(model, store="redis://127.0.0.1:6379/0")
         model.generate(**inputs, past_key_values=cache)
         print(cache.last_hit)
 
-    Each `generate` finds the longest prefix of its input that is in the model's cache still, in
-    host memory or in the store, computes the rest, and keeps all that it has computed, the
-    generated tokens included. What the store does not give in time is computed.
+    Each `generate` finds the longest prefix of its input that is still in the model's cache, in
+    host memory or in the store, computes the rest, and keeps all that it has computed, generated
+    tokens included. Blocks that the store does not give in time are computed.
 
-    One sequence at a time: one row, no beams, no padding. What changes the meaning of token ids
-    beside the weights (images, embeddings, token types) is refused. A loop of one's own over
-    `model(...)` works inside `with cache.sequence():`; its logits are of the computed tokens.
+    One sequence at a time: one row, no beams, no padding. Inputs that change the meaning of token
+    ids beside the weights (images, embeddings, token types) are refused. Your own loop over
+    `model(...)` works inside `with cache.sequence():`; its logits are those of the computed tokens.
     """
 
     @classmethod
@@ -477,7 +486,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
         _check_model(model)
         if store is not None and revision is None and _hooks_of(model):
             raise ConfigError(
-                "the model has forward hooks, and nobody knows what they do to what it caches: say "
+                "the model has forward hooks, which may change what it caches: say "
                 "revision=, which names weights and hooks"
             )
         like = _states_of_one_token(model)
@@ -518,7 +527,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
             if store is not None:
                 moves.note_prefills(list(_speeds(model)))
             _install(model)
-        except BaseException:  # Ctrl-C too: nobody closes what was not made
+        except BaseException:  # Ctrl-C too: no caller can close a cache that was not made
             made.close()
             raise
         return made
@@ -546,7 +555,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._fed: list[tuple[int, torch.Tensor]] = []  # where they start, [tokens]
         self._stop = 0  # how many tokens there are after the forward pass under way
         self._held = np.zeros(0, np.int64)  # the tokens of the last sequence, which the room has
-        self._num_kept = 0  # so many of the sequence's first tokens lookups find
+        self._num_kept = 0  # leading tokens of the sequence that lookups find
         self._keeping: _Asked[int] | None = None  # uses the engine and the room until it is over
         self._is_whole = True  # False: what changes it was broken off, by Ctrl-C or a signal
         self._is_kept = True  # the host has what it is to have of the sequence
@@ -561,10 +570,19 @@ class TierKVCache(Cache):  # type: ignore[misc]
 
     @contextmanager
     def sequence(self, prompt: torch.Tensor | None = None) -> Iterator[Self]:
-        """What the model is given inside is one text from its first token on, and is kept when it
-        ends. `generate` does this by itself. prompt: token ids, [1, tokens], that the model will be
-        given first: their loads start at once. Raises BadRequestError while another one runs,
-        ConfigError if the model is not what it was, ShuttingDownError if this cache is closed."""
+        """Treat all calls of the model in the body as one text from its first token on.
+
+        The text is kept at the end. `generate` does this by itself.
+
+        Args:
+            prompt: token ids [1, tokens] that the model will be given first; their loads start at
+                once.
+
+        Raises:
+            BadRequestError: another sequence runs.
+            ConfigError: the model has changed since the cache was made.
+            ShuttingDownError: this cache is closed.
+        """
         self._check_open()
         if self._turn.locked():
             raise BadRequestError(
@@ -594,8 +612,18 @@ class TierKVCache(Cache):  # type: ignore[misc]
     def prepare(
         self, model: PreTrainedModel, args: Sequence[Any], arguments: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """What the model is to be called with instead, without the tokens that are cached: called
-        before each forward pass. Raises BadRequestError."""
+        """Return the arguments of the next forward pass, without the tokens that are cached.
+
+        Called before each forward pass.
+
+        Args:
+            model: the model that is called.
+            args: its positional arguments.
+            arguments: its keyword arguments.
+
+        Raises:
+            BadRequestError: the arguments cannot be served from a cache.
+        """
         if model is not self._model:
             raise BadRequestError("this cache was made for another model")
         if not self._is_on_stream():
@@ -630,8 +658,10 @@ class TierKVCache(Cache):  # type: ignore[misc]
         return given
 
     def settle(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-        """None if the forward pass has read the right KV. If a load failed: what to call the model
-        with again. Called after each."""
+        """Return None if the forward pass has read the right KV, else arguments for another call.
+
+        Called after each forward pass; a load that failed makes the second call necessary.
+        """
         with self._changing():
             return self._settled(arguments)
 
@@ -660,7 +690,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
 
     @property
     def stats(self) -> Stats:
-        """Of the tiers and the store."""
+        """Return statistics of the tiers and the store."""
         self._check_open()
         self._kept()
         return self._moves.engine.stats().wait(_COPY_S)
@@ -699,7 +729,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """What is broken off inside, but for a refusal, leaves nothing that is relied on."""
+        """Mark the kept sequence as unusable if the body is broken off, unless by a refusal."""
         self._is_whole = False
         try:
             yield
@@ -749,7 +779,10 @@ class TierKVCache(Cache):  # type: ignore[misc]
             self._held, self._num_kept = self._held[:0], 0
 
     def _place(self, num_tokens: int) -> None:
-        """The room has the KV of so many tokens, and what is written next comes behind them."""
+        """Note that the room holds the KV of `num_tokens` tokens.
+
+        The next write goes behind them.
+        """
         for layer, planes in zip(self.layers, self._layout.planes_of_layer, strict=True):
             layer.place(self._room, planes, num_tokens)
 
@@ -764,8 +797,10 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._place(self.get_seq_length())
 
     def _bring(self, start: int, new: npt.NDArray[np.int64], most: int) -> PromptHit:
-        """Have as many of the tokens from `start` on as there are, up to `most` in all: the model
-        is asked for what comes after the others. Their load may be under way."""
+        """Start loading tokens from `start` on, up to `most` in all; the model computes the rest.
+
+        Their load may still be under way at the return.
+        """
         size = self._layout.block_size
         tokens, have = new, start
         if start:
@@ -799,7 +834,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
             self._moves.wait_layer(self._load, layer)
 
     def _keep(self) -> None:
-        """What the room has is the last sequence now. The host gets what it has not, soon."""
+        """Keep the room's content as the last sequence; new blocks go to the host soon."""
         self._kept()
         if not self._is_whole:
             self._start_anew()
@@ -831,7 +866,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
             self._keeping = None
 
     def _tokens(self, num_tokens: int) -> npt.NDArray[np.int64]:
-        """What the model was given, up to this one."""
+        """Return the first `num_tokens` tokens that the model was given."""
         found = np.zeros(max((at + len(ids) for at, ids in self._fed), default=0), np.int64)
         if self._fed:
             every, read = torch.cat([ids for _, ids in self._fed]).cpu().numpy(), 0
@@ -878,14 +913,20 @@ class _Moves:
     def load(
         self, tokens: npt.NDArray[np.int64], have: int, most: int
     ) -> tuple[Found, _Load | None]:
-        """What there is beyond the first `have` tokens, at most `most` in all; its load has started
-        if there is any."""
+        """Look up what follows the first `have` tokens, at most `most` in all, and start its load.
+
+        Returns:
+            The lookup's result, and the load; None if there is nothing to load.
+        """
         self.hurry()
         return self._ask(self._start_load, tokens, have, most).result()
 
     def failed(self, load: _Load) -> bool:
-        """Whether a load did not bring its blocks; it is over when this returns. Raises
-        TransferError if it does not end."""
+        """Wait for the load's end; return whether a block did not arrive.
+
+        Raises:
+            TransferError: the load does not end.
+        """
         return self._ask(self._has_failed, load).result()
 
     def keep(self, tokens: npt.NDArray[np.int64], num_kept: int) -> _Asked[int]:
@@ -958,7 +999,7 @@ class _Moves:
             self.engine.wait(left)
 
     def wait_layer(self, load: _Load, layer: int) -> None:
-        """Let the compute stream wait for a layer. That its load failed is told by `failed`."""
+        """Make the compute stream wait for a layer; `failed` reports a load that failed."""
         with suppress(TierKVError):
             self._planes.wait_layer(load.number, layer, _COPY_S)
 
@@ -993,7 +1034,7 @@ class _Moves:
         return 0
 
     def _save(self, prompt: Prompt, first: int, stop: int) -> bool:
-        """Whether lookups find blocks [first, stop) now."""
+        """Save blocks [first, stop); return whether lookups find them now."""
         key, plans, left = f"saved {next(self._numbers)}", [], stop - first
         kept: list[int] = []  # blocks, of each plan that the cache has answered
         deadline, held_up_s = time.monotonic() + _KEEP_S, 0.0
@@ -1034,8 +1075,11 @@ class _Moves:
 
 
 class _Asked(Generic[T]):
-    """What a thread is to do, and what came of it. The wait for it is in C: Ctrl-C in that of a
-    Future, which is Python, may leave its lock taken."""
+    """A thread's task and its outcome.
+
+    The wait for the outcome is in C: Ctrl-C during that of a Future, which is Python, may leave its
+    lock taken.
+    """
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work
@@ -1048,7 +1092,7 @@ class _Asked(Generic[T]):
         """Called once, on the thread."""
         try:
             self._result = self._work()
-        except BaseException as error:  # noqa: BLE001 - for who waits
+        except BaseException as error:  # noqa: BLE001 - raised where the task is awaited
             self._error = error
         self._is_done = True
         self._bell.put(None)
@@ -1063,7 +1107,7 @@ class _Asked(Generic[T]):
 
 
 class _Timer:
-    """How long the model took to compute prompts, known when the device is done with them."""
+    """Measures how long the model computes prompts; the time is known when the device is done."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -1095,7 +1139,7 @@ class _Timer:
         return event
 
 
-# The model: what it is, and being told of its forward passes
+# The model: its identity, and its forward passes
 
 
 def _check_model(model: PreTrainedModel) -> None:
@@ -1124,8 +1168,10 @@ def _check_model(model: PreTrainedModel) -> None:
 
 
 def _is_causal(model: PreTrainedModel) -> bool:
-    """Whether the KV of the first tokens is the same whatever comes after them. The second layer's
-    says so: the first one's is of each token alone."""
+    """Return whether the KV of a prompt's first tokens is independent of the tokens after them.
+
+    The second layer's KV shows it: the first layer's is of each token alone.
+    """
     layers = [_computed(model, _FEW_TOKENS, last).layers[:2][-1] for last in (0, 1)]
     if not all(layer.is_initialized for layer in layers):
         return True  # it is refused for that
@@ -1144,7 +1190,7 @@ def _rope_types(value: object) -> Iterator[str]:
 
 
 def _computed(model: PreTrainedModel, num_tokens: int, last: int = 0) -> DynamicCache:
-    """Of so many tokens: 0, and in the second half `last`."""
+    """Compute the KV of `num_tokens` tokens: 0 in the first half, `last` in the second."""
     cache = DynamicCache(config=model.config)
     taken = inspect.signature(model.forward).parameters
     arguments: dict[str, Any] = {_ARGUMENT if _ARGUMENT in taken else "past_key_values": cache}
@@ -1253,8 +1299,10 @@ def _hooks_of(model: PreTrainedModel) -> list[int]:
 
 
 def _adapter_layers(model: PreTrainedModel) -> dict[str, Any]:
-    """By name, the layers that PEFT has put adapters into: `disable_adapters` is a property there,
-    and asking modules themselves takes 5 us each."""
+    """Return the layers into which PEFT has put adapters, by name.
+
+    `disable_adapters` is a property of these layers, and asking the modules takes 5 us each.
+    """
     return {
         name: one
         for name, one in model.named_modules()
@@ -1328,7 +1376,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 
 
 def _num_common(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> int:
-    """How many first tokens are the same."""
+    """Return how many leading tokens are equal."""
     length = min(len(left), len(right))
     other = np.flatnonzero(left[:length] != right[:length])
     return int(other[0]) if len(other) else length
@@ -1355,7 +1403,10 @@ def _checked_ids(given: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _num_logits(given: Mapping[str, Any]) -> int:
-    """Of how many last tokens the caller wants logits; of those computed where it wants all."""
+    """Return for how many of the last tokens the caller wants logits.
+
+    All computed ones by default.
+    """
     wanted = given.get("logits_to_keep")
     return wanted if isinstance(wanted, int) and wanted > 0 else 1
 
@@ -1388,8 +1439,10 @@ def _without(given: Mapping[str, Any], count: int, num_tokens: int) -> dict[str,
 
 
 def _install(model: PreTrainedModel) -> None:
-    """Tell the caches that `model` is given. The functions are bound to the model alone, so that a
-    copy of it is told by its own."""
+    """Make the model's forward pass call the cache that it is given.
+
+    The functions are bound to this model alone, so that a copy of it gets its own.
+    """
     if "generate" not in vars(model):
         model.register_forward_pre_hook(_before, with_kwargs=True)
         model.register_forward_hook(_after, with_kwargs=True)

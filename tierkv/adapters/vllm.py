@@ -1,4 +1,4 @@
-"""What vLLM loads by this module's path: `TierKVConnector`, and a tier for its own offloading.
+"""The modules that vLLM loads by path: `TierKVConnector`, and a tier for its own offloading.
 
 `TierKVTier` is a secondary tier of vLLM's own KV offloading, kept in a tierkv store.
 
@@ -10,7 +10,8 @@ outlive the process and other instances find them. Made for the interfaces of vL
     "spec_name": "TieringOffloadingSpec",
     "cpu_bytes_to_use": 8589934592,
     "secondary_tiers": [{
-        "type": "TierKVTier", "module_path": "tierkv.adapters.vllm", "store": "redis://127.0.0.1:6379/0"
+        "type": "TierKVTier", "module_path": "tierkv.adapters.vllm", "store":
+            "redis://127.0.0.1:6379/0"
     }]
 """
 
@@ -161,7 +162,7 @@ class TierKVTier(SecondaryTierManager):
             self._asked.remove((keys, future))
             answers = future.result() if future.exception() is None else [False] * len(keys)
             for key, answer in zip(keys, answers, strict=True):
-                # Not a second time: a load that failed meanwhile has made it a miss.
+                # Not again: a load that failed since has made it a miss.
                 if key in self._verdicts and self._verdicts[key] is None:
                     self._verdicts[key] = answer
 
@@ -187,7 +188,7 @@ class TierKVTier(SecondaryTierManager):
 
 
 def _identity(spec: OffloadingSpec) -> dict[str, str]:
-    """What makes chunks of one instance usable in another: all that shapes their bytes."""
+    """Return everything that shapes a chunk's bytes: instances must agree on it to share chunks."""
     config, parallel = spec.config, spec.config.parallel
     ranks = (parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size)
     is_portable = parallel.is_parallelism_agnostic or config.replicated_layout

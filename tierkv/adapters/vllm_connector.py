@@ -94,58 +94,61 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Saves are begun in every fourth step: the first of a step takes some 80 us of the scheduler's
-# thread, whose caches the model has emptied since, and each further one 30. A step that computes
-# more tokens than these takes long itself, and has much to save. What copies have ended is looked
-# at just before, unless somebody waits for it.
+# Saves begin in every fourth step: the first of a step takes some 80 us of the scheduler's thread,
+# with caches that the model has emptied, each further one 30 us. A step that computes more than
+# _MUCH tokens takes long itself, and has much to save. Ended copies are polled just before, unless
+# a request waits for one.
 _SAVES_EVERY = 4
 _MUCH = 1024
 _MOST_UNDER_WAY = 8  # steps
 _SAVES_AT_ONCE = 12
-_BACKLOG_TURNS = 2  # in so many turns those that wait are begun, if they are more
-# A request saves when it has so many tokens that are not saved, and at its end: a save costs the
-# same for one block as for many.
+_BACKLOG_TURNS = 2  # turns in which a backlog of waiting saves is begun
+# A request saves when this many of its tokens are not saved, and at its end: a save costs the same
+# for one block as for many.
 _SAVED_AT_ONCE = 256
 _PAUSE_STEPS = 4  # until a request that had no part in a step is looked at again
-_MOST_WAIT_S = 60.0  # for a copy whose blocks are about to be written
+_MOST_WAIT_S = 60.0  # for a copy of blocks that are about to be written
 _MOST_LOST = 2  # promises to one request that expire before it loads them
 _COUNTS = {
     "loaded_tokens": "Prompt tokens that were loaded instead of computed",
-    "failed_loads": "Loads of which a block did not come; their requests were computed",
+    "failed_loads": "Loads with a block that did not arrive; their requests were computed",
     "saved_blocks": "Blocks that were copied to the host and can be found",
-    "unsaved_blocks": "Blocks that were not saved, since no host memory was free in that moment",
+    "unsaved_blocks": "Blocks that were not saved, because no host memory was free",
     "published_prompts": "Prompts that were handed over",
     "failed_publishes": "Prompts that could not be handed over",
-    "lost_tickets": "Requests that came with a ticket of which nothing could be had",
+    "lost_tickets": "Requests with a ticket that brought nothing",
 }
 _ROLE = "kv"  # of a layer's plane
 TICKET = "tierkv_ticket"  # among a request's kv_transfer_params
 _HOST_BYTES = 4 << 30
 _SOCKETS = f"tierkv-{os.getuid()}-*.sock"  # of this user's engines, in the temporary directory
-_SAVE_BLOCKS = 256  # at least so many host slots are kept ready for saves
+_SAVE_BLOCKS = 256  # smallest number of host slots kept ready for saves
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `kv_connector_extra_config` may say.
+    """Keys of `kv_connector_extra_config`.
 
-    store: the store's URL (docs/storage.md), "" for host memory alone.
-    host_bytes: host memory for blocks, of this engine's ranks together.
-    node: the socket of a node on this machine (`tierkv serve --engine external`), whose host memory
-        and store are used instead; node_key: a token, if it has an auth file.
-    other_ranks: numbers of ranks of other instances whose blocks are looked for, too.
-    ttl_s: how long a block lives in the store, None for as long as the store keeps it.
-    revision: of the model's weights, if instances with other weights share the store under the same
-        model name.
-    saves_generated: also save blocks of generated tokens, for prompts that continue them.
-    fetch_policy: best_effort fetches what computing is estimated to take longer for, and gives up
-        in time; wait_complete all there is.
-    fetch_deadline_s: so long a request waits for the store before it computes.
-    claim_deadline_s: so long a decode instance waits for a prefill instance's ticket.
-    publish_deadline_s: so long storing a prompt with its ticket may take.
-    ticket_ttl_s: so long a ticket can be claimed.
-    expires_s: so long blocks are held on the host for a request that vLLM does not schedule.
-    least_tokens: fewer are computed and not loaded, unless a ticket names them.
-    prefix: of all names in the store.
+    Attributes:
+        store: URL of the store (docs/storage.md), "" for host memory alone.
+        host_bytes: bytes of host memory for blocks, of this engine's ranks together.
+        node: socket of a node on this machine (`tierkv serve --engine external`); its host memory
+            and store are used instead of `store` and `host_bytes`.
+        node_key: a token, if the node has an auth file.
+        other_ranks: numbers of ranks of other instances, to find their blocks too.
+        ttl_s: seconds that a block lives in the store, None for as long as the store keeps it.
+        revision: revision of the model's weights, if instances with other weights share the store
+            under the same model name.
+        saves_generated: also save blocks of generated tokens, for prompts that continue them.
+        fetch_policy: best_effort fetches blocks that take longer to compute by estimate, and gives
+            up in time; wait_complete fetches all blocks that are stored.
+        fetch_deadline_s: seconds that a request waits for the store before it computes.
+        claim_deadline_s: seconds that a decode instance waits for a prefill instance's ticket.
+        publish_deadline_s: seconds that storing a prompt with its ticket may take.
+        ticket_ttl_s: seconds that a ticket can be claimed.
+        expires_s: seconds that blocks are held on the host for a request that vLLM does not
+            schedule.
+        least_tokens: fewer tokens are computed instead of loaded, unless a ticket names them.
+        prefix: prefix of all names in the store.
     """
 
     store: str = ""
@@ -189,12 +192,14 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 @dataclass
 class StepPlans(KVConnectorMetadata):
-    """What the workers do in one step, in this order.
+    """The workers' tasks in one step, in this order.
 
-    must_wait: blocks that saves under way read have been given away: nothing may write before.
-    loads, saves: with the request they are for. lost: requests whose load was promised and cannot
-    be, with the blocks that are therefore wrong. over: requests that have ended, whose blocks are
-    to be given back when their saves are done.
+    Attributes:
+        must_wait: blocks that were given away while saves read them: nothing may write before the
+            saves end.
+        loads, saves: plans by request.
+        lost: requests with a promised load that cannot be done, and the blocks that are wrong.
+        over: requests that have ended; their blocks are given back when their saves are done.
     """
 
     must_wait: bool = False
@@ -205,11 +210,11 @@ class StepPlans(KVConnectorMetadata):
 
     @property
     def is_nothing(self) -> bool:
-        """As of most steps: the ranks have nothing to do beside computing."""
+        """True if the ranks only compute in this step, as in most steps."""
         return not (self.loads or self.saves or self.lost or self.over or self.must_wait)
 
 
-_NOTHING = StepPlans()  # nobody changes it
+_NOTHING = StepPlans()  # never changed
 
 
 @dataclass
@@ -224,9 +229,15 @@ class StepReports(KVConnectorWorkerMetadata):
 
 @dataclass
 class RankHandshake(KVConnectorHandshakeMetadata):
-    """What a worker knows of its blocks. groups: of its shard of them. backends: of attention, and
-    what they do on this processor, since the inside of a block is theirs. heads: so many of KV have
-    a place of their own in each layer's block, one after the other; 0 if it is not so."""
+    """A worker's description of its blocks.
+
+    Attributes:
+        groups: cache groups of the worker's shard.
+        backends: attention backends and their variants on this processor, which define the inside
+            of a block.
+        heads: number of KV heads that have a place of their own in each layer's block, one after
+            the other; 0 if blocks are laid out otherwise.
+    """
 
     groups: tuple[CacheGroup, ...]
     backends: str
@@ -234,7 +245,7 @@ class RankHandshake(KVConnectorHandshakeMetadata):
 
 
 class TierKVStats(KVConnectorStats):
-    """What the scheduler's side has counted since it was last asked, by the names of `_COUNTS`."""
+    """Counts of the scheduler's side since the last report, by the names of `_COUNTS`."""
 
     def reset(self) -> None:
         self.data.clear()
@@ -423,14 +434,19 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
 
 @dataclass(slots=True, eq=False)
 class _Tracked:
-    """A request of vLLM's from its first lookup to its end.
+    """A request of vLLM from its first lookup to its end.
 
-    prompt: of the tokens that were there when it was made. claims, publishes: tickets.
-    num_local: tokens that vLLM had itself at the lookup. found: what of each group is to be loaded.
-    saved: of each group, so many first blocks are on the host or on their way. has_saves: some are
-    under way. passed: of a prompt of so many tokens too few are there to load. num_lost: promises
-    that had expired when they were to be loaded. is_of_old: the cache has been reset since.
-    due: while it generates, the step in which it may have enough to save; None otherwise.
+    Attributes:
+        prompt: tokens that were known when it was made.
+        claims, publishes: ids of tickets.
+        num_local: tokens that vLLM had itself at the lookup.
+        found: blocks of each group to be loaded.
+        saved: number of leading blocks of each group that are on the host or on their way.
+        has_saves: saves are under way.
+        passed: number of tokens of a prompt that had too few tokens to load.
+        num_lost: promises that had expired when they were to be loaded.
+        is_of_old: the cache has been reset since.
+        due: the step in which a generating request may have enough tokens to save; None otherwise.
     """
 
     request: Request
@@ -476,7 +492,7 @@ class _SchedulerSide:
         self._adapters = AdapterDigests()
         self._epoch = b""
         self._tracked: dict[str, _Tracked] = {}
-        self._filling: OrderedDict[str, _Tracked] = OrderedDict()  # whose prompt is being computed
+        self._filling: OrderedDict[str, _Tracked] = OrderedDict()  # prompts that are being computed
         # Whose prompt is saved, by the step in which each may have more, and an order among equals.
         self._decoding: list[tuple[int, int, _Tracked]] = []
         self._order = itertools.count()
@@ -493,9 +509,9 @@ class _SchedulerSide:
         # Of steps under way: prompt tokens they compute, and when they were planned.
         self._computing: deque[tuple[int, float]] = deque(maxlen=_MOST_UNDER_WAY)
         self._heard_at = 0.0
-        self._has_told = False  # how fast this engine computes
-        self._reports: list[Finished] = []  # of ranks, that nobody has been told
-        self._unpublished: set[str] = set()  # whose tickets are on their way
+        self._has_speed = False  # a step's speed was recorded
+        self._reports: list[Finished] = []  # of ranks, not handed on yet
+        self._unpublished: set[str] = set()  # requests with tickets on their way
 
     @property
     def cache(self) -> EngineCache:
@@ -534,7 +550,7 @@ class _SchedulerSide:
         name = f"vllm-{config.kv_transfer_config.engine_id}"
         node = NodeHost(settings.node, name=name, key=settings.node_key) if settings.node else None
         if node is not None and self._tells:
-            log.warning("a node tells events itself (GET /v1/events), not through vLLM")
+            log.warning("the node publishes events (GET /v1/events); vLLM publishes none of them")
             self._tells = False
         # An engine that was killed leaves its own, and the next has another name.
         remove_left_over(Path(tempfile.gettempdir()).glob(_SOCKETS))
@@ -562,8 +578,10 @@ class _SchedulerSide:
         log.info("KV blocks are kept in host memory and %s", kept)
 
     def _scheme(self, ranks: Sequence[RankHandshake]) -> ShardScheme | None:
-        """How a whole block is made of the ranks' shards, if each has other heads, in places that
-        are known. None: blocks are those of this number of ranks."""
+        """Return how the ranks' shards make a whole block, if each rank has other heads.
+
+        None: blocks belong to this number of ranks.
+        """
         first, total = ranks[0], self._config.model_config.get_total_num_kv_heads()
         if len(first.groups) > 1 or first.heads * len(ranks) != total:
             return None
@@ -574,7 +592,7 @@ class _SchedulerSide:
     # A request comes
 
     def find(self, request: Request, num_computed: int) -> int | None:
-        """How many tokens beyond `num_computed` can be loaded; None: ask again."""
+        """Return how many tokens beyond `num_computed` can be loaded; None to be asked again."""
         name = request.request_id
         tracked = self._tracked.get(name) or self._track(request)
         if tracked is None or not self._may_find(tracked):
@@ -615,7 +633,10 @@ class _SchedulerSide:
         return self._finds and not has_tried and not is_excluded
 
     def _track(self, request: Request) -> _Tracked | None:
-        """None where nothing is to be cached: prompts that are not, or not only, tokens."""
+        """Return the tracked request.
+
+        None if nothing of it can be cached, as for prompts of embeddings.
+        """
         is_plain = request.prompt_embeds is None and not request.resumable
         if not is_plain or not request.prompt_token_ids:
             return None
@@ -660,7 +681,10 @@ class _SchedulerSide:
         return prompt
 
     def _extra(self, request: Request) -> bytes | None:
-        """What else the KV depends on; None while an adapter's files are read."""
+        """Return the other inputs that the KV depends on.
+
+        None while an adapter's files are read.
+        """
         if request.lora_request is None and not request.cache_salt and not self._epoch:
             return b""
         adapter = b""
@@ -683,7 +707,7 @@ class _SchedulerSide:
             firsts.append(wanted.start)
         self._wait_for(ids)
         plan = None
-        with suppress(DeviceFailedError):  # a rank is lost, and told so
+        with suppress(DeviceFailedError):  # a rank is lost, and knows it
             plan = self.cache.load(name, ids, firsts)
         tracked.claims = None
         tracked.is_loading = True
@@ -710,7 +734,7 @@ class _SchedulerSide:
     # A step
 
     def plan(self, step: SchedulerOutput) -> StepPlans:
-        """What this step's workers do beside computing."""
+        """Return the tasks of this step's workers beside computing."""
         self._step += 1
         computes_much = step.total_num_scheduled_tokens > _MUCH
         self._is_turn = computes_much or self._step % _SAVES_EVERY == 0
@@ -751,7 +775,7 @@ class _SchedulerSide:
             self._filling[name] = tracked
 
     def _has_saves(self) -> bool:
-        """To begin in this step."""
+        """Return whether saves can begin in this step."""
         if self._is_turn:
             return bool(self._ending or self._filling or self._is_due())
         return any(map(self._is_urgent, self._filling.values()))
@@ -761,8 +785,11 @@ class _SchedulerSide:
         return self._has_windows or tracked.publishes is not None
 
     def _begin_saves(self, step: SchedulerOutput) -> None:
-        """A few saves: of requests that have ended, whose blocks vLLM waits for, of prompts that
-        are being computed, and of what others have generated meanwhile, in turn."""
+        """Begin a few saves.
+
+        In turn: requests that have ended, for whose blocks vLLM waits; prompts that are being
+        computed; tokens that other requests have generated.
+        """
         waiting = len(self._ending) + len(self._filling)
         left = max(_SAVES_AT_ONCE, waiting // _BACKLOG_TURNS)
         while self._ending and left:
@@ -791,8 +818,12 @@ class _SchedulerSide:
         return bool(self._decoding) and self._decoding[0][0] <= self._step
 
     def _expect(self, tracked: _Tracked, stop: int | None) -> None:
-        """Look at this request again when it may have enough to save. stop: so many of its tokens
-        are computed, None if it has paused."""
+        """Look at this request again when it may have enough tokens to save.
+
+        Args:
+            tracked: the request.
+            stop: number of its tokens that are computed, None if it has paused.
+        """
         pause = _PAUSE_STEPS
         if stop is not None:
             missing = _SAVED_AT_ONCE - (stop - self._num_saved(tracked))
@@ -806,8 +837,12 @@ class _SchedulerSide:
         return tracked.saved[self._main] * size if tracked.saved else 0
 
     def _save_filled(self, tracked: _Tracked, step: SchedulerOutput) -> int | None:
-        """How many tokens are computed when this step is over, None if the request has no part in
-        it. What vLLM has only drafted, or not yet heard of, is not counted."""
+        """Return how many tokens are computed at this step's end.
+
+        None if the request has no part in it.
+
+        Tokens that vLLM has only drafted, or not yet received, are not counted.
+        """
         request, main = tracked.request, self._groups[self._main]
         name = request.request_id
         scheduled = step.num_scheduled_tokens.get(name)
@@ -851,7 +886,7 @@ class _SchedulerSide:
                 first_tokens=first_tokens,
                 external_ids=self._hashes(tracked.request, ids, firsts) if self._tells else (),
             )
-        except DeviceFailedError:  # a rank is lost, and told so
+        except DeviceFailedError:  # a rank is lost, and knows it
             return False
         if tracked.publishes is not None:
             self._unpublished.add(name)
@@ -866,14 +901,14 @@ class _SchedulerSide:
         return not unsaved
 
     def _whole(self, prompt: Prompt) -> tuple[list[range], list[int]]:
-        """By group, a place for each block of a prompt, from the first on."""
+        """Return for each group the places of all blocks of a prompt, from the first on."""
         sizes = [group.block_size for group in self._groups]
         return [range(-(-prompt.num_tokens // size)) for size in sizes], [0] * len(sizes)
 
     def _hashes(
         self, request: Request, block_ids: Sequence[Sequence[int]], firsts: Sequence[int]
     ) -> list[list[str | int | bytes | None]]:
-        """What vLLM's events call these blocks; None for a partial one."""
+        """Return the names of these blocks in vLLM's events; None for a partial block."""
         size = self._kv.hash_block_size or self._groups[self._main].block_size
         hashes = request.block_hashes
         names: list[list[str | int | bytes | None]] = []
@@ -888,7 +923,7 @@ class _SchedulerSide:
         return names
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """What became of saved blocks, by vLLM's names for them."""
+        """Return the events of saved blocks since the last call, by vLLM's names for the blocks."""
         for event in self.cache.read_events() if self._tells else ():
             names = [name for name in event.external_ids if name is not None]
             if not names:
@@ -909,12 +944,12 @@ class _SchedulerSide:
                 )
 
     def hear(self, output: KVConnectorOutput) -> None:
-        """What the workers report after a step."""
-        told = output.kv_connector_worker_meta
-        if told is not None:
-            self._reports += told.reports
+        """Accept the workers' report of a step."""
+        report = output.kv_connector_worker_meta
+        if report is not None:
+            self._reports += report.reports
         if self._computing:
-            self._tell_speed()
+            self._record_speed()
         is_awaited = self._unpublished or not self._tracked
         if is_awaited or any(one.problem for one in self._reports):
             self._poll()
@@ -926,14 +961,14 @@ class _SchedulerSide:
         if not self._tracked:  # there may be no further step for a while
             self.cache.flush()
 
-    def _tell_speed(self) -> None:
-        """What a step took with its prompt tokens, from which is judged what is worth fetching."""
+    def _record_speed(self) -> None:
+        """Record the time of a step with prompt tokens, to choose fetching or computing."""
         num_tokens, planned_at = self._computing.popleft()
         now = time.perf_counter()
         seconds = now - max(planned_at, self._heard_at)  # the next may be planned before this ends
         self._heard_at = now
-        if num_tokens >= self.settings.least_tokens and (self._is_turn or not self._has_told):
-            self._has_told = True
+        if num_tokens >= self.settings.least_tokens and (self._is_turn or not self._has_speed):
+            self._has_speed = True
             self.cache.note_prefill(num_tokens, seconds)
 
     def _poll(self) -> None:
@@ -969,7 +1004,11 @@ class _SchedulerSide:
     def finish(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether vLLM is to keep the blocks until they are saved, and what the client is told."""
+        """End a request.
+
+        Returns:
+            Whether vLLM must keep the blocks until they are saved, and parameters for the client.
+        """
         name = request.request_id
         tracked = self._tracked.pop(name, None)
         if tracked is None:
@@ -995,7 +1034,7 @@ class _SchedulerSide:
     def _save_rest(
         self, tracked: _Tracked, block_ids: Sequence[Sequence[int]]
     ) -> dict[str, Any] | None:
-        """What no step has saved, the last, partial block included."""
+        """Save the blocks that no step has saved, the last, partial block included."""
         request, ticket = tracked.request, tracked.publishes
         # The last token was sampled and not computed. What a step under way still writes lies
         # behind it, and this plan goes out after that step.
@@ -1045,8 +1084,10 @@ class _SchedulerSide:
 
 
 def _packed(tokens: list[int]) -> bytes:
-    """As `pack`, of tokens that vLLM has checked. NumPy would give the GIL up, and get it back only
-    when another thread lets it go."""
+    """Pack tokens that vLLM has checked.
+
+    NumPy would release the GIL, and get it back only when another thread releases it.
+    """
     packed = array("I")
     packed.fromlist(tokens)
     return packed.tobytes()
@@ -1060,15 +1101,17 @@ def _named(table: Sequence[int], group: CacheGroup) -> Sequence[int]:
 
 
 class AdapterDigests:
-    """Of LoRA adapters' files, read by a thread. An adapter is what its files hold, whatever name
-    an instance has for it."""
+    """Digests of LoRA adapters' files, computed by a thread.
+
+    An adapter is identified by the content of its files, whatever its name on an instance.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], Future[bytes]] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="tierkv-lora")
 
     def of(self, adapter: LoRARequest) -> bytes | None:
-        """None: not yet known."""
+        """Return the adapter's digest; None while it is not known yet."""
         key = (adapter.lora_name, adapter.lora_path)
         if key not in self._known:
             self._known[key] = self._reader.submit(_digest_of_adapter, adapter.lora_path)
@@ -1105,18 +1148,18 @@ def _digest_of_adapter(path: str) -> bytes:
 def _fingerprint(
     config: VllmConfig, settings: ConnectorSettings, layout: Layout, backends: str, num_ranks: str
 ) -> Fingerprint:
-    """What makes blocks of one instance usable in another: all that shapes their bytes."""
+    """Return everything that shapes a block's bytes: instances must agree on it to share blocks."""
     model, cache = config.model_config, config.cache_config
     text = model.hf_text_config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
     media = model.multimodal_config
-    told = {  # to compute otherwise with the same weights, or from other images for the same name
+    options = {  # that change what the same weights compute, or the images behind a name
         "hf_overrides": model.hf_overrides,
         "mm_processor_kwargs": getattr(media, "mm_processor_kwargs", None),
         "media_io_kwargs": getattr(media, "media_io_kwargs", None),
     }
-    told = {name: value for name, value in told.items() if value}
-    changed = "+" + json.dumps(told, sort_keys=True, default=str) if told else ""
+    options = {name: value for name, value in options.items() if value}
+    changed = "+" + json.dumps(options, sort_keys=True, default=str) if options else ""
     return Fingerprint(
         model.model,
         layout,
@@ -1131,7 +1174,7 @@ def _fingerprint(
 
 
 def _socket_path(config: VllmConfig) -> str:
-    """Where this engine's workers get the host memory from."""
+    """Return the path of the socket from which this engine's workers get the host memory."""
     engine = hashlib.sha256(str(config.kv_transfer_config.engine_id).encode()).hexdigest()
     return str(Path(tempfile.gettempdir(), _SOCKETS.replace("*", engine[:16])))
 
@@ -1176,7 +1219,7 @@ class _WorkerSide:
         return self._handshake
 
     def _backends(self) -> str:
-        """Which attention backends have written the blocks, and for which kind of processor."""
+        """Return the attention backends that write the blocks, and the kind of processor."""
         layers = self._config.compilation_config.static_forward_context
         found = set()
         for group in self._kv.kv_cache_groups:
@@ -1220,9 +1263,11 @@ class _WorkerSide:
             self.planes.start_saves(plan)
 
     def finished(self) -> KVConnectorTransferResults:
-        """Requests that have ended and whose blocks nobody reads any more, and those whose loads
-        are over. What did not come is told by its block, or, of several groups, which may use one
-        number each, by its request."""
+        """Return the requests that have ended without readers of their blocks, and finished loads.
+
+        A block that did not arrive is reported by its number, or, of several groups, which may use
+        one number each, by its request.
+        """
         results = KVConnectorTransferResults()
         if not (self._loads or self._saves or self._over or self._lost):
             return results
@@ -1273,7 +1318,11 @@ class _WorkerSide:
 def _on_device(
     groups: Sequence[tuple[Layout, Sequence[torch.Tensor]]],
 ) -> tuple[Device, list[Planes]]:
-    """Raises ConfigError where tierkv cannot copy."""
+    """Return the device and the planes of the engine's tensors.
+
+    Raises:
+        ConfigError: tierkv cannot copy on this device.
+    """
     place = groups[0][1][0].device
     if place.type == "cpu":
         return CpuDevice(), [
@@ -1328,9 +1377,11 @@ def _planes_of(
 
 
 def _heads(spec: KVCacheSpec, num_blocks: int, tensor: torch.Tensor) -> int:
-    """How many heads have a place of their own in each block of a layer, one after the other; 0 if
-    it is not so. vLLM's view of a layer is [blocks, heads, tokens, content], whatever lies inside a
-    head of a block."""
+    """Return how many heads have a place of their own in each block of a layer; 0 if none.
+
+    vLLM's view of a layer is [blocks, heads, tokens, content], whatever lies inside a head of a
+    block.
+    """
     if get_kv_cache_spec_kind(spec).value != "full_attention":
         return 0
     heads: int = spec.num_kv_heads
@@ -1356,11 +1407,11 @@ def _rows(tensor: torch.Tensor, num_blocks: int, name: str) -> torch.Tensor:
 
 
 def _cpu_instructions() -> str:
-    """Of this processor, what decides how vLLM's CPU backend packs keys.
+    """Return the instruction sets that decide how vLLM's CPU backend packs keys.
 
     The kernel lets a process use AMX once it has asked, which PyTorch does at its first large
-    product. vLLM 0.32 relies on a prefill for that, and dies of SIGILL where the very first prompt
-    has been found whole.
+    product. vLLM 0.32 relies on a prefill for that, and dies of SIGILL if the very first prompt was
+    found whole.
     """
     able = torch.cpu.get_capabilities()
     if not able.get("amx_tile"):
