@@ -233,7 +233,7 @@ def test_a_value_that_cannot_be_read_is_told_and_the_rest_verified(
     result = run("verify", url, "--remove-damaged")
     assert result.exit_code == 1
     assert f"{unread}: Permission denied\n" in result.output
-    assert "4 whole, 0 damaged, 0 keyed, 1 no blocks, 0 gone meanwhile, 1 unread" in result.output
+    assert "4 whole, 0 damaged, 0 keyed, 1 no blocks, 0 removed since, 1 unread" in result.output
     found = json.loads(run("verify", url, "--json").output)
     assert (found["unread"], found["unread_names"]) == (1, {unread: "Permission denied"})
     monkeypatch.undo()
@@ -340,7 +340,7 @@ def test_of_several_stores_the_copies_in_each_are_verified(tmp_path: Path) -> No
     url = f"layered:{first}|{second}"
     assert "10 whole, 0 damaged" in run("verify", url).output
     damage(first, item(ONE, 7))  # that the other has not is no reason to pass it by
-    assert "11 whole, 0 damaged, 0 keyed, 2 no blocks, 0 gone" in run("verify", url).output
+    assert "11 whole, 0 damaged, 0 keyed, 2 no blocks, 0 removed" in run("verify", url).output
     for one, number in ((first, 1), (second, 2)):
         damage(one, replace(item(ONE, number), parts=(b"short",), keep_existing=False))
     assert "9 whole, 2 damaged" in run("verify", url).output

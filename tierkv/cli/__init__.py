@@ -70,7 +70,7 @@ def _in_a_sentence() -> Iterator[None]:
 
 
 class _Commands(click.Group):
-    """What is heavy to import is imported when it is called."""
+    """A group that imports a command's module when the command is called."""
 
     later: ClassVar = {
         "config": ("tierkv.cli.settings", "Print the settings in force, and where each is from."),

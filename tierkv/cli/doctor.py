@@ -34,7 +34,7 @@ _NUM_VALUES = 32  # as many as a node moves at once
 _ROUNDS = 3
 _DEADLINE_S = 20.0
 _LATENCY_S = 1.0  # who takes so long to answer is slow, not gone
-_TTL_S = 60.0  # should nobody be left to remove them
+_TTL_S = 60.0  # in case this process does not remove them
 
 
 @click.command()
@@ -61,12 +61,12 @@ def doctor(*, config: Path | None, url: str | None, as_json: bool) -> None:
         findings += _store_findings(settings, os.environ)
     keep(findings)
     if as_json:
-        told = [
+        shown = [
             {"what": one.what, "value": one.value, "verdict": one.verdict.value}
             | ({"remedy": one.remedy} if one.remedy else {})
             for one in findings
         ]
-        print_json({"findings": told})
+        print_json({"findings": shown})
     width = max(len(finding.what) for finding in findings)
     for finding in () if as_json else findings:
         mark = "" if finding.verdict is Verdict.OK else f"  [{finding.verdict.value}]"
@@ -91,8 +91,8 @@ def _store_findings(settings: NodeSettings, environ: Mapping[str, str]) -> list[
         slow = f"{store.url} did not move {_NUM_VALUES} MiB in {_DEADLINE_S:g} s"
         return [Finding("store", slow, Verdict.WARNING, "computing is probably faster")]
     speeds = {(store.url, "storage_write"): written, (store.url, "storage_read"): read}
-    told = f"{written:.2f} GB/s written, {read:.2f} GB/s read, {store.url}"
-    return [Finding("store", told, speeds=speeds)]
+    shown = f"{written:.2f} GB/s written, {read:.2f} GB/s read, {store.url}"
+    return [Finding("store", shown, speeds=speeds)]
 
 
 async def _measured(store: Store) -> tuple[float, float]:

@@ -28,7 +28,7 @@ from tierkv.errors import TierKVError
 from tierkv.http.problems import NotReadyError
 from tierkv.tasks import run_until_stopped
 
-_TIMEOUT_S = 5.0  # of all questions to one: who does not answer by then is told to be silent
+_TIMEOUT_S = 5.0  # for all questions to one node: after it the node counts as silent
 _ONCE = Retries(attempts=1)
 _BAR = 20
 _GATEWAY = "gateway"
@@ -39,11 +39,16 @@ _THOUSAND = 1000
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one node or gateway told. health: ok, degraded, not ready, or no answer; detail: why.
+    """One look at a node or gateway.
 
-    levels: what is used of how much, by tier. now: counts that rise and fall. totals: counts since
-    its start. parts: dependencies of a node, nodes of a gateway, each with its state. at: seconds
-    of a clock here.
+    Attributes:
+        health: ok, degraded, not ready, or no answer.
+        detail: reason of the health.
+        levels: used and available blocks, by tier.
+        now: counts that rise and fall.
+        totals: counts since the start.
+        parts: dependencies of a node, or nodes of a gateway, each with its state.
+        at: time of the look, in seconds of this machine's clock.
     """
 
     url: str
@@ -63,7 +68,7 @@ class Seen:
         return self.health in _READY
 
     def rates(self, before: Seen | None) -> dict[str, float] | None:
-        """Of the totals, per second since `before`; None if there is nothing to compare with."""
+        """Return the totals per second since `before`; None if there is nothing to compare with."""
         if before is None or not (self.totals and before.totals) or self.at <= before.at:
             return None
         return {
@@ -72,14 +77,14 @@ class Seen:
         }
 
     def plain(self, before: Seen | None = None) -> dict[str, Any]:
-        told = asdict(self)
-        del told["at"]
-        told["levels"] = {
+        shown = asdict(self)
+        del shown["at"]
+        shown["levels"] = {
             tier: {"used": used, "capacity": capacity}
             for tier, (used, capacity) in self.levels.items()
         }
         rates = self.rates(before)
-        return told if rates is None else told | {"per_second": rates}
+        return shown if rates is None else shown | {"per_second": rates}
 
 
 async def look(url: str, ca: Path | None, cert: Path | None) -> Seen:
@@ -154,7 +159,7 @@ async def _of_gateway(client: AsyncClient, known: Seen) -> Seen:
 
 
 def lines(seen: Seen, before: Seen | None = None) -> list[tuple[str, str]]:
-    """What a person wants to know of one, as (what, how it is); rates if there is a `before`."""
+    """Return (name, value) pairs for a person to read, with rates if there is a `before`."""
     rows = [(tier, _level(*level)) for tier, level in seen.levels.items()]
     news = {part: state for part, state in seen.parts.items() if _is_news(seen, part, state)}
     rows += [(_short(part), state) for part, state in news.items()]
@@ -164,12 +169,12 @@ def lines(seen: Seen, before: Seen | None = None) -> list[tuple[str, str]]:
     counts = seen.totals if rates is None else rates
     per = "" if rates is None else "/s"
     for what, names in (_GATEWAY_ROWS if seen.role == _GATEWAY else _NODE_ROWS).items():
-        told = _and(
+        shown = _and(
             f"{_count(counts[name], name)}{per} {word}"
             for name, word in names.items()
             if name in counts
         )
-        rows.append((what, told))
+        rows.append((what, shown))
     return rows
 
 
@@ -208,12 +213,15 @@ _GATEWAY_ROWS: Mapping[str, Mapping[str, str]] = {
 
 
 def _is_news(seen: Seen, name: str, state: str) -> bool:
-    """A gateway's nodes are all told, of a node's parts its storage and those that are not well."""
+    """Return whether a part is shown: all nodes of a gateway.
+
+    Of a node, storage and faulty parts.
+    """
     return seen.role == _GATEWAY or name == "storage" or not state.startswith("ok")
 
 
-def _and(told: Iterable[str]) -> str:
-    return ", ".join(told)
+def _and(shown: Iterable[str]) -> str:
+    return ", ".join(shown)
 
 
 def _short(name: str) -> str:
@@ -246,7 +254,7 @@ def head(seen: Seen) -> str:
 def _text(seen: Seen, before: Seen | None) -> str:
     rows = lines(seen, before) if seen.is_ready else []
     width = max((len(what) for what, _ in rows), default=0)
-    return "\n".join([head(seen), *(f"  {what:{width}}  {told}" for what, told in rows)])
+    return "\n".join([head(seen), *(f"  {what:{width}}  {shown}" for what, shown in rows)])
 
 
 _urls = click.argument("urls", nargs=-1, metavar="[URL]...")
@@ -290,7 +298,9 @@ async def _look_at(urls: Sequence[str], ca: Path | None, cert: Path | None) -> l
     help="Between two looks.",
 )
 @click.option(
-    "--count", type=click.IntRange(1), help="End after so many.  [default: on q or Ctrl-C only]"
+    "--count",
+    type=click.IntRange(1),
+    help="End after this many looks.  [default: on q or Ctrl-C only]",
 )
 @json_option
 def top(
@@ -304,9 +314,9 @@ def top(
 ) -> None:
     """Watch nodes and gateways at work, until q or Ctrl-C.
 
-    URL: of each, as for `tierkv status`. Counts are per second, over the time since the look
-    before. Whom the terminal has no room for is told in one line. Where stdout is no terminal, each
-    look is printed below the other; --json prints one JSON array a line for each.
+    URL: one for each node or gateway, as for `tierkv status`. Rates are per second since the look
+    before. Nodes that the terminal has no room for share one line. If stdout is no terminal, each
+    look is printed below the one before; --json prints one JSON array a line for each.
     """
 
     asked = [node_url(url) for url in urls or (default_url(),)]  # one that is none never answers
@@ -369,8 +379,8 @@ async def _show(looks: AsyncIterator[_Look], count: int | None) -> None:
 
     def panel(seen: Seen, before: Seen | None) -> Panel:
         grid = Table.grid(padding=(0, 2))
-        for what, told in lines(seen, before) if seen.is_ready else [("", seen.detail)]:
-            grid.add_row(Text(what, style="bold"), Text(told))
+        for what, shown in lines(seen, before) if seen.is_ready else [("", seen.detail)]:
+            grid.add_row(Text(what, style="bold"), Text(shown))
         return Panel(grid, title=line(replace(seen, detail="")), title_align="left")
 
     def line(seen: Seen) -> Text:
@@ -405,10 +415,10 @@ def _ended_by_q() -> Iterator[None]:
     loop = asyncio.get_running_loop()
 
     def pressed() -> None:
-        told = os.read(keys, 64)
-        if b"q" in told.lower():
+        pressed = os.read(keys, 64)
+        if b"q" in pressed.lower():
             signal.raise_signal(signal.SIGINT)
-        elif not told:  # the terminal has gone
+        elif not pressed:  # the terminal has gone
             loop.remove_reader(keys)
 
     before = termios.tcgetattr(keys)

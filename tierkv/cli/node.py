@@ -146,7 +146,7 @@ def _text(prompt: str) -> str:
 
 
 def _content(path: Path) -> bytes:
-    """As much as a prompt may have, and one byte more: what is read may have no end."""
+    """Read at most one byte more than a prompt may have, since the input may have no end."""
     if str(path) == "-":
         return sys.stdin.buffer.read(_MOST_PROMPT_BYTES + 1)
     try:

@@ -1,4 +1,4 @@
-"""What all commands share in what they print: JSON on stdout, and progress on stderr."""
+"""Output of all commands: JSON on stdout, and progress on stderr."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def print_json(answer: object) -> None:
 
 
 class Progressing:
-    """How far a command is. done: of `unit`, so far."""
+    """Progress of a command. done: number of `unit` so far."""
 
     def __init__(self, doing: str, unit: str) -> None:
         self.done = 0
@@ -43,21 +43,21 @@ class Progressing:
 def progress(doing: str, unit: str = "") -> Iterator[Progressing]:
     """Show on stderr what is done, and how far it is, if it takes longer than a second and stderr
     is a terminal. Print nothing to stdout in the body."""
-    told = Progressing(doing, unit)
+    state = Progressing(doing, unit)
     if not sys.stderr.isatty():
-        yield told
+        yield state
         return
     over = threading.Event()
-    shower = threading.Thread(target=_show, args=(told, over), daemon=True)
+    shower = threading.Thread(target=_show, args=(state, over), daemon=True)
     shower.start()
     try:
-        yield told
+        yield state
     finally:
         over.set()
         shower.join()
 
 
-def _show(told: Progressing, over: threading.Event) -> None:
+def _show(state: Progressing, over: threading.Event) -> None:
     if over.wait(_SHOWN_AFTER_S):
         return
     from rich.console import Console  # noqa: PLC0415 - only what takes long shows it
@@ -72,6 +72,6 @@ def _show(told: Progressing, over: threading.Event) -> None:
         redirect_stderr=False,
     )
     with shown:
-        task = shown.add_task(str(told), total=None)
+        task = shown.add_task(str(state), total=None)
         while not over.wait(_EVERY_S):
-            shown.update(task, description=str(told))
+            shown.update(task, description=str(state))

@@ -30,7 +30,7 @@ _who_may_call = _all_of(
         "--auth",
         "auth_file",
         metavar="FILE",
-        help="Who may call, as `tierkv token` writes it. Without it nobody is asked who they are.",
+        help="File of callers, as `tierkv token` writes it. Without it any caller may do anything.",
     ),
     click.option("--tls-cert", metavar="FILE", help="Serve TLS with this certificate (PEM)."),
     click.option("--tls-key", metavar="FILE", help="Its key, if it is not in the same file."),
@@ -68,7 +68,10 @@ _SETTINGS = {  # of options that are called otherwise than their setting
 def _settings_in(
     options: Mapping[str, object], *, table: str, insecure: bool
 ) -> Iterator[tuple[str, str, object]]:
-    """Of the options that were given, as `config.load` takes them. table: of most of them."""
+    """Yield the options that were given as `config.load` takes them.
+
+    Table: table of most of them.
+    """
     if insecure:
         yield table, "allow_insecure_bind", True
     for name, value in options.items():
@@ -79,7 +82,7 @@ def _settings_in(
 
 
 def _address(port: int) -> _Decorator:
-    """--host and --port, whose default is `port`."""
+    """Add the options --host and --port; `port` is the default port."""
     return _all_of(
         click.option("--host", help="The address to listen on.  [default: 127.0.0.1]"),
         click.option(
@@ -204,8 +207,8 @@ def serve(
 @click.option(
     "--forward-authorization",
     is_flag=True,
-    help="Hand each caller's own Authorization header on to the nodes, which then decide who it "
-    "is and whose blocks it works with.",
+    help="Pass each caller's Authorization header on to the nodes, which then decide what the "
+    "caller may do, and on which tenant's blocks.",
 )
 @_insecure_and_log_level
 def gateway(

@@ -40,12 +40,12 @@ _PREFIX = "TIERKV_"
 def config(names: tuple[str, ...], *, role: str, path: Path | None, as_json: bool) -> None:
     """Print the settings in force, and where each comes from.
 
-    They are what `tierkv serve` or `tierkv gateway` would run with in this environment, secrets
-    masked. NAMES: settings or tables, such as cache or node.port; all without. What a running node
-    has is told by its route GET /v1/config.
+    These are the settings with which `tierkv serve` or `tierkv gateway` would run in this
+    environment, with secrets masked. NAMES: settings or tables, such as cache or node.port; all by
+    default. The route GET /v1/config of a running node shows the node's own.
 
-    Exits with 1 if a setting does not exist or is not of its type; the sentence suggests the one
-    that was probably meant.
+    Exits with 1 if a setting does not exist or is not of its type; the sentence suggests the
+    setting that was probably meant.
     """
     kinds: list[type[msgspec.Struct]] = [NodeSettings, GatewaySettings]
     kind, beside = kinds if role == "node" else reversed(kinds)
@@ -70,7 +70,11 @@ def config(names: tuple[str, ...], *, role: str, path: Path | None, as_json: boo
 
 
 def _chosen(names: Sequence[str], known: Sequence[str], values: Mapping[str, Any]) -> Sequence[str]:
-    """Of all values those that are, or are in, one of `names`. Raises ConfigError."""
+    """Return the known settings that are named, or lie in a named table.
+
+    Raises:
+        ConfigError: a name is not known.
+    """
     for name in names:
         if name not in known:
             raise ConfigError(f"there is no setting {name}{suggestion(name, known)}")

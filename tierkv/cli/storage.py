@@ -28,13 +28,13 @@ from tierkv.storage.redis.url import TlsFiles
 from tierkv.tasks import run_until_stopped
 
 T = TypeVar("T")
-# People wait longer than requests do, also for each of several stores.
+# A person waits longer than a request does; for each of several stores.
 PATIENT = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0)
 PATIENT_PARTS = ResilienceSettings(timeout_s=30.0, write_timeout_s=30.0)
 
 url_argument = click.argument("url")
 PREFIX_MEANS = (
-    "Only values whose name starts with this: tierkv for all that nodes call so (handoff.prefix), "
+    "Only values with names that start so: tierkv for all of nodes with that handoff.prefix, "
     "tierkv:FINGERPRINT for one model and tenant (`tierkv storage du` lists them), tierkv:ticket "
     "for tickets."
 )
@@ -43,7 +43,7 @@ within_option = click.option(
     "--expires-within",
     type=click.FloatRange(0, min_open=True),
     metavar="SECONDS",
-    help="Only values that will be gone by then: those that nobody has used for longest.",
+    help="Only values that expire within this time: the values unused for longest.",
 )
 forever_option = click.option(
     "--without-expiry", is_flag=True, help="Only values that live for ever."
@@ -51,7 +51,10 @@ forever_option = click.option(
 
 
 def with_store(url: str, prefix: str, work: Callable[[Store, Progressing], Awaitable[T]]) -> T:
-    """What `work` does with the store of `url`; says on stderr if that is a part of a cluster."""
+    """Run `work` with the store of `url` and return its result.
+
+    A line on stderr says so if the store is one part of a cluster.
+    """
     tls = click.get_current_context().find_object(TlsFiles) or TlsFiles()
     settings = StoreSettings(redis=replace(PATIENT, tls=tls), resilience=PATIENT_PARTS)
     store = open_store(url, settings, SystemClock())
@@ -63,8 +66,8 @@ def with_store(url: str, prefix: str, work: Callable[[Store, Progressing], Await
 
     async def run() -> T:
         async with store.running():
-            with progress(f"looking through {masked_url(url)}", "values") as told:
-                found = await work(store, told)
+            with progress(f"looking through {masked_url(url)}", "values") as progressing:
+                found = await work(store, progressing)
         for part in parts:
             await _say_if_it_is_a_share(part, prefix)
         return found
@@ -75,8 +78,14 @@ def with_store(url: str, prefix: str, work: Callable[[Store, Progressing], Await
 def with_each_store(
     url: str, prefix: str, work: Callable[[Store, Progressing], Awaitable[T]]
 ) -> tuple[Sequence[T], int]:
-    """What `work` returns of each store in `url` that outlives a process, and how many have failed,
-    which is said on stderr. Raises if all have."""
+    """Run `work` with each store in `url` that outlives a process.
+
+    Returns:
+        The results, and the number of stores that failed; a line on stderr names each.
+
+    Raises:
+        StoreUnavailableError: all of them failed.
+    """
     found: list[T] = []
     failures: list[TierKVError] = []
     for part in [part for part in urls_in(url) if part != "memory://"] or [url]:
@@ -92,7 +101,7 @@ def with_each_store(
 
 
 def _refuse_what_is_not_there(store: Store) -> None:
-    """Raises ConfigError for a directory that does not exist: only a node makes it."""
+    """Raise ConfigError for a directory that does not exist: only a node makes it."""
     if isinstance(store, FileStore) and not store.is_made():
         raise ConfigError(
             f"there is no store at {store.url}: name the directory that a node was given, or "
@@ -103,7 +112,7 @@ def _refuse_what_is_not_there(store: Store) -> None:
 async def _say_if_it_is_a_share(store: Store, prefix: str) -> None:
     if not isinstance(store, RedisStore):
         return
-    with suppress(StoreUnavailableError):  # told by `work`, or a copy that it could do without
+    with suppress(StoreUnavailableError):  # reported by `work`, or a copy that it does not need
         async with store.running():
             if await store.is_of_a_cluster(checked(prefix)):
                 click.echo(
@@ -123,7 +132,7 @@ def checked(prefix: str) -> str:
 
 
 def living(expires_within: float | None, *, without_expiry: bool) -> IsMeant:
-    """Whether a value is one of those that --expires-within and --without-expiry ask for."""
+    """Return a test for values that --expires-within and --without-expiry select."""
     if expires_within is not None and math.isnan(expires_within):
         raise click.BadParameter("not a number", param_hint="--expires-within")
     until = math.inf if expires_within is None else time.time() + expires_within
@@ -136,11 +145,11 @@ def living(expires_within: float | None, *, without_expiry: bool) -> IsMeant:
     return is_meant
 
 
-def counted(is_meant: IsMeant, told: Progressing) -> IsMeant:
-    """As `is_meant`, and each value that it is asked about counts as looked at."""
+def counted(is_meant: IsMeant, progressing: Progressing) -> IsMeant:
+    """Return `is_meant` with a count of the values that were looked at."""
 
     def look(value: StoredValue) -> bool:
-        told.one_more()
+        progressing.one_more()
         return is_meant(value)
 
     return look
@@ -206,10 +215,12 @@ def ls(
     now = time.time()
     is_all = True
 
-    async def collect(store: Store, told: Progressing) -> list[dict[str, str | int | float | None]]:
+    async def collect(
+        store: Store, progressing: Progressing
+    ) -> list[dict[str, str | int | float | None]]:
         nonlocal is_all
         rows: list[dict[str, str | int | float | None]] = []
-        meant = counted(is_meant, told)
+        meant = counted(is_meant, progressing)
         async for value in maintenance.values_under(store, checked(prefix), meant):
             if len(rows) == limit:
                 is_all = False
@@ -254,8 +265,8 @@ def du(
 
 
 def _usage(url: str, prefix: str, is_meant: IsMeant) -> dict[str, Usage]:
-    def work(store: Store, told: Progressing) -> Awaitable[dict[str, Usage]]:
-        return maintenance.usage_by_group(store, checked(prefix), counted(is_meant, told))
+    def work(store: Store, progressing: Progressing) -> Awaitable[dict[str, Usage]]:
+        return maintenance.usage_by_group(store, checked(prefix), counted(is_meant, progressing))
 
     return with_store(url, prefix, work)
 
@@ -265,7 +276,7 @@ def _usage(url: str, prefix: str, is_meant: IsMeant) -> dict[str, Usage]:
 @prefix_option
 @json_option
 def stat(url: str, prefix: str, *, as_json: bool) -> None:
-    """Whether the store answers, how fast, what it can do, and how much it holds."""
+    """Show if the store answers, how fast, its capabilities, and how much it holds."""
 
     async def ask(store: Store, _: Progressing) -> dict[str, str | int | float | bool]:
         started = time.perf_counter()
@@ -296,7 +307,7 @@ def stat(url: str, prefix: str, *, as_json: bool) -> None:
 @url_argument
 @prefix_option
 @json_option
-@click.option("--remove-damaged", is_flag=True, help="Remove what fails; nobody can use it.")
+@click.option("--remove-damaged", is_flag=True, help="Remove values that fail: they are of no use.")
 @click.option(
     "--key-file",
     type=FILE,
@@ -307,15 +318,19 @@ def verify(
 ) -> None:
     """Read every value and check it against its name, its length and its checksum.
 
-    Of a layered store each part's copies, and it is said whose. Exits with 1 if
-    a value is damaged and was not removed, or could not be read, or one of several stores did not
-    answer.
+    In a layered store the copies of each part are checked, and each finding names its part. Exits
+    with 1 if a value is damaged and was not removed, or could not be read, or one of several stores
+    did not answer.
     """
     key = None if key_file is None else read_key(key_file)
 
-    async def check(store: Store, told: Progressing) -> tuple[str, maintenance.Verified]:
+    async def check(store: Store, progressing: Progressing) -> tuple[str, maintenance.Verified]:
         found = await maintenance.verify(
-            store, checked(prefix), key, removes_damaged=remove_damaged, on_value=told.one_more
+            store,
+            checked(prefix),
+            key,
+            removes_damaged=remove_damaged,
+            on_value=progressing.one_more,
         )
         return f" ({store.url})" if len(urls_in(url)) > 1 else "", found
 
@@ -325,7 +340,7 @@ def verify(
         "damaged": sum(len(found.damaged) for _, found in parts),
         "keyed": sum(found.num_keyed for _, found in parts),
         "no blocks": sum(found.num_others for _, found in parts),
-        "gone meanwhile": sum(found.num_gone for _, found in parts),
+        "removed since": sum(found.num_gone for _, found in parts),
         "unread": sum(len(found.unread) for _, found in parts),
     }
     damaged = [(name, why + whose) for whose, found in parts for name, why in found.damaged]
@@ -346,10 +361,10 @@ def verify(
         raise SystemExit(1)
 
 
-def _by_name(told: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """What is told of each name: of several copies of it more than one thing."""
+def _by_name(findings: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Return the findings by name; a name with several damaged copies has all of theirs."""
     of_each: dict[str, str] = {}
-    for name, why in told:
+    for name, why in findings:
         of_each[name] = f"{of_each[name]}; {why}" if name in of_each else why
     return of_each
 
@@ -383,10 +398,10 @@ def rm(
         return
     removed = 0
 
-    async def work(store: Store, told: Progressing) -> None:
+    async def work(store: Store, progressing: Progressing) -> None:
         def so_far(count: int) -> None:
             nonlocal removed
-            removed = told.done = count
+            removed = progressing.done = count
 
         await maintenance.remove(store, prefix, so_far, is_meant)
 
@@ -409,9 +424,9 @@ def rm(
 @click.option("--ttl", required=True, type=float, metavar="SECONDS", help="To live, from now on.")
 @json_option
 def sweep(url: str, prefix: str, ttl: float, *, as_json: bool) -> None:
-    """Give values that live for ever a time to live, so that what nobody uses goes.
+    """Give values without expiry a time to live, so that unused values disappear.
 
-    Of a layered store each part's copies. Exits with 1 if one of several did
+    In a layered store the copies of each part are swept. Exits with 1 if one of several stores did
     not answer.
     """
     try:
@@ -419,8 +434,8 @@ def sweep(url: str, prefix: str, ttl: float, *, as_json: bool) -> None:
     except TierKVError as error:
         raise click.BadParameter(str(error), param_hint="--ttl") from error
 
-    def work(store: Store, told: Progressing) -> Awaitable[int]:
-        return maintenance.give_ttl(store, checked(prefix), ttl, told.so_far)
+    def work(store: Store, progressing: Progressing) -> Awaitable[int]:
+        return maintenance.give_ttl(store, checked(prefix), ttl, progressing.so_far)
 
     given, num_failed = with_each_store(url, prefix, work)
     if as_json:

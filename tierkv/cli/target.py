@@ -1,4 +1,4 @@
-"""Which node a command asks, and as whom: --url, --ca, --cert and TIERKV_TOKEN."""
+"""The node that a command asks, and its credentials: --url, --ca, --cert and TIERKV_TOKEN."""
 
 from __future__ import annotations
 
@@ -39,9 +39,18 @@ async def ask_node(
     timeout_s: float = _TIMEOUT_S,
     retries: Retries | None = None,
 ) -> A:
-    """What `call` returns. Raises a TierKVError, with the node's own words if it gave any.
+    """Connect to the node at `url`, and return the result of `call`.
 
-    ca, cert: PEM files, for https.
+    Args:
+        url: http://, https:// or unix: address of the node.
+        call: the question.
+        ca: PEM file of the authority that signed the node's certificate.
+        cert: PEM file of this client's certificate and key.
+        timeout_s: seconds that the node may take.
+        retries: when to ask again, by default as AsyncClient.
+
+    Raises:
+        TierKVError: the call failed, with the node's own words if it gave any.
     """
     tls = client_tls(ca=ca, cert=cert) if ca or cert else None
     token = os.environ.get(_TOKEN) or None  # no option: `ps` shows those to everybody
@@ -55,7 +64,7 @@ async def ask_node(
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Which node to ask, as `ask_node` does."""
+    """The node to ask, as the arguments of `ask_node`."""
 
     url: str
     ca: Path | None
