@@ -413,3 +413,18 @@ def test_of_a_run_of_keys_only_what_is_looked_at_is_computed(
 def test_what_is_logged_of_a_prompt_is_not_what_it_says() -> None:
     assert "1735549292" not in repr(Prompt(pack([1735549292] * 40), 16))
     assert "lrug" not in repr(Prompt(b"lrug" * 40, 16))
+
+
+@pytest.mark.parametrize("num_known", [0, 1, 3])
+def test_keys_are_the_same_however_many_digests_were_known(num_known: int) -> None:
+    prompt = Prompt.of(range(14), SIZE)
+    digests = chain(ROOT, prompt)
+    keys = KeyRun.of(prompt, ROOT, known=digests[:num_known])
+    assert keys.all_digests() == tuple(key.digest for key in stored_keys(ROOT, prompt))
+    assert list(keys) == stored_keys(ROOT, prompt)
+
+
+def test_keys_are_hashed_in_portions_until_all_are() -> None:
+    keys = KeyRun.of(Prompt.of(range(4 * SIZE + 1), SIZE), ROOT)
+    assert [keys.hash_more(2) for _ in range(3)] == [False, True, True]
+    assert KeyRun.of(Prompt.of(range(3), SIZE), ROOT).hash_more(1), "a tail alone has no block"

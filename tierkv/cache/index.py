@@ -714,6 +714,18 @@ class Index:
             digest = kept[(last - 1) * DIGEST_BYTES : last * DIGEST_BYTES]
         return found
 
+    def known_digests(self, node: TreeNode, stop: int) -> list[bytes]:
+        """Return keys of the first blocks of the path to `node`, before `stop`, as far as they
+        were computed without a gap."""
+        found: list[bytes] = []
+        for part, _, last in segments(node, 0, stop):
+            kept = part.digests
+            end = min(len(kept), last * DIGEST_BYTES)
+            found += [kept[i : i + DIGEST_BYTES] for i in range(0, end, DIGEST_BYTES)]
+            if end < last * DIGEST_BYTES:
+                break
+        return found
+
     def _compute_digests(self, part: TreeNode, parent: bytes, known: int, stop: int) -> list[bytes]:
         """Compute and remember the keys of run blocks [known, stop), the first that have none."""
         digest = part.digests[-DIGEST_BYTES:] or parent

@@ -279,6 +279,8 @@ class Prompt:
             count from a block's start.
         space: name of the fingerprint's cache that the prompt belongs to, "" for the service's own.
         num_blocks: number of full blocks; the tail is not counted.
+        keys: keys as far as they were made, so that a prompt is hashed once; see
+            `Copies.prompt_keys`.
     """
 
     tokens: bytes = field(repr=False)  # what people write goes into no log
@@ -287,6 +289,7 @@ class Prompt:
     space: str
     num_tokens: int = field(repr=False, compare=False)
     num_blocks: int = field(repr=False, compare=False)
+    keys: KeyRun | None = field(repr=False, compare=False)
 
     def __init__(
         self,
@@ -301,6 +304,7 @@ class Prompt:
         self.space = space
         self.num_tokens = num_tokens = len(tokens) // TOKEN_BYTES
         self.num_blocks = num_tokens // block_size
+        self.keys = None
 
     @classmethod
     def of(
@@ -455,11 +459,19 @@ class KeyRun(Sequence[StoredKey]):
         self._chain, self._start, self._stop = chain, start, stop
 
     @classmethod
-    def of(cls, prompt: Prompt, parent: bytes, start: int = 0) -> KeyRun:
-        """All keys of `prompt` from block `start` on. parent: the digest of the block before that,
-        or of the root."""
+    def of(
+        cls, prompt: Prompt, parent: bytes, start: int = 0, known: Sequence[bytes] = ()
+    ) -> KeyRun:
+        """Return all keys of `prompt` from block `start` on.
+
+        Args:
+            prompt: The prompt.
+            parent: The digest of the block before `start`, or of the root.
+            start: The first block.
+            known: The digests of the first blocks from `start` on, as far as they are known.
+        """
         stop = prompt.num_blocks + (prompt.tail_tokens > 0)
-        return cls(_Chain(prompt, parent, start), start, stop)
+        return cls(_Chain(prompt, parent, start, known), start, stop)
 
     @property
     def space(self) -> str:
@@ -489,9 +501,30 @@ class KeyRun(Sequence[StoredKey]):
         return self._chain.parent_of(self._start + at)
 
     @property
+    def parent(self) -> bytes:
+        """The digest before the first block of the prompt's part that was hashed."""
+        return self._chain.parent
+
+    @property
     def has_tail(self) -> bool:
         """True if the last key is a tail's."""
         return self._start < self._stop and self._stop > self._chain.prompt.num_blocks
+
+    def hash_more(self, num_blocks: int) -> bool:
+        """Compute the digests of the next `num_blocks` blocks that have none.
+
+        Returns:
+            Whether all blocks of this run have one now.
+        """
+        chain, stop = self._chain, self._stop - self.has_tail
+        known = min(chain.num_known + num_blocks, stop)
+        chain.up_to(known)
+        return known >= stop
+
+    def all_digests(self) -> tuple[bytes, ...]:
+        """Return the digest of each block, the tail's last."""
+        tail = (self[-1].digest,) if self.has_tail else ()
+        return (*self.digests(), *tail)
 
     def digests(self) -> Iterator[bytes]:
         """Yield the digest of each block, without the tail's."""
@@ -507,10 +540,11 @@ class KeyRun(Sequence[StoredKey]):
 class _Chain:
     """Digests of a prompt's blocks from `start` on, and of its tail, as far as anybody asked."""
 
-    def __init__(self, prompt: Prompt, parent: bytes, start: int) -> None:
-        self.prompt, self.start = prompt, start
-        self._parent = parent
-        self._digests: list[bytes] = []
+    def __init__(
+        self, prompt: Prompt, parent: bytes, start: int, known: Sequence[bytes] = ()
+    ) -> None:
+        self.prompt, self.start, self.parent = prompt, start, parent
+        self._digests: list[bytes] = list(known)
         self._tail: StoredKey | None = None
         self._lock = Lock()
 
@@ -521,9 +555,14 @@ class _Chain:
             with self._lock:
                 known = len(digests)
                 if known < count:
-                    parent = digests[-1] if known else self._parent
+                    parent = digests[-1] if known else self.parent
                     digests += chain(parent, self.prompt, self.start + known, stop)
         return digests
+
+    @property
+    def num_known(self) -> int:
+        """The first block without a digest."""
+        return self.start + len(self._digests)
 
     def digest(self, block: int) -> bytes:
         if block == self.prompt.num_blocks:
@@ -531,7 +570,7 @@ class _Chain:
         return self.up_to(block + 1)[block - self.start]
 
     def parent_of(self, block: int) -> bytes:
-        return self.digest(block - 1) if block > self.start else self._parent
+        return self.digest(block - 1) if block > self.start else self.parent
 
     def key(self, block: int) -> StoredKey:
         prompt = self.prompt

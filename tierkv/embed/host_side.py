@@ -47,7 +47,7 @@ from tierkv.pd.claims import Watch
 from tierkv.pd.handoff import Handoff, Published
 from tierkv.pd.tickets import PROGRESS, HandoffProblem, OpenTicket, Ticket, check_written
 from tierkv.sched.budget import Budget
-from tierkv.sched.copies import GROUP_BLOCKS, Beyond, path_keys, stored_beyond
+from tierkv.sched.copies import GROUP_BLOCKS, HASHED_BLOCKS, Beyond, path_keys, stored_beyond
 from tierkv.sched.events import CacheEvent, ExternalId, Happening
 from tierkv.sched.fetch import NOT_IN_STORAGE
 from tierkv.sched.settings import CacheSettings
@@ -394,7 +394,11 @@ class HostSide:
         Raises HandoffError if the ticket does not come or is another prompt's. Cancelling it leaves
         nothing held."""
         for number, names in enumerate(external_ids):
-            self._note_names(prompt, number, range(len(names)), names)
+            for at in range(0, len(names), HASHED_BLOCKS):
+                if at:  # others have their turn: a name costs the hash of its block
+                    await asyncio.sleep(0)
+                some = names[at : at + HASHED_BLOCKS]
+                self._note_names(prompt, number, range(at, at + len(some)), some)
         ticket: Ticket | None = None
         keys: Sequence[StoredKey] = ()
         budget = self._service.budget()
@@ -1062,6 +1066,7 @@ class HostSide:
     async def _publish(
         self, handoff: Handoff, prompt: Prompt, ticket_id: str, outlet: _Outlet
     ) -> Published:
+        await handoff.tickets.hashed_keys_of(prompt)
         opened = handoff.tickets.new_open(ticket_id, prompt)
         promise, early = HostPromise(0), 0
         self._promises.add(promise)

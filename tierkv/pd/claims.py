@@ -13,7 +13,7 @@ from enum import Enum
 import msgspec
 
 from tierkv import tracing
-from tierkv.cache.keys import Prompt, StoredKey, differences
+from tierkv.cache.keys import KeyRun, Prompt, StoredKey, differences
 from tierkv.cache.node import Tier
 from tierkv.errors import (
     HandoffError,
@@ -34,6 +34,7 @@ from tierkv.pd.tickets import (
     check_id,
 )
 from tierkv.sched.budget import Budget
+from tierkv.sched.copies import HASHED_BLOCKS
 from tierkv.sched.fetch import NO_ROOM, Fetched, Fetcher
 from tierkv.sched.request import Arrivals, Request, RequestSpec
 from tierkv.sched.scheduler import Scheduler
@@ -75,7 +76,8 @@ class Watch:
         self._prompt = prompt
         self._on_progress = on_progress
         self._on_open = on_open
-        self.keys: Sequence[StoredKey] = ()
+        self.keys: KeyRun | tuple[StoredKey, ...] = ()
+        self._hashing: asyncio.Handle | None = None
         self._open: OpenTicket | None = None
         self._has_looked = False
         self._ready_blocks = 0
@@ -110,15 +112,14 @@ class Watch:
         self._problem = StoreUnavailableError(
             f"the store did not say within {deadline_s:g} s whether there is a ticket"
         )
-        with self._tickets.notifier.listen(self._tickets.names.ticket(self._ticket_id)) as listener:
-            hashing = loop.call_soon(self._hashed)  # while the store answers
+        hints = self._tickets.notifier.listen(self._tickets.names.ticket(self._ticket_id))
+        with hints as listener, self._hashing_meanwhile():
             while True:
                 found = await self._look_within(budget, give_up_at)
                 if found is not None:
                     return found
                 if self._problem is None:
-                    hashing.cancel()
-                    self.keys = ()  # as large as the prompt: not for all who wait
+                    self._forget_keys()  # as large as the prompt: not for all who wait
                 if self._over is not None and loop.time() - self._over_since >= self._patience_s:
                     raise self._over
                 left = give_up_at - loop.time()
@@ -159,10 +160,35 @@ class Watch:
         budget.restart()
         return found
 
-    def _hashed(self) -> Sequence[StoredKey]:
-        if not self.keys:
-            self.keys = self._tickets.keys_of(self._prompt)
-        return self.keys
+    @contextmanager
+    def _hashing_meanwhile(self) -> Iterator[None]:
+        """Compute the prompt's keys while the store answers: a portion in each turn of the loop."""
+        self._hash_soon()
+        try:
+            yield
+        finally:
+            self._stop_hashing()
+
+    def _hash_soon(self) -> None:
+        self._hashing = asyncio.get_running_loop().call_soon(self._hash_on)
+
+    def _hash_on(self) -> None:
+        self.keys = keys = self._tickets.keys_of(self._prompt)
+        if not keys.hash_more(HASHED_BLOCKS):
+            self._hash_soon()
+
+    def _stop_hashing(self) -> None:
+        if self._hashing is not None:
+            self._hashing.cancel()
+
+    def _forget_keys(self) -> None:
+        self._stop_hashing()
+        self.keys, self._prompt.keys = (), None
+
+    async def _hashed(self) -> KeyRun:
+        self._stop_hashing()
+        self.keys = keys = await self._tickets.hashed_keys_of(self._prompt)
+        return keys
 
     async def _hear(self, next_hint: Callable[[float], object], timeout_s: float) -> None:
         """Return when it is worth looking again."""
@@ -181,7 +207,7 @@ class Watch:
         ticket, found = await self._read()
         if ticket is not None:
             try:
-                self._tickets.check(ticket, self._prompt.space, self._hashed())
+                self._tickets.check(ticket, self._prompt.space, await self._hashed())
             except HandoffError as error:
                 if not await self._is_over(ticket):
                     raise
@@ -191,7 +217,7 @@ class Watch:
         if found is None:
             self._open = None
             return None
-        self._tickets.check(found, self._prompt.space, self._hashed())
+        self._tickets.check(found, self._prompt.space, await self._hashed())
         is_new = self._open is None or self._open.incarnation != found.incarnation
         self._open = found
         if found.failure:

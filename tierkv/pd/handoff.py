@@ -249,7 +249,7 @@ class Handoff:
             raise OwnershipError(
                 f"only {request.computed_tokens} of {prompt.num_tokens} prompt tokens are computed"
             )
-        keys = self.tickets.keys_of(prompt)
+        keys = await self.tickets.hashed_keys_of(prompt)
         before = self._storage.stats.flushed_bytes
         try:
             with tracing.span("publish", blocks=len(keys), ticket_id=ticket_id):
@@ -493,12 +493,12 @@ class PublishStream:
         the ticket's id in the same moment."""
         handoff, prompt = self._handoff, self._request.spec.prompt
         tickets = handoff.tickets
+        keys = await tickets.hashed_keys_of(prompt)
         open_ticket = tickets.new_open(
             self._ticket_id,
             prompt,
             handoff.source.offer(self._ticket_id, prompt, handoff.ledger),
         )
-        keys = tickets.keys_of(prompt)
         handoff.ledger.opened(open_ticket)
         with tickets.lease.held():
             try:

@@ -28,7 +28,7 @@ from uuid import uuid4
 import msgspec
 
 from tierkv import tracing
-from tierkv.cache.keys import Fingerprint, Prompt, StoredKey, differences
+from tierkv.cache.keys import Fingerprint, KeyRun, Prompt, StoredKey, differences
 from tierkv.clock import Clock
 from tierkv.errors import (
     BadRequestError,
@@ -388,9 +388,13 @@ class Tickets:
         self.names = storage.names
         self.notifier: Notifier = storage.store.notifier()
 
-    def keys_of(self, prompt: Prompt) -> list[StoredKey]:
+    def keys_of(self, prompt: Prompt) -> KeyRun:
         """Every block of the prompt and, last, its tail, of the prompt's own space."""
         return self._tiers.copies.prompt_keys(prompt)
+
+    def hashed_keys_of(self, prompt: Prompt) -> Coroutine[None, None, KeyRun]:
+        """As `keys_of`, with every key computed; see `Copies.hashed_keys`."""
+        return self._tiers.copies.hashed_keys(prompt)
 
     # The prefill node's side
 
@@ -425,7 +429,7 @@ class Tickets:
             fingerprint=self._fingerprints[prompt.space].readable(),
             block_size=prompt.block_size,
             num_tokens=prompt.num_tokens,
-            digests=tuple(key.digest for key in self.keys_of(prompt)),
+            digests=self.keys_of(prompt).all_digests(),
             created_at=now,
             expires_at=now + self._ticket_ttl_s,
             producer=self._name,
@@ -525,7 +529,7 @@ class Tickets:
     # Of several prompts that come under one id, the first one has it, as far as the store keeps the
     # first of several values.
 
-    async def check_free(self, ticket_id: str, digests: Sequence[bytes]) -> None:
+    async def check_free(self, ticket_id: str, digests: tuple[bytes, ...]) -> None:
         """Raise DuplicateRequestError if somebody may still claim another prompt than the one of
         these blocks under this id: it is whole and nobody claimed it, or is being computed. The
         same prompt may be handed over again. What cannot be read is in nobody's way."""
@@ -539,7 +543,7 @@ class Tickets:
             if whole is not None and await self.is_claimed(whole):
                 whole = None
             for found in (opened, whole):
-                if found is None or self.has_expired(found) or found.digests == tuple(digests):
+                if found is None or self.has_expired(found) or found.digests == digests:
                     continue
                 raise DuplicateRequestError(
                     f"the ticket id is in use by {found.producer}, for another prompt of "
@@ -611,13 +615,13 @@ class Tickets:
         claimed = await self.read_acknowledgement(ticket.ticket_id)
         return claimed is not None and claimed.created_at == ticket.created_at
 
-    def check(self, ticket: Ticket | OpenTicket, space: str, keys: Sequence[StoredKey]) -> None:
+    def check(self, ticket: Ticket | OpenTicket, space: str, keys: KeyRun) -> None:
         """Raise HandoffError unless the ticket is for exactly the prompt of this space that has
         these keys, of a node whose KV can be used here, and its time is not over."""
         problem = self.problem_of(ticket, space)
         if problem is not None:
             raise problem
-        if tuple([key.digest for key in keys]) != ticket.digests:
+        if keys.all_digests() != ticket.digests:
             raise HandoffError(
                 HandoffProblem.OTHER_PROMPT.value,
                 f"the ticket is for another prompt, of {ticket.num_tokens} tokens",

@@ -30,6 +30,7 @@ from tierkv.transfer.storage_io import SharedTail, StorageIO
 # Blocks whose keys are made, and asked for, at once: 20 ms of the loop's time at most. Of a prompt
 # that was never stored, no more than these are made.
 PIECE_BLOCKS = 2048
+HASHED_BLOCKS = 512  # whose keys are made in one turn of the loop: 4 ms
 
 
 def path_keys(index: Index, node: TreeNode, first: int, stop: int) -> list[StoredKey]:
@@ -248,13 +249,24 @@ class Copies:
         eviction.copy_down = self.copy_down
         self.resized()
 
-    def prompt_keys(self, prompt: Prompt) -> list[StoredKey]:
-        """The stored keys of `prompt`, tail included. What is cached of it keeps its digests."""
-        match = self._index.match(prompt)
-        size, space = prompt.block_size, prompt.space
-        digests = self._index.digests(match.node, match.num_blocks)
-        known = [StoredKey(one, size, is_tail=False, space=space) for one in digests]
-        return known + list(keys_beyond(self._index, prompt, match))
+    def prompt_keys(self, prompt: Prompt) -> KeyRun:
+        """Return the stored keys of `prompt`, tail included. A key is made when it is read; see
+        `hashed_keys` for all of a long prompt."""
+        root = self._index.spaces.root_of(prompt).space.root_digest
+        keys = prompt.keys
+        if keys is None or keys.parent != root:
+            match = self._index.match(prompt)
+            known = self._index.known_digests(match.node, match.num_blocks)
+            keys = prompt.keys = KeyRun.of(prompt, root, known=known)
+        return keys
+
+    async def hashed_keys(self, prompt: Prompt) -> KeyRun:
+        """Return the stored keys of `prompt`, every one computed. Between portions of the hashing
+        others have their turn of the loop."""
+        keys = self.prompt_keys(prompt)
+        while not keys.hash_more(HASHED_BLOCKS):  # noqa: ASYNC110 - nobody would set an event
+            await asyncio.sleep(0)
+        return keys
 
     def load_ended(self) -> None:
         """One load fewer is on its way to the device."""

@@ -723,8 +723,8 @@ class Service:
         tickets = self._the_handoff().tickets
         with suppress(TimeoutError):
             async with asyncio.timeout(self._made_of.handoff.lookup_deadline_s):
-                digests = [key.digest for key in tickets.keys_of(prompt)]
-                await tickets.check_free(ticket_id, digests)
+                keys = await tickets.hashed_keys_of(prompt)
+                await tickets.check_free(ticket_id, keys.all_digests())
 
     async def ticket_state(self, ticket_id: str) -> TicketStatus:
         """How a ticket stands, of whatever node it is; without waiting for it."""
@@ -784,7 +784,8 @@ class Service:
         local match, if it was asked.
         """
         match, fetcher = self.index.match(prompt), self.fetcher
-        at, keys = match.num_blocks, list[StoredKey]()
+        at = match.num_blocks
+        keys: Sequence[StoredKey] = ()
         if fetcher.num_in_flight:
             keys = self.tiers.copies.prompt_keys(prompt)[at : at + 1]
         computing = self.scheduler.computing.find(match, prompt, prompt.num_blocks)

@@ -331,7 +331,7 @@ class Claimer:
         if answer is None:
             peer.is_given_up = True
         elif self._peer is peer:
-            self._note(answer, peer, [key.digest for key in self._tiers.copies.prompt_keys(prompt)])
+            self._note(answer, peer, self._tiers.copies.prompt_keys(prompt).all_digests())
 
     async def _land(self, prompt: Prompt, landing: Landing) -> None:
         """From the producer's device to this one's."""

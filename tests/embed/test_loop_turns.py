@@ -1,0 +1,126 @@
+"""A long prompt holds up no other request: no turn of the service's loop is as long as its hashing.
+
+Turns are measured in processor time of the loop's thread, so that a busy machine fails nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from array import array
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.loop_turns import LoopTurns
+from tests.redis_server import PATIENT, RedisServer, redis_server
+from tierkv.cache.groups import CacheGroup
+from tierkv.cache.keys import Fingerprint, Prompt
+from tierkv.cache.layout import layered
+from tierkv.clock import SystemClock
+from tierkv.embed.host_side import EngineCacheSettings, HostSide, HostSizes
+from tierkv.errors import HandoffError
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.pd.claims import ClaimPolicy
+from tierkv.pd.settings import HandoffSettings
+from tierkv.sched.request import RequestSpec
+from tierkv.sched.settings import CacheSettings
+from tierkv.sched.worth import FetchPolicy
+from tierkv.service import Service
+from tierkv.storage.factory import open_store
+
+BLOCK = 16
+LAYOUT = layered(BLOCK, [("latent", "uint8", 1)], 1)
+MILLION = 1_000_000  # tokens; hashing all of their blocks takes 0.4 s
+LONGEST_S = 0.05
+HANDOFF = HandoffSettings(publish_deadline_s=100.0, claim_deadline_s=100.0)
+
+
+def prompt_of(num_tokens: int) -> Prompt:
+    """Return a prompt of random tokens that no other call returns."""
+    tokens = random.choices(range(1 << 31), k=num_tokens)
+    return Prompt.of(array("i", tokens).tobytes(), BLOCK)
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    """An empty server."""
+    with redis_server() as server:
+        yield server
+
+
+@asynccontextmanager
+async def engine_side(redis: RedisServer) -> AsyncIterator[HostSide]:
+    """The service's side of an EngineCache, on the running loop."""
+    groups, cache = (
+        [CacheGroup(LAYOUT)],
+        CacheSettings(
+            block_size=BLOCK, fetch_policy=FetchPolicy.WAIT_COMPLETE, fetch_deadline_s=100.0
+        ),
+    )
+    sizes = HostSizes.for_blocks(Fingerprint("m", LAYOUT), groups, MILLION // BLOCK + 256)
+    store = open_store(redis.url, PATIENT, SystemClock())
+    service = Service(CpuDevice(), sizes.fingerprint, sizes.settings(cache), HANDOFF, store)
+    async with service.running():
+        side = await sizes.open(service, EngineCacheSettings())
+        yield side
+        await side.give_back()
+
+
+async def test_a_cold_prompt_of_a_million_tokens_holds_up_no_short_one(
+    redis: RedisServer,
+) -> None:
+    async with engine_side(redis) as side:
+        turns, both = LoopTurns(), [prompt_of(MILLION), prompt_of(500)]
+        with turns.measured():
+            async with asyncio.TaskGroup() as group:
+                asked = [group.create_task(side.promise(one, None, 30.0)) for one in both]
+        assert [one.result().num_tokens for one in asked] == [0, 0]
+        assert turns.longest_s < LONGEST_S
+        assert turns.total_s < 4 * LONGEST_S, "a miss is not worth hashing all of the prompt"
+
+
+async def test_names_of_a_million_tokens_are_noted_in_portions(redis: RedisServer) -> None:
+    names = [[at.to_bytes(8, "big") for at in range(MILLION // BLOCK)]]
+    prompt, turns = prompt_of(MILLION), LoopTurns()
+    async with engine_side(redis) as side:
+        with turns.measured():
+            await side.promise(prompt, None, 30.0, None, names)
+        assert turns.longest_s < LONGEST_S
+
+
+async def test_a_claim_of_a_million_tokens_of_another_prompt_is_refused_in_portions(
+    redis: RedisServer,
+) -> None:
+    settings = CacheSettings(
+        block_size=BLOCK, device_blocks=MILLION // BLOCK + 1, host_blocks=MILLION // BLOCK + 1
+    )
+    store = open_store(redis.url, PATIENT, SystemClock())
+    service = Service(CpuDevice(), Fingerprint("m", LAYOUT), settings, HANDOFF, store)
+    async with service.running():
+        short = prompt_of(500)
+        request = await service.admit("short", short, max_new_tokens=0)
+        await service.commit(request, short.tokens)
+        await service.publish(request, "ticket", (1,))
+        service.end(request)
+        spec, turns = RequestSpec("long", prompt_of(MILLION), 0, needs_logits=False), LoopTurns()
+        with turns.measured(), pytest.raises(HandoffError, match="for another prompt"):
+            await service.claim_as(spec, "ticket", ClaimPolicy.WHOLE, 100.0, {})
+        assert turns.longest_s < LONGEST_S
+
+
+async def test_a_publish_of_a_long_prompt_is_hashed_in_portions(redis: RedisServer) -> None:
+    """The keys of 400,000 tokens: 0.15 s in one go."""
+    prompt = prompt_of(400_000)
+    settings = CacheSettings(block_size=BLOCK, device_blocks=prompt.num_blocks, host_blocks=64)
+    store = open_store(redis.url, PATIENT, SystemClock())
+    service = Service(CpuDevice(), Fingerprint("m", LAYOUT), settings, HANDOFF, store)
+    async with service.running():
+        turns = LoopTurns()
+        with turns.measured():
+            keys = await service.tiers.copies.hashed_keys(prompt)
+            digests = keys.all_digests()
+        assert len(digests) == prompt.num_blocks
+        assert turns.longest_s < LONGEST_S
+        assert service.tiers.copies.prompt_keys(prompt) is keys, "nobody hashes the prompt again"
