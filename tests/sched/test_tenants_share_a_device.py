@@ -232,7 +232,7 @@ async def test_keys_of_stored_blocks_are_those_of_the_one_builder() -> None:
     async with world(with_store=True) as here:
         await here.run(tokens(11))
         prompt = here.prompt(tokens(11))
-        assert here.service.tiers.copies.prompt_keys(prompt) == here.keys(tokens(11))
+        assert list(here.service.tiers.copies.prompt_keys(prompt)) == here.keys(tokens(11))
         node = here.service.index.match(prompt).partial
         assert node is not None
         assert path_keys(here.service.index, node.node, 0, 3) == here.keys(tokens(11))

@@ -176,7 +176,7 @@ def backing_up(service: Service) -> Move:
                 try:
                     await request.gate.all_layers(deadline_s)
                     stop = request.matched.total_tokens // size
-                    keys = handoff.tickets.keys_of(head)
+                    keys = await handoff.tickets.hashed_keys_of(head)
                     present = await handoff.count_present(keys[:stop])
                     await handoff.store(request, keys, present, stop, ())
                 finally:

@@ -21,7 +21,8 @@ from tierkv.refmodel.model import Sampling, encode
 from tierkv.sched.request import Matched
 from tierkv.transfer.tier import StoreState
 
-AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+MaxTokens = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+TopK = Annotated[int, msgspec.Meta(le=2**31 - 1)]  # a negative one is refused by `Sampling`
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
 
 
@@ -74,9 +75,9 @@ class GenerateBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
 
     request_id: str | None = None
     temperature: float = 0.0
-    top_k: int = 0
+    top_k: TopK = 0
     seed: int = 0
-    max_tokens: AtLeastOne = 32
+    max_tokens: MaxTokens = 32
     use_cache: bool = True
     stream: bool = False
 
@@ -90,7 +91,7 @@ class PrefillBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     request_id: str | None = None
     temperature: float = 0.0
-    top_k: int = 0
+    top_k: TopK = 0
     seed: int = 0
     ticket_id: str | None = None
     stream: bool = False
@@ -105,10 +106,10 @@ class DecodeBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     request_id: str | None = None
     temperature: float = 0.0
-    top_k: int = 0
+    top_k: TopK = 0
     seed: int = 0
     ticket_id: str
-    max_tokens: AtLeastOne = 32
+    max_tokens: MaxTokens = 32
     policy: ClaimPolicy = ClaimPolicy.WHOLE
     deadline_s: Seconds | None = None
     stream: bool = False

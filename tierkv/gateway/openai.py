@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 import msgspec
 from msgspec.structs import replace
@@ -14,6 +14,7 @@ from tierkv.gateway.failures import InvalidRequestError
 from tierkv.gateway.prompts import Given, Job, packed_prompts
 
 FinishReason = Literal["stop", "length"]
+Count = Annotated[int, msgspec.Meta(le=2**31 - 1)]  # `check` says what is wrong with a low one
 
 _MOST_STOPS = 4
 _MOST_STOP_CHARACTERS = 256
@@ -39,14 +40,14 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """
 
     model: str | None = None
-    max_tokens: int | None = None
+    max_tokens: Count | None = None
     temperature: float | None = 1.0
-    top_k: int | None = 0
+    top_k: Count | None = 0
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    min_tokens: int | None = 0
+    min_tokens: Count | None = 0
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
     n: int | None = 1
@@ -196,7 +197,7 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     """messages: become one prompt, a line `role: content` for each and `assistant: ` at the end."""
 
     messages: list[Message]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
     tools: list[object] | None = None

@@ -1,0 +1,127 @@
+"""No field of a body takes a value that fails later: each is refused, or goes on to a node."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import msgspec
+import pytest
+
+from tests.fuzz.seeds import some
+from tierkv.api import types
+from tierkv.api.types import PromptBody, job_of
+from tierkv.cache.keys import Prompt
+from tierkv.errors import BadRequestError
+from tierkv.gateway.failures import InvalidRequestError
+from tierkv.gateway.openai import ChatBody, CompletionBody
+from tierkv.http.bodies import JSON, MSGPACK, decode
+
+NODE_BODIES = [
+    kind
+    for name, kind in vars(types).items()
+    if name.endswith("Body") and isinstance(kind, type) and kind is not PromptBody
+]
+ENOUGH = 4
+
+
+def nested(depth: int) -> list[Any]:
+    """Return a list in a list, so many times."""
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+EXTENSION = msgpack.ExtType(5, b"a")
+OF_MSGPACK: list[Any] = [
+    *(2**31, 2**63, 2**64 - 1, -1, -(2**63), 1.5, float("nan"), float("inf"), True, None),
+    *(EXTENSION, [EXTENSION], [[EXTENSION]], {"a": EXTENSION}, msgpack.Timestamp(1, 2)),
+    *(b"\xff", {1: 2}, {b"a": 1}, {"a": float("nan")}, [float("nan")], [[2**64 - 1]], [[-1]]),
+    *("", "\x00", [""], [1, "a"], nested(400)),
+]
+OF_JSON = [
+    *(str(2**64), str(-(2**64)), str(2**200), "9" * 5000, "1e400", "-1e400", "1e999999", "1.5"),
+    *("NaN", "Infinity", '"\\ud800"', '"\\u0000"', "[" * 1200 + "]" * 1200, "true", "null"),
+    *('{"a":1e999}', '{"a":%s}' % ("9" * 5000), f"[{2**64}]", f"[[{2**64}]]", '[1,"a"]'),
+]
+
+
+_OWN: dict[type, dict[str, Any]] = {
+    CompletionBody: {"prompt": "a"},
+    ChatBody: {"messages": [{"role": "user", "content": "a"}]},
+    types.MediaBody: {"start": 0, "num_tokens": 1, "hash": "00" * 16},
+    types.PrefillBody: {"prompt": "a"},
+    types.StorageBody: {"url": "memory://"},
+}
+
+
+def minimal(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return a body that is right."""
+    return _OWN[kind] if kind in _OWN else some(kind)
+
+
+def hostile(kind: type[msgspec.Struct]) -> Iterator[tuple[str, bytes]]:
+    """Yield content type and bytes of right bodies, each with one field of another value."""
+    body = minimal(kind)
+    texts = {name: "AQAAAA==" if isinstance(one, bytes) else one for name, one in body.items()}
+    for field in msgspec.structs.fields(kind):
+        name = field.encode_name
+        for value in OF_MSGPACK:
+            yield MSGPACK, msgpack.packb({**body, name: value})
+        for text in OF_JSON:
+            yield JSON, json.dumps({**texts, name: "@"}).replace('"@"', text).encode()
+
+
+def use(body: object) -> None:
+    """Do with a decoded body what a route does before anything is computed."""
+    if isinstance(body, CompletionBody | ChatBody):
+        body.stops()
+        prompts: list[Any] = body.prompts(most_prompts=ENOUGH, most_tokens=1000)
+        packed = [one if isinstance(one, bytes) else one.packed() for one in prompts]
+        for job in body.jobs(packed, "id", None):
+            job.work({"max_tokens": job.max_tokens, "request_id": job.request_id})
+    elif isinstance(body, PromptBody):
+        prompt = Prompt(body.packed(), 16)
+        body.media_items()
+        if isinstance(body, types.GenerateBody | types.PrefillBody | types.DecodeBody):
+            job = job_of(body, "id", prompt, getattr(body, "max_tokens", 1))
+            # What a ticket and a node's metrics hold of it fits into 64 bits.
+            msgspec.msgpack.encode((job.max_tokens, job.sampling.top_k, job.sampling.seed))
+
+
+@pytest.mark.parametrize("kind", [*NODE_BODIES, CompletionBody, ChatBody])
+def test_a_value_that_a_field_cannot_have_is_refused_where_it_is_read(
+    kind: type[msgspec.Struct],
+) -> None:
+    use(decode(msgpack.packb(minimal(kind)), kind, content_type=MSGPACK))
+    num_refused = 0
+    for content_type, raw in hostile(kind):
+        try:
+            use(decode(raw, kind, content_type=content_type))
+        except (BadRequestError, InvalidRequestError):
+            num_refused += 1
+    assert num_refused >= ENOUGH
+
+
+@pytest.mark.parametrize("kind", [types.GenerateBody, CompletionBody])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        *(msgpack.packb(EXTENSION), b"\x91" * 5000 + b"\x90", b"\x01", b"\xc0", b"\xc7\xff"),
+        *(b"\x81\xa1\xff\x01", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\x81\x01\x01"),
+        b"\x81\xd4\x01\x01\x01",
+    ],
+)
+def test_msgpack_that_is_no_body_is_refused(kind: type[msgspec.Struct], raw: bytes) -> None:
+    with pytest.raises(BadRequestError):
+        decode(raw, kind, content_type=MSGPACK)
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "top_k"])
+def test_counts_beyond_31_bits_are_refused_by_name(field: str) -> None:
+    for kind in (CompletionBody, types.GenerateBody):
+        with pytest.raises(BadRequestError, match=field):
+            decode(f'{{"prompt": "a", "{field}": {2**64}}}'.encode(), kind, content_type=JSON)
