@@ -77,7 +77,7 @@ JSON_BODIES = [
     (b'{"prompt": "a", "seed": 18446744073709551616}', 400, "bad_request"),
     (b'{"prompt": "a", "top_k": -1}', 400, "bad_request"),
     (b'{"prompt": "a", "max_tokens": 131072}', 400, "bad_request"),
-    (b'{"prompt": "a", "max_tokens": 9223372036854775808}', 400, "bad_request"),
+    (b'{"prompt": "a", "max_tokens": 9223372036854775808}', 422, "invalid_body"),
     (b'{"prompt": "a", "max_tokens": 2000}', 422, "request_too_large"),
 ]
 
