@@ -238,6 +238,16 @@ def test_a_services_command_settings_and_probe_are_those_of_tierkv(name: str) ->
     assert asked[2] in public_paths(command)
 
 
+def test_every_redis_has_the_one_policy_that_the_documentation_recommends() -> None:
+    files = [ROOT / "compose.yaml", *DEPLOY.rglob("*.yaml"), *DEPLOY.rglob("*.yml")]
+    text = "".join(file.read_text() for file in files)
+    policies = re.findall(r"--maxmemory-policy[\s,-]+([\w-]+)", text)
+    assert len(policies) == text.count("--maxmemory-policy") >= 3
+    assert set(policies) == {"allkeys-lru"}
+    for page in ("storage.md", "operations.md"):
+        assert "`maxmemory-policy allkeys-lru`" in (ROOT / "docs" / page).read_text()
+
+
 def test_the_profile_monitoring_looks_at_the_whole_fleet() -> None:
     scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
     targets = set()

@@ -249,6 +249,25 @@ def test_an_address_others_can_reach_needs_callers_that_are_asked(tmp_path: Path
     bind(section, asks_callers=True).close()
 
 
+@pytest.mark.parametrize("scheme", ["Bearer  ", "Bearer   ", "bearer ", "BEARER "])
+async def test_one_space_or_more_is_between_bearer_and_the_token(
+    callers: Callers, scheme: str
+) -> None:
+    """RFC 6750 has "Bearer" 1*SP b64token, and the case of a scheme does not matter."""
+    headers = {"Authorization": scheme + await callers.token(RoleName.READ)}
+    async with guarded(callers) as on:
+        assert (await on.client.get("/v1/stats", headers=headers)).status == 200
+
+
+@pytest.mark.parametrize("separator", ["", "\t", " \t", "\xa0"])
+async def test_nothing_but_spaces_is_between_bearer_and_the_token(
+    callers: Callers, separator: str
+) -> None:
+    headers = {"Authorization": f"Bearer{separator}{await callers.token(RoleName.READ)}"}
+    async with guarded(callers) as on:
+        assert (await on.client.get("/v1/stats", headers=headers)).code == "unauthenticated"
+
+
 async def test_a_process_with_an_auth_file_may_listen_on_all_addresses(
     callers: Callers, tmp_path: Path
 ) -> None:

@@ -79,17 +79,16 @@ def use(body: object) -> None:
     """Do with a decoded body what a route does before anything is computed."""
     if isinstance(body, CompletionBody | ChatBody):
         body.stops()
-        prompts: list[Any] = body.prompts(most_prompts=ENOUGH, most_tokens=1000)
-        packed = [one if isinstance(one, bytes) else one.packed() for one in prompts]
-        for job in body.jobs(packed, "id", None):
+        prompts = body.prompts(most_prompts=ENOUGH, most_tokens=1000)
+        for job in body.jobs(prompts, "id", None):
             job.work({"max_tokens": job.max_tokens, "request_id": job.request_id})
     elif isinstance(body, PromptBody):
         prompt = Prompt(body.packed(), 16)
         body.media_items()
         if isinstance(body, types.GenerateBody | types.PrefillBody | types.DecodeBody):
-            job = job_of(body, "id", prompt, getattr(body, "max_tokens", 1))
-            # What a ticket and a node's metrics hold of it fits into 64 bits.
-            msgspec.msgpack.encode((job.max_tokens, job.sampling.top_k, job.sampling.seed))
+            request = job_of(body, "id", prompt, getattr(body, "max_tokens", 1))
+            sampling = request.sampling
+            msgspec.msgpack.encode((request.max_tokens, sampling.top_k, sampling.seed))
 
 
 @pytest.mark.parametrize("kind", [*NODE_BODIES, CompletionBody, ChatBody])
