@@ -486,14 +486,13 @@ async def measure_file(scale: Scale) -> list[Row]:
         directory = Path(text)
         (directory / "direct").mkdir()
         settings = StoreSettings(file=FileSettings(syncs_values=False))
-        direct = StoreSettings(file=FileSettings(writes_directly=True))
         synced = StoreSettings(file=FileSettings(syncs_values=True))
         for _ in range(scale.rounds):
             write, read = await asyncio.to_thread(direct_disk, directory / "direct", job)
             figures.setdefault("direct write", []).append(write)
             figures.setdefault("direct read", []).append(read)
             url = (directory / "store").as_uri()
-            for what, how in (("synced", synced), ("our direct", direct), ("plain", settings)):
+            for what, how in (("synced", synced), ("plain", settings)):
                 async with tierkv_at(url, job, slots, how) as ours:
                     # Into new files, as the limit is measured: to write over old ones frees them.
                     await ours.store.delete([f"v:{index}:a" for index in range(job.count)])
@@ -508,7 +507,6 @@ async def measure_file(scale: Scale) -> list[Row]:
     return [
         writes,
         row("files: put", figures["plain write"], "GB/s", against=writes),
-        row("files: put, direct", figures["our direct write"], "GB/s", against=writes),
         row("files: put, synced", figures["synced write"], "GB/s", against=writes),
         reads,
         row("files: get, not cached", figures["cold read"], "GB/s", against=reads),

@@ -292,19 +292,6 @@ def test_there_is_room_while_others_add_as_much_as_they_like(tmp_path: Path) -> 
     assert "do not fit" in room.make(10_001, remove)
 
 
-async def test_a_disk_that_refuses_a_direct_write_itself_is_written_as_usual(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such as one of larger sectors: it lets the file be opened that way all the same."""
-    content = bytes(range(256)) * 4000
-    settings = FileSettings(min_free_bytes=0, writes_directly=True)
-    async with (store := FileStore(tmp_path, settings, SystemClock())).running():
-        refuses(monkeypatch, "pwrite", errno.EINVAL)
-        for name in ("t:f:a:0", "t:f:b:0"):
-            assert await put_one(store, name, content) is PutStatus.STORED
-            assert await get_one(store, name, len(content)) == (GetStatus.HIT, content)
-
-
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 async def test_a_disk_without_inodes_or_beyond_a_quota_gives_up_what_was_used_longest_ago(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int

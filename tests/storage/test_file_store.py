@@ -476,32 +476,6 @@ async def test_values_are_flushed_to_the_disk_only_on_demand(
     assert len(flushed) == (4 if syncs_values else 0)  # each value and its directory
 
 
-@pytest.mark.parametrize("num_bytes", [1, 262_144, 300_001, 4 << 20, (4 << 20) + 1, 9_000_000])
-async def test_values_written_past_the_page_cache_are_the_same(
-    tmp_path: Path, num_bytes: int
-) -> None:
-    content = content_of("direct", num_bytes)
-    store = file_store(tmp_path, writes_directly=True)
-    async with store.running():
-        parts = (content[:88], content[88:])
-        [put] = await store.put([PutItem("t:f:a:0", parts, ttl_s=100.0)])
-        assert put.status is PutStatus.STORED
-        assert await get_one(store, "t:f:a:0", num_bytes) == (GetStatus.HIT, content)
-        [value] = (await store.list("t", limit=5)).values
-        assert value.expires_at is not None
-
-
-async def test_a_file_system_that_cannot_write_directly_is_written_as_usual(
-    small_disk: Path,
-) -> None:
-    store = file_store(small_disk, writes_directly=True, min_free_bytes=0)
-    async with store.running():
-        for index in range(2):
-            content = content_of(f"{index}", 300_000)
-            assert await put_one(store, f"t:f:{index}:0", content) is PutStatus.STORED
-            assert await get_one(store, f"t:f:{index}:0", 300_000) == (GetStatus.HIT, content)
-
-
 async def test_reads_do_not_wait_behind_writes_that_hang(tmp_path: Path) -> None:
     store = file_store(tmp_path)
     async with store.running():

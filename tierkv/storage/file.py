@@ -10,7 +10,6 @@ import errno
 import hashlib
 import logging
 import math
-import mmap
 import os
 import stat
 import struct
@@ -28,7 +27,6 @@ from tierkv.errors import ConfigError, StoreCorruptError, StoreRefusedError, Sto
 from tierkv.storage.base import (
     BaseStore,
     WorkerThreads,
-    flat,
     read_fully,
     room_for,
     write_fully,
@@ -50,7 +48,6 @@ from tierkv.storage.file_room import (
 )
 from tierkv.storage.protocol import (
     LOOK,
-    Buffer,
     Capabilities,
     GetItem,
     GetOutcome,
@@ -74,12 +71,6 @@ from tierkv.storage.protocol import (
 from tierkv.tasks import supervised
 
 _log = logging.getLogger(__name__)
-
-_ALIGNMENT = 4096
-_CHUNK_BYTES = 4 << 20
-# Smaller values are not worth a trip to the disk each.
-_DIRECT_MIN_BYTES = 256 << 10
-
 
 # Something else is where a value, or a directory on the way to it, belongs: a link that leads to
 # where nothing is mounted now, say.
@@ -107,7 +98,7 @@ class ValueFiles:
     directory while looking and acting.
 
     syncs: each value is on the disk itself before it is visible, and its directory entry when put
-        returns. direct: large values are written past the page cache.
+        returns.
     """
 
     def __init__(
@@ -118,7 +109,6 @@ class ValueFiles:
         clock: Clock,
         *,
         syncs: bool,
-        direct: DirectWriter | None,
     ) -> None:
         self._root = root
         self._scratch = scratch
@@ -126,7 +116,6 @@ class ValueFiles:
         self._clock = clock
         self.listing = Listing(root, clock)
         self._syncs = syncs
-        self._direct = direct
 
     def get(self, item: GetItem) -> GetOutcome:
         try:
@@ -342,15 +331,10 @@ class ValueFiles:
         return False
 
     def _write(self, temporary: str, item: PutItem) -> None:
-        rest: Sequence[Buffer] = item.completed()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        if self._direct is not None and item.num_bytes >= _DIRECT_MIN_BYTES:
-            end = self._direct.write(temporary, rest)
-            if end is not None:
-                rest, flags = (end,), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
         fd = os.open(temporary, flags, 0o600)
         try:
-            write_fully(fd, rest)
+            write_fully(fd, item.completed())
             expires_ns = NEVER_NS
             if item.ttl_s is not None:
                 expires_ns = math.ceil((self._clock.wall() + item.ttl_s) * 1e9)
@@ -373,76 +357,6 @@ class ValueFiles:
             finally:
                 os.close(fd)
         return PutStatus.STORED
-
-
-class _OfThread(threading.local):
-    view: memoryview | None = None
-
-
-class DirectWriter:
-    """Writes a value past the page cache, through an aligned buffer of the writing thread's own.
-    Blocking, safe from several threads.
-
-    What was written is then not in memory, so reading it back soon costs five times as much, and on
-    the one disk measured it was hardly faster than buffered writes (0.9 to 1.0 GB/s): it is for a
-    store much larger than memory, whose writes should not push other pages out. Not the default.
-    """
-
-    def __init__(self) -> None:
-        self._buffers = _OfThread()
-        self._is_possible = True
-
-    def write(self, path: str, parts: Sequence[Buffer]) -> bytes | None:
-        """Make the file `path` of `parts`, up to its last whole page; returns what is left of them.
-
-        None if its file system cannot; nothing is left then. Raises OSError, having written a part.
-        """
-        if not self._is_possible:
-            return None
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT
-        fd = None
-        try:
-            fd = os.open(path, flags, 0o600)
-            return self._write(fd, parts)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self._is_possible = False  # such as old tmpfs, or sectors larger than our pieces
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-            return None
-        finally:
-            if fd is not None:
-                os.close(fd)
-
-    def _write(self, fd: int, parts: Sequence[Buffer]) -> bytes:
-        buffer = self._buffer()
-        filled, written = 0, 0
-        for view in flat(parts):
-            at = 0
-            while at < len(view):
-                taken = min(len(view) - at, _CHUNK_BYTES - filled)
-                buffer[filled : filled + taken] = view[at : at + taken]
-                filled += taken
-                at += taken
-                if filled == _CHUNK_BYTES:
-                    written += _write_all(fd, buffer, written)
-                    filled = 0
-        whole = filled - filled % _ALIGNMENT
-        _write_all(fd, buffer[:whole], written)
-        return bytes(buffer[whole:filled])
-
-    def _buffer(self) -> memoryview:
-        if self._buffers.view is None:
-            self._buffers.view = memoryview(mmap.mmap(-1, _CHUNK_BYTES))
-        return self._buffers.view
-
-
-def _write_all(fd: int, aligned: memoryview, offset: int) -> int:
-    done = 0
-    while done < len(aligned):
-        done += os.pwrite(fd, aligned[done:], offset + done)
-    return done
 
 
 def _failure(name: str, error: OSError) -> StoreUnavailableError:
@@ -650,8 +564,6 @@ class FileSettings:
     syncs_values: flush every value to the disk before it counts as stored. Off by default: a block
         lost in a power cut is a miss, a torn one is caught by its length and checksum, and with
         flushes 64 values of 2 MiB were written at 0.8-1.1 GB/s instead of 1.2-2.7.
-    writes_directly: past the page cache, where the file system can: faster writes, and slower reads
-        of what was written lately. For a store much larger than memory.
     sweep_interval_s: how often expired values are removed; they are invisible before that.
     capacity_bytes: of all values; those used longest ago are evicted. None: no limit.
     min_free_bytes: of the file system, kept free the same way; 0: whatever the system allows.
@@ -659,7 +571,6 @@ class FileSettings:
 
     num_threads: Fixed[int] = 4
     syncs_values: bool = False
-    writes_directly: bool = False
     sweep_interval_s: Fixed[float] = 600.0
     capacity_bytes: int | None = None
     min_free_bytes: int = 512 << 20
@@ -732,7 +643,6 @@ class FileStore(BaseStore):
                 room,
                 self._clock,
                 syncs=self._settings.syncs_values,
-                direct=DirectWriter() if self._settings.writes_directly else None,
             )
             sweeping = {"tierkv-file-sweep": lambda: self._keep_sweeping(files, stop)}
             async with supervised(sweeping):
