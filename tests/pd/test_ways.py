@@ -1,12 +1,6 @@
-"""Which way blocks take by themselves, and where the way over the network listens."""
+"""Which way blocks take by themselves."""
 
 from __future__ import annotations
-
-import socket
-import subprocess
-import sys
-
-import pytest
 
 from tierkv.pd.direct.offers import AGAIN_S, LEAST_BYTES, Speeds
 from tierkv.pd.settings import DirectPath
@@ -93,52 +87,3 @@ def test_a_look_at_a_store_that_has_nothing_ends() -> None:
     assert known.prefers_storage(NETWORK, MUCH)
     known.note(None, 0, 0.1)
     assert not known.prefers_storage(NETWORK, MUCH)
-
-
-_ENGINE = """
-import sys
-from tierkv.pd.direct.offers import TransferEngine
-engine = TransferEngine(sys.argv[1])
-print(engine.name.rpartition(":")[2], flush=True)
-for name in ("tcp", "tcp6"):
-    inodes = set()
-    import os
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink("/proc/self/fd/" + entry)
-        except OSError:
-            continue
-        inodes.add(target.removeprefix("socket:[").removesuffix("]"))
-    for line in open("/proc/net/" + name).read().splitlines()[1:]:
-        words = line.split()
-        if words[3] == "0A" and words[9] in inodes:
-            print(int(words[1].rpartition(":")[2], 16), flush=True)
-print("listens", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_the_transfer_engine_is_reached_at_the_given_address_and_at_no_other() -> None:
-    pytest.importorskip("mooncake.engine", reason="Mooncake's package cannot be loaded")
-    with subprocess.Popen(
-        [sys.executable, "-c", _ENGINE, "127.0.0.1"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as running:
-        assert running.stdout is not None
-        ports = set()
-        while (line := running.stdout.readline().strip()) != "listens":
-            assert line, "it has ended"
-            ports.add(int(line))
-        try:
-            assert len(ports) == 2
-            for port in ports:
-                socket.create_connection(("127.0.0.1", port), 5.0).close()
-                with pytest.raises(OSError, match=r"timed out|refused"):
-                    socket.create_connection(("127.0.0.2", port), 0.3)
-        finally:
-            assert running.stdin is not None
-            running.stdin.close()
-            running.wait(20)

@@ -14,6 +14,7 @@ from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import parse_redis_url
+from tierkv.storage.redis.wire import PlainPipe
 
 PATIENT = RedisSettings(timeout_s=100.0, connect_timeout_s=50.0)
 
@@ -74,3 +75,24 @@ async def test_a_cancel_leaves_no_attempt_behind(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(asyncio.CancelledError):
             await connecting
         assert asyncio.all_tasks() == before
+
+
+class Leading(socket.socket):
+    """A socket that says where it leads to; nowhere, if that is None."""
+
+    peer: str | None = None
+
+    def getpeername(self) -> tuple[str, int]:
+        if self.peer is None:
+            raise OSError("not connected any more")
+        return self.peer, 6379
+
+
+@pytest.mark.parametrize(
+    ("peer", "is_at_home"), [("127.0.0.1", True), ("192.0.2.1", False), (None, False)]
+)
+def test_a_connection_within_this_machine_is_known(peer: str | None, *, is_at_home: bool) -> None:
+    with Leading(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.peer = peer
+        assert PlainPipe(sock).is_at_home is is_at_home

@@ -39,8 +39,9 @@ class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     streams: blocks go out while the prompt is still being computed.
     direct: whether blocks go straight from one node's memory to another's, too.
     direct_host: the address at which other machines reach this one for that; "" for this machine
-        only. Naming it starts Mooncake's transfer engine, which is reached there alone, and asks
-        nobody who they are. direct_port: where questions are asked; 0 takes a free one.
+        only. Naming it starts Mooncake's transfer engine, which tickets name at this address, but
+        which listens on every address and asks nobody who they are.
+    direct_port: where questions are asked; 0 takes a free one.
     direct_lease_s: how long blocks are held for a claimer that asks for nothing more.
     publish_deadline_s: how long storing a prompt may take. claim_deadline_s: how long a claim waits
         for its ticket and for room; a slow store has 20 of its answers' time more.

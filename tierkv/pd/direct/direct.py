@@ -543,8 +543,8 @@ class Direct:
         stack.callback(self._engine.close)
         self.offers.ways.append(NetworkWay(self._engine))
         log.warning(
-            "the transfer engine listens on %s: once this node publishes, whoever reaches it there "
-            "can read and write the host tier",
+            "the transfer engine of %s listens on every address of this machine: once this node "
+            "publishes, whoever reaches its ports can read and write the host tier",
             self._engine.name,
         )
 

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import ipaddress
 import logging
 import math
 import os
-import socket
-import struct
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -36,18 +33,9 @@ from tierkv.storage.codec import PlainCodec
 from tierkv.storage.protocol import GetOutcome, GetStatus
 from tierkv.transfer.storage_io import StorageIO
 
-# Reads another machine's memory with Mooncake's transfer engine, over TCP.
-#
-# It needs no process on the other side to do anything, listens on two ports of its own, and asks
-# nobody who reads or writes what was registered: for networks that only the operator uses. It would
-# listen on every address of the machine; a filter on its sockets lets only those come that came to
-# the given one.
-
-# Of the kernel's packet filter.
-_SO_ATTACH_FILTER = 26
-_INSTRUCTION = struct.Struct("=HBBI")  # what, where to go on if so, and if not, with what
-_LOAD_BYTE, _LOAD_WORD, _SHIFT_RIGHT, _JUMP_IF_EQUAL, _RETURN = 0x30, 0x20, 0x74, 0x15, 0x06
-_HEADER = 0xFFF0_0000  # offsets from here on are in the IP header
+# Mooncake's transfer engine reads another machine's memory over TCP. It needs no process on the
+# other side to do anything, listens on two ports of its own, on every address of the machine, and
+# asks nobody who reads or writes what was registered: for networks that only the operator uses.
 
 
 class _Engine(Protocol):
@@ -80,17 +68,15 @@ class TransferEngine:
     def __init__(self, host: str) -> None:
         """host: the address that other nodes reach this one at. Blocks for some milliseconds.
 
-        Raises ConfigError if the library is not there, does not start, or cannot be kept to it."""
+        Raises ConfigError if the library is not there or does not start."""
         os.environ.setdefault("GLOG_minloglevel", "3")
         try:
             package = cast("_Package", importlib.import_module("mooncake.engine"))
         except ImportError as error:
             raise ConfigError(f"Mooncake's package cannot be loaded ({error})") from error
         self._engine: _Engine | None = package.TransferEngine()
-        before = _sockets()
         if status := self._engine.initialize(host, "P2PHANDSHAKE", "tcp", ""):
             raise ConfigError(f"Mooncake's engine does not start on {host} ({status})")
-        _keep_to(host, _sockets() - before)
         self.name = f"{host}:{self._engine.get_rpc_port()}"
         self._landing: Bytes1D = np.empty(0, np.uint8)
         self._given_up: list[Bytes1D] = []  # a late byte may still be written to these
@@ -135,54 +121,6 @@ class TransferEngine:
             for address in self._shown:
                 self._engine.unregister_memory(address)
             self._engine = None
-
-
-def _sockets() -> set[tuple[int, str]]:
-    """This process's sockets: number and name each, since numbers come again."""
-    found = set()
-    for entry in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            name = os.readlink(f"/proc/self/fd/{entry}")
-            if name.startswith("socket:"):
-                found.add((int(entry), name))
-    return found
-
-
-def _keep_to(host: str, sockets: set[tuple[int, str]]) -> None:
-    """Let those of the sockets that listen take connections to `host` alone. Raises ConfigError."""
-    program = _only_to(host)
-    code = ctypes.create_string_buffer(program, len(program))
-    length = len(program) // _INSTRUCTION.size
-    option = struct.pack("@HP", length, ctypes.addressof(code))
-    for number, _ in sockets:
-        with socket.socket(fileno=os.dup(number)) as one:
-            is_internet = one.family in {socket.AF_INET, socket.AF_INET6}
-            if not is_internet or not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                continue
-            try:
-                one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, option)
-            except OSError as error:
-                raise ConfigError(
-                    f"Mooncake's engine listens on every address, and cannot be kept to {host} "
-                    f"({error.strerror})"
-                ) from error
-
-
-def _only_to(host: str) -> bytes:
-    """A program of the kernel's packet filter that drops what is not for `host`: the version of IP,
-    then the words of the destination, each compared; the last two instructions take and drop."""
-    address = ipaddress.ip_address(host)
-    words = struct.unpack(f">{len(address.packed) // 4}I", address.packed)
-    first = 16 if len(words) == 1 else 24  # of the destination, in the header
-    loads = [(_LOAD_WORD, first + 4 * at, word) for at, word in enumerate(words)]
-    size = 5 + 2 * len(loads)
-    program = [(_LOAD_BYTE, 0, 0, _HEADER), (_SHIFT_RIGHT, 0, 0, 4)]
-    program.append((_JUMP_IF_EQUAL, 0, size - len(program) - 2, address.version))
-    for load, offset, word in loads:
-        program.append((load, 0, 0, _HEADER + offset))
-        program.append((_JUMP_IF_EQUAL, 0, size - len(program) - 2, word))
-    program += [(_RETURN, 0, 0, 0xFFFF_FFFF), (_RETURN, 0, 0, 0)]
-    return b"".join(_INSTRUCTION.pack(*one) for one in program)
 
 
 log = logging.getLogger(__name__)

@@ -30,12 +30,12 @@ from tierkv.tasks import background, outlast
 
 # Of one request, whose connection the peer ended: all others may have ended too, as yet unnoticed.
 _MAX_RETRIES = 3
-# Values on their way to one server, see Window. Reading from this machine, two of half a MiB or two
-# ranges of longer ones are what its processor's cache has room for: to 3 MiB GET came at 1.0 to 1.5
-# of the rate. Writing, it is two long ones: with one the server has nothing to do from its answer
-# until the next value comes, with a third what it has yet to read is in no cache any more. Both go
-# on one connection, as values of several the server reads by turns: to one each on two SET of 512
-# KiB came at 1.07 to 1.4 of the rate (loopback, Redis 7.0, 2 cores, 2026-11-23).
+# Values on their way to one server, see Window. Reading from this machine, two of half a MiB are
+# what its processor's cache has room for: to 3 MiB GET came at 1.0 to 1.5 of the rate. Writing, it
+# is two long ones: with one the server has nothing to do from its answer until the next value
+# comes, with a third what it has yet to read is in no cache any more. Both go on one connection, as
+# values of several the server reads by turns: to one each on two SET of 512 KiB came at 1.07 to 1.4
+# of the rate.
 READING_BYTES = 1 << 20
 WRITING_BYTES = 512 << 10
 READING_AWAY_BYTES = 3 << 20

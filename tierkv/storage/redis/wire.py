@@ -16,7 +16,6 @@ import socket
 import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -37,12 +36,6 @@ _KEEPALIVE = (
     (socket.TCP_KEEPINTVL, 10),
     (socket.TCP_KEEPCNT, 3),
 )
-# To a server on this machine nothing is lost on the way, and what paces itself (BBR) only holds
-# back long values. With this one, which every Linux has and lets everybody use, SET of 2 MiB came
-# to 1.0 to 1.2 of the rate into an empty server, to 1.1 to 1.35 where values are replaced, of 8 MiB
-# to 1.0 to 1.2; of 512 KiB, two on one connection, to 1.0 and 1.45 (Redis 7.0, 2 cores,
-# 2026-11-23).
-_CONGESTION_AT_HOME = b"reno"
 _LONG_BYTES = 256 << 10  # sent in one call
 
 
@@ -102,7 +95,7 @@ class PlainPipe:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self.fd = sock.fileno()
-        self.is_at_home = self._may_be_held_back = _is_at_home(sock)
+        self.is_at_home = _is_at_home(sock)
 
     def read(self, into: Sequence[memoryview]) -> int:
         if len(into) == 1:
@@ -110,12 +103,6 @@ class PlainPipe:
         return self._socket.recvmsg_into(into[:_MAX_PIECES])[0]
 
     def write(self, pieces: Sequence[memoryview]) -> int:
-        if self._may_be_held_back and sum(map(len, pieces)) > _LONG_BYTES:
-            self._may_be_held_back = False
-            with suppress(OSError):  # not to be had in this sandbox: as the system has it, then
-                self._socket.setsockopt(
-                    socket.IPPROTO_TCP, socket.TCP_CONGESTION, _CONGESTION_AT_HOME
-                )
         return self._socket.sendmsg(pieces[:_MAX_PIECES])
 
     def close(self) -> None:
