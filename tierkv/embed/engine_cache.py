@@ -29,6 +29,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
+import msgspec
 import numpy as np
 
 from tierkv.cache.groups import CacheGroup, GroupKind, as_groups, main_group
@@ -50,7 +51,7 @@ from tierkv.errors import BadRequestError, ConfigError, DeviceFailedError, TierK
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.observe import Stats
 from tierkv.pd.handoff import Published
-from tierkv.pd.settings import HandoffSettings
+from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.ranks.link import Plan
 from tierkv.ranks.memory import SharedCpuDevice, SharedSlots, side_by_side
 from tierkv.ranks.worker_planes import Finished, RankSocket, WorkerPlanes
@@ -329,7 +330,8 @@ class EngineCache:
                     CpuDevice() if ranks is None else SharedCpuDevice(shards),
                     sizes.fingerprint,
                     sizes.settings(cache or CacheSettings()),
-                    handoff or HandoffSettings(),
+                    # Claims bring an engine's blocks from storage: no node reads its memory.
+                    msgspec.structs.replace(handoff or HandoffSettings(), direct=DirectPath.OFF),
                     store(),
                     storage=storage,
                     name=name,

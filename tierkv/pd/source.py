@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+)
 from typing import Protocol
 
 from tierkv.cache.keys import Prompt
@@ -59,3 +64,46 @@ class PeerSource(Protocol):
         """What is left over although nobody claims."""
 
     def running(self) -> AbstractAsyncContextManager[None]: ...
+
+
+class NoSupply:
+    """`Supply` of a claim whose blocks come from storage alone."""
+
+    def __init__(self) -> None:
+        self.came: list[range] = []
+        self.direct: list[range] = []
+
+    def learn(self, ticket: Ticket | OpenTicket) -> None:
+        """Ask nobody."""
+
+    async def ask(self, prompt: Prompt) -> None:
+        """Bring nothing."""
+
+
+class NoPeers:
+    """`PeerSource` of a node without direct paths: nothing is offered and nobody is asked."""
+
+    wants_host_copies = False
+    num_leases = num_offered = 0
+
+    def offer(
+        self,
+        ticket_id: str,  # noqa: ARG002 - the protocol's
+        prompt: Prompt,  # noqa: ARG002
+        ledger: TicketLedger,  # noqa: ARG002
+    ) -> DirectAddress | None:
+        return None
+
+    @contextmanager
+    def supply(
+        self,
+        may_land: Callable[[], bool] = lambda: True,  # noqa: ARG002 - the protocol's
+    ) -> Iterator[NoSupply]:
+        yield NoSupply()
+
+    def findings(self) -> list[str]:
+        return []
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        yield

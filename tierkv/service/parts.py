@@ -22,11 +22,12 @@ from tierkv.pd.claims import Claims
 from tierkv.pd.direct.direct import Direct
 from tierkv.pd.handoff import STAGING_BLOCKS, Handoff, Staging
 from tierkv.pd.portions import Portions
-from tierkv.pd.settings import HandoffSettings
+from tierkv.pd.settings import DirectPath, HandoffSettings
+from tierkv.pd.source import NoPeers, PeerSource
 from tierkv.pd.tickets import HandoffStats, ProducerLease, SmallValues, TicketLedger, Tickets
 from tierkv.ranks.memory import SharedCpuDevice
 from tierkv.ranks.ranked import RankedDevice
-from tierkv.sched.fetch import Fetcher
+from tierkv.sched.fetch import Fetcher, Source
 from tierkv.sched.lifecycle import Lifecycle
 from tierkv.sched.request import Arrivals
 from tierkv.sched.scheduler import Scheduler
@@ -200,16 +201,8 @@ class Parts:
             self.tiers, default=settings.limits(), prefill=self.estimator.prefill
         )
         stats = HandoffStats()
-        direct = Direct(
-            self.tiers,
-            storage.io,
-            host,
-            handoff,
-            codecs=storage.options.codecs,
-            stats=stats,
-            take=self.scheduler.take_device,
-        )
-        self.fetcher = Fetcher(self.tiers, storage.io, self.estimator, source=direct.offers)
+        source, peers = self._sources(handoff, host, stats)
+        self.fetcher = Fetcher(self.tiers, storage.io, self.estimator, source=source)
         self.arrivals = Arrivals()
         self.tenants = Tenants(
             self.tiers,
@@ -221,7 +214,25 @@ class Parts:
             eviction=(settings.device_eviction, settings.host_eviction),
         )
         self.lifecycle = Lifecycle(self.tiers, (settings.device_blocks, settings.host_slots))
-        self._hand_over(made_of, direct, stats)
+        self._hand_over(made_of, peers, stats)
+
+    def _sources(
+        self, handoff: HandoffSettings, host: HostSlots, stats: HandoffStats
+    ) -> tuple[Source, PeerSource]:
+        """Make what fetches read from, and what other nodes ask and are asked by."""
+        io, options = self._storage.io, self._storage.options
+        if handoff.direct is DirectPath.OFF or io.slices.size > 1:
+            return io, NoPeers()
+        direct = Direct(
+            self.tiers,
+            io,
+            host,
+            handoff,
+            codecs=options.codecs,
+            stats=stats,
+            take=self.scheduler.take_device,
+        )
+        return direct.offers, direct
 
     def _tiers(self, settings: CacheSettings, fingerprint: Fingerprint) -> Tiers:
         root = fingerprint.root()
@@ -238,7 +249,7 @@ class Parts:
             watermarks=settings.watermarks(),
         )
 
-    def _hand_over(self, made_of: MadeOf, direct: Direct, stats: HandoffStats) -> None:
+    def _hand_over(self, made_of: MadeOf, peers: PeerSource, stats: HandoffStats) -> None:
         settings, storage, clock = made_of.handoff, self._storage.io, made_of.clock
         values = SmallValues(storage.store, self._storage.options.small)
         lease = ProducerLease(storage, values, clock, lease_s=settings.producer_lease_s)
@@ -260,7 +271,7 @@ class Parts:
             staging,
             tickets,
             ledger=TicketLedger(tickets, clock),
-            source=direct,
+            source=peers,
             stats=stats,
         )
         self.portions = Portions(self.scheduler, storage, staging)
@@ -269,7 +280,7 @@ class Parts:
             self.scheduler,
             self.fetcher,
             self.arrivals,
-            source=direct,
+            source=peers,
             portions=self.portions,
             estimator=self.estimator,
             fetch_deadline_s=made_of.settings.fetch_deadline_s,

@@ -470,11 +470,6 @@ class Direct:
         self.offers = Offers(storage, stats, self.speeds)
 
     @property
-    def _is_on(self) -> bool:
-        is_whole = self._storage.slices.size == 1
-        return self._settings.direct is not DirectPath.OFF and is_whole
-
-    @property
     def num_leases(self) -> int:
         return 0 if self._server is None else self._server.num_leases
 
@@ -488,9 +483,6 @@ class Direct:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        if not self._is_on:
-            yield
-            return
         way, host = self._settings.direct, self._settings.direct_host
         async with AsyncExitStack() as stack:
             if way is not DirectPath.NETWORK:
