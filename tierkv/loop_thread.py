@@ -19,6 +19,7 @@ import uvloop
 
 from tierkv.errors import ConfigError, ShuttingDownError
 from tierkv.tasks import task_group
+from tierkv.threads import start_thread, start_threads
 
 T = TypeVar("T")
 
@@ -94,9 +95,8 @@ class LoopThread:
         """
         if self._thread is not None:
             raise ConfigError(f"this {self._what} was opened before: make another one")
-        self._thread = threading.Thread(target=self._live, name=self._name, daemon=True)
         _open.add(self)
-        self._thread.start()
+        self._thread = start_thread(self._live, self._name)
         if not self._opened.wait(timeout_s):
             self.ask_to_close()
             return False
@@ -194,6 +194,7 @@ class LoopThread:
             self._ended.set()
 
     async def _main(self) -> None:
+        await start_threads()
         async with self._lifetime(), task_group() as self._group:
             with self._lock:
                 if self._is_close_asked:

@@ -70,8 +70,12 @@ def exporting(instance: str, environ: Mapping[str, str] = os.environ) -> Iterato
     finally:
         _tracer = None
         last = threading.Thread(target=provider.shutdown, name="tierkv-last-spans", daemon=True)
-        last.start()  # a collector that is not there is not waited for
-        last.join(_LAST_SPANS_S)
+        try:
+            last.start()  # a collector that is not there is not waited for
+        except RuntimeError as error:
+            log.warning("the last spans are lost: %s", error)
+        else:
+            last.join(_LAST_SPANS_S)
 
 
 def join() -> None:

@@ -75,22 +75,36 @@ async def test_a_second_signal_does_not_wait(number: signal.Signals, tmp_path: P
 
 PLANTED = """
 import asyncio, pathlib
-from tierkv.storage.guard import WriteQueue
+from contextlib import asynccontextmanager
+from tierkv.service.service import Publishings
+from tierkv.tasks import background, task_group
 
-writers = []
+async def fails():
+    while not pathlib.Path({now!r}).exists():
+        await asyncio.sleep(0.01)
+    raise RuntimeError("nobody thought of this")
 
-async def fails(self):
-    writers.append(self)
-    is_first = len(writers) == 1
-    while not (is_first and pathlib.Path({now!r}).exists()):
+async def goes_on():
+    while True:
         try:
             await asyncio.sleep(0.01)
         except asyncio.CancelledError:
             if not {hangs}:
                 raise
-    raise RuntimeError("nobody thought of this")
 
-WriteQueue._keep_writing = fails
+async def owner():
+    async with task_group() as tasks:
+        tasks.create_task(fails())
+        tasks.create_task(goes_on())
+
+running = Publishings.running
+
+@asynccontextmanager
+async def beside(self):
+    async with background({{"tierkv-owner": owner()}}), running(self):
+        yield
+
+Publishings.running = beside
 """
 
 

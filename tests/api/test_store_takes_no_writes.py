@@ -24,6 +24,10 @@ SETTINGS = StoreSettings(
     redis=RedisSettings(timeout_s=10.0, connect_timeout_s=10.0),
     resilience=ResilienceSettings(timeout_s=20.0, write_timeout_s=20.0, full_pause_s=0.0),
 )
+OF_SIZE = (
+    "the server closes the connection when a value of 3000000 bytes is written: set its "
+    "client-query-buffer-limit (and maxmemory-clients)"
+)
 FAULTS = {
     "full": (("CONFIG", "SET", "maxmemory", "1"), ("CONFIG", "SET", "maxmemory", "0"), "OOM "),
     "no permission": (
@@ -37,6 +41,16 @@ FAULTS = {
         "NOPERM ",
     ),
     "a replica": (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE"), "READONLY "),
+    "a short query buffer": (
+        ("CONFIG", "SET", "client-query-buffer-limit", "1mb"),
+        ("CONFIG", "SET", "client-query-buffer-limit", "1gb"),
+        OF_SIZE,
+    ),
+    "little memory for clients": (
+        ("CONFIG", "SET", "maxmemory-clients", "1mb"),
+        ("CONFIG", "SET", "maxmemory-clients", "0"),
+        OF_SIZE,
+    ),
 }
 
 
@@ -65,7 +79,7 @@ async def test_a_store_that_takes_no_writes_is_degraded_and_says_why_until_it_do
         assert await put_one(store, "t:f:a:0", b"kept") is PutStatus.STORED
         await asyncio.to_thread(server.execute, *begin)
         for name in ("t:f:b:0", "t:f:c:0"):
-            [put] = await store.put([PutItem(name, (content_of(name, 1_000),))])
+            [put] = await store.put([PutItem(name, (content_of(name, 3_000_000),))])
             assert put.status is PutStatus.FULL
         status, detail = await told()
         assert status == "degraded"

@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from itertools import cycle
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -18,8 +22,16 @@ from tests.redis_proxy import redis_proxy
 from tests.redis_server import PATIENT, redis_server
 from tierkv import tasks
 from tierkv.clock import SystemClock
+from tierkv.errors import StoreUnavailableError
+from tierkv.storage.base import StoreWrapper
 from tierkv.storage.factory import open_guarded_store
+from tierkv.storage.guard import GuardedStore, ResilienceSettings
+from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.protocol import GetItem, GetOutcome, PutItem, PutOutcome, Store
 from tierkv.storage.redis import control
+from tierkv.tasks import background
+
+T = TypeVar("T")
 
 ERRORS = (
     RedisConnectionError("Connection reset by peer"),
@@ -144,3 +156,85 @@ async def test_a_node_outlives_a_redis_that_stops_while_connections_are_cut(
                     raise AssertionError("no prompt could be handed over again")
                 assert (await node.client.get("/readyz")).status == 200
                 assert "has failed" not in await asyncio.to_thread(node.log_text)
+
+
+class Raising(StoreWrapper):
+    """A store that raises what no store may, while `is_broken`; `breaks` ends its lifetime so."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStore(MemorySettings(), SystemClock()))
+        self.is_broken = False
+        self.errors = cycle(ERRORS)
+        self.num_opened = 0
+        self.breaks = asyncio.Event()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        self.num_opened += 1
+        self.breaks.clear()
+
+        async def work() -> None:
+            await self.breaks.wait()
+            raise next(self.errors)
+
+        async with self.inner.running(), background({"a-task-of-the-store": work()}):
+            yield
+
+    def was_opened(self, number: int) -> bool:
+        return self.num_opened == number
+
+    async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
+        if self.is_broken:
+            raise next(self.errors)
+        return await ask(self.inner)
+
+    async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
+        return await self._ask(lambda store: store.get_into(items))
+
+    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        return await self._ask(lambda store: store.put(items))
+
+
+async def test_whatever_a_store_raises_is_the_stores_failure_and_the_node_goes_on() -> None:
+    raising = Raising()
+    settings = ResilienceSettings(probe_interval_s=0.02)
+    async with here(store=GuardedStore(raising, settings, SystemClock())) as on:
+        assert await hands_over(on.client, "t0") == (200, 200)
+        raising.is_broken = True
+        for number in range(2 * len(ERRORS)):
+            body = {"prompt": f"{number} {PROMPT}", "max_tokens": 2}
+            assert (await on.client.post("/v1/generate", body)).status == 200
+        published, _ = await hands_over(on.client, "t1")
+        assert published == 502
+        raising.is_broken = False
+        await until(lambda: not on.node.service.storage_state()[0].is_left_alone, "a probe")
+        assert await hands_over(on.client, "t2") == (200, 200)
+        assert on.node.service.failure is None
+
+
+async def test_a_store_whose_own_tasks_fail_is_opened_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tasks, "_FIRST_PAUSE_S", 0.001)
+    raising = Raising()
+    async with here(store=raising) as on:
+        for number in range(1, 4):
+            await until(partial(raising.was_opened, number), f"opened {number} times")
+            assert await hands_over(on.client, f"t{number}") == (200, 200)
+            raising.breaks.set()
+        await until(partial(raising.was_opened, 4), "opened again")
+        assert on.node.service.failure is None
+
+
+async def test_a_store_that_cannot_be_opened_for_any_reason_is_refused_to_who_attaches_it() -> None:
+    class Unopenable(StoreWrapper):
+        @asynccontextmanager
+        async def running(self) -> AsyncIterator[None]:
+            raise RuntimeError("can't start new thread")
+            yield
+
+    async with here() as on:
+        store = Unopenable(MemoryStore(MemorySettings(), SystemClock()))
+        with pytest.raises(StoreUnavailableError, match="can't start new thread"):
+            await on.node.service.attach_storage(store)
+        assert await hands_over(on.client, "t") == (200, 200)

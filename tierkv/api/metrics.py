@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
@@ -34,6 +33,7 @@ from tierkv.observe import Stats
 from tierkv.pd.tickets import HandoffProblem
 from tierkv.refmodel.engine import Generation
 from tierkv.storage.protocol import BreakerState
+from tierkv.threads import aside
 from tierkv.transfer.mover import LayerTimes
 from tierkv.transfer.storage_io import StorageStats
 from tierkv.transfer.tier import StoreState
@@ -82,7 +82,7 @@ class _ProcessUse(Collector):
         return []
 
     async def read(self) -> None:
-        self._found = await asyncio.to_thread(lambda: list(self._source.collect()))
+        self._found = await aside(lambda: list(self._source.collect()))
 
     def collect(self) -> list[Metric]:
         return self._found

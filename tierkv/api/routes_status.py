@@ -45,6 +45,7 @@ from tierkv.observe import Moment, Prefix, Stats, Timeline, prefixes
 from tierkv.sched.events import CacheEvent
 from tierkv.sched.explain import Explanation
 from tierkv.tasks import deadline
+from tierkv.threads import aside
 from tierkv.transfer.tier import StoreState
 
 
@@ -450,7 +451,7 @@ class NodeLiveRoutes(Routes):
             "worst_lag_s": node.heartbeat.worst_lag_s,
             "health": [(part, how.value, masked_url(word)) for part, (how, word) in health.items()],
             "watermarks": [(one.low, one.high) for one in service.settings.watermarks()],
-            "measured": await asyncio.to_thread(
+            "measured": await aside(
                 _measured_speeds,
                 node.settings.node.device,
                 None if service.store is None else service.store.url,

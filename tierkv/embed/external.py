@@ -64,6 +64,7 @@ from tierkv.sched.events import CacheEvent
 from tierkv.service import Service
 from tierkv.storage.codec import seal, unseal
 from tierkv.tasks import task_group
+from tierkv.threads import aside, start_thread
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,6 +77,7 @@ _LENGTH = struct.Struct("<I")
 _MAX_FRAME = 64 << 20
 _ANSWER_S = 5.0  # between a connection and its hello
 _ASK_AGAIN_S = 0.05
+_ACCEPT_AGAIN_S = 1.0
 _NEVER_S = 1e8  # a promise to an engine expires there, where its load is planned
 _SETTLE_S = 1.0  # after the last process let go: a GPU's driver ends its copies a little later
 _GRACE_S = 5.0  # for calls under way when an engine closes
@@ -242,8 +244,7 @@ class NodeHost:
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._open.callback(os.close, self._bell)
         self._is_open = True
-        self._thread = threading.Thread(target=self._live, name="tierkv-node", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._live, "tierkv-node")
 
     def _reach(self) -> Link:
         deadline = time.monotonic() + self._deadline_s
@@ -438,10 +439,15 @@ class EngineListener:
 
     async def _hello(self) -> tuple[socket.socket, EngineHello] | None:
         """Of the next that comes; None if it is no engine, or none that may."""
-        end, _ = await asyncio.get_running_loop().sock_accept(self._listener)
+        try:
+            end, _ = await asyncio.get_running_loop().sock_accept(self._listener)
+        except OSError as error:  # such as too many open files
+            log.warning("no engine can connect at %s for now: %s", self._path, error)
+            await asyncio.sleep(_ACCEPT_AGAIN_S)
+            return None
         end.settimeout(_ANSWER_S)
         try:
-            return end, await asyncio.to_thread(self._greeted, end)
+            return end, await aside(self._greeted, end)
         except (LinkClosedError, StoreCorruptError, ConfigError) as error:
             log.warning("what connected at %s is served nothing: %s", self._path, error)
             end.close()
@@ -465,12 +471,17 @@ class EngineListener:
     async def _serve(self, come: tuple[socket.socket, EngineHello], side: HostSide) -> None:
         """Until the engine has gone, and none of its processes copies any more."""
         (end, hello), loop = come, asyncio.get_running_loop()
-        mine, theirs = socket.socketpair()
+        try:
+            mine, theirs = socket.socketpair()
+        except OSError as error:  # such as too many open files
+            log.warning("engine %s cannot be served: %s", hello.name, error)
+            end.close()
+            return
         with mine:
             with theirs:
                 self._num_here += 1
                 most_reserved = self._share()
-                welcomed = await asyncio.to_thread(self._welcome, come, side, theirs, most_reserved)
+                welcomed = await aside(self._welcome, come, side, theirs, most_reserved)
             if not welcomed:
                 self._num_here -= 1
                 end.close()
@@ -485,7 +496,8 @@ class EngineListener:
             finally:
                 writer.close()
             log.info("engine %s has gone; its ranks may still copy", hello.name)
-            await loop.sock_recv(mine, 1)  # ends when the last of them has let go
+            with suppress(ConnectionError):  # as its end
+                await loop.sock_recv(mine, 1)  # ends when the last of them has let go
             await asyncio.sleep(_SETTLE_S)
             await engine.give_back()
             self._num_here -= 1

@@ -39,6 +39,7 @@ from tierkv.gpu.protocol import (
     Stream,
 )
 from tierkv.gpu.room import HOST_SETTING, HOST_TIER, require_room, track
+from tierkv.threads import start_thread
 
 _PAGE = 4096
 _DEVICE_SETTING = "cache.device_blocks"
@@ -186,9 +187,7 @@ class CpuLane:
         self._before_copy = before_copy
         self._copies: SimpleQueue[tuple[BlockCopy, tuple[CpuEvent, ...]] | None] = SimpleQueue()
         self._is_closed = False
-        name = f"tierkv-{direction.value}"
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._work, f"tierkv-{direction.value}")
         self._may_call = process_memory.is_possible()
         self._placed: Sequence[npt.NDArray[np.uint8]] = ()  # the planes' arrays; of these
         self._addresses = self._strides = np.zeros((0, 1), np.uint64)  # are the addresses

@@ -15,7 +15,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -30,6 +29,7 @@ from tierkv.gpu.kernels import PlaneKernels
 from tierkv.gpu.pinned import PinnedSlots
 from tierkv.gpu.protocol import BlockCopy, Direction, Event, Ids
 from tierkv.gpu.units import MAX_BLOCKS, Order, Ring, Unit, UnitPlanner, UnitSizes, joined, row_of
+from tierkv.threads import Threads
 
 # A batch starts when its last piece is submitted, at 1 to 1.5 us a piece, and holds till then the
 # driver's lock, on which the engine's launches wait. So a batch is small where little is under way
@@ -342,7 +342,7 @@ class CudaLane:
         self._at_once: deque[CudaEvent] = deque()  # ends of what callers' threads submitted
         self._is_closed = False
         self._on_close = on_close
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"tierkv-{direction.value}")
+        self._thread = Threads(1, f"tierkv-{direction.value}")
 
     def submit(self, copy: BlockCopy) -> tuple[Event, ...]:
         check_copy(copy, self._direction, self._planes.num_blocks, self._host.num_slots)

@@ -6,7 +6,7 @@ import ctypes
 import logging
 import mmap
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from math import gcd
 
 import numpy as np
@@ -19,6 +19,7 @@ from tierkv.gpu.cuda import Gpu
 from tierkv.gpu.driver import DriverError, load_driver
 from tierkv.gpu.protocol import Ids
 from tierkv.gpu.room import HOST_SETTING, HOST_TIER, memlock, require_room, size, track
+from tierkv.threads import Threads
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class PinnedSlots:
         self.refusal: str | None = None  # why some chunk cannot be pinned
         self._lock = threading.Lock()
         self._is_closing = False
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tierkv-pin")
+        self._threads = Threads(num_threads, "tierkv-pin")
         self._pins: list[Future[None]] = []
         self.is_pinned = False  # every chunk
         try:

@@ -15,6 +15,7 @@ from aiohttp import web
 from tierkv.errors import BadRequestError, RequestTooLargeError, TierKVError
 from tierkv.http.settings import ListenSection
 from tierkv.tasks import deadline
+from tierkv.threads import aside
 
 T = TypeVar("T")
 
@@ -107,7 +108,7 @@ class BodyReader:
         if num_bytes <= LARGE_BYTES:
             return work()
         async with self._long_one:
-            return await asyncio.to_thread(work)
+            return await aside(work)
 
     async def read_optional(self, request: web.BaseRequest, kind: type[T]) -> T:
         """As `read`; without a body, or with an empty one, `kind` with its defaults."""

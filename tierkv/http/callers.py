@@ -7,7 +7,6 @@ The file is JSON, holds no secret, and is replaced as a whole: a reader sees the
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import hashlib
 import hmac
@@ -33,6 +32,7 @@ from aiohttp import hdrs, web
 from tierkv.errors import BadRequestError, ConfigError, TierKVError
 from tierkv.http.process import watching
 from tierkv.pd.direct.address import credentials
+from tierkv.threads import aside
 
 
 class Access(IntEnum):
@@ -339,7 +339,7 @@ class Guard:
         file = self._file
 
         async def reload() -> None:
-            self._keyring = Keyring(await asyncio.to_thread(read, file))
+            self._keyring = Keyring(await aside(read, file))
             log.info("the callers of %s are in force", file)
 
         async with watching([file], reload, every_s=self._reload_s):

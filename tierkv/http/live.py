@@ -34,6 +34,7 @@ from tierkv.http.bodies import event_stream, last_event, open_stream, write
 from tierkv.http.callers import Access
 from tierkv.http.route import Route, in_path
 from tierkv.tasks import supervised
+from tierkv.threads import aside
 
 log = logging.getLogger(__name__)
 
@@ -207,7 +208,7 @@ class PageRoutes:
         return await self._answer(request, in_path(request, "file"))
 
     async def _answer(self, request: web.BaseRequest, name: str) -> web.Response:
-        body = await asyncio.to_thread(_file, name)
+        body = await aside(_file, name)
         if body is None:
             raise web.HTTPNotFound
         kind = f"{_TYPES[Path(name).suffix]}; charset=utf-8"

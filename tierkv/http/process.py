@@ -20,6 +20,7 @@ from typing import Protocol, TypeVar
 
 from tierkv.errors import ConfigError, TierKVError
 from tierkv.tasks import background, supervised
+from tierkv.threads import aside, start_thread, start_threads
 
 T = TypeVar("T")
 
@@ -255,6 +256,7 @@ async def serve(  # noqa: PLR0913 - each is the node's or the gateway's own
         on_closing: called when no work is left, or should be; possibly twice.
         told: set by a signal; see `told_to_end`.
     """
+    await start_threads()
     async with listening as url, served.running():
         gc.collect()
         gc.freeze()  # what the start made stays: no collection need look at it again
@@ -278,18 +280,24 @@ class LastResort:
 
     def __init__(self, limit_s: float) -> None:
         self.why: Callable[[], str] = lambda: "closing hangs"  # what the log says then
-        self._timer = threading.Timer(limit_s, self._leave)
-        self._timer.daemon = True
-        self.cancel = self._timer.cancel
+        self._limit_s = limit_s
+        self._is_started, self._is_over = threading.Event(), threading.Event()
+        start_thread(self._watch, "tierkv-last-resort")
 
     def start(self) -> None:
-        """Again, it does nothing."""
-        if self._timer.ident is None:
-            self._timer.start()
+        """Begin to count. Once more, it does nothing."""
+        self._is_started.set()
 
-    def _leave(self) -> None:
-        log.critical("%s: the process ends without waiting for it", self.why())
-        _exit(1)
+    def cancel(self) -> None:
+        """Never end the process."""
+        self._is_over.set()
+        self._is_started.set()
+
+    def _watch(self) -> None:
+        self._is_started.wait()
+        if not self._is_over.wait(self._limit_s):
+            log.critical("%s: the process ends without waiting for it", self.why())
+            _exit(1)
 
 
 _Seen = tuple[tuple[int, int, int] | None, ...]
@@ -303,7 +311,7 @@ async def watching(
 
     Raises what the first call raises. A ConfigError of a later one is logged, and `reload` is
     called again after the next change."""
-    seen = await asyncio.to_thread(_look, files)  # first, or a change while reading would be missed
+    seen = await aside(_look, files)  # first, or a change while reading would be missed
     await reload()
     async with supervised({"tierkv-watch": lambda: _watch(files, reload, seen, every_s)}):
         yield
@@ -314,7 +322,7 @@ async def _watch(
 ) -> None:
     while True:
         await asyncio.sleep(every_s)
-        now = await asyncio.to_thread(_look, files)
+        now = await aside(_look, files)
         if now == seen:
             continue
         seen = now

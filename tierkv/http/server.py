@@ -33,6 +33,7 @@ from tierkv.http.problems import framing_problem, overload_answer
 from tierkv.http.process import watching
 from tierkv.http.route import HttpRouter
 from tierkv.http.settings import AuthSection, ListenSection, TlsSection
+from tierkv.threads import aside
 
 BACKLOG = 1024
 _OTHER_FILES = 1024  # descriptors for all that is not a client: stores, files, libraries
@@ -180,7 +181,7 @@ async def server_tls(settings: TlsSection) -> AsyncIterator[ssl.SSLContext | Non
     async def reload() -> None:
         nonlocal current
         fresh = _tls_context(settings)
-        await asyncio.to_thread(_load_certificates, fresh, settings)
+        await aside(_load_certificates, fresh, settings)
         current = fresh
         log.info("the certificate of %s is in use", settings.cert)
 

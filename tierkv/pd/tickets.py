@@ -524,7 +524,13 @@ class Tickets:
 
     def hint(self, ticket_id: str, message: str) -> None:
         """`tell`, for which nobody waits."""
-        self._tiers.work.start(self.tell(ticket_id, message), "tierkv-tell")
+        self._tiers.work.start(self._tell_or_log(ticket_id, message), "tierkv-tell")
+
+    async def _tell_or_log(self, ticket_id: str, message: str) -> None:
+        try:
+            await self.tell(ticket_id, message)
+        except Exception as error:  # noqa: BLE001 - a store of a user's own raises anything
+            log.warning("a hint on ticket %s was not sent: %r", ticket_id, error)
 
     # Of several prompts that come under one id, the first one has it, as far as the store keeps the
     # first of several values.

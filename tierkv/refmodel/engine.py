@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -35,6 +35,7 @@ from tierkv.sched.request import Matched, RequestSpec
 from tierkv.service import Service
 from tierkv.service.session import Session
 from tierkv.tasks import outlast
+from tierkv.threads import Threads
 
 Tokens1D = npt.NDArray[np.int32]
 OnTokens = Callable[[Sequence[int]], None]
@@ -212,12 +213,12 @@ class ReferenceEngine:
         self._model = model
         self._settings = settings
         self.stats = EngineStats()
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: Threads | None = None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Within `running()` of the service, which waits for publishes under way."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tierkv-compute")
+        self._thread = Threads(1, "tierkv-compute")
         try:
             yield
         finally:

@@ -36,6 +36,7 @@ from tierkv.sched.tenants import Tenants
 from tierkv.sched.tiers import Tiers
 from tierkv.sched.worth import Estimator
 from tierkv.tasks import outlast
+from tierkv.threads import begin_aside
 from tierkv.transfer.mover import Mover
 from tierkv.transfer.tier import StorageTier
 
@@ -59,9 +60,8 @@ class Memory:
         """Takes it in a thread: pinning takes 0.1 s and more. A cancel waits for its end, so that
         what was taken is given back."""
         with ExitStack() as stack:
-            loop = asyncio.get_running_loop()
             memory = self._taken(device_blocks, host_slots)
-            opening = loop.run_in_executor(None, stack.enter_context, memory)
+            opening = begin_aside(functools.partial(stack.enter_context, memory))
             await outlast({opening}, on_cancel=lambda: None)
             opening.result()
             yield
@@ -117,7 +117,7 @@ class Memory:
         """Planes for so many blocks, which are not in use before `use`. Raises ConfigError if
         there is no room for them."""
         allocate = functools.partial(self._device.allocate_planes, self._layout, device_blocks)
-        opening = asyncio.get_running_loop().run_in_executor(None, allocate)
+        opening = begin_aside(allocate)
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
@@ -143,7 +143,7 @@ async def host_memory(device: Device, layout: Layout, num_slots: int) -> AsyncIt
         taken.append(device.allocate_host(layout, num_slots))
 
     try:
-        opening = asyncio.get_running_loop().run_in_executor(None, take)
+        opening = begin_aside(take)
         await outlast({opening}, on_cancel=lambda: None)
         opening.result()
         yield taken[0]

@@ -12,7 +12,7 @@ import ssl
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from itertools import islice
@@ -41,6 +41,7 @@ from tierkv.storage.protocol import (
     check_prefix,
 )
 from tierkv.tasks import outlast
+from tierkv.threads import Threads
 
 T = TypeVar("T")
 _PAGE = 1000
@@ -209,13 +210,17 @@ class WorkerThreads:
     def __init__(self, owner: str, num_threads: int) -> None:
         self._owner = owner
         self._num_threads = num_threads
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: Threads | None = None
         self._in_flight: set[asyncio.Future[Any]] = set()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Leaving refuses new work and waits for what is under way."""
-        pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="tierkv-store")
+        """Start the threads. Leaving refuses new work and waits for work under way.
+
+        Raises:
+            ConfigError: The system starts no further thread.
+        """
+        pool = Threads(self._num_threads, "tierkv-store")
         self._pool = pool
         try:
             yield

@@ -16,7 +16,6 @@ import struct
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +68,7 @@ from tierkv.storage.protocol import (
     too_long,
 )
 from tierkv.tasks import supervised
+from tierkv.threads import Threads
 
 _log = logging.getLogger(__name__)
 
@@ -414,13 +414,13 @@ class FileNotifier:
         self._is_watching = False
         self._lost = asyncio.Event()
         self._has_warned = False
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: Threads | None = None
         self._num_telling = 0
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         # Threads of its own: those that a disk holds for ever are nobody else's.
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tierkv-notify")
+        self._threads = Threads(_THREADS, "tierkv-notify")
         try:
             async with supervised({"tierkv-file-notify": self._serve}):
                 yield

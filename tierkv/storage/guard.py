@@ -265,10 +265,26 @@ class GuardedStore(StoreWrapper):
             raise self._closed()
         return abandonable(
             self._tasks.create_task,
-            lambda: ask(self.inner),
+            lambda: self._answered(ask),
             "tierkv-store-question",
             ended=self._closed,
         )
+
+    async def _answered(self, ask: Callable[[Store], Awaitable[T]]) -> T:
+        """Return what `ask` returns.
+
+        Raises:
+            StoreUnavailableError: `ask` raised an error that is not tierkv's, such as one of a
+                store of a user's own.
+        """
+        try:
+            return await ask(self.inner)
+        except TierKVError:
+            raise
+        except Exception as error:
+            _log.warning("%s raised what no store may", self.url, exc_info=error)
+            text = f"{self.url} failed: {type(error).__name__}: {error}"
+            raise StoreUnavailableError(text) from error
 
     def _closed(self) -> StoreUnavailableError:
         return StoreUnavailableError(f"{self.url} is closed")
@@ -298,7 +314,7 @@ class GuardedStore(StoreWrapper):
             await self._take_slot()
             try:
                 async with self._within(self._deadline_s(num_bytes)):
-                    outcomes = await self.inner.get_into(items)
+                    outcomes = await self._answered(lambda store: store.get_into(items))
             finally:
                 self._reads.give_back()
         except StoreUnavailableError as error:
@@ -354,7 +370,7 @@ class GuardedStore(StoreWrapper):
         deadline_s = self._deadline_s(num_bytes, self._settings.write_timeout_s)
         try:
             async with self._within(deadline_s, writes=True):
-                outcomes = await self.inner.put(items)
+                outcomes = await self._answered(lambda store: store.put(items))
         except StoreUnavailableError as error:
             return [PutOutcome(PutStatus.FAILED, str(error))] * len(items)
         self._note_refusal(items, outcomes)
@@ -551,10 +567,10 @@ class GuardedStore(StoreWrapper):
     # Not guarded: long, and an operator's
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
-        return await self.inner.list(prefix, limit=limit, cursor=cursor)
+        return await self._answered(lambda store: store.list(prefix, limit=limit, cursor=cursor))
 
     async def usage(self, prefix: str) -> Usage:
-        return await self.inner.usage(prefix)
+        return await self._answered(lambda store: store.usage(prefix))
 
 
 class SlotGate:

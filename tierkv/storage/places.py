@@ -36,7 +36,7 @@ from tierkv.storage.protocol import (
     Usage,
     check_names,
 )
-from tierkv.tasks import expected, task_group
+from tierkv.tasks import expected, supervised, task_group
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -84,7 +84,7 @@ class _NoStore(StoreWrapper):
 
 
 class _Attached:
-    """A store, and what keeps it running. Left when detached and nothing is under way.
+    """A store, and the task that keeps it running, until it is detached and nothing is under way.
 
     error: why it could not be opened.
     """
@@ -97,6 +97,8 @@ class _Attached:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._num_under_way = 0
+        self._is_open = False
+        self._is_over = asyncio.Event()
 
     def __enter__(self) -> Store:
         """Use the store; who is in it keeps it open."""
@@ -110,23 +112,46 @@ class _Attached:
             self._is_idle.set()
 
     async def keep(self) -> None:
+        """Return when the store has been left, or could not be opened: then `error` says why."""
         try:
-            async with self.store.running(), self.notifier.running():
-                self.is_opened.set()
+            async with supervised({"tierkv-open-store": self._keep_open}):
                 await self.is_detached.wait()
                 await self._is_idle.wait()
-        except TierKVError as error:
-            if not self.is_opened.is_set():
-                self.error = error
-            elif self.is_detached.is_set():
-                _log.warning("%s was detached and did not close well: %s", self.store.url, error)
-            else:
-                raise
+                if self._is_open:
+                    await self._is_over.wait()
         finally:
             if not self.is_opened.is_set() and self.error is None:  # such as at the end of all
                 self.error = StoreUnavailableError(f"{self.store.url} was not opened")
             self.is_opened.set()
             self.is_left.set()
+
+    async def _keep_open(self) -> None:
+        """Open the store until it is left. Raises what the store fails with while it is used.
+
+        The store is opened again then: no store ends its service.
+        """
+        try:
+            async with self.store.running(), self.notifier.running():
+                self._is_open = True
+                self.is_opened.set()
+                await self.is_detached.wait()
+                await self._is_idle.wait()
+        except Exception as error:  # a store of a user's own raises anything
+            self._is_open = False
+            if not self.is_opened.is_set():
+                self.error = error if isinstance(error, TierKVError) else _failed(self.store, error)
+                self.is_detached.set()
+            elif not self.is_detached.is_set():
+                raise
+            else:
+                _log.warning("%s was detached and did not close well: %s", self.store.url, error)
+        self._is_over.set()
+
+
+def _failed(store: Store, error: Exception) -> StoreUnavailableError:
+    failure = StoreUnavailableError(f"{store.url} failed: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
 
 
 class Places:

@@ -8,7 +8,7 @@ import math
 import time
 from bisect import insort
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from operator import add, attrgetter
@@ -35,6 +35,7 @@ from tierkv.gpu.protocol import (
     Stream,
 )
 from tierkv.tasks import outlast, task_group
+from tierkv.threads import Threads
 
 # Event-polling futures: one poller per device turns its events into asyncio futures.
 
@@ -83,7 +84,7 @@ class EventPoller:
     async def running(self) -> AsyncIterator[None]:
         """Polls until the body ends, in whatever way; then looks on until every event is done or
         has failed."""
-        watcher = ThreadPoolExecutor(1, thread_name_prefix="tierkv-poller")
+        watcher = Threads(1, "tierkv-poller")
         try:
             async with task_group() as tasks:
                 self._is_running = True
@@ -152,7 +153,7 @@ class EventPoller:
         self._has_news = True
         self._wake.set()
 
-    async def _poll(self, watcher: ThreadPoolExecutor) -> None:
+    async def _poll(self, watcher: Threads) -> None:
         try:
             await self._poll_on(watcher)
         except BaseException as error:  # who waits would wait for ever: nobody else looks
@@ -163,7 +164,7 @@ class EventPoller:
                 asyncio.get_running_loop().call_soon(one.on_done, failure)  # each for itself
             raise
 
-    async def _poll_on(self, watcher: ThreadPoolExecutor) -> None:
+    async def _poll_on(self, watcher: Threads) -> None:
         loop = asyncio.get_running_loop()
         while self._is_running or self._lines:
             if self._failure is not None:
@@ -393,7 +394,7 @@ class Mover:
         self.poller = EventPoller()
         self._open_gate = LayerGate(planes.layout.num_layers, (), self.poller)
         self._lanes: dict[Direction, Lane] = {}
-        self._submitter: ThreadPoolExecutor | None = None
+        self._submitter: Threads | None = None
         self.num_in_flight = 0
         self._all_ended: asyncio.Future[None] | None = None  # who closes it waits for that
         self.bytes_moved = {Direction.LOAD: 0, Direction.OFFLOAD: 0}
@@ -404,7 +405,7 @@ class Mover:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Opens the lanes; at the end, whatever it is, waits for every copy, then closes them."""
-        self._submitter = ThreadPoolExecutor(1, thread_name_prefix="tierkv-submit")
+        self._submitter = Threads(1, "tierkv-submit")
         try:
             await self._open_lanes()
             async with self.poller.running():

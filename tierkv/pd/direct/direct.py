@@ -50,6 +50,7 @@ from tierkv.sched.tiers import Tiers
 from tierkv.storage.base import WorkerThreads
 from tierkv.storage.codec import Codec, PlainCodec
 from tierkv.tasks import task_group
+from tierkv.threads import aside
 from tierkv.transfer.storage_io import Slices, StorageIO
 
 log = logging.getLogger(__name__)
@@ -486,7 +487,7 @@ class Direct:
         way, host = self._settings.direct, self._settings.direct_host
         async with AsyncExitStack() as stack:
             if way is not DirectPath.NETWORK:
-                self._machine = await asyncio.to_thread(this_machine)
+                self._machine = await aside(this_machine)
             if way in (DirectPath.AUTO, DirectPath.MEMORY) and process_memory.is_possible():
                 self._pid = os.getpid() if self._machine else 0
                 if self._machine:
@@ -519,7 +520,7 @@ class Direct:
     async def _show_planes(self, sharing: Sharing) -> None:
         planes = ShownPlanes(sharing, lambda: self._tiers.mover.planes)
         try:
-            await asyncio.to_thread(planes.describe)
+            await aside(planes.describe)
         except ConfigError as error:
             log.warning("the device's blocks are not shown: %s", error)
             return
@@ -528,7 +529,7 @@ class Direct:
     async def _start_engine(self, host: str, stack: AsyncExitStack) -> None:
         try:
             async with asyncio.timeout(_ENGINE_START_S):
-                self._engine = await asyncio.to_thread(TransferEngine, host)
+                self._engine = await aside(TransferEngine, host)
         except (ConfigError, TimeoutError) as error:
             log.warning("no direct hand-off over the network: %s", error)
             return

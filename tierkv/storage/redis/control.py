@@ -36,6 +36,7 @@ from tierkv.storage.redis.pool import Login
 from tierkv.storage.redis.url import TlsFiles
 from tierkv.storage.redis.wire import Address
 from tierkv.tasks import background, supervised
+from tierkv.threads import aside
 
 _log = logging.getLogger(__name__)
 _PING_EVERY_S = 5.0
@@ -318,7 +319,7 @@ async def conversation(
     new_connection: Callable[[], RedisConnection], *, url: str, deadline_s: float
 ) -> AsyncIterator[Conversation]:
     # In a thread: for each connection redis-py reads its own package's version from the disk.
-    connection = await asyncio.to_thread(new_connection)
+    connection = await aside(new_connection)
     try:
         yield Conversation(connection, url=url, deadline_s=deadline_s)
     finally:

@@ -3,7 +3,6 @@ for questions, and its listing."""
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, MutableSequence, Sequence
@@ -67,6 +66,7 @@ from tierkv.storage.redis.wire import (
     WireRequest,
     WireStats,
 )
+from tierkv.threads import aside
 
 # Of servers that take no values now and give them all the same: full, cannot save, too few
 # replicas, a replica; from us, who may only read; of this size (proto-max-bulk-len).
@@ -288,7 +288,7 @@ class RedisNode:
     async def control_connection(self) -> RedisConnection:
         """One of redis-py's, not connected yet. Raises StoreUnavailableError."""
         # In a thread: for each connection redis-py reads its own package's version.
-        return await asyncio.to_thread(self._access.connection(await self.locate()))
+        return await aside(self._access.connection(await self.locate()))
 
     async def carry_out(
         self, calls: Sequence[KeyCommand], purpose: Purpose

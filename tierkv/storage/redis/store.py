@@ -24,6 +24,7 @@ from tierkv.storage.protocol import (
     Notifier,
     PutItem,
     PutOutcome,
+    PutStatus,
     StoredValue,
     check_limit,
     check_name,
@@ -58,8 +59,10 @@ from tierkv.storage.redis.pool import FixedAddress, Locator, Login
 from tierkv.storage.redis.resp import Refused, Reply, TooLong
 from tierkv.storage.redis.url import RedisSettings, RedisUrl, Setup
 from tierkv.storage.redis.wire import Address, Unanswered, WireStats, port_of
+from tierkv.threads import aside
 
 _ADDRESS_PARTS = 2
+_LARGE_BYTES = 64 << 10  # a shorter value fits into every server's buffers
 
 
 class SentinelLocator:
@@ -158,7 +161,7 @@ class RedisStore(BaseStore):
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         files = self._settings.tls if self._url.is_tls else None
-        context = None if files is None else await asyncio.to_thread(files.context)
+        context = None if files is None else await aside(files.context)
         login = Login(self._url.username, self._url.password, self._url.db)
         access = RedisAccess(
             self._settings, login, files, context, self.stats, self._pace, self._question_pace
@@ -215,9 +218,44 @@ class RedisStore(BaseStore):
         try:
             calls = [KeyCommand(item.name, partial(put_request, item)) for item in items]
             replies = await self._carry_out(calls, Purpose.WRITE)
+            cut = [item for item, reply in zip(items, replies, strict=True) if _is_cut(reply)]
+            refusal = await self._refusal_of_size(cut) if cut else None
         finally:
             self._num_puts -= 1
-        return [put_outcome(item, reply) for item, reply in zip(items, replies, strict=True)]
+        if refusal is None:
+            return [put_outcome(item, reply) for item, reply in zip(items, replies, strict=True)]
+        return [
+            refusal if isinstance(reply, Unanswered) else put_outcome(item, reply)
+            for item, reply in zip(items, replies, strict=True)
+        ]
+
+    async def _refusal_of_size(self, cut: Sequence[PutItem]) -> PutOutcome | None:
+        """Return the refusal of a server that closes connections on which a large value comes.
+
+        Such a server says nothing, but answers small requests: the longest value of those `cut`
+        off is written once more between two of them.
+
+        Returns:
+            None if the server takes the value, or answers nothing at all.
+        """
+        longest = max(cut, key=lambda item: item.num_bytes)
+        if longest.num_bytes < _LARGE_BYTES:
+            return None
+        call = KeyCommand(longest.name, partial(put_request, longest))
+        try:
+            await self.ping()
+            [reply] = await self._carry_out([call], Purpose.WRITE)
+            await self.ping()
+        except StoreUnavailableError:
+            return None
+        if not _is_cut(reply):
+            return None
+        return PutOutcome(
+            PutStatus.FULL,
+            f"the server closes the connection when a value of {longest.num_bytes} bytes is "
+            "written: set its client-query-buffer-limit (and maxmemory-clients) to several times "
+            "that size",
+        )
 
     async def delete(self, names: Sequence[str]) -> int:
         check_names(names)
@@ -342,6 +380,10 @@ def _router(url: RedisUrl, access: RedisAccess, clock: Clock) -> Router:
     if url.setup is Setup.SENTINEL:
         locator = SentinelLocator(url, access)
     return RedisNode(locator, access, clock, url=str(url))
+
+
+def _is_cut(reply: Reply | Unanswered) -> bool:
+    return isinstance(reply, Unanswered) and reply.is_over
 
 
 def _parse_cursor(cursor: str | None) -> list[int]:

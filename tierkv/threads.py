@@ -1,0 +1,117 @@
+"""Threads that start at the start: a process at its limit of threads then loses no work."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
+from typing import TypeVar
+
+from tierkv.errors import ConfigError
+
+T = TypeVar("T")
+
+_NUM_ASIDE = 8  # for short waits: files, certificates, clients that read packages
+_NUM_OF_LIBUV = 4
+
+
+class Threads(ThreadPoolExecutor):
+    """A pool whose threads have all started when it is made, so that `submit` never fails for one.
+
+    Raises:
+        ConfigError: The system starts no further thread.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        super().__init__(num_threads, thread_name_prefix=name)
+        have_started = threading.Event()
+        try:
+            for _ in range(num_threads):  # each starts one, since those before it wait
+                self.submit(have_started.wait)
+        except RuntimeError as error:
+            raise no_thread(name, error) from error
+        finally:
+            have_started.set()
+            if len(self._threads) < num_threads:
+                self.shutdown(wait=False)
+
+
+def start_thread(target: Callable[[], object], name: str) -> threading.Thread:
+    """Return a daemon thread that runs `target`.
+
+    Raises:
+        ConfigError: The system starts no further thread.
+    """
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise no_thread(name, error) from error
+    return thread
+
+
+def no_thread(name: str, error: RuntimeError) -> ConfigError:
+    """Return the error that says that the system starts no further thread."""
+    return ConfigError(
+        f"no thread can be started for {name} ({error}; this process has {threading.active_count()}"
+        "): raise the limit of processes and threads (ulimit -u, or pids.max of the container)"
+    )
+
+
+class _Aside:
+    """The threads of `aside`, which every loop of the process shares."""
+
+    def __init__(self) -> None:
+        self._pool: Threads | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def pool(self) -> Threads:
+        """The threads, started at the first use. Raises ConfigError."""
+        with self._lock:
+            if self._pool is None:
+                self._pool = Threads(_NUM_ASIDE, "tierkv-aside")
+            return self._pool
+
+    def forget(self) -> None:
+        """Start other threads at the next use: those of a fork's parent are not here."""
+        self._pool, self._lock = None, threading.Lock()  # a thread of the parent may hold that one
+
+
+_aside = _Aside()
+os.register_at_fork(after_in_child=_aside.forget)
+
+
+def begin_aside(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Return the future of what `work` returns, run in a thread; see `aside`."""
+    call = partial(copy_context().run, work)
+    return asyncio.get_running_loop().run_in_executor(_aside.pool, call)
+
+
+async def aside(work: Callable[..., T], *args: object) -> T:
+    """Return what `work(*args)` returns, run in a thread; as `asyncio.to_thread`.
+
+    The executor of an event loop starts threads when they are first used, and one more to end.
+
+    Raises:
+        ConfigError: Nobody called `start_threads`, and the system starts no further thread.
+    """
+    return await begin_aside(partial(work, *args))
+
+
+async def start_threads() -> None:
+    """Start the threads of `aside`, and those of uvloop, which look up names.
+
+    Raises:
+        ConfigError: The system starts no further thread.
+    """
+    # libuv ends the process where it cannot start its own threads, which it does at the first use.
+    trial = Threads(_NUM_OF_LIBUV, "tierkv-lookups")
+    await aside(trial.shutdown)
+    loop = asyncio.get_running_loop()
+    await loop.getnameinfo(("127.0.0.1", 0), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
