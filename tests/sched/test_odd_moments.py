@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -22,6 +21,7 @@ from tierkv.errors import (
     TransferError,
 )
 from tierkv.gpu.protocol import Direction
+from tierkv.sched.budget import Budget
 from tierkv.sched.fetch import Fetched
 from tierkv.sched.request import Request, RequestState
 from tierkv.storage.memory import MemorySettings, MemoryStore
@@ -236,8 +236,8 @@ async def test_what_was_fetched_for_one_aborted_in_the_moment_in_which_it_came_i
     async with world(store=await filled(tokens(18)), host_blocks=8) as on:
         fetch = on.service.fetcher.fetch
 
-        async def aborted_as_it_ends(prompt: Prompt, **rest: Any) -> Fetched:
-            fetched = await fetch(prompt, **rest)
+        async def aborted_as_it_ends(prompt: Prompt, budget: Budget) -> Fetched:
+            fetched = await fetch(prompt, budget)
             assert on.service.fetcher.num_held == 1
             assert on.service.abort("goes")
             return fetched
