@@ -176,9 +176,10 @@ def backing_up(service: Service) -> Move:
                 try:
                     await request.gate.all_layers(deadline_s)
                     stop = request.matched.total_tokens // size
-                    keys = await handoff.tickets.hashed_keys_of(head)
-                    present = await handoff.count_present(keys[:stop])
-                    await handoff.store(request, keys, present, stop, ())
+                    await handoff.tickets.hashed_keys_of(head)
+                    blocks = handoff.blocks_of(request)
+                    present = await handoff.count_present(blocks.keys[:stop])
+                    await handoff.store(blocks, present, stop, ())
                 finally:
                     service.end(request)
         except TimeoutError:

@@ -10,8 +10,14 @@ import asyncio
 import logging
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -34,28 +40,26 @@ from tierkv.config import all_above_zero
 from tierkv.embed.group_tier import GroupLook, GroupTier, group_fingerprint
 from tierkv.errors import (
     ConfigError,
-    DuplicateRequestError,
     HandoffError,
     OutOfBlocksError,
-    StoreRefusedError,
     StoreUnavailableError,
     TierKVError,
 )
-from tierkv.gpu.protocol import HostSlots
+from tierkv.gpu.protocol import Event, HostSlots
 from tierkv.observe import Stats
 from tierkv.pd.claims import Watch
-from tierkv.pd.handoff import Handoff, Published
-from tierkv.pd.tickets import PROGRESS, HandoffProblem, OpenTicket, Ticket, check_written
+from tierkv.pd.handoff import Handoff, Published, PublishStream
+from tierkv.pd.tickets import HandoffProblem, Ticket, TicketLedger
 from tierkv.sched.budget import Budget
-from tierkv.sched.copies import GROUP_BLOCKS, HASHED_BLOCKS, Beyond, path_keys, stored_beyond
+from tierkv.sched.copies import HASHED_BLOCKS, Beyond, path_keys, stored_beyond
 from tierkv.sched.events import CacheEvent, ExternalId, Happening
 from tierkv.sched.fetch import NOT_IN_STORAGE
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import Transfer
 from tierkv.service import Service
 from tierkv.storage.protocol import GetOutcome
-from tierkv.tasks import abandonable, both, supervised
-from tierkv.transfer.storage_io import StorageIO, are_all_present
+from tierkv.tasks import both, supervised
+from tierkv.transfer.storage_io import are_all_present
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +70,6 @@ _MOST_ROUNDS = 4  # in which a lookup is planned anew because storage has lost s
 _FEWEST_ASKED = 64  # blocks of a group that storage is asked for at once, at least; each time
 _MORE_ASKED = 4  # so many times more
 _ALL_ASKED = 1024  # so many blocks of all groups are asked for at once, whatever the length
-_LAST_WORD_S = 0.5
 _FOREIGN_S = 0.1  # no request waits longer to be told why there is nothing
 _LEAST_NAMES = 65_536  # blocks whose names by the engine are remembered, at least
 
@@ -268,23 +271,6 @@ class Kept:
     unused: tuple[tuple[int, ...], ...]
 
 
-class _Outlet:
-    """A prompt that is published while it is saved: until there are first tokens, or a failure."""
-
-    def __init__(self) -> None:
-        self.first_tokens: tuple[int, ...] | None = None
-        self.failure: str | None = None
-        self.changed = asyncio.Event()
-
-    @property
-    def is_going_on(self) -> bool:
-        return self.first_tokens is None and self.failure is None
-
-    def fail(self, reason: str) -> None:
-        self.failure = reason
-        self.changed.set()
-
-
 class _Planned(NamedTuple):
     """A length that can be had in every group, and why it may not be longer, if anything went
     wrong. known: what storage said of the index's group; None if it did not say."""
@@ -353,7 +339,7 @@ class HostSide:
         # By group and slot, when it was reserved: what is saved there may be as old as that.
         self._reserved_in: dict[tuple[int, int], int] = {}
         self._failures: OrderedDict[bytes, int] = OrderedDict()
-        self._outlets: dict[int, _Outlet] = {}
+        self._publishes: dict[int, tuple[PublishStream, SavedPrompt]] = {}
         self._max_events = max_events
         self._listening = ExitStack()
 
@@ -964,8 +950,8 @@ class HostSide:
                     count, left = self._tiers[some.group].keep(prompt, some.positions, some.slots)
                 num_blocks[number] += count
                 unused[some.group] += left
-        for outlet in self._outlets.values():
-            outlet.changed.set()
+        for stream, saved in self._publishes.values():
+            stream.advance(saved.grow())
         self._note_reserved(unused)
         return Kept(tuple(num_blocks), tuple(map(tuple, unused)))
 
@@ -1042,100 +1028,62 @@ class HostSide:
         """Store what of `prompt` is not stored yet, out of the host tier, as it is saved, and, once
         `finish` was called with this number, a ticket. Raises HandoffError,
         DuplicateRequestError."""
-        outlet = self._outlets[number] = _Outlet()
-        try:
-            handoff = self._handoff()
-            await self._service.check_ticket_is_free(ticket_id, prompt)
-            return await self._publish(handoff, prompt, ticket_id, outlet)
-        finally:
-            del self._outlets[number]
+        handoff, deadline_s = self._handoff(), self._service.handoff_settings.publish_deadline_s
+        with self._saved(prompt) as saved:
+            stream = PublishStream(handoff, saved, ticket_id, deadline_s=deadline_s)
+            self._publishes[number] = stream, saved
+            try:
+                await self._service.check_ticket_is_free(ticket_id, prompt)
+                stream.advance(saved.grow())
+                return await stream.run()
+            finally:
+                del self._publishes[number]
 
     async def finish(self, number: int, first_tokens: Sequence[int]) -> None:
         """All of the prompt was saved."""
-        outlet = self._outlets.get(number)
-        if outlet is not None:
-            outlet.first_tokens = tuple(first_tokens)
-            outlet.changed.set()
+        if number in self._publishes:
+            stream, _ = self._publishes[number]
+            stream.finish(first_tokens)
 
     async def fail(self, number: int, reason: str) -> None:
         """No more of the prompt is saved: there will be no ticket."""
-        outlet = self._outlets.get(number)
-        if outlet is not None:
-            outlet.fail(reason)
+        if number in self._publishes:
+            stream, _ = self._publishes[number]
+            stream.fail(reason)
 
-    async def _publish(
-        self, handoff: Handoff, prompt: Prompt, ticket_id: str, outlet: _Outlet
-    ) -> Published:
-        await handoff.tickets.hashed_keys_of(prompt)
-        opened = handoff.tickets.new_open(ticket_id, prompt)
-        promise, early = HostPromise(0), 0
+    @contextmanager
+    def _saved(self, prompt: Prompt) -> Iterator[SavedPrompt]:
+        promise = HostPromise(0)
         self._promises.add(promise)
         try:
-            if outlet.is_going_on:
-                handoff.ledger.opened(opened)
-                with handoff.tickets.lease.held():
-                    early = await self._store_ahead(handoff, opened, prompt, promise, outlet)
-            if outlet.failure is not None:
-                raise HandoffError(HandoffProblem.PRODUCER_FAILED.value, outlet.failure)
-            published = await self._publish_whole(handoff, opened, prompt, promise, outlet)
-        except DuplicateRequestError:
-            raise
-        except TierKVError as error:
-            handoff.ledger.failed(ticket_id, str(error))
-            await _give_up(handoff, opened, str(error))
-            raise
+            yield SavedPrompt(self, prompt, promise)
         finally:
             self._release(promise)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_WORD_S):
-                await handoff.tickets.forget_open(ticket_id)
-        return replace(published, early_blocks=early)
 
-    async def _store_ahead(
-        self,
-        handoff: Handoff,
-        opened: OpenTicket,
-        prompt: Prompt,
-        promise: HostPromise,
-        outlet: _Outlet,
-    ) -> int:
-        """Announce the ticket, and store full blocks of the index's group as they are saved; how
-        many. They are held until the ticket is there. What goes wrong is only a delay."""
-        present = ready = 0
-        try:
-            keys = handoff.tickets.keys_of(prompt)
-            _, found = await both(handoff.tickets.begin(opened), handoff.count_present(keys))
-            present = ready = min(found, prompt.num_blocks)
-            while outlet.is_going_on:
-                outlet.changed.clear()
-                self._let_go(promise)
-                here = self._on_host(prompt, prompt.num_blocks * prompt.block_size)
-                num_blocks = here.num_tokens // prompt.block_size
-                if self._main is not None and here.node is not None and num_blocks:
-                    promise.lease = self._service.index.hold(here.node, num_blocks)
-                if ready < num_blocks and promise.lease is not None:
-                    stop = min(ready + GROUP_BLOCKS, num_blocks)
-                    await self._flush(keys, promise.lease, ready, stop)
-                    ready = stop
-                    handoff.ledger.progressed(opened.ticket_id, ready)
-                    handoff.tickets.hint(opened.ticket_id, f"{PROGRESS}{ready}")
-                else:
-                    await outlet.changed.wait()
-        except StoreUnavailableError as error:
-            log.warning("ticket %s waits for the end of its prefill: %s", opened.ticket_id, error)
-        while outlet.is_going_on:
-            outlet.changed.clear()
-            await outlet.changed.wait()
-        return ready - present
+    def keys_of(self, prompt: Prompt) -> Sequence[StoredKey]:
+        """Return the stored keys of the prompt's blocks in the index's group."""
+        return [] if self._main is None else self._service.tiers.copies.prompt_keys(prompt)
 
-    async def _publish_whole(
-        self,
-        handoff: Handoff,
-        opened: OpenTicket,
-        prompt: Prompt,
-        promise: HostPromise,
-        outlet: _Outlet,
-    ) -> Published:
+    def hold_saved(self, promise: HostPromise, prompt: Prompt) -> int:
+        """Hold for `promise` the full blocks of `prompt` that the index has on the host by now.
+
+        Returns:
+            Number of tokens held, which does not shrink.
+        """
+        size, before = prompt.block_size, promise.lease
+        held = before.num_blocks if before is not None else 0
+        here = self._on_host(prompt, prompt.num_blocks * size)
+        num_blocks = here.num_tokens // size if here.node is not None else 0
+        if here.node is None or num_blocks <= held:
+            return held * size
+        promise.lease = self._service.index.hold(here.node, num_blocks)
+        if before is not None:
+            self._service.index.release(before)
+        return num_blocks * size
+
+    def hold_whole(self, promise: HostPromise, prompt: Prompt) -> None:
+        """Hold for `promise` all that `prompt` needs in every group. Raises HandoffError if the
+        host does not have it."""
         looks, whole = self._looks(prompt), prompt.num_tokens
         found = self._longest_here(looks, self._on_host(prompt, whole).num_tokens)
         if found < whole:
@@ -1145,65 +1093,31 @@ class HostSide:
             )
         self._let_go(promise)
         self._hold(prompt, looks, promise, whole)
-        deadline_s = self._service.handoff_settings.publish_deadline_s
-        try:
-            async with asyncio.timeout(deadline_s):
-                return await self._publish_held(handoff, opened, prompt, promise, outlet)
-        except TimeoutError as error:
-            text = f"the prompt could not be published within {deadline_s:g} s"
-            raise HandoffError(HandoffProblem.UNAVAILABLE.value, text) from error
-        except StoreUnavailableError as error:
-            raise HandoffError(HandoffProblem.UNAVAILABLE.value, str(error)) from error
 
-    async def _publish_held(
-        self,
-        handoff: Handoff,
-        opened: OpenTicket,
-        prompt: Prompt,
-        promise: HostPromise,
-        outlet: _Outlet,
-    ) -> Published:
-        keys, present = handoff.tickets.keys_of(prompt), 0
-        generation = self._service.deletions.generation  # all of it is held, and was not deleted
+    @asynccontextmanager
+    async def slots_of(self, promise: HostPromise, blocks: range) -> AsyncIterator[Ids]:
+        """Keep blocks of the index's group, which `promise` holds, for a store that may still read
+        them when the promise is over."""
+        index, lease = self._service.index, promise.lease
+        assert lease is not None, "blocks are published that are held"
+        slots = index.slots(Tier.HOST, lease.node, blocks.start, blocks.stop)
+        held = index.hold_as_is(lease.node)
+        try:
+            yield slots
+        finally:
+            index.release(held)
+            self._service.tiers.work.capacity_changed()
+
+    def was_deleted(self, promise: HostPromise) -> bool:
+        """Return whether what `promise` holds of the index's group was deleted meanwhile."""
+        lease = promise.lease
+        return lease is not None and self._service.index.spaces.is_retired(lease.node)
+
+    async def store_groups(self, promise: HostPromise) -> None:
+        """Store what `promise` holds of the groups beside the index. Raises
+        StoreUnavailableError."""
         for number, blocks in promise.held.items():
             await self._tiers[number].publish(blocks)
-        if promise.lease is not None:
-            present = await handoff.count_present(keys)
-            await self._flush(keys, promise.lease, present, len(keys))
-            work = self._service.tiers.work
-            note = self._storage().tails.note(keys[-1:], generation=generation)
-            work.start(note, "tierkv-note-tail")
-        ticket = handoff.tickets.new(opened, outlet.first_tokens or (), None)
-        await handoff.tickets.complete(ticket, generation=generation)
-        handoff.ledger.published(ticket)
-        block_bytes = self._service.fingerprint.layout.block_bytes
-        return Published(ticket, len(keys), present, (len(keys) - present) * block_bytes)
-
-    def _storage(self) -> StorageIO:
-        storage = self._service.tiers.copies.storage
-        if storage is None:
-            raise StoreUnavailableError("no store is attached any more")
-        return storage
-
-    async def _flush(self, keys: Sequence[StoredKey], lease: Lease, start: int, stop: int) -> None:
-        """Store path blocks [start, stop) out of the host tier. Raises StoreUnavailableError."""
-        tiers, storage = self._service.tiers, self._storage()
-        if start >= stop:
-            return
-        slots = tiers.index.slots(Tier.HOST, lease.node, start, stop)
-
-        async def flush() -> None:
-            if tiers.index.spaces.is_retired(lease.node):
-                raise StoreRefusedError("the cache was deleted while the prompt was saved")
-            held = tiers.index.hold_as_is(lease.node)  # the store may be at it when we have gone
-            try:
-                outcomes = await storage.flush(keys[start:stop], slots, notes_tails=False)
-            finally:
-                tiers.index.release(held)
-                tiers.work.capacity_changed()
-            check_written(storage, outcomes)
-
-        await abandonable(tiers.work.started, flush, "tierkv-publish")
 
     # All of it
 
@@ -1238,14 +1152,54 @@ class HostSide:
         except TimeoutError:
             log.warning("what was saved last is not all stored: that takes more than %g s",
                         _CLOSING_S)  # fmt: skip
-        for outlet in self._outlets.values():
-            outlet.fail("the engine's cache was closed")
+        for stream, _ in self._publishes.values():
+            stream.fail("the engine's cache was closed")
         for promise in list(self._promises):
             self._release(promise)
         groups = range(len(self._groups))
         await self.give([[*self._lent] if number == self._main else [] for number in groups])
         self._listening.close()
         self._service.flat_blocks = ()
+
+
+class SavedPrompt:
+    """The blocks of a prompt that an engine saves, for their publisher: see PromptBlocks.
+
+    promise: Holds what is on the host of the prompt until it is published.
+    """
+
+    def __init__(self, side: HostSide, prompt: Prompt, promise: HostPromise) -> None:
+        self.prompt = prompt
+        self.keys = side.keys_of(prompt)
+        self._side = side
+        self._promise = promise
+
+    @property
+    def were_deleted(self) -> bool:
+        """See PromptBlocks."""
+        return self._side.was_deleted(self._promise)
+
+    def grow(self) -> int:
+        """Hold what was saved by now; return the number of tokens in full blocks."""
+        return self._side.hold_saved(self._promise, self.prompt)
+
+    def check_whole(self) -> None:
+        """Hold all of the prompt. Raises HandoffError if the host does not have it."""
+        self._side.hold_whole(self._promise, self.prompt)
+
+    def offer(self, _ticket_id: str, _ledger: TicketLedger) -> None:
+        """Offer nothing: claimers read an engine's blocks from storage."""
+
+    def show(self, start: int, stop: int) -> None:
+        """Do nothing: all blocks are on the host."""
+
+    def on_host(self, blocks: range, _after: Sequence[Event]) -> AbstractAsyncContextManager[Ids]:
+        """Return the slots of blocks that were saved: their bytes are there."""
+        return self._side.slots_of(self._promise, blocks)
+
+    async def store_beside(self) -> None:
+        """Store the blocks of the other groups."""
+        await self._side.store_groups(self._promise)
 
 
 class _Ahead:
@@ -1267,13 +1221,6 @@ def _problem_of(looks: dict[int, GroupLook]) -> str | None:
 def _tell(told: asyncio.Future[str | None], problem: str | None) -> None:
     if not told.done():
         told.set_result(problem)
-
-
-async def _give_up(handoff: Handoff, opened: OpenTicket, failure: str) -> None:
-    """Tell those who wait why there will be no ticket, if the store takes it."""
-    with suppress(TimeoutError, StoreUnavailableError, HandoffError):
-        async with asyncio.timeout(_LAST_WORD_S):
-            await handoff.tickets.give_up(opened, failure)
 
 
 def _beginning(prompt: Prompt, num_tokens: int) -> Prompt:

@@ -13,11 +13,16 @@ import logging
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -156,6 +161,121 @@ class Published:
     early_blocks: int = 0
 
 
+class PromptBlocks(Protocol):
+    """The computed blocks of one prompt, as its publisher sees them."""
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt that is published."""
+
+    @property
+    def keys(self) -> Sequence[StoredKey]:
+        """The stored keys of the blocks that `on_host` brings, in order, the tail last."""
+
+    @property
+    def were_deleted(self) -> bool:
+        """Whether the cache was deleted since the blocks were computed."""
+
+    def check_whole(self) -> None:
+        """Raise HandoffError or OwnershipError unless every token of the prompt can be stored."""
+
+    def offer(self, ticket_id: str, ledger: TicketLedger) -> DirectAddress | None:
+        """Return where claimers can read the blocks besides storage; None for nowhere."""
+
+    def show(self, start: int, stop: int) -> None:
+        """Keep blocks [start, stop) where such claimers can read them, if there is room."""
+
+    def on_host(self, blocks: range, after: Sequence[Event]) -> AbstractAsyncContextManager[Ids]:
+        """Hold the host slots of `blocks`, whose bytes are there in the body.
+
+        Args:
+            blocks: Some of the computed blocks, GROUP_BLOCKS at most.
+            after: Events of the kernels that wrote the blocks.
+
+        Raises:
+            TransferError: The bytes did not come to the host.
+        """
+
+    async def store_beside(self) -> None:
+        """Store what the prompt has besides the blocks of `keys`. Raises StoreUnavailableError."""
+
+
+class RequestBlocks:
+    """The blocks of a request that the scheduler runs: on the device, and perhaps on the host."""
+
+    def __init__(
+        self,
+        request: Request,
+        tiers: Tiers,
+        staging: Staging,
+        *,
+        keys: Sequence[StoredKey],
+        source: PeerSource,
+    ) -> None:
+        self.prompt = request.spec.prompt
+        self.keys = keys
+        self._request = request
+        self._tiers = tiers
+        self._staging = staging
+        self._source = source
+
+    @property
+    def were_deleted(self) -> bool:
+        """See PromptBlocks."""
+        return self._tiers.index.spaces.is_retired(self._request.lease.node)
+
+    def check_whole(self) -> None:
+        """Raise OwnershipError if the request has ended, or its prompt is not computed."""
+        self._request.check_running()
+        computed, whole = self._request.computed_tokens, self.prompt.num_tokens
+        if computed < whole:
+            raise OwnershipError(f"only {computed} of {whole} prompt tokens are computed")
+
+    def offer(self, ticket_id: str, ledger: TicketLedger) -> DirectAddress | None:
+        """See PromptBlocks."""
+        return self._source.offer(ticket_id, self.prompt, ledger)
+
+    def show(self, start: int, stop: int) -> None:
+        """See PromptBlocks."""
+        if self._source.wants_host_copies:
+            lease, room = self._request.lease, self._tiers.eviction.available(Tier.HOST)
+            end = min(stop, lease.num_blocks, self.prompt.num_blocks, start + room)
+            self._tiers.copies.save(lease.node, end, first=start)
+
+    @asynccontextmanager
+    async def on_host(self, blocks: range, after: Sequence[Event]) -> AsyncIterator[Ids]:
+        """Bring the blocks that the host does not have into staging slots. All blocks are held in
+        the body, whether the request has ended or not."""
+        request, after = self._request, (*after, *self._request.written)
+        async with self._staging.group(len(blocks)) as group:
+            lease = self._tiers.index.hold_as_is(request.lease.node)
+            try:
+                cached, cached_slots = self._cached(blocks)
+                slots = np.where(cached, cached_slots, group.slots)
+                device = request.block_table[blocks.start : blocks.stop][~cached]
+                group.movement = self._tiers.mover.offload(slots[~cached], device, after)
+                await group.movement.done()
+                yield slots
+            finally:
+                self._tiers.index.release(lease)
+                self._tiers.work.capacity_changed()
+
+    async def store_beside(self) -> None:
+        """Do nothing: a request has no other blocks."""
+
+    def _cached(self, blocks: range) -> tuple[Mask, Ids]:
+        """Return which of the blocks have a whole copy on the host, and the slot of each."""
+        lease, index = self._request.lease, self._tiers.index
+        ready, slots = np.zeros(len(blocks), np.bool_), np.zeros(len(blocks), np.int32)
+        # Blocks computed since the request began have no run in the index yet; a tail has none.
+        count = min(blocks.stop, lease.num_blocks, self.prompt.num_blocks) - blocks.start
+        if count > 0:
+            which = (Tier.HOST, lease.node, blocks.start, blocks.start + count)
+            ready[:count] = [state is CopyState.READY for state in index.states(*which)]
+            slots[:count] = index.slots(*which)
+        return ready, slots
+
+
 async def _patiently(work: Callable[[], Awaitable[T]]) -> T:
     """What `work` returns; once more where the store fails, for a while: one that is slower from
     one moment to the next fails, and is left alone for a second, until it is known how slow it is.
@@ -219,9 +339,14 @@ class Handoff:
         ):
             yield
 
+    def blocks_of(self, request: Request) -> RequestBlocks:
+        """Return the blocks of a running request, to be published or stored."""
+        keys = self.tickets.keys_of(request.spec.prompt)
+        return RequestBlocks(request, self._tiers, self._staging, keys=keys, source=self.source)
+
     async def publish(  # noqa: PLR0913 - what a ticket says, and by when
         self,
-        request: Request,
+        blocks: PromptBlocks,
         ticket_id: str,
         first_tokens: Sequence[int],
         *,
@@ -231,25 +356,29 @@ class Handoff:
         stored_blocks: int | None = None,
         announced: Callable[[], Awaitable[object]] | None = None,
     ) -> Published:
-        """Store every block of the request's prompt, tail included, and then the ticket.
+        """Store every block of the prompt, tail included, and then the ticket.
 
-        The request is running and its prompt is computed; it must not end before this returns.
-        after: events of the kernels that wrote the blocks. sampling: see Ticket. stored_blocks: the
-        first so many were stored a moment ago, and no more are known to be; while the others are
-        stored, it is looked whether these still are. announced: waits for what is written before
-        the ticket.
-        Raises HandoffError if storage did not take it all in `deadline_s`, OwnershipError if the
-        request has ended or is not computed, DuplicateRequestError if the ticket is another
-        prompt's by now, and BadRequestError if its id is no text; none exists then.
+        Args:
+            blocks: The prompt's blocks, which must stay until this returns.
+            ticket_id: The ticket's name.
+            first_tokens: The tokens that follow the prompt.
+            after: Events of the kernels that wrote the blocks.
+            sampling: See Ticket.
+            deadline_s: Seconds that storing may take.
+            stored_blocks: The first so many blocks were stored a moment ago, and no more are known
+                to be; storage is asked whether these still are there while the others are stored.
+            announced: Waits for what is written before the ticket.
+
+        Raises:
+            HandoffError: Storage did not take it all in `deadline_s`; there is no ticket.
+            OwnershipError: The request has ended, or is not computed.
+            DuplicateRequestError: The ticket is another prompt's by now.
+            BadRequestError: The ticket's id is no text.
         """
         check_id(ticket_id)
-        prompt = request.spec.prompt
-        request.check_running()
-        if request.computed_tokens < prompt.num_tokens:
-            raise OwnershipError(
-                f"only {request.computed_tokens} of {prompt.num_tokens} prompt tokens are computed"
-            )
-        keys = await self.tickets.hashed_keys_of(prompt)
+        blocks.check_whole()
+        prompt, keys = blocks.prompt, blocks.keys
+        await self.tickets.hashed_keys_of(prompt)
         before = self._storage.stats.flushed_bytes
         try:
             with tracing.span("publish", blocks=len(keys), ticket_id=ticket_id):
@@ -258,11 +387,12 @@ class Handoff:
                     async def store_all() -> tuple[int, Ticket, int]:
                         nonlocal stored_blocks
                         known, stored_blocks = stored_blocks, None  # the next attempt looks
-                        generation = self._generation_of(request)
-                        present = await self._store_rest(request, keys, known, after)
+                        generation = self._generation_of(blocks)
+                        await blocks.store_beside()
+                        present = await self._store_rest(blocks, known, after)
                         if announced is not None:
                             await announced()
-                        with self._offered(ticket_id, prompt) as address:
+                        with self._offered(ticket_id, blocks) as address:
                             opened = self.tickets.new_open(ticket_id, prompt, address)
                             ticket = self.tickets.new(opened, first_tokens, sampling)
                             await self.tickets.complete(ticket, generation=generation)
@@ -284,57 +414,50 @@ class Handoff:
         self.ledger.published(ticket)
         self.stats.published_prompts += 1
         self.stats.published_blocks += len(keys)
-        note = self._storage.tails.note(keys[-1:], generation=generation)
-        self._tiers.work.start(note, "tierkv-note-tail")
+        if keys:
+            note = self._storage.tails.note(keys[-1:], generation=generation)
+            self._tiers.work.start(note, "tierkv-note-tail")
         flushed = self._storage.stats.flushed_bytes - before
         return Published(ticket, len(keys), present, flushed)
 
-    def _generation_of(self, request: Request) -> int:
-        """Return the generation of the request's blocks; see `Deletions`. Raises
-        StoreRefusedError if they were deleted since the request was admitted."""
-        if self._tiers.index.spaces.is_retired(request.lease.node):
+    def _generation_of(self, blocks: PromptBlocks) -> int:
+        """Return the generation of the blocks; see `Deletions`. Raises StoreRefusedError if the
+        blocks were deleted since they were computed."""
+        if blocks.were_deleted:
             raise StoreRefusedError("the cache was deleted while the prompt was computed")
         return self._storage.deletions.generation
 
     @contextmanager
-    def _offered(self, ticket_id: str, prompt: Prompt) -> Iterator[DirectAddress | None]:
-        """Where the prompt's blocks can be read; no more if its ticket is not written."""
+    def _offered(self, ticket_id: str, blocks: PromptBlocks) -> Iterator[DirectAddress | None]:
+        """Offer the blocks to claimers in the body; no more if the ticket is not written."""
         is_known = self.ledger.view(ticket_id) is not None
         try:
-            yield self.source.offer(ticket_id, prompt, self.ledger)
+            yield blocks.offer(ticket_id, self.ledger)
         except BaseException:
             if not is_known:
                 self.ledger.failed(ticket_id, "its ticket was not written")
             raise
 
-    def _show(self, request: Request, start: int, stop: int) -> None:
-        """Have the host keep these blocks too, if it has room, where a claimer can read them."""
-        if self.source.wants_host_copies:
-            lease, room = request.lease, self._tiers.eviction.available(Tier.HOST)
-            end = min(stop, lease.num_blocks, request.spec.prompt.num_blocks, start + room)
-            self._tiers.copies.save(lease.node, end, first=start)
-
     async def _store_rest(
-        self,
-        request: Request,
-        keys: Sequence[StoredKey],
-        known: int | None,
-        after: Sequence[Event],
+        self, blocks: PromptBlocks, known: int | None, after: Sequence[Event]
     ) -> int:
-        """Store what is missing of `keys`, of which the first `known` are believed to be stored;
-        None: nobody has asked. How many were there. Raises as `store`."""
+        """Store the blocks that are missing; return how many were there.
+
+        The first `known` blocks are believed to be stored; None if nobody has asked. Raises as
+        `store`.
+        """
+        stop = len(blocks.keys)
         if known is None:
-            present = known = await self.count_present(keys)
+            present = known = await self.count_present(blocks.keys)
         elif known:
             present, _ = await both(
-                self.count_present(keys[:known]),
-                self.store(request, keys, known, len(keys), after),
+                self.count_present(blocks.keys[:known]), self.store(blocks, known, stop, after)
             )
-            known, keys = present, keys[:known]
+            known, stop = present, known
         else:
             present = 0
-        self._show(request, 0, present)
-        await self.store(request, keys, known, len(keys), after)
+        blocks.show(0, present)
+        await self.store(blocks, known, stop, after)
         return present
 
     async def count_present(self, keys: Sequence[StoredKey]) -> int:
@@ -342,27 +465,23 @@ class Handoff:
         return await self._storage.count_present(keys)
 
     async def store(
-        self,
-        request: Request,
-        keys: Sequence[StoredKey],
-        start: int,
-        stop: int,
-        after: Sequence[Event],
+        self, blocks: PromptBlocks, start: int, stop: int, after: Sequence[Event]
     ) -> None:
-        """Store blocks [start, stop) of the request, which are computed.
+        """Store blocks [start, stop), which are computed.
 
-        Raises StoreUnavailableError, TransferError.
+        Raises:
+            StoreUnavailableError: The store did not take a block.
+            TransferError: A block did not come to the host.
         """
-        after = (*after, *request.written)
-        self._show(request, start, stop)
+        blocks.show(start, stop)
         groups = groups_of(start, stop)
         problems: list[StoreUnavailableError | TransferError] = []
 
         async def work() -> None:
-            for blocks in groups:
+            for some in groups:
                 if problems:
                     return
-                group = partial(self._stage_and_flush, request, keys, blocks, after)
+                group = partial(self._flush, blocks, some, after)
                 try:
                     await abandonable(self._tiers.work.started, group, "tierkv-publish-group")
                 except (StoreUnavailableError, TransferError) as problem:
@@ -376,46 +495,17 @@ class Handoff:
         if problems:
             raise problems[0]
 
-    async def _stage_and_flush(
-        self, request: Request, keys: Sequence[StoredKey], blocks: range, after: Sequence[Event]
-    ) -> None:
-        """Flush these blocks, a group's size at most. Those that the host has are flushed from
-        there, the others through staging slots. All of them are held until the store is done with
-        them, be the request there or not."""
-        async with self._staging.group(len(blocks)) as group, self._held(request):
-            cached, cached_slots = self._on_host(request, blocks)
-            slots = np.where(cached, cached_slots, group.slots)
-            group.movement = self._tiers.mover.offload(
-                slots[~cached], request.block_table[blocks.start : blocks.stop][~cached], after
-            )
-            await group.movement.done()
+    async def _flush(self, blocks: PromptBlocks, some: range, after: Sequence[Event]) -> None:
+        async with blocks.on_host(some, after) as slots:
             # The tail is listed when the ticket is there: nobody waits for that.
-            generation = self._generation_of(request)
+            generation = self._generation_of(blocks)
             outcomes = await self._storage.flush(
-                keys[blocks.start : blocks.stop], slots, notes_tails=False, generation=generation
+                blocks.keys[some.start : some.stop],
+                slots,
+                notes_tails=False,
+                generation=generation,
             )
         check_written(self._storage, outcomes)
-
-    @asynccontextmanager
-    async def _held(self, request: Request) -> AsyncIterator[None]:
-        lease = self._tiers.index.hold_as_is(request.lease.node)
-        try:
-            yield
-        finally:
-            self._tiers.index.release(lease)
-            self._tiers.work.capacity_changed()
-
-    def _on_host(self, request: Request, blocks: range) -> tuple[Mask, Ids]:
-        """Which of the request's blocks have a whole copy on the host, and its slot."""
-        lease, index = request.lease, self._tiers.index
-        ready, slots = np.zeros(len(blocks), np.bool_), np.zeros(len(blocks), np.int32)
-        # What is computed since the request began has no run in the index yet; a tail has none.
-        count = min(blocks.stop, lease.num_blocks, request.spec.prompt.num_blocks) - blocks.start
-        if count > 0:
-            which = (Tier.HOST, lease.node, blocks.start, blocks.start + count)
-            ready[:count] = [state is CopyState.READY for state in index.states(*which)]
-            slots[:count] = index.slots(*which)
-        return ready, slots
 
 
 _LAST_WORD_S = 0.5
@@ -429,26 +519,35 @@ class _Finish:
 
 
 class PublishStream:
-    """One prompt on its way out. Whoever computes it calls `advance`, and at the end `finish` or
-    `fail`; a task runs `run`, and ends the request only after that has returned.
+    """One prompt on its way out. Its engine's side calls `advance`, and at the end `finish` or
+    `fail`; a task runs `run`, and gives the blocks up only after that has returned.
 
-    What goes wrong before the prompt is computed is only a delay: `finish` publishes all that is
-    not stored then.
+    A failure before the prompt is computed is only a delay: `finish` publishes all that is not
+    stored then.
     """
 
     def __init__(
         self,
         handoff: Handoff,
-        request: Request,
+        blocks: PromptBlocks,
         ticket_id: str,
         *,
         deadline_s: float,
     ) -> None:
-        """deadline_s: for what is left to do when the prompt is computed. Raises BadRequestError if
-        the ticket's id is no text."""
+        """Make the stream; `run` begins it.
+
+        Args:
+            handoff: The node's publisher.
+            blocks: The prompt's blocks, as far as they are computed.
+            ticket_id: The ticket's name.
+            deadline_s: Seconds for what is left to do when the prompt is computed.
+
+        Raises:
+            BadRequestError: The ticket's id is no text.
+        """
         check_id(ticket_id)
         self._handoff = handoff
-        self._request = request
+        self._blocks = blocks
         self._ticket_id = ticket_id
         self._deadline_s = deadline_s
         self._computed_blocks = 0
@@ -462,8 +561,8 @@ class PublishStream:
     def advance(self, num_tokens: int, after: Sequence[Event] = ()) -> None:
         """The first `num_tokens` tokens are committed. after: events of the kernels that wrote
         the last of them."""
-        blocks = num_tokens // self._request.spec.prompt.block_size
-        self._computed_blocks = min(blocks, self._request.spec.prompt.num_blocks)
+        prompt = self._blocks.prompt
+        self._computed_blocks = min(num_tokens // prompt.block_size, prompt.num_blocks)
         self._after = tuple(after)
         self._changed.set()
 
@@ -491,18 +590,14 @@ class PublishStream:
     async def run(self) -> Published:
         """Raises HandoffError, also after `fail`, and DuplicateRequestError if another prompt took
         the ticket's id in the same moment."""
-        handoff, prompt = self._handoff, self._request.spec.prompt
-        tickets = handoff.tickets
-        keys = await tickets.hashed_keys_of(prompt)
-        open_ticket = tickets.new_open(
-            self._ticket_id,
-            prompt,
-            handoff.source.offer(self._ticket_id, prompt, handoff.ledger),
-        )
+        handoff, tickets = self._handoff, self._handoff.tickets
+        await tickets.hashed_keys_of(self._blocks.prompt)
+        address = self._blocks.offer(self._ticket_id, handoff.ledger)
+        open_ticket = tickets.new_open(self._ticket_id, self._blocks.prompt, address)
         handoff.ledger.opened(open_ticket)
         with tickets.lease.held():
             try:
-                published = await self._publish(open_ticket, keys)
+                published = await self._publish(open_ticket)
             except TierKVError as error:
                 handoff.ledger.failed(self._ticket_id, str(error))
                 await self._close(open_ticket, str(error))
@@ -515,24 +610,22 @@ class PublishStream:
                 await tickets.forget_open(self._ticket_id)
         return published
 
-    async def _publish(self, open_ticket: OpenTicket, keys: Sequence[StoredKey]) -> Published:
+    async def _publish(self, open_ticket: OpenTicket) -> Published:
         # What is said of the ticket and what is stored go side by side: over a store that takes
         # half a second to answer, one after the other they took as long as a claim waits.
         async with task_group() as tasks:
             opening = tasks.create_task(self._open(open_ticket), name="tierkv-open-ticket")
             try:
-                return await self._publish_beside(opening, keys)
+                return await self._publish_beside(opening)
             except BaseException:
                 opening.cancel()
                 raise
 
-    async def _publish_beside(
-        self, opening: asyncio.Task[None], keys: Sequence[StoredKey]
-    ) -> Published:
+    async def _publish_beside(self, opening: asyncio.Task[None]) -> Published:
         present, ready = 0, None
         try:
             async with asyncio.timeout_at(self._end_at) as self._scope:
-                present, ready = await self._store_ahead(keys)
+                present, ready = await self._store_ahead()
         except TimeoutError:
             pass  # the store hangs: the last attempt has a deadline of its own
         finally:
@@ -543,7 +636,7 @@ class PublishStream:
         finish = self._finish
         assert finish is not None, "it goes on until finished or failed"
         published = await self._handoff.publish(
-            self._request,
+            self._blocks,
             self._ticket_id,
             finish.first_tokens,
             after=finish.after,
@@ -567,20 +660,20 @@ class PublishStream:
             handoff.stats.failed_publishes += 1
             raise
 
-    async def _store_ahead(self, keys: Sequence[StoredKey]) -> tuple[int, int | None]:
-        """Store full blocks as they come; how many were there, and how many are now, None if the
-        store did not say."""
-        handoff, most = self._handoff, self._request.spec.prompt.num_blocks
+    async def _store_ahead(self) -> tuple[int, int | None]:
+        """Store full blocks as they come; return how many were there, and how many are now, None if
+        the store did not say."""
+        handoff, most = self._handoff, self._blocks.prompt.num_blocks
         present, ready = 0, None
         try:
-            present = ready = min(await handoff.count_present(keys), most)
+            present = ready = min(await handoff.count_present(self._blocks.keys), most)
             while self._is_going_on:
                 if ready >= self._computed_blocks:
                     self._tell(ready)
                     await self._change()
                     continue
                 stop = min(ready + GROUP_BLOCKS, self._computed_blocks)
-                await handoff.store(self._request, keys, ready, stop, self._after)
+                await handoff.store(self._blocks, ready, stop, self._after)
                 ready = stop
         except (StoreUnavailableError, TransferError) as error:
             log.warning("ticket %s waits for the end of its prefill: %s", self._ticket_id, error)

@@ -700,8 +700,9 @@ class Service:
         sampling: Mapping[str, str] | None = None,
     ) -> Published:
         """Store the request's computed prompt, and a ticket for it; see Handoff.publish."""
-        return await self._the_handoff().publish(
-            request,
+        handoff = self._the_handoff()
+        return await handoff.publish(
+            handoff.blocks_of(request),
             ticket_id,
             first_tokens,
             after=after,
@@ -715,7 +716,8 @@ class Service:
         handoff, settings = self._the_handoff(), self._made_of.handoff
         if not settings.streams:
             return None
-        return PublishStream(handoff, request, ticket_id, deadline_s=settings.publish_deadline_s)
+        blocks = handoff.blocks_of(request)
+        return PublishStream(handoff, blocks, ticket_id, deadline_s=settings.publish_deadline_s)
 
     async def check_ticket_is_free(self, ticket_id: str, prompt: Prompt) -> None:
         """Raises DuplicateRequestError if another prompt's ticket of this id can be claimed; see
