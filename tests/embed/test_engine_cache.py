@@ -253,6 +253,8 @@ def test_a_ticket_hands_a_prompt_from_one_cache_to_another(length: int, tmp_path
         assert consumer.lookup("c", tokens, ticket="t") == Found(length, first_tokens=(7,))
         assert consumer.load("c", blocks) == ()
         assert consumer.holds(tokens, blocks)
+        assert producer.cache.stats().wait(PATIENCE_S).handoff.published_prompts == 1
+        assert consumer.cache.stats().wait(PATIENCE_S).handoff.claimed_prompts == 1
 
 
 LONG = 8 * BLOCK + 2

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,10 +23,8 @@ from tierkv.pd.claims import Ahead, ClaimPolicy
 from tierkv.pd.handoff import Published, PublishStream
 from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.tickets import Standing, Ticket, Tickets
-from tierkv.sched.fetch import Fetched
-from tierkv.sched.request import Matched, Request, RequestSpec
+from tierkv.sched.request import Matched, Request
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.protocol import GetOutcome, GetStatus
 from tierkv.tasks import background
 
 # What storage does is what these tests are about; test_direct*.py is about the rest.
@@ -355,34 +352,20 @@ async def test_what_is_told_of_a_prompt_during_a_fetch_is_fetched_after_it() -> 
     asked: list[int] = []
     went_on, may_end = asyncio.Event(), asyncio.Event()
 
-    class Storage:
-        async def fetch(self, prompt: Prompt, _: object) -> Fetched:
-            asked.append(prompt.num_blocks)
-            went_on.set()
-            if len(asked) == 1:
-                await may_end.wait()
-            missed = None if len(asked) > 1 else GetOutcome(GetStatus.MISS, "not in storage")
-            return Fetched(range(0), missed, lambda: None)
+    async def bring(prompt: Prompt) -> bool:
+        asked.append(prompt.num_blocks)
+        went_on.set()
+        if len(asked) == 1:
+            await may_end.wait()
+        return len(asked) > 1
 
-    async with pair() as (_, decode):
-        spec = RequestSpec("claim", decode.prompt(tokens(40)), 1)
-        ahead = Ahead(
-            spec,
-            SimpleNamespace(tiers=decode.service.tiers),  # type: ignore[arg-type]
-            Storage(),  # type: ignore[arg-type]
-            near=SimpleNamespace(ask=turned, came=[], direct=[]),
-            deadline_s=1,
-        )
-        async with background({"ahead": ahead.run()}):
-            ahead.ready(None)  # a guess: all of it
-            await went_on.wait()
-            ahead.ready(8)  # the producer says so
-            may_end.set()
-            await until(lambda: asked == [10, 8], "a fetch of what was told")
-
-
-async def turned(_: Prompt) -> None:
-    await asyncio.sleep(0)
+    ahead = Ahead(Prompt(pack(tokens(40)), BLOCK), bring)
+    async with background({"ahead": ahead.run()}):
+        ahead.ready(None)  # a guess: all of it
+        await went_on.wait()
+        ahead.ready(8)  # the producer says so
+        may_end.set()
+        await until(lambda: asked == [10, 8], "a fetch of what was told")
 
 
 async def test_claims_that_wait_hold_no_blocks_that_others_need() -> None:

@@ -328,6 +328,14 @@ class Prompt:
             extras[0] = _OF_PROMPT + length + extra + extras.get(0, b"")
         return cls(packed, block_size, extras, space)
 
+    def first_blocks(self, count: int) -> Prompt:
+        """Return the first `count` blocks alone; all of the prompt if it has no more than these."""
+        if count > self.num_blocks:
+            return self
+        extras = {block: extra for block, extra in self.extras.items() if block < count}
+        tokens = self.tokens[: count * self.block_token_bytes]
+        return Prompt(tokens, self.block_size, extras, self.space)
+
     def cut_into(self, block_size: int) -> Prompt:
         """The same prompt in blocks of another size. What the extra keys of a block here say is
         said of every block there that overlaps it."""

@@ -47,7 +47,7 @@ from tierkv.errors import (
 )
 from tierkv.gpu.protocol import Event, HostSlots
 from tierkv.observe import Stats
-from tierkv.pd.claims import Watch
+from tierkv.pd.claims import acknowledge, claim_budget, wait_for_ticket
 from tierkv.pd.handoff import Handoff, Published, PublishStream
 from tierkv.pd.tickets import HandoffProblem, Ticket, TicketLedger
 from tierkv.sched.budget import Budget
@@ -58,7 +58,7 @@ from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import Transfer
 from tierkv.service import Service
 from tierkv.storage.protocol import GetOutcome
-from tierkv.tasks import both, supervised
+from tierkv.tasks import both
 from tierkv.transfer.storage_io import are_all_present
 
 log = logging.getLogger(__name__)
@@ -390,11 +390,10 @@ class HostSide:
         budget = self._service.budget()
         if ticket_id is not None:
             deadline_s = self._service.handoff_settings.claim_deadline_s
-            budget = Budget(
+            budget = claim_budget(
                 deadline_s,
                 step_s=self._service.settings.fetch_deadline_s,
                 estimator=self._service.estimator,
-                is_claim=True,
             )
             ticket, keys = await self._ticket(ticket_id, prompt, budget, deadline_s)
             budget.arrived()
@@ -427,36 +426,29 @@ class HostSide:
     async def _ticket(
         self, ticket_id: str, prompt: Prompt, budget: Budget, deadline_s: float
     ) -> tuple[Ticket, Sequence[StoredKey]]:
-        """The ticket, and the prompt's keys. What is stored before it is fetched meanwhile."""
+        """Wait for the ticket; return it and the prompt's keys. Raises HandoffError: the engine
+        computes the prompt then."""
         handoff = self._handoff()
-        ahead = _Ahead()
-        watch = Watch(
-            handoff.tickets,
-            ticket_id,
-            prompt,
-            estimator=self._service.estimator,
-            on_progress=ahead.ready,
-            on_open=lambda _: None,
-        )
-        fetching = {"tierkv-fetch-ahead": lambda: self._fetch_ahead(prompt, ahead)}
-        async with supervised(fetching):
-            return await watch.ticket(budget, deadline_s), watch.keys
+        try:
+            return await wait_for_ticket(
+                handoff.tickets,
+                ticket_id,
+                prompt,
+                budget,
+                deadline_s=deadline_s,
+                estimator=self._service.estimator,
+                bring=self._bring_ahead,
+            )
+        except HandoffError:
+            handoff.stats.claims_without_ticket += 1
+            raise
 
-    async def _fetch_ahead(self, prompt: Prompt, ahead: _Ahead) -> None:
-        """Bring to the host what is published of a prompt whose ticket is to come, until cancelled.
-        It is held by nobody yet: who only waits takes no room from others."""
-        done = 0
-        while True:
-            await ahead.came.wait()
-            ahead.came.clear()
-            most = prompt.num_blocks
-            wanted = most if ahead.num_blocks is None else min(ahead.num_blocks, most)
-            if wanted > done:
-                first = _beginning(prompt, wanted * prompt.block_size)
-                step_s = self._service.settings.fetch_deadline_s
-                bringing = _Bringing(Budget(step_s, step_s=step_s))
-                async with self._fetched(first, (), bringing) as problem:
-                    done = wanted if problem is None else done
+    async def _bring_ahead(self, prompt: Prompt) -> bool:
+        """Bring the index's blocks of `prompt` to the host; return whether all of them came."""
+        step_s = self._service.settings.fetch_deadline_s
+        bringing = _Bringing(Budget(step_s, step_s=step_s))
+        async with self._fetched(prompt, (), bringing) as problem:
+            return problem is None
 
     async def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """See Service.note_prefill."""
@@ -688,7 +680,7 @@ class HostSide:
                 if bringing.is_timed and not bringing.has_answered:
                     bringing.has_answered = True
                     self._note_answer(bringing, length - bringing.here, time() - began_at)
-                wanted = _beginning(prompt, length) if looks else prompt
+                wanted = prompt.first_blocks(-(-length // prompt.block_size)) if looks else prompt
                 async with self._fetched(wanted, keys, bringing, known) as outcome:
                     problem = problem or (outcome.reason if outcome is not None else None)
                     bringing.is_missing = outcome is NOT_IN_STORAGE
@@ -875,14 +867,9 @@ class HostSide:
         self._release(promise)
         handoff = self._service.handoff
         if promise.ticket is not None and not failed and handoff is not None:
-            acknowledged = self._acknowledge(promise.ticket)
-            self._service.tiers.work.start(acknowledged, "tierkv-acknowledge")
-
-    async def _acknowledge(self, ticket: Ticket) -> None:
-        handoff = self._service.handoff
-        if handoff is not None:
-            with suppress(StoreUnavailableError):  # it is only news
-                await handoff.tickets.acknowledge(ticket)
+            handoff.stats.claimed_prompts += 1
+            acknowledging = acknowledge(handoff.tickets, promise.ticket)
+            self._service.tiers.work.start(acknowledging, "tierkv-acknowledge")
 
     def _release(self, promise: HostPromise) -> None:
         self._promises.discard(promise)
@@ -1202,18 +1189,6 @@ class SavedPrompt:
         await self._side.store_groups(self._promise)
 
 
-class _Ahead:
-    """How far a ticket's producer has come: so many first blocks, None if it did not say."""
-
-    def __init__(self) -> None:
-        self.num_blocks: int | None = 0
-        self.came = asyncio.Event()
-
-    def ready(self, num_blocks: int | None) -> None:
-        self.num_blocks = num_blocks
-        self.came.set()
-
-
 def _problem_of(looks: dict[int, GroupLook]) -> str | None:
     return next((look.problem for look in looks.values() if look.problem), None)
 
@@ -1221,13 +1196,3 @@ def _problem_of(looks: dict[int, GroupLook]) -> str | None:
 def _tell(told: asyncio.Future[str | None], problem: str | None) -> None:
     if not told.done():
         told.set_result(problem)
-
-
-def _beginning(prompt: Prompt, num_tokens: int) -> Prompt:
-    """The blocks of `prompt` that have its first `num_tokens` tokens."""
-    stop = -(-num_tokens // prompt.block_size)
-    if stop > prompt.num_blocks:
-        return prompt
-    extras = {block: extra for block, extra in prompt.extras.items() if block < stop}
-    tokens = prompt.tokens[: stop * prompt.block_token_bytes]
-    return Prompt(tokens, prompt.block_size, extras, prompt.space)

@@ -6,9 +6,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from enum import Enum
+from functools import partial
 
 import msgspec
 
@@ -41,6 +42,7 @@ from tierkv.sched.scheduler import Scheduler
 from tierkv.sched.worth import Estimator
 from tierkv.storage.protocol import GetOutcome, GetStatus
 from tierkv.tasks import both, deadline, expected, supervised
+from tierkv.transfer.mover import Movement
 
 _FIRST_LOOK_S = 0.005
 _LONGEST_LOOK_S = 0.1
@@ -361,11 +363,10 @@ class Claims:
         self._scheduler.check(spec)
         check_id(ticket_id)
         give_up_at = asyncio.get_running_loop().time() + deadline_s
-        budget = Budget(
-            max(deadline_s, _LONGEST_LOOK_S),
+        budget = claim_budget(
+            deadline_s,
             step_s=self._fetch_deadline_s,
             estimator=None if policy is ClaimPolicy.WHOLE else self._estimator,
-            is_claim=True,
         )
         ticket: Ticket | None = None
         ticket_at = 0.0
@@ -380,8 +381,16 @@ class Claims:
                 ):
                     try:
                         since_s = time.monotonic()
-                        async with self._watching(spec, ticket_id, near) as watch:
-                            ticket = await watch.ticket(budget, deadline_s)
+                        ticket, keys = await wait_for_ticket(
+                            self._tickets,
+                            ticket_id,
+                            spec.prompt,
+                            budget,
+                            deadline_s=deadline_s,
+                            estimator=self._estimator,
+                            bring=partial(self._bring_ahead, spec, near),
+                            on_open=near.learn,
+                        )
                         ticket_at = time.monotonic()
                         tracing.adopt(ticket.trace)
                         tracing.tell("claim.wait", since_s, ticket_id=ticket_id)
@@ -398,7 +407,7 @@ class Claims:
                         near.learn(ticket)
                         budget.arrived()
                         request = await self._get(
-                            spec, watch.keys, policy, budget, give_up_at=give_up_at, near=near
+                            spec, keys, policy, budget, give_up_at=give_up_at, near=near
                         )
             arrival.let_go = lambda: self._scheduler.end(request)
             request.ticket_at = ticket_at
@@ -406,7 +415,7 @@ class Claims:
             self._stats.claims_without_ticket += 1
         else:
             self._stats.claimed_prompts += 1
-            acknowledging = self._acknowledge(request, ticket)
+            acknowledging = acknowledge(self._tickets, ticket, request.loads)
             self._scheduler.tiers.work.start(acknowledging, "tierkv-acknowledge")
         return request, ticket
 
@@ -423,25 +432,23 @@ class Claims:
         has_room = self._scheduler.tiers.eviction.available(Tier.DEVICE) >= num_blocks
         return has_room and not self._scheduler.num_waiting
 
-    @asynccontextmanager
-    async def _watching(
-        self, spec: RequestSpec, ticket_id: str, near: Supply
-    ) -> AsyncIterator[Watch]:
-        """For the wait for the ticket: blocks that are whole before it is are on their way
-        meanwhile."""
-        ahead = Ahead(
-            spec, self._scheduler, self._fetcher, near=near, deadline_s=self._fetch_deadline_s
-        )
-        watch = Watch(
-            self._tickets,
-            ticket_id,
-            spec.prompt,
-            estimator=self._estimator,
-            on_progress=ahead.ready,
-            on_open=near.learn,
-        )
-        async with supervised({"tierkv-claim-ahead": ahead.run}):
-            yield watch
+    async def _bring_ahead(self, spec: RequestSpec, near: Supply, prefix: Prompt) -> bool:
+        """Bring the first blocks of the prompt to the host, and on to the device if there is room
+        that nobody waits for; return whether all of them came."""
+        await near.ask(prefix)
+        budget = Budget(self._fetch_deadline_s, step_s=self._fetch_deadline_s)
+        fetched = await self._fetcher.fetch(prefix, budget)
+        near.came.append(fetched.tokens)
+        near.direct.extend(fetched.direct)
+        try:
+            has_room = self._scheduler.tiers.eviction.available(Tier.DEVICE) >= 2 * spec.num_blocks
+            if has_room and fetched.tokens:
+                with suppress(TransferError):
+                    num_blocks = fetched.tokens.stop // prefix.block_size
+                    await self._scheduler.load_ahead(prefix.first_blocks(num_blocks))
+        finally:
+            fetched.release()
+        return fetched.first_problem is None
 
     async def _get(
         self,
@@ -520,12 +527,18 @@ class Claims:
             msgspec.structs.replace(spec, needs_logits=True), fetched
         )
 
-    async def _acknowledge(self, request: Request, ticket: Ticket) -> None:
-        for load in request.loads:  # an engine waits for these, for this nobody does
-            with suppress(TransferError):
-                await load.done()
-        with suppress(StoreUnavailableError):  # then the ticket goes when its time is over
-            await self._tickets.acknowledge(ticket)
+
+async def acknowledge(tickets: Tickets, ticket: Ticket, loads: Sequence[Movement] = ()) -> None:
+    """Note that a ticket was claimed, once its blocks have been loaded.
+
+    An engine waits for its loads, and nobody for this: a store that does not take the note lets the
+    ticket expire.
+    """
+    for load in loads:
+        with suppress(TransferError):
+            await load.done()
+    with suppress(StoreUnavailableError):
+        await tickets.acknowledge(ticket)
 
 
 def _note(fetched: Fetched, near: Supply) -> None:
@@ -574,66 +587,96 @@ LEAST_BYTES = 32 << 20
 
 
 class Ahead:
-    """Fetches blocks of a claimed prompt before its ticket is there. Keeps no lease between
-    fetches, so a claim that waits takes no room from others; its blocks may be evicted and fetched
-    again."""
+    """Brings blocks of a claimed prompt before its ticket is there.
 
-    def __init__(
-        self,
-        spec: RequestSpec,
-        scheduler: Scheduler,
-        fetcher: Fetcher,
-        *,
-        near: Supply,
-        deadline_s: float,
-    ) -> None:
-        """near: asked before each fetch where blocks are, and told what was fetched. deadline_s:
-        seconds that each arrival of one step's fetch leaves, for which no request waits."""
-        self._spec = spec
-        self._scheduler = scheduler
-        self._fetcher = fetcher
-        self._near = near
-        self._deadline_s = deadline_s
+    Nothing is held between two steps: a claim that waits takes no room from others, and its blocks
+    may be evicted and brought again.
+
+    Args:
+        prompt: The claimed prompt.
+        bring: Brings the first blocks of the prompt, and returns whether all of these came.
+    """
+
+    def __init__(self, prompt: Prompt, bring: Callable[[Prompt], Awaitable[bool]]) -> None:
+        self._prompt = prompt
+        self._bring = bring
         self._wanted = 0
         self._done = 0
         self._came = asyncio.Event()
 
     def ready(self, num_blocks: int | None) -> None:
-        """The prompt's first blocks are in storage; None: nobody said how many."""
-        most = self._spec.prompt.num_blocks
+        """Note that the prompt's first blocks are in storage; None: their number is not known."""
+        most = self._prompt.num_blocks
         self._wanted = max(self._wanted, most if num_blocks is None else min(num_blocks, most))
         self._came.set()
 
     async def run(self) -> None:
-        """Until cancelled. What goes wrong here is found again by the claim itself."""
+        """Bring blocks until cancelled. The claim itself finds again what goes wrong here."""
         while True:
             await self._came.wait()
             self._came.clear()
             if self._wanted <= self._done:
                 continue
-            # What is told during the fetch is a wish of its own: this one may have been a guess.
-            prefix = _first_blocks(self._spec.prompt, self._wanted)
+            # What is told during the step is a wish of its own: this one may have been a guess.
+            prefix = self._prompt.first_blocks(self._wanted)
             self._wanted = self._done
-            await self._near.ask(prefix)
-            budget = Budget(self._deadline_s, step_s=self._deadline_s)
-            fetched = await self._fetcher.fetch(prefix, budget)
-            self._near.came.append(fetched.tokens)
-            self._near.direct.extend(fetched.direct)
-            try:
-                if fetched.first_problem is None:
-                    self._done = prefix.num_blocks
-                await self._load(prefix, fetched)
-            finally:
-                fetched.release()
+            if await self._bring(prefix):
+                self._done = prefix.num_blocks
 
-    async def _load(self, prefix: Prompt, fetched: Fetched) -> None:
-        """Bring to the device what is on the host now, if there is room that nobody waits for."""
-        tiers = self._scheduler.tiers
-        has_room = tiers.eviction.available(Tier.DEVICE) >= 2 * self._spec.num_blocks
-        if has_room and fetched.tokens:
-            with suppress(TransferError):
-                num_blocks = fetched.tokens.stop // prefix.block_size
-                await self._scheduler.load_ahead(_first_blocks(prefix, num_blocks))
+
+def claim_budget(deadline_s: float, *, step_s: float, estimator: Estimator | None) -> Budget:
+    """Return the budget of one claim, for its ticket and its blocks together.
+
+    Args:
+        deadline_s: Seconds that the claim may wait for storage.
+        step_s: Seconds that each arrival leaves at least.
+        estimator: The rule, for a claim that may compute; None for a claim of the whole.
+    """
+    return Budget(
+        max(deadline_s, _LONGEST_LOOK_S), step_s=step_s, estimator=estimator, is_claim=True
+    )
+
+
+async def wait_for_ticket(  # noqa: PLR0913 - which ticket, until when, and what is done meanwhile
+    tickets: Tickets,
+    ticket_id: str,
+    prompt: Prompt,
+    budget: Budget,
+    *,
+    deadline_s: float,
+    estimator: Estimator,
+    bring: Callable[[Prompt], Awaitable[bool]],
+    on_open: Callable[[OpenTicket], None] = lambda _: None,
+) -> tuple[Ticket, Sequence[StoredKey]]:
+    """Wait for a ticket, and bring blocks that are stored before the ticket is.
+
+    Args:
+        tickets: The node's tickets.
+        ticket_id: The ticket's name.
+        prompt: The prompt that the ticket must be for.
+        budget: The claim's, see `claim_budget`: a store that is silent costs it.
+        deadline_s: Seconds until the wait ends in any case.
+        estimator: Notes that the store is silent.
+        bring: See Ahead.
+        on_open: Called with each open ticket whose prompt is being computed.
+
+    Returns:
+        The ticket, and the keys of all blocks that it promises.
+
+    Raises:
+        HandoffError: There will be no such ticket; the reason is a HandoffProblem.
+    """
+    ahead = Ahead(prompt, bring)
+    watch = Watch(
+        tickets,
+        ticket_id,
+        prompt,
+        estimator=estimator,
+        on_progress=ahead.ready,
+        on_open=on_open,
+    )
+    async with supervised({"tierkv-claim-ahead": ahead.run}):
+        return await watch.ticket(budget, deadline_s), watch.keys
 
 
 class LoadsAhead:
@@ -667,11 +710,5 @@ class LoadsAhead:
             on_host = self._begun = self._on_host
             if self._has_room(self._spec.num_blocks - self._on_device):
                 with suppress(TransferError):  # the request tries again, and is told
-                    await self._scheduler.load_ahead(_first_blocks(self._spec.prompt, on_host))
+                    await self._scheduler.load_ahead(self._spec.prompt.first_blocks(on_host))
                     self._on_device = on_host
-
-
-def _first_blocks(prompt: Prompt, count: int) -> Prompt:
-    tokens = prompt.tokens[: count * prompt.block_token_bytes]
-    extras = {block: extra for block, extra in prompt.extras.items() if block < count}
-    return Prompt(tokens, prompt.block_size, extras, prompt.space)
