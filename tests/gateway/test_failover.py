@@ -260,16 +260,6 @@ async def test_a_machine_that_is_gone_is_noticed_long_before_its_streams_stall()
         assert len(other.calls) == 1
 
 
-async def test_a_slow_prefill_is_also_given_to_another_node() -> None:
-    deadlines = DeadlineSection(hedge_s=0.1, hedge_factor=0.001, lookup_s=5.0)
-    async with stage(deadlines=deadlines) as on:
-        on.prefill[0].gate.clear()
-        on.prefill[0].near = len(PROMPT)  # so that it is the first choice
-        await answered(on)
-        assert len(on.prefill[1].calls) == 1
-        await until(lambda: on.prefill[0].cancelled == 1, "the slow one to be told")
-
-
 async def test_a_busy_node_is_passed_over_and_one_that_drains_gets_nothing_more() -> None:
     async with stage() as on:
         on.decode[0].refusal = (503, {"code": "out_of_blocks"})

@@ -26,7 +26,6 @@ from tierkv.gateway.failures import (
 )
 from tierkv.gateway.nodes import BackendNode, Nodes, NodeState
 from tierkv.gateway.prompts import Job
-from tierkv.gateway.routing import Held
 from tierkv.gateway.settings import GatewaySettings, HealthSection, node_tls
 from tierkv.http.bodies import EVENT_STREAM, MSGPACK, REQUEST_ID_HEADER
 from tierkv.http.process import Heartbeat, patient_timeout
@@ -63,7 +62,6 @@ class _Problem(msgspec.Struct):
 class _LookupAnswer(msgspec.Struct):
     device_tokens: int
     host_tokens: int
-    storage_tokens: int | None
 
 
 class _VersionAnswer(msgspec.Struct):
@@ -148,9 +146,12 @@ class NodeCalls:
         except UNREADABLE:
             return None
 
-    async def lookup(self, node: BackendNode, job: Job) -> Held:
-        """What the node has of the prompt. Raises AttemptError, which does not count against the
-        node."""
+    async def lookup(self, node: BackendNode, job: Job) -> int:
+        """Return how many leading tokens of the prompt the node has on its device or host.
+
+        Raises:
+            AttemptError: There is no answer in time; the node is not to blame.
+        """
         body = job.body({})
         try:
             async with asyncio.timeout(self._deadlines.lookup_s):
@@ -160,7 +161,7 @@ class NodeCalls:
             found = msgspec.json.decode(reply.raw, type=_LookupAnswer)
         except (CallError, ConfigError, TimeoutError, *UNREADABLE) as error:
             raise AttemptError(f"{node.url} did not answer a lookup") from error
-        return Held(found.device_tokens + found.host_tokens, found.storage_tokens or 0)
+        return found.device_tokens + found.host_tokens
 
     async def stream(
         self, node: BackendNode, path: str, job: Job, body: Body

@@ -75,7 +75,7 @@ OUTCOMES = ("ok", "client_error", "server_error", "client_gone")
 # Of /metrics, what the live page draws.
 _FIGURES = frozenset(
     f"tierkv_gateway_{name}"
-    for name in ("requests", "tokens", "routed", "failed_attempts", "hedges", "prompts")
+    for name in ("requests", "tokens", "routed", "failed_attempts", "prompts")
 )
 
 
@@ -102,11 +102,6 @@ class GatewayMetrics:
             "tierkv_gateway_failed_attempts",
             "Attempts at a node that came to nothing, by why",
             ("node", "why"),
-            registry=registry,
-        )
-        self.hedges = Counter(
-            "tierkv_gateway_hedges",
-            "Prefills that were given to a second node, the first being slow",
             registry=registry,
         )
         self.first_token = Histogram(
@@ -226,11 +221,10 @@ class Backend:
         ):
             yield
 
-    async def who_holds(self, job: Job, nodes: Sequence[BackendNode]) -> dict[str, Held]:
-        """What each node has of the prompt, by URL: as it says itself, if it answers in time, else
-        as the gateway remembers."""
-        remembered = self.memory.matched(job.tokens, {node.url: node.lives for node in nodes})
-        held = {url: Held(near) for url, near in remembered.items()}
+    async def who_holds(self, job: Job, nodes: Sequence[BackendNode]) -> Held:
+        """Return what each of `nodes` has of the prompt: as the node says itself, if it answers in
+        time, else as the gateway remembers."""
+        held = self.memory.matched(job.tokens, {node.url: node.lives for node in nodes})
         if len(nodes) > 1 and job.num_tokens >= _SHORT_PROMPT:
             async with asyncio.TaskGroup() as tasks:
                 asked = {node.url: tasks.create_task(self._ask(node, job)) for node in nodes}
@@ -238,7 +232,7 @@ class Backend:
             held |= {url: answer for url, answer in answers.items() if answer is not None}
         return held
 
-    async def _ask(self, node: BackendNode, job: Job) -> Held | None:
+    async def _ask(self, node: BackendNode, job: Job) -> int | None:
         try:
             return await self.calls.lookup(node, job)
         except AttemptError:

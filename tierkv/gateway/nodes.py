@@ -13,10 +13,6 @@ from tierkv.errors import ConfigError
 from tierkv.gateway.settings import GatewaySection, HealthSection, urls_of
 from tierkv.http.process import Heartbeat, patient_timeout
 
-_FIRST_RATE = 5_000.0  # prompt tokens a second, until a node has shown its own
-_ENOUGH_TOKENS = 64  # of fewer, the time is that of the call
-_LEARN = 0.3  # weight of the newest measurement
-
 
 class NodeState(Enum):
     READY = "ready"
@@ -29,7 +25,6 @@ class BackendNode:
     """One node. Times are of a monotonic clock, in seconds.
 
     outstanding_tokens: prompt tokens that are to be computed, or tokens to be generated there.
-    rate: prompt tokens a second, as measured.
     """
 
     def __init__(self, url: str, role: Role, settings: HealthSection, beat: Heartbeat) -> None:
@@ -37,7 +32,6 @@ class BackendNode:
         self.role = role
         self.outstanding_tokens = 0
         self.running = 0
-        self.rate = _FIRST_RATE
         self.num_failures = 0  # in a row
         self.lives = 0  # how often it came back after a failure; what it held before may be gone
         self.fingerprint: dict[str, str] | None = None  # what it computes, as it says itself
@@ -94,10 +88,6 @@ class BackendNode:
     def says_unready(self) -> None:
         """It takes no work until a probe says otherwise."""
         self._is_ready = False
-
-    def learn_rate(self, tokens: int, seconds: float) -> None:
-        if tokens >= _ENOUGH_TOKENS and seconds > 0:
-            self.rate += _LEARN * (tokens / seconds - self.rate)
 
     @asynccontextmanager
     async def within(self, seconds: float) -> AsyncIterator[None]:

@@ -18,7 +18,7 @@ import asyncio
 import codecs
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -41,7 +41,7 @@ from tierkv.gateway.gateway import Backend
 from tierkv.gateway.nodes import BackendNode, usable
 from tierkv.gateway.openai import FinishReason
 from tierkv.gateway.prompts import Job
-from tierkv.gateway.routing import Held, choose_decode, choose_prefill, prefill_seconds
+from tierkv.gateway.routing import Held, choose_decode, choose_prefill
 from tierkv.pd.tickets import HandoffProblem
 from tierkv.refmodel.config import VOCAB_SIZE
 from tierkv.tasks import deadline, expected, task_group
@@ -179,12 +179,9 @@ class _Matched(msgspec.Struct):
 
 
 class Done(msgspec.Struct):
-    """The summary that ends a node's stream; times in seconds."""
+    """The summary that ends a node's stream, as far as the gateway reads it."""
 
-    computed_tokens: int
     matched: _Matched
-    queue_s: float
-    time_to_first_token_s: float
 
 
 class Delivery:
@@ -321,13 +318,11 @@ class Delivery:
             raise self._blame(node, f"answers nonsense: {error}") from error
 
     def learn(self, node: BackendNode, done: Done, after: Sequence[int] = ()) -> None:
-        """Note what an answer tells: what was cached, how fast the node is, and that it holds the
-        prompt and the tokens `after` it now."""
+        """Note what was cached, and that the node holds the prompt and the tokens `after` it."""
         found = done.matched.device + done.matched.host
         found += done.matched.storage + done.matched.direct
         if self.cached_tokens is None:
             self.cached_tokens = min(found, self.job.num_tokens)
-        node.learn_rate(done.computed_tokens, done.time_to_first_token_s - done.queue_s)
         self.backend.remember(node, self.job.tokens, after)
 
 
@@ -337,7 +332,7 @@ _LONGEST_CLAIM_S = 3600.0  # what a node takes
 Failure = TierKVError  # as a value: which of several matters is decided where all are seen
 
 
-async def hand_over(delivery: Delivery, held: Mapping[str, Held]) -> None:
+async def hand_over(delivery: Delivery, held: Held) -> None:
     """Get all tokens. Raises AttemptError, noted, or GatewayError; both calls have ended then."""
     ticket_id = delivery.next_id()
     async with task_group() as tasks:
@@ -361,81 +356,31 @@ async def hand_over(delivery: Delivery, held: Mapping[str, Held]) -> None:
 # The prefill side
 
 
-class _Prefills:
-    """The prefill nodes of one prompt: each is asked at most once."""
-
-    def __init__(self, delivery: Delivery, ticket_id: str, held: Mapping[str, Held]) -> None:
-        self._delivery = delivery
-        self._ticket_id = ticket_id
-        self._held = held
-        self._tried: set[BackendNode] = set()
-
-    def next_node(self) -> BackendNode | None:
-        nodes = self._delivery.fresh(self._delivery.backend.nodes.prefilling())
-        untried = [node for node in nodes if node not in self._tried]
-        if not untried:
-            return None
-        node = choose_prefill(untried, self._delivery.job.num_tokens, self._held)
-        self._tried.add(node)
-        return node
-
-    def patience_s(self, node: BackendNode) -> float:
-        """How long to wait for its first token before another node is asked too."""
-        deadlines = self._delivery.backend.settings.deadlines
-        held = self._held.get(node.url, Held())
-        seconds = prefill_seconds(node, self._delivery.job.num_tokens, held)
-        return max(deadlines.hedge_s, deadlines.hedge_factor * seconds)
-
-    async def at(self, node: BackendNode) -> Failure | None:
-        return await expected(_prefill_at(self._delivery, node, self._ticket_id, self._held))
+async def _prefill(delivery: Delivery, ticket_id: str, held: Held) -> None:
+    """Have some node publish the prompt; one that fails is replaced, each is asked once."""
+    failure = AttemptError("no prefill node is left")
+    tried: set[BackendNode] = set()
+    while True:
+        nodes = delivery.fresh(delivery.backend.nodes.prefilling())
+        if not (untried := [node for node in nodes if node not in tried]):
+            raise failure
+        node = choose_prefill(untried, delivery.job.num_tokens, held)
+        tried.add(node)
+        try:
+            await _prefill_at(delivery, node, ticket_id, held)
+        except HandoffRefusedError:
+            raise  # another node would be refused as well
+        except AttemptError as error:
+            failure = error
+        else:
+            return
 
 
-async def _prefill(delivery: Delivery, ticket_id: str, held: Mapping[str, Held]) -> None:
-    """Have some node publish the prompt; a slow one is joined, a failed one replaced."""
-    prefills = _Prefills(delivery, ticket_id, held)
-    if (node := prefills.next_node()) is None:
-        raise AttemptError("no prefill node is left")
-    patience: float | None = prefills.patience_s(node)
-    failure: Failure | None = None
-    async with task_group() as tasks:
-        running = {tasks.create_task(prefills.at(node))}
-        while running:
-            done, running = await asyncio.wait(
-                running, timeout=patience, return_when=asyncio.FIRST_COMPLETED
-            )
-            results = [task.result() for task in done]
-            if None in results:
-                for task in running:
-                    task.cancel()
-                return
-            other = None
-            if done:
-                failure = results[0]
-                if not running and _is_the_nodes(failure):
-                    other = prefills.next_node()
-            else:
-                patience = None  # one helper is enough
-                # With the first token there, only storage is slow, as it would be for another.
-                other = None if delivery.tokens else prefills.next_node()
-                delivery.backend.metrics.hedges.inc(int(other is not None))
-            if other is not None:
-                running.add(tasks.create_task(prefills.at(other)))
-    assert failure is not None, "the last one failed"
-    raise failure
-
-
-def _is_the_nodes(failure: Failure | None) -> bool:
-    """Whether another node may succeed."""
-    return isinstance(failure, AttemptError) and not isinstance(failure, HandoffRefusedError)
-
-
-async def _prefill_at(
-    delivery: Delivery, node: BackendNode, ticket_id: str, held: Mapping[str, Held]
-) -> None:
+async def _prefill_at(delivery: Delivery, node: BackendNode, ticket_id: str, held: Held) -> None:
     job = delivery.job
     body = job.work({"request_id": delivery.next_id(), "ticket_id": ticket_id})
     # What storage has is on this node's way, too; only what is near need not be waited for.
-    with node.working(max(job.num_tokens - held.get(node.url, Held()).near, 1)):
+    with node.working(max(job.num_tokens - held.get(node.url, 0), 1)):
         done = await delivery.read(node, "/v1/prefill", body, offset=0)
     delivery.learn(node, done)
 
@@ -443,7 +388,7 @@ async def _prefill_at(
 # The decode side
 
 
-async def _decode(delivery: Delivery, ticket_id: str, held: Mapping[str, Held]) -> None:
+async def _decode(delivery: Delivery, ticket_id: str, held: Held) -> None:
     """Have some node claim the ticket; one that fails before its first token is replaced."""
     job, first_token_s = delivery.job, delivery.backend.settings.deadlines.first_token_s
     while True:
@@ -537,13 +482,11 @@ def _can_do_alone(
     prefilling: Sequence[BackendNode],
     decoding: Sequence[BackendNode],
     num_tokens: int,
-    held: Mapping[str, Held],
+    held: Held,
 ) -> BackendNode | None:
     """A node that decodes and need not be handed this prompt, if there is one."""
     if num_tokens > _FEW_TOKENS:
-        knowing = [
-            node for node in decoding if num_tokens - held.get(node.url, Held()).near <= _FEW_TOKENS
-        ]
+        knowing = [node for node in decoding if num_tokens - held.get(node.url, 0) <= _FEW_TOKENS]
         least = min((node.running for node in decoding), default=0)
         knowing = [node for node in knowing if node.running <= least + 1]
         if knowing:
@@ -552,12 +495,12 @@ def _can_do_alone(
     return best if best.role.decodes else None
 
 
-async def _generate(delivery: Delivery, node: BackendNode, held: Mapping[str, Held]) -> None:
+async def _generate(delivery: Delivery, node: BackendNode, held: Held) -> None:
     """Have one node go on from what has been delivered, and do all the rest."""
     job, offset = delivery.job, len(delivery.tokens)
     left = job.max_tokens - offset
     body = job.work({"request_id": delivery.next_id(), "max_tokens": left}, delivery.tokens)
-    near = held.get(node.url, Held()).near
+    near = held.get(node.url, 0)
     with node.working(max(job.num_tokens - near, 0) + left):
         done = await delivery.read(node, "/v1/generate", body, offset=offset)
     if not delivery.is_done:

@@ -1,66 +1,37 @@
-"""Which node gets a prompt: what it would still have to compute, who waits there already, and
-what the gateway remembers of where prompts went, so that like goes to like."""
+"""The choice of a node: the one with the fewest tokens to compute, by what each has of a prompt
+and what it has to do already; and what the gateway remembers of where prompts went."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import xxhash
 
 from tierkv.cache.keys import TOKEN_BYTES
 from tierkv.gateway.nodes import BackendNode
 
-# A token fetched from storage costs about this part of one that is computed. From the ratio of the
-# reference model on CPUs (about 1/20) to a large model with one Redis server (about 1).
-_FETCH_COST = 0.25
-_CALL_COST_S = 0.002  # what any request costs a node beside its tokens; settles ties by load
+Held = Mapping[str, int]  # leading prompt tokens that a node has at hand, by its URL
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Leading prompt tokens that a node has at hand, and further ones that storage has."""
-
-    near: int = 0
-    stored: int = 0
-
-    def cost(self, num_tokens: int) -> float:
-        """In tokens to compute."""
-        stored = min(self.stored, num_tokens - self.near)
-        return num_tokens - self.near - stored + _FETCH_COST * stored
-
-
-def prefill_seconds(node: BackendNode, num_tokens: int, held: Held) -> float:
-    """Seconds until the first token of a prompt that is given to this node now, as expected."""
-    waiting = node.outstanding_tokens / node.rate + node.running * _CALL_COST_S
-    return waiting + held.cost(num_tokens) / node.rate
-
-
-def choose_prefill(
-    nodes: Sequence[BackendNode], num_tokens: int, held: Mapping[str, Held]
-) -> BackendNode:
-    """The node with the shortest `prefill_seconds`; `held` is by URL. Of equals, the one with fewer
-    requests."""
+def choose_prefill(nodes: Sequence[BackendNode], num_tokens: int, held: Held) -> BackendNode:
+    """Return the node that has the fewest tokens to compute with this prompt, those that wait
+    there included; of equals, the one with fewer requests."""
     return min(
         nodes,
         key=lambda node: (
-            prefill_seconds(node, num_tokens, held.get(node.url, Held())),
+            node.outstanding_tokens + num_tokens - held.get(node.url, 0),
             node.running,
         ),
     )
 
 
-def choose_decode(nodes: Sequence[BackendNode], held: Mapping[str, Held]) -> BackendNode:
-    """The node with the fewest streams; of equals, the one with fewer tokens to generate, then
-    the one that has more of the prompt at hand already and need not fetch it."""
+def choose_decode(nodes: Sequence[BackendNode], held: Held) -> BackendNode:
+    """Return the node with the fewest streams; of equals, the one with fewer tokens to generate,
+    then the one that has more of the prompt at hand and need not fetch it."""
     return min(
         nodes,
-        key=lambda node: (
-            node.running,
-            node.outstanding_tokens,
-            -held.get(node.url, Held()).near,
-        ),
+        key=lambda node: (node.running, node.outstanding_tokens, -held.get(node.url, 0)),
     )
 
 

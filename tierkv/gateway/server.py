@@ -309,7 +309,6 @@ class GatewayLiveRoutes:
                         "word": states[node.url][1],
                         "running": node.running,
                         "outstanding_tokens": node.outstanding_tokens,
-                        "rate": round(node.rate),
                         "failures": node.num_failures,
                         "lives": node.lives,
                     }

@@ -72,8 +72,6 @@ class DeadlineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     first_token_s: until a node says anything to a prefill, claim or generate.
     stall_s: between two tokens of a stream. lookup_s: the question who holds a prefix; who has
         not answered by then is judged by what the gateway remembers.
-    hedge_s: a prefill that has no first token after so long, or after hedge_factor times what was
-        expected, is also given to another node; both publish the same bytes.
     """
 
     request_s: float = 600.0
@@ -81,8 +79,6 @@ class DeadlineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     first_token_s: float = 120.0
     stall_s: float = 20.0
     lookup_s: float = 0.1
-    hedge_s: Fixed[float] = 5.0
-    hedge_factor: Fixed[float] = 3.0
 
     def __post_init__(self) -> None:
         all_above_zero("deadlines", self, *self.__struct_fields__)

@@ -431,7 +431,7 @@ function gatewayPage() {
   chart("Completions", "a second, by how they ended", [series("answered", "host", outcome("ok")), series("the caller went", "miss", outcome("client_gone")),
     series("refused: the caller's error", "storage", outcome("client_error")), series("failed", "bad", outcome("server_error"))], { stacked: true, empty: "No completion was asked for yet." });
   chart("How prompts went", "attempts a second", [series("handed over: prefill, then decode", "device", routed("handoff")), series("at one node alone", "host", routed("one_node")),
-    series("failover: went on at another node", "storage", routed("resumed")), series("hedged: a second prefill", "direct", "tierkv_gateway_hedges_total")], { empty: "No prompt was given to a node yet." });
+    series("failover: went on at another node", "storage", routed("resumed"))], { empty: "No prompt was given to a node yet." });
   const why = [["node_failed", "the node failed", "bad"], ["node_busy", "the node was busy", "storage"], ["handoff_refused", "the hand-off was refused", "direct"]];
   chart("Attempts that came to nothing", "a second; another node is tried then", why.map(([word, label, color]) => series(label, color, null, (row) =>
     sum(...all("tierkv_gateway_failed_attempts_total{").filter((name) => name.includes(`why="${word}"`)))(row))), { empty: "Every attempt at a node has come to an answer." });
@@ -439,7 +439,7 @@ function gatewayPage() {
 }
 
 function nodes() {
-  const heads = ["Node", "Role", "State", "Requests", "Tokens outstanding", "Prefill speed", "Failures in a row", "Came back", "Failed attempts"];
+  const heads = ["Node", "Role", "State", "Requests", "Tokens outstanding", "Failures in a row", "Came back", "Failed attempts"];
   const body = el("tbody");
   panel("Nodes", "", "", el("div", {}, el("table", { class: "nodes" }, el("thead", {}, el("tr", {}, ...heads.map((head, i) => el("th", { scope: "col", class: i > 2 ? "n" : "" }, head)))), body)));
   let shown = "";
@@ -453,7 +453,7 @@ function nodes() {
     body.replaceChildren(...lines.map(([node, failed]) => {
       const link = /^https?:/.test(node.url) ? el("a", { href: node.url, rel: "noreferrer" }, node.url) : node.url;
       const told = [link, node.role, el("span", {}, el("span", { "data-is": node.word && node.state === "ready" ? "degraded" : words[node.state] }, node.state.replace("_", " ")), node.word ? el("span", { class: "word" }, ` ${node.word}`) : ""),
-        count(node.running), count(node.outstanding_tokens), rate(node.rate), count(node.failures), plural(node.lives, "time"), count(failed)];
+        count(node.running), count(node.outstanding_tokens), count(node.failures), plural(node.lives, "time"), count(failed)];
       return el("tr", {}, ...told.map((cell, i) => el("td", { class: i > 2 ? "n" : "", "data-head": heads[i] }, cell)));
     }));
     if (at >= 0) body.querySelectorAll("a")[at]?.focus({ preventScroll: true });
