@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 
 import aiohttp
 import msgpack
@@ -248,3 +249,43 @@ async def test_a_lookup_changes_nothing_and_says_if_storage_did_not_answer() -> 
         answer = await on.client.post("/v1/lookup", {"prompt": "x" * 40})
         assert answer.body["storage_tokens"] is None
         assert answer.body["num_tokens"] == 40
+
+
+async def test_the_text_of_a_stream_goes_on_in_the_middle_of_a_character() -> None:
+    """Random bytes make characters of several tokens, and some that never end."""
+    count, sampling = 24, {"temperature": 1.0, "seed": 7, "stream": True}
+    async with here() as on:
+
+        async def streamed(body: dict[str, object]) -> tuple[list[int], list[str], str]:
+            tokens, pieces, said = list[int](), list[str](), ""
+            async with on.client.session.post(
+                f"{on.client.url}/v1/generate", json={**sampling, **body}
+            ) as response:
+                async for line in response.content:
+                    if line.startswith(b'data: {"tokens"'):
+                        event = json.loads(line.removeprefix(b"data: "))
+                        tokens += event["tokens"]
+                        pieces += event["pieces"]
+                        said += event["text"]
+            assert said.startswith("".join(pieces))
+            return tokens, pieces, said
+
+        tokens, pieces, said = await streamed({"tokens": PROMPT, "max_tokens": count})
+        assert len(tokens) == len(pieces) == count
+        assert said == decode_text(tokens)
+        assert "" in pieces
+        for known in range(1, count):
+            body = {"tokens": [*PROMPT, *tokens[:known]], "max_tokens": count - known}
+            rest = await streamed({**body, "answered_tokens": known})
+            assert rest[:2] == (tokens[known:], pieces[known:])
+            assert "".join(pieces[:known]) + rest[2] == said
+
+
+async def test_a_text_is_told_its_tokens_up_to_the_most_that_a_prompt_may_have() -> None:
+    async with here(max_prompt_tokens=9) as on:
+        answer = await on.client.post("/v1/tokenize", {"prompt": "h\u00e4lloooo"})
+        assert (answer.status, answer.body["num_tokens"]) == (200, 9)
+        found = await on.client.post("/v1/lookup", {"tokens": answer.body["tokens"]})
+        assert found.body["num_tokens"] == 9
+        answer = await on.client.post("/v1/tokenize", {"prompt": "h\u00e4llooooo"})
+        assert (answer.status, answer.code) == (422, "request_too_large")

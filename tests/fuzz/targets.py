@@ -20,6 +20,7 @@ from tierkv.client.streams import EventReader
 from tierkv.errors import BadRequestError, ConfigError, StoreCorruptError, TierKVError
 from tierkv.gateway.failures import InvalidRequestError
 from tierkv.gateway.openai import CompletionBody
+from tierkv.gateway.prompts import packed_bytes
 from tierkv.gateway.relay import StopFinder
 from tierkv.http.bodies import JSON, MSGPACK, decode
 from tierkv.http.callers import AuthFile
@@ -166,7 +167,7 @@ def _completion(data: bytes) -> None:
         body = decode(data, CompletionBody, content_type=JSON)
         body.stops()
         for prompt in body.prompts(most_prompts=_MOST_PROMPTS, most_tokens=1000):
-            assert 0 < len(prompt) <= 4 * 1000
+            assert packed_bytes(prompt) > 0
 
 
 def _stops(data: bytes) -> None:

@@ -53,6 +53,7 @@ class ScriptedNode:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Json, Mapping[str, str]]] = []
+        self.texts: list[bytes] = []  # that it was asked the tokens of
         self.cancelled = 0
         self.finished = 0
         self.running = 0
@@ -85,6 +86,7 @@ class ScriptedNode:
         app.router.add_get("/readyz", self._ready)
         app.router.add_get("/version", self._version)
         app.router.add_post("/v1/lookup", self._lookup)
+        app.router.add_post("/v1/tokenize", self._tokenize)
         for path in ("prefill", "decode", "generate"):
             app.router.add_post(f"/v1/{path}", self._work)
         return app
@@ -110,6 +112,15 @@ class ScriptedNode:
         return web.json_response(
             {"device_tokens": self.near, "host_tokens": 0, "storage_tokens": None}
         )
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        """A token per byte, as the text of its tokens is."""
+        if self.raw is not None:
+            return web.Response(body=self.raw)
+        text = msgspec.msgpack.decode(await request.read())["prompt"].encode()
+        self.texts.append(text)
+        tokens = np.frombuffer(text, np.uint8).astype("<i4").tobytes()
+        return web.Response(body=msgspec.msgpack.encode({"tokens": tokens}))
 
     async def _work(self, request: web.Request) -> web.StreamResponse:
         body: Json = msgspec.msgpack.decode(await request.read())
@@ -159,7 +170,9 @@ class ScriptedNode:
             said = token
             if self.lies_from is not None and number >= self.lies_from:
                 said = 33
-            await _event(response, "tokens", {"tokens": [said], "text": chr(said)})
+            await _event(
+                response, "tokens", {"tokens": [said], "text": chr(said), "pieces": [chr(said)]}
+            )
             await asyncio.sleep(0)
         if self.dies_unpublished and request.path == "/v1/prefill":
             assert request.transport is not None

@@ -166,6 +166,15 @@ async def test_nodes_that_do_both_are_asked_alone() -> None:
         assert at_all(on.both, "generate") == 1
 
 
+async def test_a_text_becomes_tokens_at_a_node_that_answers_and_once() -> None:
+    async with stage() as on:
+        nodes = (*on.prefill, *on.decode)
+        for node in nodes[:-1]:
+            node.raw = b"no tokens"
+        await answered(on)
+        assert [node.texts for node in nodes] == [[], [], [], [PROMPT.encode()]]
+
+
 @STREAMED
 async def test_when_nobody_is_left_the_caller_is_told_so(stream: bool) -> None:
     async with stage(limits=LimitsSection(max_attempts=5)) as on:

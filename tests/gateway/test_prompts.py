@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.gateway.scripted import stage
 from tests.latch import PATIENCE_S, until
-from tierkv.cache.keys import count, pack
+from tierkv.cache.keys import pack
 from tierkv.gateway.failures import InvalidRequestError
 from tierkv.gateway.openai import CompletionBody
 from tierkv.http import bodies
@@ -26,33 +26,31 @@ SEVERAL = st.lists(TEXTS, min_size=1, max_size=5) | st.lists(TOKENS, min_size=1,
 
 def read(
     value: object, *, most_prompts: int = 5, most_tokens: int = 200, in_msgpack: bool = False
-) -> list[bytes]:
+) -> list[str | bytes]:
     encoded = (msgspec.msgpack if in_msgpack else msgspec.json).encode({"prompt": value})
     body = decode(encoded, CompletionBody, content_type=MSGPACK if in_msgpack else JSON)
     return body.prompts(most_prompts=most_prompts, most_tokens=most_tokens)
 
 
 @given(SEVERAL, st.booleans())
-def test_prompts_are_packed_as_they_are_in_either_encoding(
+def test_texts_stay_texts_and_tokens_are_packed_in_either_encoding(
     several: list[str] | list[list[int]], in_msgpack: bool
 ) -> None:
-    expected = [pack(list(one.encode()) if isinstance(one, str) else one) for one in several]
+    expected = [one if isinstance(one, str) else pack(one) for one in several]
     assert read(several, in_msgpack=in_msgpack) == expected
     assert read(several[0], in_msgpack=in_msgpack) == expected[:1]
 
 
-@given(TEXTS | TOKENS | SEVERAL, st.integers(1, 30))
-def test_a_prompt_is_refused_exactly_where_it_has_too_many_tokens(
-    value: str | list[int] | list[str] | list[list[int]], most: int
+@given(st.lists(TOKENS, min_size=1, max_size=5), st.integers(1, 30))
+def test_a_list_of_tokens_is_refused_exactly_where_it_is_too_long(
+    value: list[list[int]], most: int
 ) -> None:
-    first = value[0] if isinstance(value, list) else value
-    several = value if isinstance(value, list) and not isinstance(first, int) else [value]
-    longest = max(len(one.encode()) if isinstance(one, str) else len(one) for one in several)  # type: ignore[arg-type]
+    longest = max(map(len, value))
     if longest > most:
         with pytest.raises(InvalidRequestError, match=f"at most {most} tokens"):
             read(value, most_tokens=most)
     else:
-        assert max(map(count, read(value, most_tokens=most))) == longest
+        assert len(read(value, most_tokens=most)) == len(value)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +71,8 @@ def test_what_is_no_prompt_is_refused(value: object) -> None:
             read(value, in_msgpack=in_msgpack)
 
 
-@pytest.mark.parametrize("value", ["", [""], [[]], [-1], [256], [2**40], [2**63]])
-def test_what_holds_no_tokens_of_the_model_is_refused(value: object) -> None:
+@pytest.mark.parametrize("value", ["", [""], [[]], [-1], [2**40], [2**63]])
+def test_what_holds_no_tokens_is_refused(value: object) -> None:
     with pytest.raises(InvalidRequestError):
         read(value)
 
@@ -85,9 +83,9 @@ def test_more_prompts_than_may_come_at_once_are_refused(value: object) -> None:
         read(value)
 
 
-async def test_a_prompt_longer_than_any_node_takes_is_refused_and_nobody_is_asked() -> None:
+async def test_a_prompt_longer_than_any_node_takes_is_refused_and_nobody_computes() -> None:
     async with stage(max_prompt_tokens=1000) as on:
-        for prompt in ("x" * 1001, [1] * 1001, ["short", "x" * 1001], ["x" * 300_000] * 2):
+        for prompt in ("x" * 1001, [1] * 1001, [[1] * 1001], ["x" * 300_000] * 2):
             asked = await on.caller.ask({"prompt": prompt})
             assert (asked.status, asked.body["code"]) == (400, "context_length_exceeded")
         assert not any(node.calls for node in (*on.prefill, *on.decode))

@@ -21,23 +21,32 @@ from tierkv.api.types import (
     GenerateBody,
     PrefillAnswer,
     PrefillBody,
+    TokenizeAnswer,
+    TokenizeBody,
     job_of,
 )
+from tierkv.cache.keys import TOKEN_BYTES, count, unpack
+from tierkv.errors import RequestTooLargeError
 from tierkv.http import bodies
 from tierkv.http.bodies import open_stream, write
 from tierkv.http.callers import Access
 from tierkv.http.problems import UnknownIdError, WrongRoleError, log_if_unexpected, problem_of
 from tierkv.http.route import Disconnect, Route
 from tierkv.refmodel.engine import GenerateRequest
-from tierkv.refmodel.model import decode
+from tierkv.refmodel.model import TextDecoder
 from tierkv.tasks import task_group
 
 
 class TokensEvent(msgspec.Struct, frozen=True):
-    """Tokens that follow those of the events before."""
+    """Tokens that follow those of the events before.
+
+    text: known with them; pieces: the part of each token, empty in the middle of a character. The
+    last event may have no tokens, and as text the beginning of a character that did not end.
+    """
 
     tokens: Sequence[int]
     text: str
+    pieces: Sequence[str]
 
 
 class _Stream:
@@ -48,8 +57,9 @@ class _Stream:
     client has gone; gone: the error by which that was seen.
     """
 
-    def __init__(self, request: web.BaseRequest) -> None:
+    def __init__(self, request: web.BaseRequest, decoder: TextDecoder) -> None:
         self._request = request
+        self._decoder = decoder
         self.response: web.StreamResponse | None = None
         self.scope = asyncio.timeout(None)
         self.gone: ConnectionError | None = None
@@ -73,8 +83,8 @@ class _Stream:
         try:
             while not self._is_over or sent < len(self._tokens):
                 if new := self._tokens[sent:]:
-                    news = msgspec.json.encode(TokensEvent(new, decode(new)))
-                    await self.event("tokens", news)
+                    pieces = [self._decoder.feed(token) for token in new]
+                    await self._tokens_event(new, pieces)
                     sent += len(new)
                 else:
                     self._changed.clear()
@@ -83,6 +93,18 @@ class _Stream:
             self.gone = error
             if not self._is_over:
                 self.scope.reschedule(asyncio.get_running_loop().time())
+
+    async def done(self, answer: GenerateAnswer | None) -> web.StreamResponse:
+        """Send the text that was held back, and the whole answer."""
+        if rest := self._decoder.rest():
+            await self._tokens_event((), (), rest)
+        return await self.event("done", msgspec.json.encode(answer))
+
+    async def _tokens_event(
+        self, tokens: Sequence[int], pieces: Sequence[str], rest: str = ""
+    ) -> None:
+        told = TokensEvent(tokens, "".join(pieces) + rest, pieces)
+        await self.event("tokens", msgspec.json.encode(told))
 
     async def event(self, event: str, data: bytes) -> web.StreamResponse:
         """Raises ConnectionError if the client has gone or takes nothing."""
@@ -108,13 +130,15 @@ class Answering:
 
 
 @asynccontextmanager
-async def streaming(request: web.BaseRequest, answer: Answering) -> AsyncIterator[None]:
+async def streaming(
+    request: web.BaseRequest, answer: Answering, decoder: TextDecoder
+) -> AsyncIterator[None]:
     """Stream the tokens of `answer.job` while the body runs, which makes the answer. What the body
     raises comes out before the first token; later it is an event for the client.
 
-    A client that goes away cancels the body.
+    A client that goes away cancels the body. decoder: tells the tokens' text.
     """
-    stream = _Stream(request)
+    stream = _Stream(request, decoder)
     answer.job = replace(answer.job, on_tokens=stream.tell)
     failure: Exception | None = None
     async with task_group() as tasks:
@@ -131,7 +155,7 @@ async def streaming(request: web.BaseRequest, answer: Answering) -> AsyncIterato
     if stream.gone is not None:
         raise stream.gone
     if failure is None:
-        answer.response = await stream.event("done", msgspec.json.encode(answer.made))
+        answer.response = await stream.done(answer.made)
     elif stream.response is None:
         raise failure
     else:
@@ -151,9 +175,22 @@ class _Asked:
     tenant: str
     content: bytes
     job: GenerateRequest
+    answered_tokens: int
 
 
 class WorkRoutes(Routes):
+    @Route("POST", "/v1/tokenize", Access.READ, body=TokenizeBody, answer=TokenizeAnswer)
+    async def tokenize(self, request: web.BaseRequest) -> TokenizeAnswer:
+        """Tell the tokens of a text, as this node's model reads it."""
+        async with self._node.work():
+            engine, body = self._node.engine, await self._read(request, TokenizeBody)
+            tokens = await self._node.bodies.aside(
+                len(body.prompt), lambda: engine.encode(body.prompt)
+            )
+            if (num_tokens := count(tokens)) > self._most_tokens:
+                raise RequestTooLargeError(f"a prompt has at most {self._most_tokens} tokens here")
+        return TokenizeAnswer(tokens=tokens, num_tokens=num_tokens)
+
     @Route(
         "POST",
         "/v1/generate",
@@ -250,7 +287,8 @@ class WorkRoutes(Routes):
         request_name = self._node.request_name(request_id, principal_of(request).tenant)
         job = job_of(body, request_name, prompt, max_tokens, uses_cache=uses_cache)
         content = content_of(msgspec.structs.replace(body, stream=False), prompt.tokens)
-        return _Asked(operation, request_id, principal_of(request).tenant, content, job)
+        answered = body.answered_tokens if isinstance(body, GenerateBody) else 0
+        return _Asked(operation, request_id, principal_of(request).tenant, content, job, answered)
 
     @asynccontextmanager
     async def _answering(
@@ -260,13 +298,22 @@ class WorkRoutes(Routes):
         answer = Answering(asked.job)
         key = (asked.operation, asked.tenant, asked.request_id)
         async with (
-            streaming(request, answer) if streams else nullcontext(),
+            streaming(request, answer, self._decoder(asked)) if streams else nullcontext(),
             self._node.work(),
             self._node.answers.call(key, asked.content, stays_open=False) as call,
         ):
             answer.made = call.made
             yield answer
             call.made = answer.made
+
+    def _decoder(self, asked: _Asked) -> TextDecoder:
+        """A decoder that has told the text of the tokens that were answered already."""
+        tokens = asked.job.tokens
+        start = max(len(tokens) - asked.answered_tokens * TOKEN_BYTES, 0)
+        decoder = self._node.engine.decoder(tokens[:start])
+        for token in unpack(tokens[start:]).tolist():
+            decoder.feed(token)
+        return decoder
 
     def _check_role(self, needed: Role) -> None:
         mine = self._node.settings.node.role

@@ -63,6 +63,17 @@ class PromptBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return pack(encode(given) if isinstance(given, str) else given)
 
 
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    prompt: str
+
+
+class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """tokens: packed, as every route takes them: 32-bit little-endian integers (base64 in JSON)."""
+
+    tokens: bytes
+    num_tokens: int
+
+
 class LookupBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     request_id: str | None = None
 
@@ -70,7 +81,8 @@ class LookupBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class GenerateBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """use_cache: False computes every token and leaves nothing cached.
 
-    stream: answer with tokens as server-sent events while they come.
+    stream: answer with tokens as server-sent events while they come. answered_tokens: number of the
+    prompt's last tokens that are an answer whose text is known: a stream's text goes on there.
     """
 
     request_id: str | None = None
@@ -80,6 +92,7 @@ class GenerateBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
     max_tokens: MaxTokens = 32
     use_cache: bool = True
     stream: bool = False
+    answered_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
 
 
 class PrefillBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -530,6 +543,7 @@ EXAMPLES: dict[type, dict[str, Any]] = {
     PrefillBody: {"prompt": "Once upon", "ticket_id": "chat-17"},
     DecodeBody: {"prompt": "Once upon", "ticket_id": "chat-17", "max_tokens": 8},
     LookupBody: {"tokens": [1, 2, 3]},
+    TokenizeBody: {"prompt": "Once upon"},
     AbortAnswer: {"request_id": "chat-17", "state": "aborted"},
     PrefetchBody: {"request_id": "warm-3", "tokens": _TOKENS},
     PrefetchAnswer: {

@@ -42,6 +42,8 @@ from tierkv.api.types import (
     StorageBody,
     TicketAnswer,
     TiersAnswer,
+    TokenizeAnswer,
+    TokenizeBody,
     VerifyAnswer,
     VersionAnswer,
     WakeBody,
@@ -153,6 +155,10 @@ class AsyncClient:
         return await self._node.ask(
             "POST", "/v1/decode", DecodeAnswer, body=body, timeout_s=timeout_s
         )
+
+    async def tokenize(self, body: TokenizeBody) -> TokenizeAnswer:
+        """Tell the tokens of a text, as the node's model reads it."""
+        return await self._node.ask("POST", "/v1/tokenize", TokenizeAnswer, body=body)
 
     async def lookup(self, body: LookupBody) -> LookupAnswer:
         """Tell in which tiers a prompt's leading tokens are."""

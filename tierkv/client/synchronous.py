@@ -216,6 +216,7 @@ class Client:
     generate = _waiting(AsyncClient.generate)
     prefill = _waiting(AsyncClient.prefill)
     decode = _waiting(AsyncClient.decode)
+    tokenize = _waiting(AsyncClient.tokenize)
     lookup = _waiting(AsyncClient.lookup)
     explain = _waiting(AsyncClient.explain)
     stream_generate = _streaming(AsyncClient.stream_generate)

@@ -5,18 +5,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import (
+    AsyncExitStack,
+    aclosing,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from http import HTTPStatus
 from typing import NoReturn
 
 import aiohttp
 import msgspec
 
+from tierkv.cache.keys import pack
 from tierkv.client.errors import CallError, NotANodeError, UnreachableError
 from tierkv.client.http import Body, Http, Reply
 from tierkv.client.streams import Events, ServerEvent
-from tierkv.errors import ConfigError, TierKVError
+from tierkv.errors import BadRequestError, ConfigError, TierKVError
 from tierkv.gateway.failures import (
     AttemptError,
     HandoffRefusedError,
@@ -34,6 +41,7 @@ from tierkv.tasks import supervised
 UNREADABLE = (ValueError, RecursionError)  # what the decoder raises for what others sent
 _END_S = 0.2  # from the last event to the end of the answer
 _UNBOUNDED = 0  # connections to a node; admission bounds them
+_NO_ROUTE = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
 _REFUSED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 _BUSY_CODES = (
     "out_of_blocks",
@@ -62,6 +70,10 @@ class _Problem(msgspec.Struct):
 class _LookupAnswer(msgspec.Struct):
     device_tokens: int
     host_tokens: int
+
+
+class _TokenizeAnswer(msgspec.Struct):
+    tokens: bytes
 
 
 class _VersionAnswer(msgspec.Struct):
@@ -163,6 +175,36 @@ class NodeCalls:
             raise AttemptError(f"{node.url} did not answer a lookup") from error
         return found.device_tokens + found.host_tokens
 
+    async def tokenize(self, node: BackendNode, job: Job) -> bytes:
+        """Return the packed tokens of the job's text, as the node's model reads it.
+
+        Raises:
+            AttemptError: The node fails, which counts against it, or is busy.
+            InvalidRequestError: No node would take the text.
+        """
+        headers = {**self._headers(job), "Accept": MSGPACK}
+        body = (msgspec.msgpack.encode({"prompt": job.prompt}),)
+        try:
+            with self._translated(node):
+                async with node.within(self._deadlines.stall_s):
+                    reply = await self._pools[node].ask("POST", "/v1/tokenize", body, headers)
+                tokens = self._tokens_in(node, reply)
+        except NodeFailedError:
+            node.note_failure(asyncio.get_running_loop().time())
+            raise
+        node.note_success()
+        return tokens
+
+    def _tokens_in(self, node: BackendNode, reply: Reply) -> bytes:
+        if reply.status in _NO_ROUTE:
+            raise NodeFailedError(f"{node.url} has no /v1/tokenize: update the node")
+        if reply.status != HTTPStatus.OK:
+            self._refuse(node, reply.raw, reply.status)
+        try:
+            return pack(msgspec.msgpack.decode(reply.raw, type=_TokenizeAnswer).tokens)
+        except (BadRequestError, *UNREADABLE) as error:
+            raise NodeFailedError(f"{node.url} answers nonsense: {error}") from error
+
     async def stream(
         self, node: BackendNode, path: str, job: Job, body: Body
     ) -> AsyncGenerator[ServerEvent, None]:
@@ -185,10 +227,9 @@ class NodeCalls:
     async def _events(
         self, node: BackendNode, path: str, job: Job, body: Body
     ) -> AsyncGenerator[ServerEvent, None]:
-        pool, late_before_s = self._pools[node], self._beat.late_s
-        try:
+        with self._translated(node):
             async with AsyncExitStack() as stack:
-                opening = pool.opened("POST", path, body, self._headers(job))
+                opening = self._pools[node].opened("POST", path, body, self._headers(job))
                 async with node.within(self._deadlines.first_token_s):
                     response = await stack.enter_async_context(opening)
                 await self._check(node, response)
@@ -200,6 +241,13 @@ class NodeCalls:
                     yield event
                     if event.name == "done":
                         return
+
+    @contextmanager
+    def _translated(self, node: BackendNode) -> Iterator[None]:
+        """Raise an AttemptError for what a call of `node` raises in the body."""
+        late_before_s = self._beat.late_s
+        try:
+            yield
         except TimeoutError as error:
             raise NodeFailedError(f"{node.url} says nothing any more") from error
         except UnreachableError as error:

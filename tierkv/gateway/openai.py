@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tierkv.gateway.failures import InvalidRequestError
-from tierkv.gateway.prompts import Given, Job, packed_prompts
+from tierkv.gateway.prompts import Given, Job, read_prompts
 
 FinishReason = Literal["stop", "length"]
 Count = Annotated[int, msgspec.Meta(le=2**31 - 1)]  # `check` says what is wrong with a low one
@@ -129,14 +129,14 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 )
 
     def jobs(
-        self, prompts: Sequence[bytes], request_id: str, authorization: str | None
+        self, prompts: Sequence[str | bytes], request_id: str, authorization: str | None
     ) -> Iterator[Job]:
-        """One job for each of the packed prompts."""
+        """Yield one job for each of the prompts."""
         seed = secrets.randbits(_SEED_BITS) if self.seed is None else self.seed % 2**64
-        for number, tokens in enumerate(prompts):
+        for number, prompt in enumerate(prompts):
             yield Job(
                 request_id=request_id if len(prompts) == 1 else f"{request_id}-{number}",
-                tokens=tokens,
+                prompt=prompt,
                 max_tokens=self.most_tokens,
                 temperature=1.0 if self.temperature is None else self.temperature,
                 top_k=self.of_most_likely,
@@ -158,12 +158,12 @@ class CompletionBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_field
         """Return a body that holds none of the prompts' memory."""
         return replace(self, prompt="")
 
-    def prompts(self, *, most_prompts: int, most_tokens: int) -> list[bytes]:
-        """Return the packed prompts.
+    def prompts(self, *, most_prompts: int, most_tokens: int) -> list[str | bytes]:
+        """Return the prompts, texts as they are and tokens packed.
 
         Args:
             most_prompts: Length of the longest list of prompts.
-            most_tokens: Length of the longest prompt.
+            most_tokens: Length of the longest list of tokens.
 
         Raises:
             InvalidRequestError: A prompt or another field is wrong.
@@ -175,7 +175,7 @@ class CompletionBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_field
             ("suffix", self.suffix or None, None),
             ("echo", self.echo, False),
         )
-        return packed_prompts(self.prompt, most_prompts=most_prompts, most_tokens=most_tokens)
+        return read_prompts(self.prompt, most_prompts=most_prompts, most_tokens=most_tokens)
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -221,8 +221,8 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     def without_prompts(self) -> Self:
         return replace(self, messages=[])
 
-    def prompts(self, *, most_prompts: int, most_tokens: int) -> list[bytes]:
-        """Return the one packed prompt; see CompletionBody."""
+    def prompts(self, *, most_prompts: int, most_tokens: int) -> list[str | bytes]:
+        """Return the one prompt, a text; see CompletionBody."""
         del most_prompts
         self.check()
         without_tools = self.tool_choice in ("none", "auto")
@@ -240,7 +240,7 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise InvalidRequestError("give at least one message", param="messages")
         lines = [f"{message.role}: {message.text()}\n" for message in self.messages]
         text = "".join([*lines, "assistant: "])
-        return packed_prompts(text, most_prompts=1, most_tokens=most_tokens)
+        return read_prompts(text, most_prompts=1, most_tokens=most_tokens)
 
 
 # Answers

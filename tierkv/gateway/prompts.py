@@ -8,12 +8,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tierkv.cache.keys import count, pack, unpack
+from tierkv.cache.keys import TOKEN_BYTES, count, pack
 from tierkv.client.http import Body
 from tierkv.errors import BadRequestError
 from tierkv.gateway.failures import InvalidRequestError
-from tierkv.refmodel.config import VOCAB_SIZE
-from tierkv.refmodel.model import encode_bytes
 
 Given = str | list[str | int | list[int]]  # msgspec knows no union of several lists
 
@@ -23,18 +21,24 @@ _BYTES = struct.Struct(">BI")  # its long form, bin 32: mark and length
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """tokens: the prompt, packed. authorization: the caller's header, if it is to be handed on.
+    """prompt: a text, or packed tokens. authorization: the caller's header, if it is handed on.
 
     seed: always given, so that a second node goes on as the first would have.
     """
 
     request_id: str
-    tokens: bytes
+    prompt: str | bytes
     max_tokens: int
     temperature: float
     top_k: int
     seed: int
     authorization: str | None = None
+
+    @property
+    def tokens(self) -> bytes:
+        """The prompt, packed, once a node has said what tokens its text is."""
+        assert isinstance(self.prompt, bytes), "the relay asks a node first"
+        return self.prompt
 
     @property
     def num_tokens(self) -> int:
@@ -55,17 +59,16 @@ class Job:
         return self.body({**sampling, "stream": True, **fields}, after)
 
 
-def packed_prompts(given: Given, *, most_prompts: int, most_tokens: int) -> list[bytes]:
-    """Pack the prompts of a body.
+def read_prompts(given: Given, *, most_prompts: int, most_tokens: int) -> list[str | bytes]:
+    """Return the prompts of a body: texts as they are, tokens packed.
 
     Args:
         given: A text, its tokens, or a list of either.
         most_prompts: Length of the longest list of prompts.
-        most_tokens: Length of the longest prompt.
+        most_tokens: Length of the longest list of tokens.
 
     Raises:
-        InvalidRequestError: A prompt is empty, too long, or not one of the model's, or there are
-            too many prompts or none.
+        InvalidRequestError: A prompt is empty, too long or none at all, or they are too many.
     """
     several: Sequence[object] = [given] if isinstance(given, str) else given
     kinds = {type(one) for one in several}
@@ -77,37 +80,39 @@ def packed_prompts(given: Given, *, most_prompts: int, most_tokens: int) -> list
         raise InvalidRequestError(
             "prompt mixes tokens with prompts, or texts with tokens", param="prompt"
         )
-    return [_packed(one, most_tokens) for one in several]
+    return [_read(one, most_tokens) for one in several]
 
 
 def _are_tokens(several: list[object]) -> bool:
     return all(type(one) is int for one in several)
 
 
-def _packed(prompt: object, most_tokens: int) -> bytes:
+def _read(prompt: object, most_tokens: int) -> str | bytes:
     assert isinstance(prompt, str | list), "no other prompts are decoded"
-    if len(prompt) > most_tokens:  # each character is at least one token
-        raise too_long(most_tokens)
     if not prompt:
-        raise InvalidRequestError("a prompt is empty", param="prompt")
-    try:
-        if isinstance(prompt, str):
-            packed = encode_bytes(prompt.encode()).tobytes()
-        else:
-            packed = pack(prompt)
-    except (BadRequestError, UnicodeEncodeError) as error:
-        raise InvalidRequestError(f"the prompt cannot be read: {error}", param="prompt") from error
-    if count(packed) > most_tokens:
+        raise empty()
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) > most_tokens:
         raise too_long(most_tokens)
-    if int(unpack(packed).max()) >= VOCAB_SIZE:
-        raise InvalidRequestError(
-            f"a token of this model is in 0..{VOCAB_SIZE - 1}", param="prompt"
-        )
-    return packed
+    try:
+        return pack(prompt)
+    except BadRequestError as error:
+        raise InvalidRequestError(f"the prompt cannot be read: {error}", param="prompt") from error
+
+
+def packed_bytes(prompt: str | bytes) -> int:
+    """Return the most bytes that `prompt` has when packed: a token is at least a byte of text."""
+    return len(prompt) if isinstance(prompt, bytes) else TOKEN_BYTES * len(prompt.encode())
+
+
+def empty() -> InvalidRequestError:
+    """Return the refusal of a prompt without tokens."""
+    return InvalidRequestError("a prompt is empty", param="prompt")
 
 
 def too_long(most_tokens: int) -> InvalidRequestError:
-    """What a prompt of more tokens is refused with."""
+    """Return the refusal of a prompt with more tokens."""
     return InvalidRequestError(
         f"a prompt has at most {most_tokens} tokens here",
         param="prompt",

@@ -1,9 +1,12 @@
 """Gets one prompt's tokens from the nodes, whatever happens to these on the way.
 
+A text becomes tokens at a node, and tokens become text at the node that generates them: the gateway
+knows no vocabulary.
+
 A node that dies in the middle is replaced by asking another one to generate from the prompt *and
-the tokens delivered so far*: what comes next depends only on these, the seed and the position
-(refmodel/model.py), so the answer is the one that the first node would have given, and no token
-is generated twice. The published blocks make that cheap. For an engine whose sampling has other
+the tokens delivered so far*: what comes next depends only on these, the seed and the position, as
+nodes promise, so the answer is the one that the first node would have given, and no token is
+generated twice. The published blocks make that cheap. For an engine whose sampling has other
 state, one would have to generate again from the start and skip what has been delivered.
 
 Where two nodes share a prompt, one computes and publishes it, the other claims it and goes on. Both
@@ -15,15 +18,16 @@ be replaced by another one of its kind before the first token of the second node
 from __future__ import annotations
 
 import asyncio
-import codecs
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import TypeVar
+from dataclasses import replace
+from typing import Annotated, TypeVar
 
 import msgspec
 
+from tierkv.cache.keys import count
 from tierkv.client.http import Body
 from tierkv.client.streams import ServerEvent
 from tierkv.errors import TierKVError
@@ -31,6 +35,7 @@ from tierkv.gateway.calls import UNREADABLE
 from tierkv.gateway.failures import (
     AttemptError,
     HandoffRefusedError,
+    InvalidRequestError,
     NodeBusyError,
     NodeFailedError,
     NoNodesError,
@@ -40,10 +45,9 @@ from tierkv.gateway.failures import (
 from tierkv.gateway.gateway import Backend
 from tierkv.gateway.nodes import BackendNode, usable
 from tierkv.gateway.openai import FinishReason
-from tierkv.gateway.prompts import Job
+from tierkv.gateway.prompts import Job, empty, too_long
 from tierkv.gateway.routing import Held, choose_decode, choose_prefill
 from tierkv.pd.tickets import HandoffProblem
-from tierkv.refmodel.config import VOCAB_SIZE
 from tierkv.tasks import deadline, expected, task_group
 
 
@@ -117,7 +121,6 @@ class PromptAnswer:
         self._backend = backend
         self._stops = StopFinder(stops)
         self._min_tokens = min_tokens
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     async def run(self, say: Say) -> None:
         """Call `say` with each piece of text. Raises GatewayError.
@@ -137,6 +140,7 @@ class PromptAnswer:
                         break
                 failure = task.result() if task.done() else None
                 task.cancel()
+            self.job = delivery.job
             self.cached_tokens = delivery.cached_tokens or 0
             self._backend.metrics.tokens.inc(self.num_tokens)
             if self._stops.has_stopped:
@@ -144,16 +148,16 @@ class PromptAnswer:
                 return
             if failure is not None:
                 raise failure
-            if rest := self._stops.feed(self._decoder.decode(b"", final=True)) + self._stops.rest():
+            if rest := self._stops.feed(delivery.rest()) + self._stops.rest():
                 await say(rest)
             self.finish_reason = "stop" if self._stops.has_stopped else "length"
 
-    def _read(self, tokens: Sequence[int]) -> str:
+    def _read(self, pieces: Sequence[str]) -> str:
+        """Return the text to show of `pieces`, each of which is the text of one token."""
         text = []
-        for token in tokens:
+        for piece in pieces:
             self.num_tokens += 1
-            said = self._decoder.decode(bytes([token]))
-            text.append(said if self.num_tokens <= self._min_tokens else self._stops.feed(said))
+            text.append(piece if self.num_tokens <= self._min_tokens else self._stops.feed(piece))
             if self._stops.has_stopped:
                 break
         return "".join(text)
@@ -168,7 +172,11 @@ _LONGEST_PAUSE_S = 1.0
 
 
 class _Tokens(msgspec.Struct):
-    tokens: list[int]
+    """pieces: the text of each token. text: all of it, or what was held back, without a token."""
+
+    tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
+    text: str
+    pieces: list[str]
 
 
 class _Matched(msgspec.Struct):
@@ -191,6 +199,8 @@ class Delivery:
         self.job = job
         self.backend = backend
         self.tokens: list[int] = []
+        self._pieces: list[str] = []  # the text of each token
+        self._held_back = (0, "")  # what a node said beside its pieces, behind so many tokens
         self.cached_tokens: int | None = None  # of the prompt, when a node first told
         self.is_claimed = False  # a decode node has begun to answer
         self.speakers: set[BackendNode] = set()  # whose tokens these are
@@ -204,13 +214,18 @@ class Delivery:
 
     # For who delivers
 
-    async def news(self, sent: int) -> Sequence[int]:
+    async def news(self, sent: int) -> Sequence[str]:
         """Wait for tokens from number `sent` on, or for the end of the work: then there may be
-        none."""
+        none. Returns the text of each."""
         if len(self.tokens) == sent:
             self._changed.clear()
             await self._changed.wait()
-        return self.tokens[sent:]
+        return self._pieces[sent:]
+
+    def rest(self) -> str:
+        """Return the text of an unfinished character behind the last token."""
+        behind, text = self._held_back
+        return text if behind == len(self.tokens) else ""
 
     async def pause(self) -> None:
         """Wait before trying again, longer with each attempt."""
@@ -234,22 +249,26 @@ class Delivery:
         self._num_calls += 1
         return f"{self.job.request_id}.{self._nonce}.{self._num_calls}"
 
-    def accept(self, node: BackendNode, offset: int, tokens: Sequence[int]) -> int:
+    def accept(self, node: BackendNode, offset: int, told: _Tokens) -> int:
         """Take tokens that follow the first `offset`; returns the offset after them.
 
-        Raises NodeFailedError if the model does not have them, or another node gave other ones.
+        Raises NodeFailedError if another node gave other ones, or they have no text.
         """
-        if not all(0 <= token < VOCAB_SIZE for token in tokens):
-            raise self._blame(node, "answers tokens that the model does not have")
+        tokens, pieces = told.tokens, told.pieces
+        if len(pieces) != len(tokens):
+            raise self._blame(node, "answers tokens without the text of each")
         known = self.tokens[offset : offset + len(tokens)]
         if list(tokens[: len(known)]) != known:
             raise self._blame(node, "goes on otherwise than the node before it")
-        new = tokens[len(known) :]
-        if new:
+        if not tokens:
+            self._held_back = (offset, told.text)
+        if len(known) < len(tokens):
             if not self.tokens:
                 self.backend.metrics.first_token.observe(self.now() - self._started)
             self.speakers.add(node)
-            self.tokens += new[: self.job.max_tokens - len(self.tokens)]
+            stop = self.job.max_tokens - len(self.tokens) + len(known)
+            self.tokens += tokens[len(known) : stop]
+            self._pieces += pieces[len(known) : stop]
             self._changed.set()
         return offset + len(tokens)
 
@@ -289,6 +308,13 @@ class Delivery:
             left = self.fresh(nodes)
         return left
 
+    def some_of(self, nodes: Sequence[BackendNode]) -> list[BackendNode]:
+        """As `usable`, at least one. Raises AttemptError, which is spent, or GatewayError."""
+        if not (left := self.usable(nodes)):
+            self.spend(AttemptError("no node answers, or all of them are draining"))
+            raise AttemptError("no node is left")
+        return left
+
     # Calls
 
     async def read(self, node: BackendNode, path: str, body: Body, *, offset: int) -> Done:
@@ -301,8 +327,7 @@ class Delivery:
             async with aclosing(events):
                 async for event in events:
                     if event.name == "tokens":
-                        tokens = self._parse(node, event, _Tokens).tokens
-                        offset = self.accept(node, offset, tokens)
+                        offset = self.accept(node, offset, self._parse(node, event, _Tokens))
                         self.is_claimed |= path == "/v1/decode"
                     elif event.name == "done":
                         return self._parse(node, event, Done)
@@ -420,6 +445,7 @@ async def _decode(delivery: Delivery, ticket_id: str, held: Held) -> None:
 # A decode node that holds all but so many tokens of a prompt computes them itself, as in the next
 # turn of a conversation: about what a hand-off costs in calls and storage (reference model, CPU).
 _FEW_TOKENS = 64
+_TOO_LARGE = "request_too_large"
 _INCOMPATIBLE = HandoffProblem.INCOMPATIBLE.value
 
 
@@ -434,6 +460,8 @@ async def run(delivery: Delivery) -> None:
     async with deadline(delivery.backend.settings.deadlines.request_s, late):
         while not delivery.is_done:
             try:
+                if isinstance(delivery.job.prompt, str):
+                    await _tokenize(delivery)
                 await _attempt(delivery, can_hand_off=can_hand_off)
             except HandoffRefusedError as error:
                 can_hand_off = False  # what one node has to do alone
@@ -442,13 +470,30 @@ async def run(delivery: Delivery) -> None:
                 await delivery.pause()
 
 
+async def _tokenize(delivery: Delivery) -> None:
+    """Have some node say what tokens the prompt's text is. Raises AttemptError, noted, or
+    GatewayError."""
+    most = delivery.backend.settings.gateway.max_prompt_tokens
+    nodes = delivery.some_of(delivery.backend.nodes.all)
+    node = min(nodes, key=lambda one: one.running)
+    try:
+        tokens = await delivery.backend.calls.tokenize(node, delivery.job)
+    except AttemptError as error:
+        delivery.note(node, error)
+        raise
+    except InvalidRequestError as error:
+        raise too_long(most) if error.code == _TOO_LARGE else error from error
+    if not tokens:
+        raise empty()
+    if count(tokens) > most:
+        raise too_long(most)
+    delivery.job = replace(delivery.job, prompt=tokens)
+
+
 async def _attempt(delivery: Delivery, *, can_hand_off: bool) -> None:
     job = delivery.job
     who = _who_may_go_on(delivery)
-    everybody = delivery.usable(who)
-    if not everybody:
-        delivery.spend(AttemptError("no node answers, or all of them are draining"))
-        raise AttemptError("no node is left")
+    everybody = delivery.some_of(who)
     prefilling = delivery.fresh([node for node in who if node.role.prefills])
     decoding = delivery.fresh([node for node in who if node.role.decodes])
     held = await delivery.backend.who_holds(job, everybody)
@@ -499,7 +544,8 @@ async def _generate(delivery: Delivery, node: BackendNode, held: Held) -> None:
     """Have one node go on from what has been delivered, and do all the rest."""
     job, offset = delivery.job, len(delivery.tokens)
     left = job.max_tokens - offset
-    body = job.work({"request_id": delivery.next_id(), "max_tokens": left}, delivery.tokens)
+    asked = {"request_id": delivery.next_id(), "max_tokens": left, "answered_tokens": offset}
+    body = job.work(asked, delivery.tokens)
     near = held.get(node.url, 0)
     with node.working(max(job.num_tokens - near, 0) + left):
         done = await delivery.read(node, "/v1/generate", body, offset=offset)

@@ -37,6 +37,7 @@ from tierkv.gateway.openai import (
     ModelList,
     TokenUsage,
 )
+from tierkv.gateway.prompts import packed_bytes
 from tierkv.gateway.relay import PromptAnswer
 from tierkv.gateway.settings import GatewaySettings
 from tierkv.http import bodies, process
@@ -85,20 +86,23 @@ class CompletionRoutes:
 
     async def _answer(self, request: web.BaseRequest, kind: type[B]) -> web.StreamResponse:
         settings, backend = self._gateway.settings, self._gateway.backend
-        prompts: list[bytes] = []
+        prompts: list[str | bytes] = []
+        num_bytes = 0
 
-        def pack(body: B) -> B:
+        def take(body: B) -> B:
+            nonlocal num_bytes
             if body.model not in (None, settings.gateway.model):
                 raise NoSuchModelError(body.model, settings.gateway.model)
             most = settings.gateway.max_prompt_tokens
             prompts.extend(body.prompts(most_prompts=settings.limits.max_batch, most_tokens=most))
+            num_bytes = sum(map(packed_bytes, prompts))
             return body.without_prompts()
 
         async with self._gateway.work():
-            body = await backend.bodies.read(request, kind, pack)
+            body = await backend.bodies.read(request, kind, take)
         stops = body.stops()
         backend.admission.check(len(prompts))
-        backend.bodies.count(request, sum(map(len, prompts)))
+        backend.bodies.count(request, num_bytes)
         given = request[bodies.REQUEST_ID], request.headers.get("Authorization")
         answers = [
             PromptAnswer(job, backend, stops, min_tokens=body.min_tokens or 0)

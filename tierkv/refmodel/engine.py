@@ -30,7 +30,15 @@ from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import Published, PublishWait
 from tierkv.pd.tickets import HandoffProblem, Ticket
 from tierkv.refmodel.config import VOCAB_SIZE
-from tierkv.refmodel.model import Floats, ReferenceModel, Sampling, decode, sample
+from tierkv.refmodel.model import (
+    Floats,
+    ReferenceModel,
+    Sampling,
+    TextDecoder,
+    decode,
+    encode,
+    sample,
+)
 from tierkv.sched.request import Matched, RequestSpec
 from tierkv.service import Service
 from tierkv.service.session import Session
@@ -223,6 +231,15 @@ class ReferenceEngine:
             yield
         finally:
             self._thread.shutdown(wait=True)  # idle: every call was waited for by its caller
+
+    def encode(self, text: str) -> bytes:
+        """Return the packed tokens of `text`. Any thread may call it."""
+        return pack(encode(text))
+
+    def decoder(self, before: bytes) -> TextDecoder:
+        """Return what tells the text of tokens that follow the packed tokens `before`."""
+        del before  # a byte's text does not depend on the bytes before it
+        return TextDecoder()
 
     async def generate(self, job: GenerateRequest) -> Generation:
         """Generate `job.max_tokens` tokens, using and filling the cache.

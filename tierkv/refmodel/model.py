@@ -8,6 +8,7 @@ with: its logits do not depend, in any bit, on how a prompt was cut into calls (
 
 from __future__ import annotations
 
+import codecs
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -129,6 +130,21 @@ def decode(tokens: Iterable[int]) -> str:
         return bytes(int(token) for token in tokens).decode(errors="replace")
     except ValueError as error:
         raise BadRequestError(f"a token of the reference model is a byte: {error}") from error
+
+
+class TextDecoder:
+    """The text of tokens as these come; a character is told with the last of its tokens."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token: int) -> str:
+        """Return the text that is known now and was not before `token`."""
+        return self._decoder.decode(bytes([token]))
+
+    def rest(self) -> str:
+        """Return the text of tokens that make no whole character, as U+FFFD, at the end."""
+        return self._decoder.decode(b"", final=True)
 
 
 Floats = npt.NDArray[np.float32]
