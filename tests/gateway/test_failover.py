@@ -87,6 +87,7 @@ async def test_after_the_first_token_only_the_rest_is_generated() -> None:
             if path == "/v1/generate"
         ]
         assert sorted(body["max_tokens"] for body in resumed) == [2, 5]
+        assert sorted(body["answered_tokens"] for body in resumed) == [3, 6]
         prompts = [body["tokens"] for body in resumed]
         assert sorted(len(prompt) // 4 for prompt in prompts) == [len(PROMPT) + 3, len(PROMPT) + 6]
 

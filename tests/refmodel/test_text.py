@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierkv.errors import BadRequestError
-from tierkv.refmodel.model import PRINTABLE, decode, encode, encode_bytes
+from tierkv.refmodel.model import PRINTABLE, TextDecoder, decode, encode, encode_bytes
 
 
 @given(st.text())
@@ -34,3 +34,11 @@ def test_printable_tokens_decode_to_themselves() -> None:
     allowed = [token for token in range(256) if PRINTABLE[token]]
     assert len(allowed) == 96
     assert all(char == "\n" or char.isprintable() for char in decode(allowed))
+
+
+@given(st.text(max_size=5) | st.binary(max_size=20))
+def test_the_pieces_of_tokens_and_the_rest_are_their_text(given_: str | bytes) -> None:
+    tokens = list(given_.encode() if isinstance(given_, str) else given_)
+    decoder = TextDecoder()
+    pieces = [decoder.feed(token) for token in tokens]
+    assert "".join(pieces) + decoder.rest() == decode(tokens)
