@@ -60,14 +60,12 @@ class Proxy:
                 await writer.drain()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self.latency_s:
-            loop = asyncio.get_running_loop()
-            while piece := await reader.read(_PIECE_BYTES):
-                loop.call_later(self.latency_s, writer.write, piece)
-            return
-        left = self.cut_after
+        left, loop = self.cut_after, asyncio.get_running_loop()
         with contextlib.suppress(ConnectionError):
             while piece := await reader.read(_PIECE_BYTES):
+                if self.latency_s:
+                    loop.call_later(self.latency_s, writer.write, piece)
+                    continue
                 await asyncio.sleep(self.delay_s)
                 if self.bytes_per_s is not None:
                     await asyncio.sleep(len(piece) / self.bytes_per_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from tests.latch import until
 from tests.redis_server import RedisServer, redis_server
 from tierkv.cache.keys import Prompt
 from tierkv.clock import SystemClock
-from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.storage.factory import StoreSettings, open_guarded_store
 from tierkv.storage.guard import ResilienceSettings
@@ -112,21 +110,3 @@ async def test_a_lease_that_the_store_lost_may_come_back_with_the_next_beat(
     async with waiting(server, lease_s=60) as here:
         server.execute("DEL", here.lease)
         await asyncio.sleep(LONGER_S)
-
-
-async def test_who_may_compute_does_not_wait_long_for_a_store_that_says_nothing(
-    server: RedisServer,
-) -> None:
-    store = open_guarded_store(server.url, UNHURRIED, SystemClock())
-    async with exact_node(store) as decode:
-        server.pause()
-        try:
-            for _ in range(2):  # the second while it is left alone
-                started = time.monotonic()
-                generation, _ = await decode.engine.decode(
-                    decode.job(PROMPT, NEW), "t", policy=ClaimPolicy.RECOMPUTE, deadline_s=60
-                )
-                assert generation.tokens == truth(PROMPT, NEW).tokens
-                assert time.monotonic() - started < 15
-        finally:
-            server.resume()

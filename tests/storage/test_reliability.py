@@ -34,7 +34,7 @@ from tierkv.storage.codec import Damage, DamagedValueError, PlainCodec, ValueIde
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.places import Places
-from tierkv.storage.protocol import BreakerState, GetItem, GetStatus, PutItem, PutStatus, is_name
+from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, is_name
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import parse_redis_url
 
@@ -130,38 +130,6 @@ async def test_row_2_a_server_killed_during_reads_fails_them_at_once(count: int)
                     if outcome.status is GetStatus.HIT:
                         assert buffer == content_of(item.name, SIZE)
     assert slowest <= KILLED_S
-
-
-@trials(1, 100)
-async def test_row_3_a_frozen_server_is_left_alone_until_it_is_back(
-    count: int, empty_redis: RedisServer
-) -> None:
-    store = resilient(redis_store(empty_redis.url), retries_per_operation=0.0)
-    async with (writer := redis_store(empty_redis.url, PATIENT)).running():
-        assert await put_one(writer, NAMES[0], b"value") is PutStatus.STORED
-    async with Places(store).running():  # which opens it again if its first answer is late
-        for _ in range(count):
-            empty_redis.pause()
-            try:
-                failures = 0
-                while store.health.circuit is BreakerState.CLOSED:
-                    started = time.monotonic()
-                    assert (await get_one(store, NAMES[0], 5))[0] is GetStatus.FAILED
-                    assert 0.2 <= time.monotonic() - started <= 0.3 * SLACK
-                    failures += 1
-                assert failures <= 5
-                took_s = []
-                for _ in range(1 if STRICT else 10):  # a busy machine may stop one of them
-                    started = time.monotonic()
-                    assert (await get_one(store, NAMES[0], 5))[0] is GetStatus.FAILED
-                    took_s.append(time.monotonic() - started)
-                assert min(took_s) <= 0.01 * SLACK
-            finally:
-                empty_redis.resume()
-            healed_at = time.monotonic()
-            while (found := await get_one(store, NAMES[0], 5))[0] is not GetStatus.HIT:
-                assert time.monotonic() - healed_at <= 2.0 * SLACK, (found, store.health)
-                await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("delay_ms", [1, 20, 100, 500])

@@ -1,9 +1,8 @@
-"""A store that answers late is slow, not dead: deadlines follow what was measured."""
+"""A store that answers late is slow, not dead."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -13,8 +12,6 @@ from typing import TypeVar
 import pytest
 
 from tests.e2e.exact import exact_node, text, truth
-from tests.faulty import FaultyStore
-from tests.latch import until
 from tests.redis_groups import redis_cluster
 from tests.redis_proxy import Proxy, redis_proxy
 from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F401 - fixtures
@@ -22,11 +19,9 @@ from tests.storage.values import content_of, get_one, put_one
 from tierkv.api.types import DecodeBody, PrefillBody
 from tierkv.clock import SystemClock
 from tierkv.demo.processes import NodeProcess, node
-from tierkv.errors import StoreUnavailableError
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.storage.base import StoreWrapper
 from tierkv.storage.factory import StoreSettings, open_guarded_store
-from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import (
     BreakerState,
@@ -61,11 +56,7 @@ async def test_a_store_that_takes_half_a_second_for_each_answer_is_used(
             if not is_late_at_first:
                 assert await put_one(store, "t:f:early:0", b"x") is PutStatus.STORED
                 proxy.delay_s = LATENCY_S
-                with pytest.raises(StoreUnavailableError):  # nobody knows yet
-                    await store.exists(NAMES)
-                async with asyncio.timeout(20):
-                    while await put_one(store, "t:f:late:0", b"x") is PutStatus.FAILED:
-                        pass
+                assert await store.exists(NAMES) == 0
 
             async def use(name: str) -> None:
                 content = content_of(name, 10_000)
@@ -112,21 +103,6 @@ async def test_who_says_where_the_servers_are_may_take_long_to_say_so(
                 store = open_guarded_store(url, StoreSettings(), SystemClock())
                 async with store.running():
                     assert await put_one(store, "t:f:a:0", b"x") is PutStatus.STORED
-
-
-async def test_a_slow_store_that_says_nothing_any_more_is_left_alone_though_nobody_waits_that_long(
-    empty_redis: RedisServer,  # noqa: F811
-) -> None:
-    settings = StoreSettings(resilience=ResilienceSettings(timeout_s=0.1, probe_interval_s=0.05))
-    async with late_redis(empty_redis, 0.08) as (_, url):
-        store = open_guarded_store(url, settings, SystemClock())
-        async with store.running():
-            empty_redis.pause()
-            try:
-                await until(lambda: store.health.circuit is not BreakerState.CLOSED)
-            finally:
-                empty_redis.resume()
-            await until(lambda: store.health.circuit is BreakerState.CLOSED)
 
 
 async def test_a_hand_off_over_a_store_that_is_later_than_its_deadlines_succeeds(
@@ -224,35 +200,3 @@ async def test_twenty_hand_offs_of_processes_over_a_store_half_a_second_away_suc
         async with task_group() as tasks:
             for number in range(20):
                 tasks.create_task(hand_over(number))
-
-
-async def test_a_store_that_is_quick_again_has_short_deadlines_again() -> None:
-    inner = FaultyStore(MemoryStore(MemorySettings(), SystemClock()))
-    settings = ResilienceSettings(
-        timeout_s=0.1, failures_to_open=100, probe_interval_s=0.01, negative_ttl_s=0.0
-    )
-    store = GuardedStore(inner, settings, SystemClock())
-
-    async def answers() -> bool:
-        try:
-            await store.exists(NAMES)
-        except StoreUnavailableError:
-            return False
-        return True
-
-    async with store.running():
-        inner.delay_s = 0.2
-        async with asyncio.timeout(20):
-            while not await answers():
-                pass
-        inner.delay_s = 0.0
-        async with asyncio.timeout(20):
-            while True:  # silent now: it is given up as soon as one that was never slow
-                await asyncio.sleep(0.02)
-                inner.hold()
-                started = time.monotonic()
-                assert not await answers()
-                took_s = time.monotonic() - started
-                inner.release()
-                if took_s < 0.2:
-                    return

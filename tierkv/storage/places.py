@@ -75,8 +75,6 @@ class _NoStore(StoreWrapper):
 
     def use_memory(self, pools: Sequence[memoryview]) -> None: ...
 
-    def expect_latency(self, latency_s: float, *, of_questions_s: float = 0.0) -> None: ...
-
     def when_back(self, call: Callable[[], None]) -> None: ...
 
     async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:  # noqa: ARG002
@@ -262,11 +260,6 @@ class Places:
         """Of those that are attached now."""
         for one in self._places:
             one.store.use_memory(pools)
-
-    def expect_latency(self, latency_s: float, *, of_questions_s: float = 0.0) -> None:
-        """Of those that are attached now."""
-        for one in self._places:
-            one.store.expect_latency(latency_s, of_questions_s=of_questions_s)
 
     def when_back(self, call: Callable[[], None]) -> None:
         """Of those that are attached now."""

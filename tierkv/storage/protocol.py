@@ -404,7 +404,6 @@ class StoreHealth:
     part: of a store made of several, the URL of the one whose circuit this is; "" for its own.
     write_refusal: why it takes no writes, in its own words; "" if it does.
     num_refused: operations that failed at once: circuit open, too many waiting, or stuck.
-    latency_s: of a round trip, where it was measured to be long, else 0.
     """
 
     circuit: BreakerState | None = None
@@ -418,7 +417,6 @@ class StoreHealth:
     num_dropped_writes: int = 0
     waiting_write_bytes: int = 0
     negative_hits: int = 0
-    latency_s: float = 0.0
 
 
 class Store(Protocol):
@@ -453,10 +451,6 @@ class Store(Protocol):
     def use_memory(self, pools: Sequence[memoryview]) -> None:
         """Before `running()` is entered: most buffers of reads and writes will lie in `pools`,
         plain memory that stays until it is left. For a store whose network card has to know."""
-
-    def expect_latency(self, latency_s: float, *, of_questions_s: float = 0.0) -> None:
-        """Allow for round trips of `latency_s` in the store's own deadlines from now on.
-        of_questions_s: the same for operations that lend no buffers, while it is being measured."""
 
     def when_back(self, call: Callable[[], None]) -> None:
         """Call `call` whenever the store answers again after it did not: it may have lost all it

@@ -365,7 +365,7 @@ class Topology:
         self._looked.clear()
         self.doubt()
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._access.question_pace.deadline_s(0)):
+            async with asyncio.timeout(self._access.pace.deadline_s(0)):
                 await self._looked.wait()
 
     def _join(self, address: Address) -> _Member | None:
@@ -414,7 +414,7 @@ class Topology:
         failures = []
         known = dict.fromkeys((*self._members, *self._url.addresses))
         access = self._access
-        deadline_s = access.settings.timeout_s + access.question_pace.extra_s / len(known)
+        deadline_s = access.settings.timeout_s / len(known)
         for address in sorted(known, key=lambda address: self._silent.get(address, 0.0)):
             connection = access.connection(address)
             command = ("CLUSTER", "SLOTS")

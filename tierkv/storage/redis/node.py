@@ -3,6 +3,7 @@ for questions, and its listing."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, MutableSequence, Sequence
@@ -180,14 +181,13 @@ class RedisAccess:
     tls: SSLContext | None
     stats: WireStats
     pace: TransferTimeout
-    question_pace: TransferTimeout
     turn: Turn = field(default_factory=Turn)
 
     def connection(
         self, address: Address, login: Login | None = None
     ) -> Callable[[], RedisConnection]:
         """What makes a connection of redis-py's to `address`. login: None for the store's own."""
-        timeout_s = self.settings.connect_timeout_s + self.question_pace.extra_s
+        timeout_s = self.settings.connect_timeout_s
         return connection_factory(
             address, login or self.login, self.tls_files, connect_timeout_s=timeout_s
         )
@@ -196,6 +196,7 @@ class RedisAccess:
 # Names are counted in so many parts at once: a gap among 1,000 is found in three exchanges, whose
 # names are 1,110 together. Halving takes ten exchanges and 2,000 names.
 _PARTS = 10
+_FAR_S = 0.05  # of an exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +239,7 @@ class RedisNode:
         self._locator = locator
         self._access = access
         self._clock = clock
+        self._is_far = False  # the last count took long
         reading = Dialer(
             locator, access.login, access.tls, settings.connect_timeout_s, access.pace,
             access.stats,
@@ -248,7 +250,6 @@ class RedisNode:
             home_bytes=WRITING_BYTES,
             away_bytes=settings.write_connections * WRITING_BYTES,  # a long one on each
         )
-        asking = replace(reading, pace=access.question_pace)
 
         def pool(dialer: Dialer, count: int) -> ConnectionPool:
             return ConnectionPool(dialer, num_connections=count, max_waiting=_MAX_WAITING, url=url)
@@ -256,7 +257,7 @@ class RedisNode:
         self.pools = {
             Purpose.READ: pool(reading, settings.num_connections),
             Purpose.WRITE: pool(writing, settings.write_connections),
-            Purpose.QUESTION: pool(asking, 1),
+            Purpose.QUESTION: pool(reading, 1),
         }
 
     @asynccontextmanager
@@ -316,12 +317,15 @@ class RedisNode:
 
     async def _count_leading(self, names: Sequence[str]) -> int:
         """Counts per part, in one exchange; then the same within the first part with a gap. Where
-        an exchange takes long, each name is a part, and one exchange all it takes."""
-        present = 0
-        num_parts = len(names) if self._access.pace.extra_s else _PARTS
+        an exchange takes long, each name is a part of the next one."""
+        present, time = 0, asyncio.get_running_loop().time
+        num_parts = len(names) if self._is_far else _PARTS
         while True:
-            parts = list(cut(names, -(-len(names) // num_parts)))
-            for part, count in zip(parts, await self._counts(parts), strict=True):
+            parts, began = list(cut(names, -(-len(names) // num_parts))), time()
+            counts = await self._counts(parts)
+            self._is_far = time() - began > _FAR_S
+            num_parts = len(names) if self._is_far else _PARTS
+            for part, count in zip(parts, counts, strict=True):
                 if count < len(part):
                     break
                 present += len(part)
@@ -349,7 +353,7 @@ class RedisNode:
         call. Raises StoreUnavailableError.
         """
         new_connection = self._access.connection(address)
-        deadline_s = self._access.question_pace.deadline_s(0)
+        deadline_s = self._access.pace.deadline_s(0)
         values: dict[str, StoredValue] = {}
         moving: list[str] = []
         async with conversation(new_connection, url=self.url, deadline_s=deadline_s) as talk:

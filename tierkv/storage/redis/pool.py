@@ -250,7 +250,7 @@ class ConnectionPool:
     async def _connect(self) -> Wire:
         """Raises StoreUnavailableError."""
         dialer = self._dialer
-        deadline_s = dialer.connect_timeout_s + dialer.pace.extra_s
+        deadline_s = dialer.connect_timeout_s
         try:
             async with asyncio.timeout(deadline_s):
                 address = await dialer.locator.locate()

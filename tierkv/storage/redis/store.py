@@ -97,7 +97,7 @@ class SentinelLocator:
             self._access.connection(sentinel, login),
             ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._url.service),
             url=f"the sentinel at {sentinel}",
-            deadline_s=self._access.question_pace.deadline_s(0) / len(self._sentinels),
+            deadline_s=self._access.pace.deadline_s(0) / len(self._sentinels),
         )
         if not isinstance(reply, list) or len(reply) != _ADDRESS_PARTS:
             raise StoreUnavailableError(
@@ -118,11 +118,6 @@ _CURSOR = re.compile(r"[0-9]{1,20}(?:\.[0-9]{1,10})+")
 _MANY_WRITES = 8
 
 
-# Of a latency that was measured so many count towards no deadline: an exchange may wait for one
-# before it, and a connection for its TLS.
-_ROUND_TRIPS = 2
-
-
 __all__ = ["RedisSettings", "RedisStore"]
 
 
@@ -139,7 +134,6 @@ class RedisStore(BaseStore):
         self._settings = settings
         self._clock = clock
         self._router: Router | None = None
-        self._pace, self._question_pace = settings.pace, settings.pace
         self._num_puts = 0  # under way
         self.stats = WireStats()
 
@@ -154,18 +148,12 @@ class RedisStore(BaseStore):
     def capabilities(self) -> Capabilities:
         return Capabilities(is_shared=True, is_durable=True, sends_from_loop=True)
 
-    def expect_latency(self, latency_s: float, *, of_questions_s: float = 0.0) -> None:
-        self._pace.extra_s = _ROUND_TRIPS * latency_s
-        self._question_pace.extra_s = _ROUND_TRIPS * max(latency_s, of_questions_s)
-
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         files = self._settings.tls if self._url.is_tls else None
         context = None if files is None else await aside(files.context)
         login = Login(self._url.username, self._url.password, self._url.db)
-        access = RedisAccess(
-            self._settings, login, files, context, self.stats, self._pace, self._question_pace
-        )
+        access = RedisAccess(self._settings, login, files, context, self.stats, self._settings.pace)
         router = _router(self._url, access, self._clock)
         async with router.running():
             await router.ping()

@@ -208,8 +208,8 @@ class RedisSettings:
 
     num_connections: int = 2
     write_connections: Fixed[int] = 2
-    timeout_s: float = 0.25
-    connect_timeout_s: Fixed[float] = 0.25
+    timeout_s: float = 2.5
+    connect_timeout_s: Fixed[float] = 2.5
     slowest_bytes_per_s: Fixed[float] = 200e6
     tls: TlsFiles = field(default_factory=TlsFiles)
     sentinel_username: str | None = None

@@ -350,15 +350,13 @@ class WireRequest:
 
 @dataclass(slots=True)
 class TransferTimeout:
-    """How long an exchange may take: timeout_s, its bytes at slowest_bytes_per_s, and extra_s that
-    the way to the servers takes, while that is a long one."""
+    """How long an exchange may take: timeout_s, and its bytes at slowest_bytes_per_s."""
 
     timeout_s: float
     slowest_bytes_per_s: float
-    extra_s: float = 0.0
 
     def deadline_s(self, num_bytes: int) -> float:
-        return self.timeout_s + self.extra_s + num_bytes / self.slowest_bytes_per_s
+        return self.timeout_s + num_bytes / self.slowest_bytes_per_s
 
 
 class Window:
