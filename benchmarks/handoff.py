@@ -45,11 +45,12 @@ from tests.redis_server import RedisServer, redis_server
 from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey, pack
 from tierkv.cache.layout import layered
 from tierkv.clock import SystemClock
+from tierkv.engine import GenerateRequest
 from tierkv.gpu import open_device
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.refmodel.config import ModelConfig
-from tierkv.refmodel.engine import EngineSettings, GenerateRequest, ReferenceEngine
+from tierkv.refmodel.engine import EngineSettings, ReferenceEngine
 from tierkv.refmodel.model import ReferenceModel
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service

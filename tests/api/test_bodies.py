@@ -15,7 +15,9 @@ from tierkv.cache.keys import pack
 from tierkv.errors import RequestTooLargeError
 from tierkv.gateway.openai import ChatBody
 from tierkv.http.bodies import JSON, MSGPACK, BodyError, decode
+from tierkv.tokenizers import ByteTokenizer
 
+TOKENIZER = ByteTokenizer()
 TEXTS = st.text(alphabet='ab"\\[]{}:, \u00e4\n', max_size=60)
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 SPACES = st.sampled_from([(",", ":"), (", ", ": "), (" ,\n", "\t: ")])
@@ -31,16 +33,16 @@ def test_fields_mean_what_they_say_however_they_are_spaced(
 ) -> None:
     body = {"tokens": tokens, "request_id": text}
     found = read(json.dumps(body, separators=spaces, ensure_ascii=ascii_only).encode())
-    assert (found.packed(), found.request_id) == (pack(tokens), text)
+    assert (found.packed(TOKENIZER), found.request_id) == (pack(tokens), text)
 
 
 @given(TOKENS)
 def test_packed_tokens_are_the_same_as_a_list_in_json_and_in_msgpack(tokens: list[int]) -> None:
     for given_ in (tokens, pack(tokens)):
         body = {"tokens": given_}
-        assert read(msgspec.json.encode(body)).packed() == pack(tokens)
+        assert read(msgspec.json.encode(body)).packed(TOKENIZER) == pack(tokens)
         in_msgpack = decode(msgspec.msgpack.encode(body), LookupBody, content_type=MSGPACK)
-        assert in_msgpack.packed() == pack(tokens)
+        assert in_msgpack.packed(TOKENIZER) == pack(tokens)
 
 
 @pytest.mark.parametrize(
@@ -71,4 +73,4 @@ def test_a_key_twice_is_refused_in_objects_of_a_list(messages: bytes) -> None:
 @pytest.mark.parametrize("body", [{"tokens": [1] * 21}, {"prompt": "a" * 21}])
 def test_more_than_the_most_tokens_are_refused(body: dict[str, Any]) -> None:
     with pytest.raises(RequestTooLargeError, match="at most 20 tokens"):
-        read(json.dumps(body).encode()).packed(20)
+        read(json.dumps(body).encode()).packed(TOKENIZER, 20)

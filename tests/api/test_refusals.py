@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.api.guarded import callers_in, guarded
 from tests.api.nodes import here
 from tests.latch import until
+from tierkv.api.settings import NodeSettings
 from tierkv.api.types import DecodeBody, GenerateBody, PrefillBody, job_of
 from tierkv.cache.keys import Prompt
 from tierkv.errors import BadRequestError, HandoffError
@@ -195,10 +196,11 @@ def test_any_fields_make_a_job_or_are_refused(body: dict[str, object]) -> None:
 def decoded_or_refused(raw: bytes, content_type: str) -> None:
     kinds: list[type[GenerateBody | PrefillBody | DecodeBody]]
     kinds = [GenerateBody, PrefillBody, DecodeBody]
+    spec = NodeSettings().engine_spec()
     for kind in kinds:
         with suppress(BadRequestError):
             body = decode(raw, kind, content_type=content_type)
-            job_of(body, "id", Prompt(body.packed(), 16))
+            job_of(body, spec, "id", Prompt(body.packed(spec.tokenizer), 16))
 
 
 async def test_an_empty_ticket_id_is_wrong_and_not_the_same_as_none() -> None:

@@ -16,9 +16,9 @@ from tests.e2e.exact import text, truth
 from tests.latch import until
 from tierkv.api.settings import Role
 from tierkv.clock import SystemClock
+from tierkv.engine import Sampling
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.tickets import Standing
-from tierkv.refmodel.model import Sampling
 from tierkv.refmodel.model import decode as decode_text
 from tierkv.storage.memory import MemorySettings, MemoryStore
 

@@ -12,11 +12,12 @@ import numpy.typing as npt
 
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Fingerprint, Prompt, pack
+from tierkv.engine import GenerateRequest, Generation, Sampling
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.settings import HandoffSettings
 from tierkv.refmodel.config import ModelConfig
-from tierkv.refmodel.engine import EngineSettings, GenerateRequest, Generation, ReferenceEngine
-from tierkv.refmodel.model import ReferenceModel, Sampling, encode, sample
+from tierkv.refmodel.engine import EngineSettings, ReferenceEngine
+from tierkv.refmodel.model import ReferenceModel, encode, sample
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import FetchPolicy
 from tierkv.service import Service

@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.exact import BLOCK_SIZE, Bytes, ExactNode, exact_node, text, truth
 from tierkv.cache.eviction import WritePolicy
 from tierkv.clock import SystemClock
-from tierkv.refmodel.model import Sampling
+from tierkv.engine import Sampling
 from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.protocol import Store

@@ -39,7 +39,7 @@ from tests.redis_proxy import Proxy, proxy_on_a_thread
 from tests.redis_server import RedisServer, free_port, redis_server
 from tierkv.demo.processes import NodeProcess, gateway, node
 from tierkv.embed import EngineCacheSettings
-from tierkv.refmodel.model import Sampling
+from tierkv.engine import Sampling
 from tierkv.refmodel.model import decode as decode_text
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ import pytest_asyncio
 from tests.e2e.exact import fresh_connections, text, truth
 from tests.redis_server import free_port
 from tierkv.demo.processes import NodeProcess, gateway, node
-from tierkv.refmodel.model import Sampling
+from tierkv.engine import Sampling
 from tierkv.refmodel.model import decode as decode_text
 
 # All tests share one fleet, since starting it takes longer than most of them; each leaves it whole.

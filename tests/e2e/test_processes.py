@@ -16,7 +16,7 @@ import pytest
 from tests.e2e.exact import fresh_connections, text, truth
 from tests.redis_server import redis_server
 from tierkv.demo.processes import NodeProcess, node, stop
-from tierkv.refmodel.model import Sampling
+from tierkv.engine import Sampling
 from tierkv.refmodel.model import decode as decode_text
 
 pytestmark = pytest.mark.timeout(600)

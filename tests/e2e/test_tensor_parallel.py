@@ -20,12 +20,13 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Fingerprint, pack
 from tierkv.clock import SystemClock
 from tierkv.demo.processes import node, stop
+from tierkv.engine import GenerateRequest, Sampling
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import BlockCopy, Direction
 from tierkv.pd.settings import HandoffSettings
 from tierkv.ranks.ranked import RankedDevice, RankedEvent
-from tierkv.refmodel.engine import EngineSettings, GenerateRequest, ReferenceEngine
-from tierkv.refmodel.model import ReferenceModel, Sampling
+from tierkv.refmodel.engine import EngineSettings, ReferenceEngine
+from tierkv.refmodel.model import ReferenceModel
 from tierkv.refmodel.model import decode as decode_text
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service

@@ -13,6 +13,7 @@ import msgspec
 import xxhash
 
 from tierkv.api import types
+from tierkv.api.settings import NodeSettings
 from tierkv.api.types import PromptBody, job_of
 from tierkv.cache.keys import Prompt, pack
 from tierkv.client.errors import read_problem
@@ -51,6 +52,7 @@ BODIES: tuple[type[msgspec.Struct], ...] = (
     types.QuotaBody,
     types.ResizeBody,
 )
+_SPEC = NodeSettings().engine_spec()
 _KEY = bytes(range(32))
 _IDENTITY = ValueIdentity(bytes(16), bytes(32), 16)
 _MOST_PROMPTS = 32
@@ -85,9 +87,9 @@ def _body(content_type: str, data: bytes) -> None:
     with suppress(BadRequestError):
         body = decode(raw, kind, content_type=content_type)
         if isinstance(body, PromptBody):
-            packed = body.packed()
+            packed = body.packed(_SPEC.tokenizer)
             if isinstance(body, types.GenerateBody | types.PrefillBody | types.DecodeBody):
-                job_of(body, "id", Prompt(packed, 16))
+                job_of(body, _SPEC, "id", Prompt(packed, 16))
 
 
 def _tokens(data: bytes) -> None:

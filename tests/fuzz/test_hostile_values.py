@@ -12,6 +12,7 @@ import pytest
 
 from tests.fuzz.seeds import some
 from tierkv.api import types
+from tierkv.api.settings import NodeSettings
 from tierkv.api.types import PromptBody, job_of
 from tierkv.cache.keys import Prompt
 from tierkv.errors import BadRequestError
@@ -25,6 +26,7 @@ NODE_BODIES = [
     if name.endswith("Body") and isinstance(kind, type) and kind is not PromptBody
 ]
 ENOUGH = 4
+SPEC = NodeSettings().engine_spec()
 
 
 def nested(depth: int) -> list[Any]:
@@ -83,10 +85,10 @@ def use(body: object) -> None:
         for job in body.jobs(prompts, "id", None):
             job.work({"max_tokens": job.max_tokens, "request_id": job.request_id})
     elif isinstance(body, PromptBody):
-        prompt = Prompt(body.packed(), 16)
+        prompt = Prompt(body.packed(SPEC.tokenizer), 16)
         body.media_items()
         if isinstance(body, types.GenerateBody | types.PrefillBody | types.DecodeBody):
-            request = job_of(body, "id", prompt, getattr(body, "max_tokens", 1))
+            request = job_of(body, SPEC, "id", prompt, getattr(body, "max_tokens", 1))
             sampling = request.sampling
             msgspec.msgpack.encode((request.max_tokens, sampling.top_k, sampling.seed))
 

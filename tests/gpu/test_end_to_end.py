@@ -16,10 +16,11 @@ from tests.gpu.cuda import cupy_or_skip
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Fingerprint, Prompt, pack
 from tierkv.clock import SystemClock
+from tierkv.engine import GenerateRequest, Generation, Sampling
 from tierkv.pd.settings import HandoffSettings
 from tierkv.refmodel.config import ModelConfig
-from tierkv.refmodel.engine import EngineSettings, GenerateRequest, Generation, ReferenceEngine
-from tierkv.refmodel.model import ReferenceModel, Sampling, sample
+from tierkv.refmodel.engine import EngineSettings, ReferenceEngine
+from tierkv.refmodel.model import ReferenceModel, sample
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import FetchPolicy
 from tierkv.service import Service

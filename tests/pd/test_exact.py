@@ -19,12 +19,11 @@ from tests.redis_server import PATIENT, RedisServer, redis_server
 from tests.world import background_tasks
 from tierkv.cache.eviction import WritePolicy
 from tierkv.clock import SystemClock
+from tierkv.engine import GenerateRequest, Sampling
 from tierkv.errors import HandoffError
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import PublishWait
 from tierkv.pd.settings import DirectPath, HandoffSettings
-from tierkv.refmodel.engine import GenerateRequest
-from tierkv.refmodel.model import Sampling
 from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.protocol import Store

@@ -18,7 +18,7 @@ from tests.e2e.exact import text, truth
 from tests.e2e.test_processes import Cluster, cluster
 from tests.redis_server import RedisServer, redis_server
 from tierkv.demo.processes import DemoError, NodeProcess
-from tierkv.refmodel.model import Sampling
+from tierkv.engine import Sampling
 from tierkv.refmodel.model import decode as decode_text
 
 log = logging.getLogger(__name__)

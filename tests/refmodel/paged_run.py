@@ -9,8 +9,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from tierkv.engine import Sampling
 from tierkv.refmodel.config import ModelConfig
-from tierkv.refmodel.model import ReferenceModel, Sampling, encode, sample
+from tierkv.refmodel.model import ReferenceModel, encode, sample
 
 KVDtype = Literal["float32", "float16", "bfloat16"]
 Tokens = npt.NDArray[np.int32]

@@ -17,6 +17,7 @@ from tests.latch import EVERY, CopyLatch, cancelled_at, finish, turns, until
 from tests.stored import stored_keys
 from tierkv.cache.keys import Names, Prompt, pack
 from tierkv.clock import SystemClock
+from tierkv.engine import GenerateRequest, Sampling
 from tierkv.errors import (
     BadRequestError,
     HandoffError,
@@ -27,8 +28,6 @@ from tierkv.gpu.cpu import CallerStream, CpuDevice
 from tierkv.gpu.protocol import Direction, Event
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.tickets import MAX_TICKET_BYTES, Ticket
-from tierkv.refmodel.engine import GenerateRequest
-from tierkv.refmodel.model import Sampling
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import PutItem
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tests.refmodel.paged_run import PROSE, KVDtype, PagedRun, model
-from tierkv.refmodel.model import Sampling, sample
+from tierkv.engine import Sampling
+from tierkv.refmodel.model import sample
 
 LATE = PROSE[-1:]
 

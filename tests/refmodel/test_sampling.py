@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.refmodel.paged_run import PROSE, PagedRun, model
+from tierkv.engine import Sampling
 from tierkv.errors import BadRequestError
-from tierkv.refmodel.model import Sampling, sample
+from tierkv.refmodel.model import sample
 
 LOGITS = np.linspace(-3, 3, 256, dtype=np.float32)
 

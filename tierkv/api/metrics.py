@@ -28,10 +28,10 @@ import tierkv
 from tierkv import tasks
 from tierkv.api.node import Node
 from tierkv.cache.node import BOUNDS_S, TICKS_PER_S, AgeCounts, PoolStats
+from tierkv.engine import Generation
 from tierkv.errors import HandoffError
 from tierkv.observe import Stats
 from tierkv.pd.tickets import HandoffProblem
-from tierkv.refmodel.engine import Generation
 from tierkv.storage.protocol import BreakerState
 from tierkv.threads import aside
 from tierkv.transfer.mover import LayerTimes
@@ -381,7 +381,7 @@ def _estimates(node: Node) -> Iterator[Metric]:
 
 
 def _engine(node: Node) -> Iterator[Metric]:
-    if not node.has_model:
+    if not node.has_engine:
         return
     stats = node.engine.stats
     yield total("tierkv_generated_tokens", "Tokens generated", stats.generated_tokens)

@@ -21,6 +21,7 @@ from tierkv.api.settings import NO_STORAGE, NodeSettings, default_storage_url
 from tierkv.api.types import GenerateAnswer, PromptBody
 from tierkv.cache.keys import Fingerprint, MediaItem, Prompt
 from tierkv.clock import SystemClock
+from tierkv.engine import EngineSpec, NodeEngine
 from tierkv.errors import ShuttingDownError
 from tierkv.gpu import open_device
 from tierkv.gpu.protocol import Device
@@ -32,12 +33,11 @@ from tierkv.http.process import CallUnderWay, Heartbeat, Working
 from tierkv.http.route import in_path
 from tierkv.ranks.memory import SharedCpuDevice
 from tierkv.ranks.ranked import RankedDevice
-from tierkv.refmodel.engine import ReferenceEngine
-from tierkv.refmodel.model import ReferenceModel
 from tierkv.sched.explain import Explanation, Miss
 from tierkv.service import Service
 from tierkv.storage.factory import open_guarded_store
 from tierkv.storage.protocol import Store
+from tierkv.tokenizers import Tokenizer
 from tierkv.transfer.tier import StorageOptions
 
 if TYPE_CHECKING:
@@ -66,28 +66,24 @@ class Node:
     ) -> None:
         self.settings = settings
         self._external = external
-        node, model = settings.node, settings.model
+        node = settings.node
+        self._spec = None if external else settings.engine_spec()
         self.name = node.name or f"{node.role.value}@{node.host}:{node.port}"
-        self.device = device or (SharedCpuDevice() if external else _open_device(settings))
-        layout = model.layout(settings.cache.block_size)
-        own = Fingerprint(
-            model=model.name,
-            revision=model.weights_id,
-            layout=layout,
-            tenant=settings.cache.tenant,
+        self.device = device or (
+            SharedCpuDevice() if self._spec is None else _open_device(settings, self._spec)
         )
         self.service = Service(
             self.device,
-            external.sizes.fingerprint if external else own,
+            external.sizes.fingerprint if external else self._own_fingerprint(),
             settings.cache,
             settings.handoff,
             store or _open_store(settings, environ),
-            storage=_storage_options(settings),
+            storage=_storage_options(settings, self._spec),
             name=self.name,
             beside=external.sizes.beside() if external else (),
             kv_events=settings.events,
         )
-        self._model = None if external else self._reference()
+        self._engine = None if self._spec is None else self._opened(self._spec)
         self._working = Working(
             lambda: ShuttingDownError(
                 f"this node {self._why_ends('was stopped')} before the request was done"
@@ -108,31 +104,44 @@ class Node:
         self.started_at = time.time()
         self.has_started = False
 
-    def _reference(self) -> ReferenceEngine:
-        settings = self.settings
+    def _opened(self, spec: EngineSpec) -> NodeEngine:
         with self.device.computing():
-            reference = ReferenceModel(
-                settings.model,
-                settings.cache.block_size,
-                self.device.array_module,
-                tensor_parallel=settings.cache.tensor_parallel,
-            )
-        return ReferenceEngine(self.service, reference, settings.engine)
+            return spec.open(self.service)
+
+    def _own_fingerprint(self) -> Fingerprint:
+        return self.spec.fingerprint(self.settings.cache.tenant)
 
     @property
-    def has_model(self) -> bool:
-        """Whether it computes itself."""
-        return self._model is not None
+    def has_engine(self) -> bool:
+        """Whether the node computes itself."""
+        return self._engine is not None
 
     @property
-    def engine(self) -> ReferenceEngine:
-        """Raises NoEngineError if engines in other processes compute."""
-        if self._model is None:
-            raise NoEngineError(
-                "this node has no model of its own: it keeps the KV of engines on its machine "
-                "(node.engine_socket), which compute"
-            )
-        return self._model
+    def engine(self) -> NodeEngine:
+        """The node's own engine.
+
+        Raises:
+            NoEngineError: Engines in other processes compute.
+        """
+        if self._engine is None:
+            raise _no_engine()
+        return self._engine
+
+    @property
+    def spec(self) -> EngineSpec:
+        """What the node's own engine is.
+
+        Raises:
+            NoEngineError: Engines in other processes compute.
+        """
+        if self._spec is None:
+            raise _no_engine()
+        return self._spec
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the node's own engine, None where engines in other processes compute."""
+        return None if self._spec is None else self._spec.tokenizer
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -235,13 +244,19 @@ class Node:
         await self._working.idle(grace_s=grace_s)
 
 
-def _open_device(settings: NodeSettings) -> Device:
+def _no_engine() -> NoEngineError:
+    return NoEngineError(
+        "this node has no model of its own: it keeps the KV of engines on its machine "
+        "(node.engine_socket), which compute"
+    )
+
+
+def _open_device(settings: NodeSettings, spec: EngineSpec) -> Device:
     name = settings.node.device
     ranks = settings.cache.tensor_parallel
     if ranks == 1:
         return open_device(name)
-    scheme = settings.model.shards(settings.cache.block_size)
-    return RankedDevice([open_device(name) for _ in range(ranks)], scheme)
+    return RankedDevice([open_device(name) for _ in range(ranks)], spec.shards)
 
 
 def _open_store(settings: NodeSettings, environ: Mapping[str, str]) -> Store | None:
@@ -256,8 +271,8 @@ def _opener(settings: NodeSettings) -> Callable[[str], Store]:
     return lambda url: open_guarded_store(url, kinds, SystemClock())
 
 
-def _storage_options(settings: NodeSettings) -> StorageOptions:
-    storage, is_external = settings.storage, bool(settings.node.engine_socket)
+def _storage_options(settings: NodeSettings, spec: EngineSpec | None) -> StorageOptions:
+    storage = settings.storage
     opener = _opener(settings)
     return StorageOptions(
         open=opener,
@@ -266,7 +281,7 @@ def _storage_options(settings: NodeSettings) -> StorageOptions:
         small=storage.small_codec(),
         touches_per_ttl=storage.touches_per_ttl,
         peer_sizes=storage.peer_tensor_parallel,
-        scheme=None if is_external else settings.model.shards(settings.cache.block_size),
+        scheme=None if spec is None else spec.shards,
     )
 
 
@@ -311,7 +326,8 @@ class Routes:
         given = body.tokens if body.prompt is None else body.prompt
         if given is None or len(given) <= _LONG:
             return body
-        return msgspec.structs.replace(body, prompt=None, tokens=body.packed(self._most_tokens))
+        tokens = body.packed(self._node.tokenizer, self._most_tokens)
+        return msgspec.structs.replace(body, prompt=None, tokens=tokens)
 
     async def _read_optional(self, request: web.BaseRequest, kind: type[T]) -> T:
         return await self._node.bodies.read_optional(request, kind)
@@ -334,5 +350,6 @@ class Routes:
 
     def _prompt(self, request: web.BaseRequest, body: PromptBody) -> Prompt:
         """In the space of the caller's tenant and adapter. Raises FieldError or BadRequestError."""
-        tokens, tenant = body.packed(self._most_tokens), principal_of(request).tenant
+        tokens = body.packed(self._node.tokenizer, self._most_tokens)
+        tenant = principal_of(request).tenant
         return self._node.prompt(tokens, tenant, body.media_items(), body.adapter)

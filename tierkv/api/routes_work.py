@@ -26,15 +26,15 @@ from tierkv.api.types import (
     job_of,
 )
 from tierkv.cache.keys import TOKEN_BYTES, count, unpack
+from tierkv.engine import GenerateRequest
 from tierkv.errors import RequestTooLargeError
 from tierkv.http import bodies
 from tierkv.http.bodies import open_stream, write
 from tierkv.http.callers import Access
 from tierkv.http.problems import UnknownIdError, WrongRoleError, log_if_unexpected, problem_of
 from tierkv.http.route import Disconnect, Route
-from tierkv.refmodel.engine import GenerateRequest
-from tierkv.refmodel.model import TextDecoder
 from tierkv.tasks import task_group
+from tierkv.tokenizers import TextDecoder
 
 
 class TokensEvent(msgspec.Struct, frozen=True):
@@ -78,7 +78,7 @@ class _Stream:
         self._changed.set()
 
     async def send(self) -> None:
-        """Send tokens as they are told, until `end`."""
+        """Send tokens as `tell` brings them, until `end`."""
         sent = 0
         try:
             while not self._is_over or sent < len(self._tokens):
@@ -183,9 +183,10 @@ class WorkRoutes(Routes):
     async def tokenize(self, request: web.BaseRequest) -> TokenizeAnswer:
         """Tell the tokens of a text, as this node's model reads it."""
         async with self._node.work():
-            engine, body = self._node.engine, await self._read(request, TokenizeBody)
+            tokenizer = self._node.spec.tokenizer
+            body = await self._read(request, TokenizeBody)
             tokens = await self._node.bodies.aside(
-                len(body.prompt), lambda: engine.encode(body.prompt)
+                len(body.prompt), lambda: tokenizer.encode(body.prompt)
             )
             if (num_tokens := count(tokens)) > self._most_tokens:
                 raise RequestTooLargeError(f"a prompt has at most {self._most_tokens} tokens here")
@@ -200,7 +201,7 @@ class WorkRoutes(Routes):
         is_stream=True,
     )
     async def generate(self, request: web.BaseRequest) -> web.StreamResponse | GenerateAnswer:
-        """Generate with the reference model, from the cache as far as it goes."""
+        """Generate with the node's engine, from the cache as far as it goes."""
         async with self._node.work():
             body = await self._read_prompt(request, GenerateBody)
             asked = self._asked(
@@ -285,7 +286,8 @@ class WorkRoutes(Routes):
         request_id = self._request_id(request, body.request_id)
         prompt = self._prompt(request, body)
         request_name = self._node.request_name(request_id, principal_of(request).tenant)
-        job = job_of(body, request_name, prompt, max_tokens, uses_cache=uses_cache)
+        spec = self._node.spec
+        job = job_of(body, spec, request_name, prompt, max_tokens, uses_cache=uses_cache)
         content = content_of(msgspec.structs.replace(body, stream=False), prompt.tokens)
         answered = body.answered_tokens if isinstance(body, GenerateBody) else 0
         return _Asked(operation, request_id, principal_of(request).tenant, content, job, answered)
@@ -310,7 +312,7 @@ class WorkRoutes(Routes):
         """A decoder that has told the text of the tokens that were answered already."""
         tokens = asked.job.tokens
         start = max(len(tokens) - asked.answered_tokens * TOKEN_BYTES, 0)
-        decoder = self._node.engine.decoder(tokens[:start])
+        decoder = self._node.spec.tokenizer.decoder(tokens[:start])
         for token in unpack(tokens[start:]).tolist():
             decoder.feed(token)
         return decoder

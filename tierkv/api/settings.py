@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 from tierkv.config import all_above_zero
+from tierkv.engine import EngineSpec
+from tierkv.engines import EngineTables, engine_of
 from tierkv.errors import ConfigError
 from tierkv.http.settings import AuthSection, ListenSection, TlsSection
 from tierkv.pd.settings import HandoffSettings
-from tierkv.refmodel.config import ModelConfig
-from tierkv.refmodel.engine import EngineSettings
 from tierkv.sched.settings import CacheSettings
 from tierkv.service.kv_events import EventsSection
 from tierkv.storage.factory import StorageSettings
@@ -44,6 +44,8 @@ class NodeSection(ListenSection, frozen=True, kw_only=True, forbid_unknown_field
 
     role: which half of the work it takes: prefill, decode or both.
     name: for people, in logs, tickets and metrics; role@host:port where it is empty.
+    engine: name of the engine that computes: reference. No engine computes where engine_socket is
+        set.
     device: what computes and holds the Device tier: "cpu", "cuda", or "cuda:1" for the second GPU.
     close_limit_s: how long all else may take after the drain. A store or a device that does not
         leave the node's memory by then, such as a disk that hangs, is left behind: exit status 1.
@@ -56,6 +58,7 @@ class NodeSection(ListenSection, frozen=True, kw_only=True, forbid_unknown_field
 
     role: Role = Role.BOTH
     name: str = ""
+    engine: str = "reference"
     device: str = "cpu"
     port: int = 8100
     drain_grace_s: float = 20.0
@@ -73,7 +76,7 @@ class NodeSection(ListenSection, frozen=True, kw_only=True, forbid_unknown_field
             raise ConfigError("node.name must be printable, on one line")
 
 
-class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NodeSettings(EngineTables, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The config file of `tierkv serve`: each field is a table in it."""
 
     node: NodeSection = NodeSection()
@@ -82,9 +85,15 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cache: CacheSettings = CacheSettings()
     handoff: HandoffSettings = HandoffSettings()
     storage: StorageSettings = StorageSettings()
-    model: ModelConfig = ModelConfig()
-    engine: EngineSettings = EngineSettings()
     events: EventsSection = EventsSection()
+
+    def engine_spec(self) -> EngineSpec:
+        """Return the engine that `node.engine` names.
+
+        Raises:
+            ConfigError: There is no such engine, or its settings do not fit each other.
+        """
+        return engine_of(self.node.engine, self, self.cache)
 
     def __post_init__(self) -> None:
         if self.tls.client_ca and not self.auth.file:

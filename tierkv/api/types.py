@@ -9,6 +9,14 @@ import msgspec
 from msgspec.structs import asdict
 
 from tierkv.cache.keys import TOKEN_BYTES, MediaItem, Prompt, pack
+from tierkv.engine import (
+    EngineSpec,
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    Prefilled,
+    Sampling,
+)
 from tierkv.errors import RequestTooLargeError
 from tierkv.http.bodies import FieldError
 from tierkv.http.problems import Problem
@@ -16,9 +24,8 @@ from tierkv.observe import Lookup
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import PublishWait
 from tierkv.pd.tickets import Ticket
-from tierkv.refmodel.engine import GenerateRequest, Generation, Prefilled
-from tierkv.refmodel.model import Sampling, encode
 from tierkv.sched.request import Matched
+from tierkv.tokenizers import Tokenizer
 from tierkv.transfer.tier import StoreState
 
 MaxTokens = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -40,7 +47,7 @@ class PromptBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     little-endian integers (base64 in JSON).
 
     media: prompts share a block only if what is in it is the same. adapter: name and revision of
-    the LoRA weights in use; two adapters share nothing. The reference model takes neither.
+    the LoRA weights in use; two adapters share nothing. An engine may take neither.
     """
 
     prompt: str | None = None
@@ -51,16 +58,36 @@ class PromptBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def media_items(self) -> list[MediaItem]:
         return [MediaItem(one.start, one.num_tokens, bytes.fromhex(one.hash)) for one in self.media]
 
-    def packed(self, most_tokens: int = 2**31 - 1) -> bytes:
-        """The prompt's tokens, packed. Raises FieldError, BadRequestError or RequestTooLargeError,
-        the latter before anything is packed."""
+    def packed(self, tokenizer: Tokenizer | None, most_tokens: int = 2**31 - 1) -> bytes:
+        """Return the prompt's tokens, packed.
+
+        Args:
+            tokenizer: The tokenizer of the node's engine; None where the node has none.
+            most_tokens: Number of tokens of the longest prompt.
+
+        Raises:
+            FieldError: Neither or both of `prompt` and `tokens` are given, or the node cannot turn
+                text into tokens.
+            BadRequestError: A token is out of range.
+            RequestTooLargeError: The prompt is too long; raised before anything is packed.
+        """
         given = self.tokens if self.prompt is None else self.prompt
         if given is None or (self.prompt is not None and self.tokens is not None):
             raise FieldError("give exactly one of prompt and tokens")
+        if isinstance(given, str):
+            given = self._encoded(given, tokenizer, most_tokens)
         num_tokens = len(given) // TOKEN_BYTES if isinstance(given, bytes) else len(given)
-        if num_tokens > most_tokens:  # a character is one token or more
+        if num_tokens > most_tokens:
             raise RequestTooLargeError(f"a prompt has at most {most_tokens} tokens here")
-        return pack(encode(given) if isinstance(given, str) else given)
+        return pack(given)
+
+    @staticmethod
+    def _encoded(text: str, tokenizer: Tokenizer | None, most_tokens: int) -> bytes:
+        if tokenizer is None:
+            raise FieldError("this node has no tokenizer: give tokens")
+        if tokenizer.fewest_tokens(text) > most_tokens:
+            raise RequestTooLargeError(f"a prompt has at most {most_tokens} tokens here")
+        return tokenizer.encode(text)
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -132,11 +159,30 @@ SamplingBody = GenerateBody | PrefillBody | DecodeBody
 
 
 def job_of(
-    body: SamplingBody, name: str, prompt: Prompt, max_tokens: int = 1, *, uses_cache: bool = True
+    body: SamplingBody,
+    spec: EngineSpec,
+    name: str,
+    prompt: Prompt,
+    max_tokens: int = 1,
+    *,
+    uses_cache: bool = True,
 ) -> GenerateRequest:
-    """name: what the scheduler calls it. prompt: the body's. Raises BadRequestError."""
-    if body.media or body.adapter:
-        raise FieldError("the reference model takes no media and has no adapters")
+    """Return the engine's request for a body.
+
+    Args:
+        body: The body of a call.
+        spec: The engine of the node.
+        name: The scheduler's name of the request.
+        prompt: The body's prompt.
+        max_tokens: Number of tokens to generate.
+        uses_cache: False computes every token.
+
+    Raises:
+        FieldError: The engine takes no media, or no adapters.
+        BadRequestError: A number is out of range.
+    """
+    if (body.media and not spec.takes_media) or (body.adapter and not spec.takes_adapters):
+        raise FieldError("the engine of this node takes no media and has no adapters")
     sampling = Sampling(temperature=body.temperature, seed=body.seed, top_k=body.top_k)
     return GenerateRequest(
         name, prompt.tokens, max_tokens, sampling, uses_cache=uses_cache, space=prompt.space
@@ -163,7 +209,10 @@ class MatchedTokens(msgspec.Struct, frozen=True):
 
 
 class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """load_problem: why cached tokens were computed after all, null if they were not."""
+    """load_problem: why cached tokens were computed after all, null if they were not.
+
+    finish_reason: "length" at max_tokens, "stop" at the model's own end of text.
+    """
 
     request_id: str
     text: str
@@ -175,6 +224,7 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     queue_s: float
     time_to_first_token_s: float
     total_s: float
+    finish_reason: FinishReason = "length"
 
     @classmethod
     def of(cls, request_id: str, generation: Generation) -> GenerateAnswer:
@@ -189,6 +239,7 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
             queue_s=generation.queue_s,
             time_to_first_token_s=generation.first_token_s,
             total_s=generation.total_s,
+            finish_reason=generation.finish_reason,
         )
 
 

@@ -13,11 +13,13 @@ import click
 
 from tierkv.api.settings import NodeSettings
 from tierkv.config import load
+from tierkv.engines import ENGINE_NAMES
 from tierkv.errors import ConfigError
 from tierkv.gateway.settings import GatewaySettings
 from tierkv.http.process import log_to_stderr
 
 _Decorator = Callable[[Any], Any]
+EXTERNAL = "external"  # --engine of a node that computes nothing
 
 
 def _all_of(*options: _Decorator) -> _Decorator:
@@ -122,11 +124,9 @@ def _address(port: int) -> _Decorator:
 @click.option("--name", help="What this node is called in logs and tickets.")
 @click.option(
     "--engine",
-    type=click.Choice(["reference", "external"]),
-    default="reference",
-    show_default=True,
-    help="Whose KV it caches: its own model's, or that of engines on this machine, which share its "
-    "host tier.",
+    type=click.Choice([*ENGINE_NAMES, EXTERNAL]),
+    help="The engine that computes, or `external`: engines on this machine compute, and share the "
+    "host tier of this node.  [default: reference]",
 )
 @click.option(
     "--engine-socket",
@@ -146,7 +146,7 @@ def serve(
     as_json: bool,
     insecure: bool,
     no_tcp: bool,
-    engine: str,
+    engine: str | None,
     config: Path | None,
     **options: str | int | None,
 ) -> None:
@@ -163,9 +163,10 @@ def serve(
     from tierkv.api.server import run  # noqa: PLC0415 - a gateway needs no node
 
     options["listens_tcp"] = "false" if no_tcp else None
+    options["engine"] = None if engine == EXTERNAL else engine
     given = _settings_in(options, table="node", insecure=insecure)
     settings = load(NodeSettings, config, os.environ, given, beside=GatewaySettings)
-    if (engine == "external") != bool(settings.node.engine_socket):
+    if (engine == EXTERNAL) != bool(settings.node.engine_socket):
         raise ConfigError("--engine external goes with --engine-socket, where engines come")
     log_to_stderr(log_level.upper())
 

@@ -150,7 +150,8 @@ class PromptAnswer:
                 raise failure
             if rest := self._stops.feed(delivery.rest()) + self._stops.rest():
                 await say(rest)
-            self.finish_reason = "stop" if self._stops.has_stopped else "length"
+            has_stopped = self._stops.has_stopped or delivery.has_stopped
+            self.finish_reason = "stop" if has_stopped else "length"
 
     def _read(self, pieces: Sequence[str]) -> str:
         """Return the text to show of `pieces`, each of which is the text of one token."""
@@ -190,6 +191,7 @@ class Done(msgspec.Struct):
     """The summary that ends a node's stream, as far as the gateway reads it."""
 
     matched: _Matched
+    finish_reason: FinishReason = "length"  # older nodes do not tell it
 
 
 class Delivery:
@@ -202,6 +204,7 @@ class Delivery:
         self._pieces: list[str] = []  # the text of each token
         self._held_back = (0, "")  # what a node said beside its pieces, behind so many tokens
         self.cached_tokens: int | None = None  # of the prompt, when a node first told
+        self.has_stopped = False  # the model has ended the text
         self.is_claimed = False  # a decode node has begun to answer
         self.speakers: set[BackendNode] = set()  # whose tokens these are
         self.is_divided = False  # a node cannot use another's KV: may be of another model
@@ -238,7 +241,7 @@ class Delivery:
 
     @property
     def is_done(self) -> bool:
-        return len(self.tokens) >= self.job.max_tokens
+        return self.has_stopped or len(self.tokens) >= self.job.max_tokens
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -330,7 +333,9 @@ class Delivery:
                         offset = self.accept(node, offset, self._parse(node, event, _Tokens))
                         self.is_claimed |= path == "/v1/decode"
                     elif event.name == "done":
-                        return self._parse(node, event, Done)
+                        done = self._parse(node, event, Done)
+                        self.has_stopped |= done.finish_reason == "stop"
+                        return done
             raise AssertionError("a stream ends with done or raises")
         except AttemptError as error:
             self.note(node, error)

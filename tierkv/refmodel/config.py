@@ -10,8 +10,9 @@ from tierkv.cache.layout import Layout, attention_layout
 from tierkv.cache.shards import ShardScheme
 from tierkv.config import Fixed, all_at_least_one
 from tierkv.errors import ConfigError
+from tierkv.tokenizers import ByteTokenizer
 
-VOCAB_SIZE = 256
+VOCAB_SIZE = ByteTokenizer.vocab_size
 """A token is a byte; there is no BOS and no other special token."""
 
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}

@@ -1,5 +1,4 @@
-"""The inference engine of a node: runs the reference model over the cache's blocks, one thread;
-and generations, what it is asked for."""
+"""The reference model as the engine of a node: computes over the cache's blocks, on one thread."""
 
 from __future__ import annotations
 
@@ -9,15 +8,17 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from tierkv import tracing
-from tierkv.cache.keys import TOKEN_BYTES, Prompt, count, pack, unpack
+from tierkv.cache.keys import TOKEN_BYTES, Fingerprint, Prompt, count, pack, unpack
+from tierkv.cache.layout import Layout
+from tierkv.cache.shards import ShardScheme
 from tierkv.config import Fixed, all_above_zero, all_at_least_one
+from tierkv.engine import EngineStats, GenerateRequest, Generation, Prefilled
 from tierkv.errors import (
     BadRequestError,
     DeviceFailedError,
@@ -27,88 +28,18 @@ from tierkv.errors import (
 )
 from tierkv.gpu.protocol import Event
 from tierkv.pd.claims import ClaimPolicy
-from tierkv.pd.handoff import Published, PublishWait
+from tierkv.pd.handoff import PublishWait
 from tierkv.pd.tickets import HandoffProblem, Ticket
-from tierkv.refmodel.config import VOCAB_SIZE
-from tierkv.refmodel.model import (
-    Floats,
-    ReferenceModel,
-    Sampling,
-    TextDecoder,
-    decode,
-    encode,
-    sample,
-)
-from tierkv.sched.request import Matched, RequestSpec
+from tierkv.refmodel.config import ModelConfig
+from tierkv.refmodel.model import TOKENIZER, Floats, ReferenceModel, sample
+from tierkv.sched.request import RequestSpec
+from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.service.session import Session
 from tierkv.tasks import outlast
 from tierkv.threads import Threads
 
 Tokens1D = npt.NDArray[np.int32]
-OnTokens = Callable[[Sequence[int]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """What to generate from.
-
-    tokens: the prompt, packed as `cache.keys.pack` does.
-    uses_cache: False computes every token and leaves nothing cached, as a node without a cache
-        would; what other paths are compared with.
-    on_tokens: called on the loop after each step, with all tokens generated so far; with fewer
-        than the last time if cached tokens did not load and the run begins again. It must not
-        block or raise, and must not keep the list.
-    space: whose cache it uses, as `Service.space_of_tenant` names it; "" for the service's own.
-    Raises BadRequestError if these are no tokens, the model has none such, or none are to be
-    generated.
-    """
-
-    request_id: str
-    tokens: bytes
-    max_tokens: int = 32
-    sampling: Sampling = field(default_factory=Sampling)
-    uses_cache: bool = True
-    on_tokens: OnTokens | None = field(default=None, compare=False)
-    space: str = ""
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise BadRequestError(f"max_tokens must be at least 1, not {self.max_tokens}")
-        if self.tokens and int(unpack(pack(self.tokens)).max()) >= VOCAB_SIZE:
-            raise BadRequestError(f"a token must be in 0..{VOCAB_SIZE - 1}: the model reads bytes")
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """What came out, and what it took on this node.
-
-    tokens: generated ones, those that came with a ticket included; text: the same, decoded.
-    matched: prompt tokens that were found in each tier; computed_tokens: those computed here.
-    load_problem: why cached tokens were not used after all, None if all went well.
-    queue_s: until the request was admitted, its fetch from storage or its ticket included.
-    first_token_s: until this node had computed its first token; total_s: until the end. Seconds
-        from the call, on a monotonic clock.
-    """
-
-    tokens: tuple[int, ...]
-    text: str
-    prompt_tokens: int
-    computed_tokens: int
-    matched: Matched
-    load_problem: str | None
-    queue_s: float
-    first_token_s: float
-    total_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Prefilled:
-    """A prompt that is computed; generation holds its first token. published: None if that was
-    not waited for."""
-
-    generation: Generation
-    published: Published | None
 
 
 class ModelRun:
@@ -172,7 +103,7 @@ class ModelRun:
         first = now if self.first_token is None else self.first_token
         return Generation(
             tokens=tuple(self.tokens),
-            text=decode(self.tokens),
+            text=TOKENIZER.decode(self.tokens),
             prompt_tokens=len(self.prompt),
             computed_tokens=len(self.prompt) - self.cached_tokens,
             matched=self.matched,
@@ -200,15 +131,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         all_above_zero("engine", self, "load_timeout_s")
 
 
-@dataclass(slots=True)
-class EngineStats:
-    """Counts since the start."""
-
-    generated_tokens: int = 0
-    computed_tokens: int = 0
-    failed_loads: int = 0
-
-
 class ReferenceEngine:
     """Generates, prefills and decodes over `service`, all computing on one thread, "the GPU".
 
@@ -232,21 +154,8 @@ class ReferenceEngine:
         finally:
             self._thread.shutdown(wait=True)  # idle: every call was waited for by its caller
 
-    def encode(self, text: str) -> bytes:
-        """Return the packed tokens of `text`. Any thread may call it."""
-        return pack(encode(text))
-
-    def decoder(self, before: bytes) -> TextDecoder:
-        """Return what tells the text of tokens that follow the packed tokens `before`."""
-        del before  # a byte's text does not depend on the bytes before it
-        return TextDecoder()
-
     async def generate(self, job: GenerateRequest) -> Generation:
-        """Generate `job.max_tokens` tokens, using and filling the cache.
-
-        Cached tokens that fail to load are computed; the result says so. Raises what
-        `Service.admit` raises, and DeviceFailedError.
-        """
+        """See NodeEngine.generate; exactly `job.max_tokens` tokens, since no token ends a text."""
         run = self._run(job, job.max_tokens, job.max_tokens - 1)
         try:
             await run.session.admit()
@@ -264,13 +173,7 @@ class ReferenceEngine:
         *,
         waits_for: PublishWait = PublishWait.PUBLISHED,
     ) -> Prefilled:
-        """Compute the prompt and its first token, and publish them as a ticket for `decode`.
-
-        `job.max_tokens` has no meaning here. Once the prompt is computed, a cancel ends only the
-        wait for the publish; before, who waits for the ticket is told that it will not come.
-        Raises HandoffError if storage does not take it, DuplicateRequestError if the ticket is
-        another prompt's, and what `generate` raises.
-        """
+        """See NodeEngine.prefill."""
         run = self._run(job, 1, 0)
         session, sampling = run.session, job.sampling.readable()
 
@@ -305,13 +208,7 @@ class ReferenceEngine:
         policy: ClaimPolicy = ClaimPolicy.WHOLE,
         deadline_s: float | None = None,
     ) -> tuple[Generation, Ticket | None]:
-        """Claim a published prompt and generate what `generate` would have, token for token. A
-        ticket whose tokens were not sampled as `job` says is refused as incompatible.
-
-        With ClaimPolicy.RECOMPUTE what cannot be loaded is computed here, and so is all that a
-        ticket would have said if none comes. Raises HandoffError, its reason a HandoffProblem,
-        and what `Service.claim` raises.
-        """
+        """See NodeEngine.decode."""
         run = self._run(job, job.max_tokens, job.max_tokens - 1, needs_logits=False)
         session = run.session
         try:
@@ -346,6 +243,9 @@ class ReferenceEngine:
     # Steps of a run
 
     def _check(self, job: GenerateRequest, num_new: int) -> None:
+        if job.tokens and int(unpack(job.tokens).max()) >= TOKENIZER.vocab_size:
+            most = TOKENIZER.vocab_size - 1
+            raise BadRequestError(f"a token must be in 0..{most}: the model reads bytes")
         end = count(job.tokens) + num_new
         if end > self._model.config.max_positions:
             raise BadRequestError(
@@ -469,7 +369,47 @@ def _first_tokens(ticket: Ticket) -> Sequence[int]:
         raise HandoffError(
             HandoffProblem.INCOMPLETE.value, "the ticket does not say the first token"
         )
-    if max(ticket.first_tokens) >= VOCAB_SIZE:
+    if max(ticket.first_tokens) >= TOKENIZER.vocab_size:
         text = "the ticket's first tokens are no bytes"
         raise HandoffError(HandoffProblem.DAMAGED.value, text)
     return ticket.first_tokens
+
+
+class ReferenceSpec:
+    """The reference model as an EngineSpec."""
+
+    takes_media = False
+    takes_adapters = False
+    tokenizer = TOKENIZER
+
+    def __init__(self, config: ModelConfig, settings: EngineSettings, cache: CacheSettings) -> None:
+        self._config = config
+        self._settings = settings
+        self._cache = cache
+
+    @property
+    def layout(self) -> Layout:
+        return self._config.layout(self._cache.block_size)
+
+    @property
+    def shards(self) -> ShardScheme:
+        return self._config.shards(self._cache.block_size)
+
+    def fingerprint(self, tenant: str) -> Fingerprint:
+        """See EngineSpec.fingerprint."""
+        return Fingerprint(
+            model=self._config.name,
+            revision=self._config.weights_id,
+            layout=self.layout,
+            tenant=tenant,
+        )
+
+    def open(self, service: Service) -> ReferenceEngine:
+        """See EngineSpec.open."""
+        model = ReferenceModel(
+            self._config,
+            self._cache.block_size,
+            service.device.array_module,
+            tensor_parallel=self._cache.tensor_parallel,
+        )
+        return ReferenceEngine(service, model, self._settings)

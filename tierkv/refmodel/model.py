@@ -8,7 +8,6 @@ with: its logits do not depend, in any bit, on how a prompt was cut into calls (
 
 from __future__ import annotations
 
-import codecs
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,53 +18,15 @@ import numpy.typing as npt
 
 from tierkv.cache.layout import Layout
 from tierkv.cache.shards import Shard
+from tierkv.engine import Sampling
 from tierkv.errors import BadRequestError, LayoutError
 from tierkv.refmodel.config import VOCAB_SIZE, ModelConfig
+from tierkv.tokenizers import ByteTokenizer
 
 # Bytes as tokens, and which comes next: a pure function of logits, settings and position.
 #
 # The model reads any byte but writes only printable ASCII and newline, so that what it generates
 # can be shown in a terminal, a log line or a JSON answer as it is.
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How to choose among the logits.
-
-    temperature: 0 is greedy; above it, logits are divided by it.
-    seed: of a request; the same seed gives the same text.
-    top_k: how many of the best tokens may be chosen; 0 is all of them.
-
-    Raises BadRequestError if a number is out of range.
-    """
-
-    temperature: float = 0.0
-    seed: int = 0
-    top_k: int = 0
-
-    def readable(self) -> dict[str, str]:
-        """For a ticket: equal where the same tokens are chosen, whatever the logits."""
-        if self.is_greedy:
-            return {"temperature": "0"}
-        return {
-            "temperature": str(float(self.temperature)),
-            "seed": str(self.seed),
-            "top_k": str(self.top_k),
-        }
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0 or self.top_k == 1
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise BadRequestError(
-                f"temperature must be finite and not negative, not {self.temperature}"
-            )
-        if not 0 <= self.seed < 2**64:
-            raise BadRequestError(f"seed must be in [0, 2**64), not {self.seed}")
-        if self.top_k < 0:
-            raise BadRequestError(f"top_k must not be negative, not {self.top_k}")
 
 
 def sample(logits: npt.NDArray[np.float32], sampling: Sampling, position: int) -> int:
@@ -112,41 +73,16 @@ PRINTABLE.setflags(write=False)
 
 
 def encode(text: str) -> npt.NDArray[np.int32]:
-    """int32 [n]: the UTF-8 bytes of `text`, one token each."""
-    return encode_bytes(text.encode())
-
-
-def encode_bytes(raw: bytes) -> npt.NDArray[np.int32]:
-    """int32 [n]: one token per byte."""
-    return np.frombuffer(raw, np.uint8).astype(np.int32)
+    """Return int32 [n], the tokens of `text`: see ByteTokenizer."""
+    return np.frombuffer(TOKENIZER.encode(text), "<i4").astype(np.int32)
 
 
 def decode(tokens: Iterable[int]) -> str:
-    """The text of `tokens`; bytes that are not UTF-8 become U+FFFD.
-
-    Raises BadRequestError if a token is not in [0, 256).
-    """
-    try:
-        return bytes(int(token) for token in tokens).decode(errors="replace")
-    except ValueError as error:
-        raise BadRequestError(f"a token of the reference model is a byte: {error}") from error
+    """Return the text of `tokens`: see ByteTokenizer."""
+    return TOKENIZER.decode(tokens)
 
 
-class TextDecoder:
-    """The text of tokens as these come; a character is told with the last of its tokens."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def feed(self, token: int) -> str:
-        """Return the text that is known now and was not before `token`."""
-        return self._decoder.decode(bytes([token]))
-
-    def rest(self) -> str:
-        """Return the text of tokens that make no whole character, as U+FFFD, at the end."""
-        return self._decoder.decode(b"", final=True)
-
-
+TOKENIZER = ByteTokenizer()
 Floats = npt.NDArray[np.float32]
 PlaneArray = npt.NDArray[np.uint8]
 BFLOAT16 = "bfloat16"

@@ -1,0 +1,280 @@
+"""The seam between a node and the engine that computes for it.
+
+    settings --> EngineSpec              what the engine is: identity, layout, tokenizer
+                   | open(service)
+                   v
+                 NodeEngine              what the engine does: generate, prefill, decode
+                   | Session per request
+                   v
+                 Service                 blocks, block tables, gates, publishes and claims
+
+An engine drives one `Session` per request: it admits or claims, computes what is not cached, waits
+at the request's `LayerGate` before each layer whose KV is still being loaded, commits what it has
+computed, publishes, and ends. Batching, sampling and CUDA graphs are the engine's own. A new engine
+is a module with an `EngineSpec` and a row in `tierkv/engines.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from tierkv.cache.keys import Fingerprint, pack
+from tierkv.cache.layout import Layout
+from tierkv.cache.shards import ShardScheme
+from tierkv.errors import BadRequestError
+from tierkv.pd.claims import ClaimPolicy
+from tierkv.pd.handoff import Published, PublishWait
+from tierkv.pd.tickets import Ticket
+from tierkv.sched.request import Matched
+from tierkv.service import Service
+from tierkv.tokenizers import Tokenizer
+
+OnTokens = Callable[[Sequence[int]], None]
+FinishReason = Literal["length", "stop"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The choice of a token among the logits.
+
+    Attributes:
+        temperature: Divisor of the logits; 0 chooses the best token.
+        seed: Seed of a request; the same seed gives the same text.
+        top_k: Number of best tokens that may be chosen; 0 for all.
+
+    Raises:
+        BadRequestError: A number is out of range.
+    """
+
+    temperature: float = 0.0
+    seed: int = 0
+    top_k: int = 0
+
+    def readable(self) -> dict[str, str]:
+        """Return the words of a ticket, equal where the same tokens are chosen by any logits."""
+        if self.is_greedy:
+            return {"temperature": "0"}
+        return {
+            "temperature": str(float(self.temperature)),
+            "seed": str(self.seed),
+            "top_k": str(self.top_k),
+        }
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0 or self.top_k == 1
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise BadRequestError(
+                f"temperature must be finite and not negative, not {self.temperature}"
+            )
+        if not 0 <= self.seed < 2**64:
+            raise BadRequestError(f"seed must be in [0, 2**64), not {self.seed}")
+        if self.top_k < 0:
+            raise BadRequestError(f"top_k must not be negative, not {self.top_k}")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One request for tokens.
+
+    Attributes:
+        request_id: The scheduler's name of the request.
+        tokens: The prompt, packed as `cache.keys.pack` packs it.
+        max_tokens: Number of tokens to generate, at most.
+        sampling: The choice of tokens.
+        uses_cache: False computes every token and leaves nothing cached, as a node without a cache
+            does; tests compare other paths with this one.
+        on_tokens: Called on the loop after each step with all tokens generated so far; with fewer
+            than the last time if cached tokens did not load and the request begins again. The
+            callable must not block, raise or keep the list.
+        space: The cache's name of the tenant and adapter, as `Service.space_of_tenant` names it;
+            "" for the service's own.
+
+    Raises:
+        BadRequestError: `tokens` are no tokens, or `max_tokens` is below 1.
+    """
+
+    request_id: str
+    tokens: bytes
+    max_tokens: int = 32
+    sampling: Sampling = field(default_factory=Sampling)
+    uses_cache: bool = True
+    on_tokens: OnTokens | None = field(default=None, compare=False)
+    space: str = ""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise BadRequestError(f"max_tokens must be at least 1, not {self.max_tokens}")
+        pack(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The outcome of a request, and what it took on this node.
+
+    Attributes:
+        tokens: Generated tokens, those of a ticket included.
+        text: The text of `tokens`.
+        prompt_tokens: Number of tokens of the prompt.
+        computed_tokens: Number of prompt tokens that were computed here.
+        matched: Numbers of prompt tokens that were found in each tier.
+        load_problem: Reason why cached tokens were computed after all, None without one.
+        queue_s: Seconds from the call to the admission, the fetch from storage or the wait for a
+            ticket included.
+        first_token_s: Seconds from the call to the first token that this node has computed.
+        total_s: Seconds from the call to the end.
+        finish_reason: "length" at `max_tokens`, "stop" at the model's own end of text.
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+    prompt_tokens: int
+    computed_tokens: int
+    matched: Matched
+    load_problem: str | None
+    queue_s: float
+    first_token_s: float
+    total_s: float
+    finish_reason: FinishReason = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A computed prompt.
+
+    Attributes:
+        generation: The outcome, with the first token.
+        published: The outcome of the publish, None if nobody has waited for it.
+    """
+
+    generation: Generation
+    published: Published | None
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counts since the start."""
+
+    generated_tokens: int = 0
+    computed_tokens: int = 0
+    failed_loads: int = 0
+
+
+class NodeEngine(Protocol):
+    """An engine that computes for a node. Use it inside `running()`, within that of the service.
+
+    Every method may be cancelled: it then ends when no kernel uses the request's blocks any more,
+    and these have been given back.
+    """
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    def running(self) -> AbstractAsyncContextManager[None]: ...
+
+    async def generate(self, job: GenerateRequest) -> Generation:
+        """Generate up to `job.max_tokens` tokens, using and filling the cache.
+
+        Cached tokens that fail to load are computed; `load_problem` says so.
+
+        Raises:
+            BadRequestError: The engine cannot serve the request.
+            TierKVError: What `Service.admit` raises.
+            DeviceFailedError: The device is lost.
+        """
+        ...
+
+    async def prefill(
+        self, job: GenerateRequest, ticket_id: str, *, waits_for: PublishWait
+    ) -> Prefilled:
+        """Compute the prompt and its first token, and publish both as a ticket for `decode`.
+
+        `job.max_tokens` has no meaning here. Once the prompt is computed, a cancel ends only the
+        wait for the publish; before, claimers that wait for the ticket are told that it fails.
+
+        Args:
+            job: The request.
+            ticket_id: The name of the ticket on all nodes.
+            waits_for: The moment to return.
+
+        Raises:
+            HandoffError: Storage does not take the prompt.
+            DuplicateRequestError: The ticket is another prompt's.
+            TierKVError: What `generate` raises.
+        """
+        ...
+
+    async def decode(
+        self,
+        job: GenerateRequest,
+        ticket_id: str,
+        *,
+        policy: ClaimPolicy,
+        deadline_s: float | None,
+    ) -> tuple[Generation, Ticket | None]:
+        """Claim a published prompt and generate what `generate` would have, token for token.
+
+        Args:
+            job: The request; a ticket that was sampled otherwise is refused as incompatible.
+            ticket_id: The name of the ticket on all nodes.
+            policy: What to do about blocks that do not come.
+            deadline_s: Seconds to wait for the ticket; None for the service's own.
+
+        Returns:
+            The outcome, and the ticket; None if no ticket came and the policy let the engine
+            compute.
+
+        Raises:
+            HandoffError: The claim failed; the reason is a HandoffProblem.
+            TierKVError: What `Service.claim` raises.
+        """
+        ...
+
+
+class EngineSpec(Protocol):
+    """An engine before it runs: what a node needs to build the service, and how to start it."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def takes_media(self) -> bool:
+        """Whether prompts may have media."""
+        ...
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether prompts may name an adapter."""
+        ...
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of a block, of all ranks together."""
+        ...
+
+    @property
+    def shards(self) -> ShardScheme:
+        """The split of a block over tensor-parallel ranks."""
+        ...
+
+    def fingerprint(self, tenant: str) -> Fingerprint:
+        """Return everything that makes the KV of two nodes the same.
+
+        Args:
+            tenant: The salt of the node's own tenant.
+        """
+        ...
+
+    def open(self, service: Service) -> NodeEngine:
+        """Return the engine over `service`, whose device has the layout of this spec.
+
+        Called before the service runs, on a thread that may block, under the device's
+        `computing()`: the place to load weights.
+        """
+        ...

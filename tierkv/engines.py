@@ -1,0 +1,53 @@
+"""The engines of nodes by name, and the tables of settings that they read.
+
+A new engine is a module with an `EngineSpec`, its table of settings in `EngineTables`, and a row
+in `_ENGINES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from tierkv.engine import EngineSpec
+from tierkv.errors import ConfigError
+from tierkv.refmodel.config import ModelConfig
+from tierkv.refmodel.engine import EngineSettings, ReferenceSpec
+from tierkv.sched.settings import CacheSettings
+
+
+class EngineTables(msgspec.Struct, frozen=True, kw_only=True):
+    """The tables of the config file that engines read."""
+
+    model: ModelConfig = ModelConfig()
+    engine: EngineSettings = EngineSettings()
+
+
+def _reference(tables: EngineTables, cache: CacheSettings) -> EngineSpec:
+    return ReferenceSpec(tables.model, tables.engine, cache)
+
+
+_ENGINES: dict[str, Callable[[EngineTables, CacheSettings], EngineSpec]] = {
+    "reference": _reference,
+}
+ENGINE_NAMES = tuple(_ENGINES)
+
+
+def engine_of(name: str, tables: EngineTables, cache: CacheSettings) -> EngineSpec:
+    """Return the engine of this name.
+
+    Args:
+        name: A name in the table of engines.
+        tables: The settings of engines.
+        cache: The settings of the cache, for the size of a block and the number of ranks.
+
+    Raises:
+        ConfigError: There is no engine of this name, or its settings do not fit each other.
+    """
+    try:
+        make = _ENGINES[name]
+    except KeyError as error:
+        known = ", ".join(ENGINE_NAMES)
+        raise ConfigError(f"there is no engine {name!r}: node.engine is one of {known}") from error
+    return make(tables, cache)

@@ -1,0 +1,103 @@
+"""Tokenizers of engines: text to tokens and back, whole and as tokens come."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+
+from tierkv.errors import BadRequestError
+
+
+class TextDecoder(Protocol):
+    """The text of tokens that come one after another. Joined, the pieces are the whole text."""
+
+    def feed(self, token: int) -> str:
+        """Return the text that `token` completes, "" while a character is incomplete."""
+        ...
+
+    def rest(self) -> str:
+        """Return the text of what is incomplete when no token follows."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back. Every method may be called from any thread.
+
+    Attributes:
+        vocab_size: Number of tokens; a token is in [0, vocab_size).
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str) -> bytes:
+        """Return the tokens of `text`, packed as `cache.keys.pack` packs them.
+
+        Raises:
+            BadRequestError: The text has no tokens, such as a lone surrogate.
+        """
+        ...
+
+    def fewest_tokens(self, text: str) -> int:
+        """Return a lower bound of the number of tokens of `text`, without encoding the text."""
+        ...
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of `tokens`.
+
+        Raises:
+            BadRequestError: A token is not in [0, vocab_size).
+        """
+        ...
+
+    def decoder(self, before: bytes) -> TextDecoder:
+        """Return a decoder at the beginning of an answer.
+
+        Args:
+            before: The packed tokens that the answer follows.
+        """
+        ...
+
+
+class ByteTokenizer:
+    """One token per byte of UTF-8; bytes that are not UTF-8 become U+FFFD."""
+
+    vocab_size = 256
+
+    def encode(self, text: str) -> bytes:
+        """See Tokenizer.encode."""
+        try:
+            raw = text.encode()
+        except UnicodeEncodeError as error:
+            raise BadRequestError(f"the text is no UTF-8: {error}") from error
+        return np.frombuffer(raw, np.uint8).astype("<i4").tobytes()
+
+    def fewest_tokens(self, text: str) -> int:
+        """See Tokenizer.fewest_tokens."""
+        return len(text)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """See Tokenizer.decode."""
+        try:
+            return bytes(int(token) for token in tokens).decode(errors="replace")
+        except ValueError as error:
+            raise BadRequestError(f"a token of this model is a byte: {error}") from error
+
+    def decoder(self, before: bytes) -> TextDecoder:
+        """See Tokenizer.decoder."""
+        del before  # a byte's text does not depend on the bytes before it
+        return _ByteDecoder()
+
+
+class _ByteDecoder:
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token: int) -> str:
+        return self._decoder.decode(bytes([token]))
+
+    def rest(self) -> str:
+        return self._decoder.decode(b"", final=True)
