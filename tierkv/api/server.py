@@ -108,7 +108,7 @@ async def _serve_engines(
     last_resort: LastResort,
 ) -> None:
     """The first engine says what a block is; then there is a node."""
-    # 30 ms of a start (2-core x86-64 VM, 2026-11-25): not of a node without a socket.
+    # 30 ms of a start (2-core x86-64 VM): not of a node without a socket.
     from tierkv.embed.external import EngineListener, ExternalEngines  # noqa: PLC0415
     from tierkv.embed.host_side import HostSizes  # noqa: PLC0415
 

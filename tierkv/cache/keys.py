@@ -70,7 +70,7 @@ def _pack_sequence(tokens: Sequence[int]) -> bytes:
         if _HAS_FAST_ARRAYS and type(tokens) in {list, tuple}:
             # 4.0 ns a token of a list not seen before; array("I", tokens) takes 5.5, struct.pack
             # 8.1, marshal 10, numpy.fromiter 12, array("i", ...) 15, numpy.array 17 (2-core x86-64
-            # VM, Python 3.11, 6,000 to 12,000 tokens, 2026-11-21).
+            # VM, Python 3.11, 6,000 to 12,000 tokens).
             packed = array("I")
             packed.fromlist(tokens if isinstance(tokens, list) else list(tokens))
             return packed.tobytes()

@@ -104,7 +104,7 @@ class _Commands(click.Group):
         if cmd_name not in self.later:
             return super().get_command(ctx, cmd_name)
         module, _ = self.later[cmd_name]
-        gc.disable()  # what an import makes stays: 7 % of the start of a node (2026-11-25)
+        gc.disable()  # what an import makes stays: 7 % of the start of a node
         try:
             command = getattr(importlib.import_module(module), cmd_name)
         finally:

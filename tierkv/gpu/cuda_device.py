@@ -316,8 +316,8 @@ def used_queues(gpu: Gpu) -> tuple[CudaStream, ...]:
     life. After a kernel on each of 8 or 16 streams, on an idle GPU, before or after the lanes were
     opened, no pair was slow, in 4 processes; 2 streams did not do it, nor did events, nor streams
     that were only made, nor 32 connections. Lanes opened before an engine's first kernel were never
-    slow, in 8 (H200, driver 580, 2026-11-21). As it is now, two or four lanes were never slow in 5
-    more (2026-11-22). It looks as if the driver set up a queue when a kernel first comes to it.
+    slow, in 8 (H200, driver 580). As it is now, two or four lanes were never slow in 5
+    more. It looks as if the driver set up a queue when a kernel first comes to it.
     """
     gpu.synchronize()
     streams = tuple(new_stream(gpu, is_urgent=True) for _ in range(num_queues()))

@@ -7,7 +7,7 @@ A copy is cut into units. The copy engine moves a block's bytes as one piece, th
 them over the planes; one unit is copied while the one before is scattered. Where blocks are
 rectangles to the copy engine, the first whole ones need neither ring nor kernel.
 Kernels that read host memory themselves were as fast alone, but fell to 66 % with both directions
-at once and slowed a matmul beside them by 14 to 106 % (H200, 2026-11-21); this does neither.
+at once and slowed a matmul beside them by 14 to 106 % (H200); this does neither.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tierkv.threads import Threads
 # driver's lock, on which the engine's launches wait. So a batch is small where little is under way
 # and the copy engine would wait for it, and large where that loses less: pieces of 256 KiB reach
 # 97.3 % of a contiguous copy with 32 to a batch, 98.8 % with 128 (to the host 95.3 and 96.5), and
-# 84 and 90 with all 8,192 of 2 GiB in one (H100, 2026-11-21).
+# 84 and 90 with all 8,192 of 2 GiB in one (H100).
 _FIRST_BATCH_PIECES = 16
 _BATCH_PIECES = 128
 # How many units move their blocks as they come: to sort those of a copy, and to find neighbours
@@ -50,11 +50,11 @@ _LEAST_STAGING = 1 << 20
 class LaneSettings:
     """staging_bytes: the ring of a lane, in device memory; one for few blocks is smaller.
     num_ctas: blocks of threads of a gather or scatter kernel: with 32 it moves 128 MiB in 136 us,
-        with 64 in 125, with 132 in 120 (H100, 2026-11-21).
+        with 64 in 125, with 132 in 120 (H100).
     turn_bytes: what goes through one of the two copy streams before it is the other's turn. The
         copy engine goes on with a stream for as long as that has work for it: 8 bytes to the host
         on another stream, whatever its priority, waited 34 ms for the end of an offload of 2 GiB.
-        At a turn they come in: 0.7 ms (32 MiB: 0.3 ms, but 2 % fewer GB/s; H200, 2026-11-21)."""
+        At a turn they come in: 0.7 ms (32 MiB: 0.3 ms, but 2 % fewer GB/s; H200)."""
 
     staging_bytes: int = 512 << 20
     turn_bytes: int = 64 << 20

@@ -582,7 +582,7 @@ def _incomplete(request: Request, problem: GetOutcome | None) -> HandoffError:
 
 
 # A load takes the loop half a millisecond, in which PCIe 5 moves 25 MiB: while a prompt of 80 MiB
-# comes, five of them took it a tenth of its time (2-core x86-64 VM and H200, 2026-11-23).
+# comes, five of them took it a tenth of its time (2-core x86-64 VM and H200).
 LEAST_BYTES = 32 << 20
 
 

@@ -175,7 +175,7 @@ TILE = 16
 # At the default sizes every gemm is one that OpenBLAS runs on the calling thread (rows * columns *
 # depth up to 262,144), so the bits do not depend on the number of threads either. One gemm for the
 # whole context took 1.3 s for 10,000 tokens instead of 1.9, but 17.7 s when its threads had to wait
-# for each other on a busy machine (2 cores of an EPYC, NumPy 2.4, 2026-11-21).
+# for each other on a busy machine (2 cores of an EPYC, NumPy 2.4).
 CHUNK = 256
 
 

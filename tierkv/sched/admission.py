@@ -159,7 +159,7 @@ class HostLoads:
         """Bring path blocks [first, stop), ready on the host and absent on the device, there.
 
         beside: moves with them, and its lease ends then. One movement takes a request 0.2 ms less
-        than two (H200, 2026-11-22).
+        than two (H200).
         """
         index = self._index
         host, device = index.slots(Tier.HOST, path.node, first, stop), slots
@@ -707,7 +707,7 @@ class Growth:
 
 
 # Turns in line per turn of the loop: 2 to 19 ms, most where each copies a shared tail, after
-# which others have theirs (2-core x86-64 VM, 2026-11-21; 32 held the loop for 75 ms).
+# which others have theirs (2-core x86-64 VM; 32 held the loop for 75 ms).
 _SLICE = 8
 
 

@@ -104,10 +104,6 @@ def _layered(url: str, settings: StoreSettings, clock: Clock) -> Store:
     return LayeredStore(GuardedStore(OpensLater(near), part, clock), far, settings.layered)
 
 
-_NO_MIRRORS = (
-    "there are no mirrored: stores any more: name one store, and let it keep the copies, such as "
-    "Redis with replicas (redis+sentinel://, redis+cluster://), or Mooncake"
-)
 _LAYERED = "layered:NEAR-URL|FAR-URL"
 _FILE = "file:///absolute/directory or file:relative/directory"
 _ACCEPTED = (
@@ -129,8 +125,6 @@ def open_store(url: str, settings: StoreSettings, clock: Clock) -> Store:
     Raises ConfigError, with what is accepted, if the URL names none.
     """
     scheme, separator, _ = url.partition(":")
-    if separator and scheme == "mirrored":
-        raise ConfigError(_NO_MIRRORS)
     opens = _STORES.get(scheme) if separator else None
     if opens is None and separator and (kind := _brought(scheme)) is not None:
         return kind.open(url, kind.settings_from(settings.stores.get(scheme, {}), scheme), clock)

@@ -46,7 +46,7 @@ from tierkv.threads import Threads
 # first event of each line, and wakes the loop when one is done: every 0.1 ms (0.4 where all are
 # long), or where nothing ends for long, after a hundredth of the time that it has waited, so that a
 # wait gets 1 % longer at most. Looking at 8 lines every 0.12 ms took 7 % of a core (H200 in a
-# virtual machine, 2026-11-21).
+# virtual machine).
 _EAGER_S = 0.0003
 _MAX_EAGER = 8  # with more than so many in flight nobody waits for a short one alone
 _LEAST_NAP_S = 0.0001

@@ -333,12 +333,12 @@ _MAX_FOUND = 65_536
 _FAR_S = 0.1  # a question that took longer goes together with the one that may follow it
 _MAX_COPIES = 4  # of one value that are read, as long as they are damaged
 # Values of which 32 take 0.2 to 0.4 ms, in which a server that writes 512 KiB runs out of work: SET
-# over one and four connections at 1.02 of the rate (Redis 7.0, 2 cores, 2026-11-23).
+# over one and four connections at 1.02 of the rate (Redis 7.0, 2 cores).
 _MADE_AT_ONCE = 8
 _WAITED_FOR = 1e9  # the worth of a block that somebody waits for
 # A thread sums up 2 MiB in 0.07 ms, which the loop takes 0.5 to send. Where values of 512 KiB and
 # 2 MiB are replaced it came to 1.14 to 1.39 of the rate, into an empty server to 0.95 to 1.01 (16
-# cores, Redis 7.0, 2026-11-23). With two cores it would take it from the server.
+# cores, Redis 7.0). With two cores it would take it from the server.
 _CORES = 4
 _LEAST_VALUES = 4  # of fewer the loop has made most before a thread is awake
 makes_ahead = len(os.sched_getaffinity(0)) >= _CORES

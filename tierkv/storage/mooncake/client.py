@@ -76,7 +76,7 @@ class SoftPin(Protocol):
 # Pieces of all calls together, and of them times the halt below in seconds. A call ends after 60 s,
 # whatever its pieces may still do. Of a provider that was frozen, with halts of 2 s, 16 pieces kept
 # it for 2 s, 64 for 11, 128 for 19; 192 for 60, and when the provider went on 47 of them landed in
-# buffers that the caller had back (16 connections, loopback, package 0.3.13, 2026-11-22).
+# buffers that the caller had back (16 connections, loopback, package 0.3.13).
 _MAX_PIECES = 128
 _MAX_PIECES_AND_HALTS = 256
 _LEAST_PIECES = 2  # of one call: a header and a payload
@@ -147,6 +147,6 @@ def environment(settings: MooncakeSettings) -> dict[str, str]:
         # Connections to a provider, of which each has one piece on its way: a header keeps one from
         # payloads for a round trip. Of the client with its own 4, put and get came at 0.78 and 0.80
         # with 4, 0.80 and 0.90 with 8, 0.90 to 0.98 and 0.89 to 0.90 with 16, the most it takes
-        # (8 values of 2 MiB, loopback, 2 cores, package 0.3.13, 2026-11-22).
+        # (8 values of 2 MiB, loopback, 2 cores, package 0.3.13).
         "MC_TCP_LANES_PER_PEER": "16",
     }
