@@ -433,8 +433,8 @@ _HEADS_BYTES = 64 << 10
 _MAX_IN_FLIGHT = 64
 # With no more in flight than these the server may soon have nothing to do, so that what is next is
 # sent when one ends. Where more values are to land, when all that has come is read, in one call:
-# GET of 64 KiB over one connection at 1.3 to 1.6 of the rate (loopback, Redis 7.0, 2 cores,
-#). Answers to SET are short, and there each has its successor sent at once.
+# GET of 64 KiB over one connection at 1.3 to 1.6 of the rate (loopback, Redis 7.0,
+# 2 cores). Answers to SET are short, and there each has its successor sent at once.
 _FEW_IN_FLIGHT = 2
 
 
