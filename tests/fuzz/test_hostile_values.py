@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -83,7 +84,11 @@ def use(body: object) -> None:
         body.stops()
         prompts = body.prompts(most_prompts=ENOUGH, most_tokens=1000)
         for job in body.jobs(prompts, "id", None):
-            job.work({"max_tokens": job.max_tokens, "request_id": job.request_id})
+            text = job.prompt  # the relay asks a node for its tokens
+            tokens = SPEC.tokenizer.encode(text) if isinstance(text, str) else text
+            replace(job, prompt=tokens).work(
+                {"max_tokens": job.max_tokens, "request_id": job.request_id}
+            )
     elif isinstance(body, PromptBody):
         prompt = Prompt(body.packed(SPEC.tokenizer), 16)
         body.media_items()
