@@ -1,6 +1,4 @@
-"""What stores share: `BaseStore` for those that keep values, `StoreWrapper` for those that pass on
-what they are asked; threads for work that blocks, scattered buffers, and why a server cannot be
-reached."""
+"""Shared parts of stores: base classes, threads for blocking work, buffers, reasons of failures."""
 
 from __future__ import annotations
 
@@ -48,13 +46,16 @@ _PAGE = 1000
 
 
 def num_leading(are_there: Sequence[bool]) -> int:
-    """How many, from the first on and without a gap."""
+    """Return the number of leading True values."""
     return next((at for at, is_there in enumerate(are_there) if not is_there), len(are_there))
 
 
 class BaseStore(ABC):
-    """A `Store` that has one copy of each value, no breaker, no way to list them or to tell its
-    users, and no use for what lies where. Its other operations are its own."""
+    """A `Store` with the defaults of a simple store.
+
+    The defaults: one copy of each value, no breaker, no listing, no messages between users, and no
+    use for the addresses of buffers. Subclasses implement the rest.
+    """
 
     @property
     def health(self) -> StoreHealth:
@@ -64,10 +65,10 @@ class BaseStore(ABC):
         return Polling()
 
     def use_memory(self, pools: Sequence[memoryview]) -> None:  # noqa: B027 - a default
-        """Has no use for them."""
+        """Ignore the pools."""
 
     def when_back(self, call: Callable[[], None]) -> None:  # noqa: B027 - a default
-        """Does not know."""
+        """Ignore the callback: there is no sign of a return."""
 
     @abstractmethod
     async def present(self, names: Sequence[str]) -> list[bool]: ...
@@ -98,7 +99,10 @@ class BaseStore(ABC):
 
 
 async def usage_of_pages(page: Callable[..., Awaitable[ListPage]]) -> Usage:
-    """Values and bytes of a whole listing. page: the one at `cursor`, or the first."""
+    """Return values and bytes of a whole listing.
+
+    `page` returns the page at `cursor`, or the first.
+    """
     num_values, num_bytes, cursor = 0, 0, None
     while True:
         found = await page(cursor=cursor)
@@ -109,8 +113,10 @@ async def usage_of_pages(page: Callable[..., Awaitable[ListPage]]) -> Usage:
 
 
 class StoreWrapper:
-    """A `Store` that passes each operation to `inner` after checking its names. To change one
-    operation, override it; to change all, override `_ask`."""
+    """A `Store` that passes each operation to `inner` after checking its names.
+
+    To change one operation, override its method; to change all, override `_ask`.
+    """
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner
@@ -140,7 +146,11 @@ class StoreWrapper:
         return self.inner.running()
 
     async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
-        """What `ask` returns of the store that is to answer this. Raises StoreUnavailableError."""
+        """Return the result of `ask` on the store that is responsible.
+
+        Raises:
+            StoreUnavailableError: that store is out of order.
+        """
         return await ask(self.inner)
 
     async def ping(self) -> None:
@@ -196,8 +206,11 @@ Item = TypeVar("Item")
 
 
 class WorkerThreads:
-    """At most `num_threads` threads, alive inside `running()`. They use buffers of their callers,
-    so a cancel is raised when the thread has ended its work."""
+    """At most `num_threads` threads, alive inside `running()`.
+
+    Threads use buffers of their callers; a cancel is therefore raised when the thread has ended its
+    work.
+    """
 
     def __init__(self, owner: str, num_threads: int) -> None:
         self._owner = owner
@@ -210,7 +223,7 @@ class WorkerThreads:
         """Start the threads. Leaving refuses new work and waits for work under way.
 
         Raises:
-            ConfigError: The system starts no further thread.
+            ConfigError: the system starts no further thread.
         """
         pool = Threads(self._num_threads, "tierkv-store")
         self._pool = pool
@@ -224,7 +237,7 @@ class WorkerThreads:
                 pool.shutdown(wait=False)  # only idle threads are left
 
     async def idle(self) -> None:
-        """Return when nothing that was under way at the call is under way any more."""
+        """Return when the work that is under way at the call has ended."""
         await outlast(set(self._in_flight), on_cancel=lambda: None)
 
     def check_open(self) -> None:
@@ -233,7 +246,11 @@ class WorkerThreads:
             raise StoreUnavailableError(f"{self._owner} is closed")
 
     async def run(self, work: Callable[[], T]) -> T:
-        """The result of `work`, run in a thread. A cancel is raised after `work` has ended."""
+        """Return the result of `work`, run in a thread. A cancel is raised after `work` has ended.
+
+        Raises:
+            StoreUnavailableError: the threads are not running.
+        """
         self.check_open()
         assert self._pool is not None, "checked in the line above"
         call = self._pool.submit(work)
@@ -245,8 +262,16 @@ class WorkerThreads:
     async def holding(
         self, take: Callable[[], T], give_back: Callable[[T], object]
     ) -> AsyncIterator[T]:
-        """What `take` returns, until the body has ended and nothing is under way here; what it took
-        is given back also if this is cancelled meanwhile. Both are called in a thread."""
+        """Yield the result of `take`.
+
+        Call `give_back` with it at the end, when no work is under way.
+
+        A cancel during `take` gives the result back, too. Both functions are called in a thread.
+
+        Args:
+            take: acquires the resource.
+            give_back: releases the resource.
+        """
         taken: list[T] = []
         try:
             await self.run(lambda: taken.append(take()))
@@ -259,11 +284,18 @@ class WorkerThreads:
                     await self.run(lambda: give_back(taken.pop()))
 
     async def run_each(self, work: Callable[[Item], T], items: Sequence[Item]) -> list[T]:
-        """`work(item)` for each item, spread over the threads; results in the items' order.
+        """Return `work(item)` for each item, spread over the threads, in the order of the items.
 
-        After a cancel no item is begun; it is raised when those begun have ended. What `work`
-        raises is raised when all items are done; after an error that is no TierKVError its thread
-        begins no other item.
+        After a cancel no item is begun; the cancel is raised when the begun items have ended. An
+        error of `work` is raised when all items are done; after an error that is no TierKVError its
+        thread begins no other item.
+
+        Args:
+            work: blocking function, called in a thread.
+            items: the items.
+
+        Raises:
+            StoreUnavailableError: the threads are not running.
         """
         self.check_open()
         assert self._pool is not None, "checked in the line above"
@@ -298,7 +330,7 @@ class WorkerThreads:
         futures: set[asyncio.Future[T]],
         on_cancel: Callable[[], None] = lambda: None,
     ) -> None:
-        """Return when all have ended; a cancel withdraws those that no thread has begun."""
+        """Return when all calls have ended; a cancel withdraws calls that no thread has begun."""
 
         def withdraw() -> None:
             on_cancel()
@@ -312,16 +344,15 @@ class WorkerThreads:
             self._in_flight -= futures
 
 
-# As much as Linux reads ahead, unless told otherwise. Values of 2 MiB that were not in memory came
-# at 1.4 GB/s in such pieces, with their checksums, and at 0.9 in one, when no byte of what was read
-# ahead is asked for before all of it is there; those in memory at 7.8 and 11.
+# Linux reads this much ahead by default. Values of 2 MiB that are not in memory are read at
+# 1.4 GB/s in such pieces with their checksums, and at 0.9 GB/s in one piece.
 _READ_BYTES = 128 << 10
 # Linux refuses more pieces than this in one call (UIO_MAXIOV).
 _MAX_PIECES = 1024
 
 
 def copy_into(content: Buffer, views: Sequence[memoryview]) -> None:
-    """Fill `views`, in order, from their start, with `content`, for which they have room."""
+    """Fill `views`, in order, from their start, with `content`, which must fit."""
     source, at = memoryview(content), 0
     for view in flat(views):
         piece = source[at : at + len(view)]
@@ -336,15 +367,21 @@ def room_for(num_bytes: int, views: Sequence[memoryview]) -> tuple[memoryview, .
 
 
 def flat(buffers: Iterable[Buffer]) -> list[memoryview]:
-    """Each buffer as plain bytes; empty ones are left out (they cannot be cast)."""
+    """Return each buffer as plain bytes, without empty ones, which cannot be cast."""
     views = (memoryview(buffer) for buffer in buffers)
     return [view.cast("B") for view in views if view.nbytes]
 
 
 def read_fully(fd: int, views: Sequence[memoryview], digest: Digest | None = None) -> bool:
-    """Fill `views`, in order, from the start of the file. False if the file ends before that.
+    """Fill `views`, in order, from the start of the file; return False if the file ends before.
 
-    digest: given each piece as it is read, while the processor has it in its cache.
+    Args:
+        fd: descriptor of the file.
+        views: buffers to fill.
+        digest: receives each piece as it is read, while the processor has it in its cache.
+
+    Raises:
+        OSError: the file cannot be read.
     """
     total, offset = sum(view.nbytes for view in views), 0
     sizes = [min(_READ_BYTES, total - at) for at in range(0, total, _READ_BYTES)]
@@ -363,14 +400,18 @@ def read_fully(fd: int, views: Sequence[memoryview], digest: Digest | None = Non
 
 
 def write_fully(fd: int, parts: Sequence[Buffer]) -> None:
-    """Append `parts`, in order, to the file. Raises OSError, having written a part of them."""
+    """Append `parts`, in order, to the file.
+
+    Raises:
+        OSError: a part of the bytes may have been written.
+    """
     pieces = flat(parts)
     while pieces:
         pieces = _after(pieces, os.writev(fd, list(islice(pieces, _MAX_PIECES))))
 
 
 def _after(pieces: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """What is left of `pieces` when their first `num_bytes` are done."""
+    """Return the rest of `pieces` after their first `num_bytes` bytes."""
     done = 0
     while done < len(pieces) and len(pieces[done]) <= num_bytes:
         num_bytes -= len(pieces[done])
@@ -382,7 +423,7 @@ def _after(pieces: list[memoryview], num_bytes: int) -> list[memoryview]:
 
 
 def cut_buffers(buffers: Sequence[Buffer], sizes: Sequence[int]) -> list[tuple[memoryview, ...]]:
-    """`buffers`, one after the other, in consecutive pieces of `sizes` bytes; nothing is copied."""
+    """Return `buffers`, joined, as consecutive pieces of `sizes` bytes, without a copy."""
     rest = deque(flat(buffers))
     pieces = []
     for size in sizes:
@@ -402,7 +443,11 @@ _NOBODY_THERE = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errn
 
 
 def why_unreachable(error: BaseException) -> str:
-    """What follows "URL cannot be reached ". error: of the system, or raised for one."""
+    """Return the end of the sentence "URL cannot be reached ...": reason and remedy.
+
+    Args:
+        error: an OSError, or an error raised because of one.
+    """
     while not isinstance(error, OSError) and (cause := error.__cause__ or error.__context__):
         error = cause
     why, what_to_do = str(error), ""
@@ -410,8 +455,8 @@ def why_unreachable(error: BaseException) -> str:
         case ssl.SSLCertVerificationError():
             why = f"its certificate is refused: {error.verify_message}"
             what_to_do = (
-                "name who signed it with storage.redis.tls.ca or --tls-ca, and use the host that "
-                "it was made for"
+                "name its authority with storage.redis.tls.ca or --tls-ca, and use the host in "
+                "the certificate"
             )
         case ssl.SSLError():
             why = "TLS: " + (error.reason or why).replace("_", " ").lower()

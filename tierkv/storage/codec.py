@@ -1,11 +1,10 @@
-"""How blocks and small values become stored bytes: a header with a checksum, or with a signature or
-cipher where others can write to the store; and records for other processes (`seal`, `unseal`).
+"""Blocks and small values as stored bytes: headers with a checksum, a signature or a cipher.
 
     host slot -> payload codec -> | header, 88 bytes | stored payload | -> store
 
 `Codec` makes and checks headers, one subclass for each `Trust`. `PAYLOAD_CODECS` is the table of
-ways to write the payload itself: a compression is a `PayloadCodec` and a row of that table.
-The format is written down in docs/storage-format.md, with a test vector.
+payload codecs: a compression is a `PayloadCodec` and a row of that table. `seal` and `unseal` frame
+records for other processes. The format is described in docs/storage-format.md, with a test vector.
 """
 
 from __future__ import annotations
@@ -40,15 +39,14 @@ FIELDS_BYTES = _FIELDS.size
 CHECKSUM_BYTES = 16
 HEADER_BYTES = FIELDS_BYTES + CHECKSUM_BYTES
 _PAYLOAD_CODEC = slice(60, 64)
-# Bytes of values whose header may be made when they are sent, maybe on the loop. SET of 512 KiB to
-# 8 MiB came to 1.0 to 1.1 of the rate of headers made by threads before, 2 MiB that replace others
-# to 1.0 to 1.16 (Redis 7.0, 2 cores, 1 to 8 connections in turn). With 64 KiB the loop
-# came 4 instead of 2.5 ms late; 8 MiB stop it for 0.3 ms.
+# Least and most bytes of payloads with a header that may be made on sending, maybe on the loop: SET
+# is 1.0 to 1.16 times as fast as with headers made by threads before. With 64 KiB the loop is 4
+# instead of 2.5 ms late; 8 MiB block it for 0.3 ms.
 _LATE_LEAST, _LATE_MOST = 256 << 10, 8 << 20
 
 
 class Damage(Enum):
-    """What about a value is not as expected."""
+    """The property of a value that is not as expected."""
 
     LENGTH = "length"  # shorter than its header, or not as long as the header says or we expect
     MAGIC = "magic"  # not a value of tierkv at all
@@ -60,7 +58,7 @@ class Damage(Enum):
 
 
 class DamagedValueError(StoreCorruptError):
-    """A stored value is not what its reader expects; `damage` tells the cases apart."""
+    """A stored value is not the one its reader expects; `damage` names the difference."""
 
     def __init__(self, damage: Damage, message: str) -> None:
         super().__init__(message)
@@ -69,10 +67,12 @@ class DamagedValueError(StoreCorruptError):
 
 @dataclass(frozen=True, slots=True)
 class ValueIdentity:
-    """What a value has to be.
+    """The identity that a value must have.
 
-    layout_digest: 16 bytes or more, of which the first 16 count. key_digest: 32 bytes, those that
-    the value's name was made from.
+    Attributes:
+        layout_digest: 16 bytes or more, of which the first 16 count.
+        key_digest: 32 bytes, the digest in the value's name.
+        num_tokens: number of tokens in the block.
     """
 
     layout_digest: bytes
@@ -90,8 +90,11 @@ class PayloadCodec(Protocol):
     """One way to write a payload, such as a compression. Safe from several threads."""
 
     def encode(self, payload: Buffer) -> Buffer:
-        """Return the bytes to store. Bytes that are not fewer than the payload's are not stored:
-        the payload is then, with the number IDENTITY."""
+        """Return the bytes to store.
+
+        If they are not fewer than the payload's, the payload is stored instead, with the number
+        IDENTITY.
+        """
 
     def decode(self, stored: bytes, room: memoryview) -> int:
         """Write the payload to the start of `room` and return its length in bytes.
@@ -106,8 +109,12 @@ IDENTITY = 0  # number of a payload that is stored as it is, without a copy
 
 @dataclass(frozen=True, slots=True)
 class PayloadCodecs:
-    """A table of payload codecs by the number in the header of their values (1 to 2**32 - 1), all
-    of which are read, and the number of the one that new values are written with."""
+    """A table of payload codecs.
+
+    Attributes:
+        by_number: codecs by the number in the header of their values, 1 to 2**32 - 1; all are read.
+        writes_with: the number of the codec for new values.
+    """
 
     by_number: Mapping[int, PayloadCodec] = field(default_factory=dict)
     writes_with: int = IDENTITY
@@ -119,7 +126,7 @@ class PayloadCodecs:
         )
 
     def encode(self, payload: Buffer) -> tuple[int, Buffer]:
-        """Return a number and what is stored with it, which is not longer than `payload`."""
+        """Return a codec's number and the bytes to store, at most as many as in `payload`."""
         if self.writes_with != IDENTITY:
             stored = self.by_number[self.writes_with].encode(payload)
             if memoryview(stored).nbytes < memoryview(payload).nbytes:
@@ -132,7 +139,7 @@ PAYLOAD_CODECS = PayloadCodecs()
 
 
 class Codec(ABC):
-    """How blocks become values and back. Safe from several threads."""
+    """The translation of blocks to values and back. Safe from several threads."""
 
     flags: ClassVar[int]
     header_bytes: ClassVar[int]
@@ -141,8 +148,10 @@ class Codec(ABC):
         self._payloads = payloads
 
     def encode(self, payload: Buffer, identity: ValueIdentity) -> tuple[bytes, Buffer]:
-        """Return the header and the bytes to store after it: `payload` itself, as many other bytes,
-        or fewer."""
+        """Return the header and the bytes to store after it.
+
+        These bytes are `payload` itself, as many other bytes, or fewer.
+        """
         number, stored = self._payloads.encode(payload)
         fields = pack_fields(
             identity, memoryview(stored).nbytes, flags=self.flags, payload_codec=number
@@ -150,13 +159,22 @@ class Codec(ABC):
         return self._close(fields, stored, identity)
 
     def header_later(self, payload: Buffer, identity: ValueIdentity) -> DeferredHeader | None:  # noqa: ARG002
-        """Return the header that `encode` makes for `payload` itself, to be made by the sender;
-        None where that takes too long for the loop, or where there is nothing to gain."""
+        """Return a header for `payload` that the sender makes, equal to the one of `encode`.
+
+        Returns:
+            None if making it takes too long for the loop, or if nothing is gained.
+        """
         return None
 
     def digest(self, header: Buffer) -> Digest | None:  # noqa: ARG002
-        """Return a digest of a value that lands header first, into `header`, which spares `decode`
-        reading the payload; None where that takes too long for the loop."""
+        """Return a digest for a value that arrives header first, so that `decode` need not read it.
+
+        Args:
+            header: the buffer of the header.
+
+        Returns:
+            None if the digest takes too long for the loop.
+        """
         return None
 
     def decode(
@@ -196,8 +214,11 @@ class Codec(ABC):
         digest: Digest | None = None,
         num_bytes: int | None = None,
     ) -> int:
-        """Check a value and return the number of its payload codec; afterwards `stored` holds what
-        that codec made. Arguments and exception as of `decode`."""
+        """Check a value and return the number of its payload codec.
+
+        Afterwards `stored` holds the bytes that this codec made. Arguments and errors are those of
+        `decode`.
+        """
         header = memoryview(header)
         number = check_fields(
             header,
@@ -230,7 +251,11 @@ class Codec(ABC):
         identity: ValueIdentity,
         digest: Digest | None,
     ) -> None:
-        """Undo `_close` in place, or raise DamagedValueError. rest: the header after its fields."""
+        """Undo `_close` in place. `rest` is the header after its fields.
+
+        Raises:
+            DamagedValueError: the value is not the encoded one.
+        """
 
 
 def is_packed(header: Buffer) -> bool:
@@ -244,7 +269,7 @@ class PlainDigest:
     __slots__ = ("_header", "_header_left", "_sum")
 
     def __init__(self, header: Buffer) -> None:
-        """header: where the header lands."""
+        """Begin a digest of a value with its header in `header`, once that has arrived."""
         self._header = memoryview(header)
         self._header_left = HEADER_BYTES
         self._sum = xxhash.xxh3_128()
@@ -264,7 +289,7 @@ class PlainDigest:
 
 
 class DeferredHeader:
-    """The header of a value, which is made when this is called first: `content` is to be its."""
+    """A header with bytes, in `content`, that the first call makes."""
 
     __slots__ = ("_identity", "_is_made", "_payload", "content")
 
@@ -275,14 +300,14 @@ class DeferredHeader:
         self._is_made = False
 
     def __call__(self) -> None:
-        """From any thread, and from several: all of them write the same."""
+        """Make the header. Safe from several threads: all of them write the same bytes."""
         if not self._is_made:
             self.content[:] = _PLAIN.encode(self._payload, self._identity)[0]
             self._is_made = True
 
 
 class PlainCodec(Codec):
-    """A checksum, which finds accidents. A payload of IDENTITY is read once and not copied."""
+    """A checksum against accidents. A payload of IDENTITY is read once and not copied."""
 
     flags = 0
     header_bytes = HEADER_BYTES
@@ -294,7 +319,7 @@ class PlainCodec(Codec):
         return DeferredHeader(payload, identity)
 
     def digest(self, header: Buffer) -> PlainDigest:
-        """256 KiB take it 9 us, at 29 GB/s."""
+        """Return a PlainDigest: 256 KiB take 9 us, at 29 GB/s."""
         return PlainDigest(header)
 
     def _close(
@@ -391,9 +416,10 @@ def check_fields(
 
 
 def read_identity(header: Buffer) -> ValueIdentity:
-    """What a header says its value is: for tools; nobody else believes it.
+    """Return the identity that a header claims, unchecked, for tools only.
 
-    Raises DamagedValueError if it is too short.
+    Raises:
+        DamagedValueError: the header is too short.
     """
     if memoryview(header).nbytes < FIELDS_BYTES:
         raise DamagedValueError(Damage.LENGTH, "the value is shorter than its header")
@@ -432,11 +458,11 @@ _FORGED = "the value was not made with this tenant's key, or was changed"
 
 
 class Trust(Enum):
-    """What is believed of whoever else can write to the store."""
+    """The trust in other writers of the store."""
 
     TRUSTED = "trusted"  # values are checked for accidents
     SIGNED = "signed"  # and for forgeries
-    SEALED = "sealed"  # and nobody without the key can read them
+    SEALED = "sealed"  # and are readable with the key only
 
 
 def codec_for(trust: Trust, key: bytes | None, payloads: PayloadCodecs = PAYLOAD_CODECS) -> Codec:
@@ -457,15 +483,26 @@ def codec_for(trust: Trust, key: bytes | None, payloads: PayloadCodecs = PAYLOAD
 
 
 def check_key(trust: Trust, key: bytes | None) -> bytes:
-    """The key that a store which is not trusted needs. Raises ConfigError."""
+    """Return the key that a store that is not trusted needs.
+
+    Args:
+        trust: the trust, for the error message.
+        key: the key.
+
+    Raises:
+        ConfigError: the key is missing or has another length.
+    """
     if key is None or len(key) != KEY_BYTES:
         raise ConfigError(f"a store that is {trust.value} needs a key of {KEY_BYTES} bytes")
     return key
 
 
 class TenantCodecs:
-    """A codec for each fingerprint (model, layout, adapter, tenant), with a key derived from the
-    deployment's: a value of one tenant is damaged for another, whatever its name."""
+    """A codec for each fingerprint (model, layout, adapter, tenant).
+
+    The key of each codec is derived from the deployment's: a value of one tenant is damaged for
+    another tenant, under any name.
+    """
 
     def __init__(
         self,
@@ -473,14 +510,17 @@ class TenantCodecs:
         key: bytes | None,
         payloads: PayloadCodecs = PAYLOAD_CODECS,
     ) -> None:
-        """Arguments and exceptions as of `codec_for`, but `key` is the deployment's."""
+        """Check the key. Arguments and errors are those of `codec_for`.
+
+        `key` is the deployment's.
+        """
         self._key = key
         self._codecs: dict[str, Codec] = {}
         self._make = partial(codec_for, trust, payloads=payloads)
         self._make(key)
 
     def __call__(self, fingerprint: str) -> Codec:
-        """Return the codec of a fingerprint, given in the short form of stored names' field 2."""
+        """Return the codec of a fingerprint, given in the short form of field 2 of stored names."""
         codec = self._codecs.get(fingerprint)
         if codec is None:
             key = self._key and _derive(self._key, b"tierkv tenant v1" + fingerprint.encode())
@@ -488,11 +528,15 @@ class TenantCodecs:
         return codec
 
 
-_MOST_KEY_FILE_BYTES = 4096  # of which a key takes 64
+_MOST_KEY_FILE_BYTES = 4096  # a key takes 64
 
 
 def read_key(path: str | Path) -> bytes:
-    """As `parse_key` of a file. Raises ConfigError if it cannot be read or holds no key."""
+    """Return the key in a file of 64 hex digits.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no key.
+    """
     try:
         with Path(path).open("rb") as file:
             text = file.read(_MOST_KEY_FILE_BYTES).decode("ascii")
@@ -502,7 +546,11 @@ def read_key(path: str | Path) -> bytes:
 
 
 def parse_key(text: str) -> bytes:
-    """The 32 bytes that 64 hex digits stand for. Raises ConfigError, which does not repeat them."""
+    """Return the 32 bytes that 64 hex digits stand for.
+
+    Raises:
+        ConfigError: the text is no key. The message does not repeat the text.
+    """
     try:
         key = bytes.fromhex(text.strip())
     except ValueError:
@@ -515,7 +563,11 @@ def parse_key(text: str) -> bytes:
 
 
 def import_blake3() -> type[blake3]:
-    """Raises ConfigError if the package is not installed."""
+    """Return the hash function BLAKE3.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
     try:
         from blake3 import blake3  # noqa: PLC0415 - an extra
     except ImportError as error:
@@ -524,7 +576,11 @@ def import_blake3() -> type[blake3]:
 
 
 def import_aes_gcm() -> tuple[type[AESGCM], type[Exception]]:
-    """The cipher, and what it raises at a forgery. Raises ConfigError if it is not installed."""
+    """Return the cipher, and the error that it raises at a forgery.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
     try:
         from cryptography.exceptions import InvalidTag  # noqa: PLC0415 - an extra
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # noqa: PLC0415
@@ -544,7 +600,7 @@ def _derive(key: bytes, purpose: bytes) -> bytes:
 class SignedCodec(Codec):
     """A keyed digest instead of the checksum; the stored payload is read once and not copied.
 
-    256 KiB would take the digest 90 us of the loop: threads make it.
+    Threads make the digest: 256 KiB would block the loop for 90 us.
     """
 
     flags = FLAG_SIGNED
@@ -586,10 +642,11 @@ class SignedCodec(Codec):
 
 
 class SealedCodec(Codec):
-    """AES-256-GCM with a key per block, derived from the tenant's, and a random nonce: the same
-    block can be written twice with different bytes, so its name must not decide the nonce.
+    """AES-256-GCM with a key per block, derived from the tenant's, and a random nonce.
 
-    Both ways copy: the cipher wants the tag behind the bytes, which end where the host slot does.
+    The same block can be written twice with different bytes; the nonce must therefore not follow
+    from the block's name. Encryption and decryption copy: the cipher wants the tag behind the
+    bytes, which end at the end of the host slot.
     """
 
     flags = FLAG_SEALED
@@ -601,7 +658,11 @@ class SealedCodec(Codec):
         payloads: PayloadCodecs = PAYLOAD_CODECS,
         make_nonce: Callable[[int], bytes] = os.urandom,
     ) -> None:
-        """make_nonce: returns so many bytes, which were never used before for a block and key."""
+        """Load the cipher. `make_nonce(n)` returns n bytes that are new for a block and key.
+
+        Raises:
+            ConfigError: the package is not installed.
+        """
         super().__init__(payloads)
         self._aes_gcm, self._invalid_tag = import_aes_gcm()
         self._key = key
@@ -649,19 +710,27 @@ _FORGED_SMALL = "the value was not made with this key and for this name, or was 
 
 
 class SmallCodec:
-    """How small values, such as tickets, are stored, each bound to its name. Safe from several
-    threads. Where the store is trusted, a value is its content as it is.
+    """The stored form of small values, such as tickets, each bound to its name.
+
+    Safe from several threads. In a trusted store a value is its content, unchanged.
 
         signed  | TKVS, version 1, flags 1 | BLAKE3 with key, 32 | content |
         sealed  | TKVS, version 1, flags 2 | nonce, 12 | content, AES-256-GCM | tag, 16 |
 
-    Finds what was forged, changed, or filed under another name; not that an old value of the name
-    was put back, or removed: a value says itself until when it counts.
+    The codec finds values that were forged, changed, or stored under another name. An old value of
+    the same name, or a removed value, is not found: a value itself contains the time of its expiry.
     """
 
     def __init__(self, trust: Trust, key: bytes | None) -> None:
-        """key: 32 bytes that every node of the deployment has; None where none is needed. Raises
-        ConfigError if it is missing or malformed, or a package is."""
+        """Choose the form of values.
+
+        Args:
+            trust: trust in the store's other writers.
+            key: 32 bytes that every node of the deployment has; None if none is needed.
+
+        Raises:
+            ConfigError: the key is missing or malformed, or a package is missing.
+        """
         self._seal: Callable[[str, bytes], bytes] = _as_it_is
         self._unseal: Callable[[str, bytes], bytes] = _as_it_is
         if trust is Trust.TRUSTED:
@@ -677,11 +746,15 @@ class SmallCodec:
             self._seal, self._unseal = self._encrypt, self._decrypt
 
     def seal_small(self, name: str, content: bytes) -> bytes:
-        """What is stored under `name`; at most 56 bytes longer."""
+        """Return the bytes to store under `name`, at most 56 more than in `content`."""
         return self._seal(name, content)
 
     def unseal_small(self, name: str, value: bytes) -> bytes:
-        """The content sealed for `name`. Raises DamagedValueError if it was not, with this key."""
+        """Return the content that was sealed for `name`.
+
+        Raises:
+            DamagedValueError: the value was not sealed for this name with this key.
+        """
         return self._unseal(name, value)
 
     def _sign(self, name: str, content: bytes) -> bytes:
@@ -730,7 +803,7 @@ _RECORD_HEAD = struct.Struct("<4sH16s")
 
 
 def seal(magic: bytes, version: int, record: object) -> bytes:
-    """`record` (a msgspec struct or plain values) as one framed value.
+    """Return `record` (a msgspec struct or plain values) as one framed value.
 
     record   | magic, 4 bytes | version, u16 | xxh3_128 of all the rest | msgpack body |
     """
@@ -739,8 +812,16 @@ def seal(magic: bytes, version: int, record: object) -> bytes:
 
 
 def unseal(magic: bytes, version: int, value: bytes, kind: type[T]) -> T:
-    """The record in `value`. Raises StoreCorruptError if a byte of it is not as sealed, or if it
-    is of another version."""
+    """Return the record in `value`.
+
+    Args:
+        magic, version: the first fields of the frame, as given to `seal`.
+        value: the framed value.
+        kind: type of the record.
+
+    Raises:
+        StoreCorruptError: a byte is not as sealed, or the version is another one.
+    """
     if len(value) < _RECORD_HEAD.size:
         raise StoreCorruptError(f"a record of {len(value)} bytes is too short")
     found, found_version, checksum = _RECORD_HEAD.unpack_from(value)

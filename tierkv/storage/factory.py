@@ -1,5 +1,4 @@
-"""The storage tier's settings, and from a URL to a store: the kinds that tierkv brings, and those
-that other packages do."""
+"""The storage tier's settings, and stores by their URLs: built-in kinds and those of packages."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from tierkv.storage.mooncake.store import MooncakeStore
 from tierkv.storage.protocol import Store
 from tierkv.storage.redis.url import REDIS_SCHEMES, RedisSettings, parse_redis_url
 
-# Under it, by the scheme of its URLs, a package names a StoreKind: "A store of your own" in
+# In this group a package names a StoreKind by the scheme of its URLs: see "A store of your own" in
 # docs/storage.md.
 ENTRY_POINTS = "tierkv.stores"
 
@@ -31,26 +30,32 @@ Settings = TypeVar("Settings")
 
 @dataclass(frozen=True, slots=True)
 class StoreKind(Generic[Settings]):
-    """A kind of store that a package brings.
+    """A kind of store that a package provides.
 
-    settings: dataclass of its settings, each with a default: the table `storage.stores.SCHEME`.
-    open: makes a store from a URL, settings and a clock; it raises ConfigError for a wrong URL.
+    Attributes:
+        settings: dataclass of the settings, each with a default: the table `storage.stores.SCHEME`.
+        open: makes a store from a URL, settings and a clock; raises ConfigError for a wrong URL.
     """
 
     settings: type[Settings]
     open: Callable[[str, Settings, Clock], Store]
 
     def settings_from(self, table: Mapping[str, object], scheme: str) -> Settings:
-        """Return the settings in `table`, or raise ConfigError for an unknown key or wrong type."""
+        """Return the settings in `table`.
+
+        Raises:
+            ConfigError: a key is unknown, or a value has a wrong type.
+        """
         where = f"[storage.stores.{scheme}]"
         return from_mapping(self.settings, table, where, converts_text=True)
 
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """The settings of every kind of store; those of the kinds not used have no effect.
+    """The settings of every kind of store; those of unused kinds have no effect.
 
-    stores: tables of settings of stores that packages bring, by the scheme of their URLs.
+    Attributes:
+        stores: tables of settings of stores from packages, by the scheme of their URLs.
     """
 
     memory: MemorySettings = field(default_factory=MemorySettings)
@@ -82,7 +87,7 @@ def _file(url: str, settings: StoreSettings, clock: Clock) -> Store:
 
 
 def _redis(url: str, settings: StoreSettings, clock: Clock) -> Store:
-    # Its client takes 20 MiB and 0.3 s of a processor: not of a node with another store.
+    # The client takes 20 MiB and 0.3 s of a processor, which nodes with another store save.
     from tierkv.storage.redis.store import RedisStore  # noqa: PLC0415
 
     return RedisStore(parse_redis_url(url), settings.redis, clock)
@@ -98,8 +103,8 @@ def _layered(url: str, settings: StoreSettings, clock: Clock) -> Store:
         raise ConfigError(f"a layered store needs two URLs; accepted: {_LAYERED}")
     near, far = [open_store(one, settings, clock) for one in urls]
     resilience = settings.resilience
-    # NEAR is asked before FAR: it has half the time and a breaker of its own, since one that is
-    # silent would use up all of it, and is done without until it can be opened.
+    # NEAR is asked before FAR. A silent one would use up all the time, so it has half of the time
+    # and a breaker of its own; until it can be opened, FAR is used alone.
     part = replace(resilience, timeout_s=resilience.timeout_s / 2)
     return LayeredStore(GuardedStore(OpensLater(near), part, clock), far, settings.layered)
 
@@ -120,9 +125,15 @@ _STORES: dict[str, Callable[[str, StoreSettings, Clock], Store]] = {
 
 
 def open_store(url: str, settings: StoreSettings, clock: Clock) -> Store:
-    """The store that `url` names; nothing is touched before its `running()` is entered.
+    """Return the store that `url` names; nothing is opened before its `running()` is entered.
 
-    Raises ConfigError, with what is accepted, if the URL names none.
+    Args:
+        url: URL of the store.
+        settings: the settings of all kinds.
+        clock: the clock for times to live.
+
+    Raises:
+        ConfigError: the URL names no store; the message lists accepted URLs.
     """
     scheme, separator, _ = url.partition(":")
     opens = _STORES.get(scheme) if separator else None
@@ -131,17 +142,18 @@ def open_store(url: str, settings: StoreSettings, clock: Clock) -> Store:
     if opens is None:
         if url[:1] in {"/", "."}:
             raise ConfigError(f"{url[:200]!r} is no storage URL; accepted: {_FILE}")
-        # Not quoted in full: behind a misspelt scheme there can be a password.
+        # The URL is not quoted: after a misspelt scheme there can be a password.
         raise ConfigError(f"the storage URL starts with {scheme[:20]!r}; accepted: {_ACCEPTED}")
     return opens(url, settings, clock)
 
 
 def _brought(scheme: str) -> StoreKind[Any] | None:
-    """Return what another package brings for URLs of `scheme`. Reads the installed packages'
-    metadata: a few milliseconds, for a scheme that is not our own.
+    """Return another package's kind of store for URLs of `scheme`, None if there is none.
+
+    The installed packages' metadata is read, which takes a few milliseconds.
 
     Raises:
-        ConfigError: it cannot be imported, or is no StoreKind.
+        ConfigError: the kind cannot be imported, or is no StoreKind.
     """
     from importlib.metadata import entry_points  # noqa: PLC0415 - 2 MiB that few nodes need
 
@@ -159,21 +171,30 @@ def _brought(scheme: str) -> StoreKind[Any] | None:
 
 
 def urls_in(url: str) -> Sequence[str]:
-    """The URLs that one of several stores is made of; of a single store, itself."""
+    """Return the URLs of the parts of a store made of several; for a single store, its own URL."""
     scheme, _, rest = url.partition(":")
     return rest.split("|") if scheme == "layered" else [url]
 
 
 def open_guarded_store(url: str, settings: StoreSettings, clock: Clock) -> GuardedStore:
-    """The store that `url` names, inside what keeps its faults from its callers."""
+    """Return the store that `url` names inside a GuardedStore.
+
+    Args:
+        url: URL of the store.
+        settings: the settings of all kinds.
+        clock: the clock for times to live and deadlines.
+
+    Raises:
+        ConfigError: the URL names no store.
+    """
     part, num_parts = settings.resilience, len(urls_in(url))
     resilience = replace(
         part,
-        # One of several whose writes hang keeps as many batches as it takes; the others take as
-        # many.
+        # A part with writes that hang holds as many batches as it takes; each other part needs as
+        # many of its own.
         write_batches=part.write_batches * num_parts,
-        # Each of those that are asked one after the other has its time for a write, for which
-        # nobody waits, and for the bytes of a read.
+        # Parts are asked one after the other: each has its own time for a write, for which no
+        # request waits, and for the bytes of a read.
         write_timeout_s=part.write_timeout_s * num_parts,
         slowest_bytes_per_s=part.slowest_bytes_per_s / num_parts,
     )
@@ -182,21 +203,25 @@ def open_guarded_store(url: str, settings: StoreSettings, clock: Clock) -> Guard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageSettings:
-    """url: where the storage tier is: file:///directory, redis://host:port/0, memory://,
-        mooncake://..., layered:NEAR|FAR, or none. Where it is empty, files in the
-        user's cache directory, which nodes of one machine share.
-    trust: of whoever else can write to the store: trusted (values are checked for accidents),
-        signed (and for forgeries), sealed (and nobody without the key can read them). All nodes
-        that share have the same.
-    key_file, key: 64 hex digits, the same on all these nodes; the file holds them, or the setting
-        does, which is meant for TIERKV_STORAGE__KEY. Needed unless trusted.
-    touches_per_ttl: a stored block that is used lives for its whole TTL again, which the store is
-        told at most so often in each TTL. 0: it ends when it was going to.
-    tenants: a store of its own for some tenants: URL by the short fingerprint.
-    peer_tensor_parallel: tensor-parallel sizes of other nodes whose blocks are looked for where
-        there is none of this node's own size.
-    stores: a table of settings for each store that another package brings, by the scheme of its
-        URLs: [storage.stores.s3].
+    """The settings of the storage tier.
+
+    Attributes:
+        url: URL of the storage tier: file:///directory, redis://host:port/0, memory://,
+            mooncake://..., layered:NEAR|FAR, or none. If empty, files in the user's cache
+            directory, which nodes of one machine share.
+        trust: trust in other writers of the store. With trusted values are checked for accidents,
+            with signed for forgeries, too, and with sealed they can be read only with the key. All
+            nodes that share a store have the same.
+        key_file, key: 64 hex digits, the same on all nodes that share a store. The first names a
+            file that holds them; the second holds them itself and is meant for TIERKV_STORAGE__KEY.
+            Needed unless trusted.
+        touches_per_ttl: most renewals of a used block's time to live within one such time; each
+            renews the whole time. With 0 a block expires at its first time.
+        tenants: URLs of separate stores of some tenants, by short fingerprint.
+        peer_tensor_parallel: tensor-parallel sizes of other nodes; their blocks are used if there
+            are none of this node's own size.
+        stores: a table of settings for each store that another package provides, by the scheme of
+            its URLs: [storage.stores.s3].
     """
 
     url: str = ""
@@ -245,11 +270,19 @@ class StorageSettings:
         )
 
     def codecs(self) -> TenantCodecs:
-        """For blocks. Reads the key. Raises ConfigError if it cannot be read or used."""
+        """Read the key and return the codecs of blocks.
+
+        Raises:
+            ConfigError: the key cannot be read or used.
+        """
         return TenantCodecs(self.trust, self._read_key())
 
     def small_codec(self) -> SmallCodec:
-        """For tickets and the like. Reads the key. Raises ConfigError as `codecs` does."""
+        """Read the key and return the codec of tickets and other small values.
+
+        Raises:
+            ConfigError: the key cannot be read or used.
+        """
         return SmallCodec(self.trust, self._read_key())
 
     def _read_key(self) -> bytes | None:

@@ -1,5 +1,4 @@
-"""The store on a local (or mounted) directory, the embedded default: values as files, and the hints
-between the processes that share it."""
+"""The store in a local or mounted directory: values as files, and hints between processes."""
 
 from __future__ import annotations
 
@@ -72,33 +71,38 @@ from tierkv.threads import Threads
 
 _log = logging.getLogger(__name__)
 
-# Something else is where a value, or a directory on the way to it, belongs: a link that leads to
-# where nothing is mounted now, say.
+# Something else is in the place of a value or of a directory above it, such as a link into a file
+# system that is not mounted.
 _IN_THE_WAY = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ELOOP})
-# What another user keeps for itself is not there for us.
+# A file that another user keeps private counts as missing.
 _NOT_THERE = _IN_THE_WAY | {errno.EACCES, errno.EPERM}
 _TAKES_OTHERS = _NOT_THERE | {errno.EFBIG, errno.EXDEV}
-# Not a failure, five of which would keep readers away as well: others can be read.
+# No failures: five failures would open the breaker, and other values can be read.
 _FULL = TAKES_NOTHING | _TAKES_OTHERS
-# A place of the disk that is broken stays so, and the value would be found, and not written again,
-# for as long as it is asked for; forgotten, it gets another place.
+# A broken place of the disk stays broken: the value would be found and never be written again.
+# After it is forgotten, it is written to another place.
 _UNREADABLE = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
 
-# For one value that the system refuses for want of room: others take what was made.
+# Evictions for one value that the disk refuses: other writers may use up the room that was made.
 _MAX_EVICTIONS = 3
 
 
 class ValueFiles:
-    """Values as files. Blocking, safe from several threads and beside other processes.
+    """Values as files. Methods block, and are safe from several threads and beside other processes.
 
-    A file holds a value's bytes and nothing else. Its modification time is when the value expires,
-    0 (1970) for never, so that a listing need not open files; a file copied without its times
-    counts as expired. A visible file never changes: it is written elsewhere and renamed, over the
-    old one if there is one. Whoever does that, or removes an expired file, holds the lock of its
-    directory while looking and acting.
+    A file holds a value's bytes and nothing else. Its modification time is the time of expiry, 0
+    (1970) for never, so a listing need not open files; a file copied without its times counts as
+    expired. A visible file never changes: a value is written elsewhere and renamed, over the old
+    file if there is one. Renaming, and removing an expired file, happen under the lock of the
+    file's directory.
 
-    syncs: each value is on the disk itself before it is visible, and its directory entry when put
-        returns.
+    Args:
+        root: the store's directory.
+        scratch: the place of values that are being written.
+        room: makes room for new values.
+        clock: the clock for expiry.
+        syncs: write each value to the disk before it is visible, and its directory entry before put
+            returns.
     """
 
     def __init__(
@@ -136,7 +140,16 @@ class ValueFiles:
         return GetOutcome(GetStatus.HIT, num_bytes=num_bytes, digest=digest)
 
     def get_small(self, name: str, max_bytes: int) -> bytes | None:
-        """The value called `name`, or None. Raises StoreCorruptError, StoreUnavailableError."""
+        """Return the value called `name`, None if there is none.
+
+        Args:
+            name: the name.
+            max_bytes: longest accepted value.
+
+        Raises:
+            StoreCorruptError: the value is longer, or cannot be read.
+            StoreUnavailableError: the disk fails.
+        """
         try:
             with self._opened(name) as fd:
                 if fd is None:
@@ -173,7 +186,11 @@ class ValueFiles:
             return PutOutcome(status, sentence(item.name, error), takes_others=takes_others)
 
     def _put_anew(self, item: PutItem) -> PutOutcome:
-        """Also where somebody has removed the directory. Raises OSError."""
+        """Write a value, also after the store's directory was removed.
+
+        Raises:
+            OSError: the disk refuses the value.
+        """
         path = self._path(item.name)
         try:
             return self._put(path, item)
@@ -182,7 +199,11 @@ class ValueFiles:
         return self._put(path, item)
 
     def _put(self, path: str, item: PutItem) -> PutOutcome:
-        """Raises OSError."""
+        """Write a value if there is room.
+
+        Raises:
+            OSError: the disk refuses the value.
+        """
         if item.leaves_existing and self._is_live(path):
             return PutOutcome(PutStatus.EXISTED)
         if reason := self._room.make(item.num_bytes, _unlink):
@@ -201,20 +222,33 @@ class ValueFiles:
                 os.unlink(temporary)
 
     def ping(self) -> None:
-        """Raises OSError."""
+        """Check that the directory can be used.
+
+        Raises:
+            OSError: the directory cannot be used.
+        """
         try:
             os.stat(self._root / WRITERS)  # asks for the right to look into the root
         except FileNotFoundError:
             self._renew()
 
     def _renew(self) -> None:
-        """Somebody has removed the directory, or all that is in it: there are no values now.
-        Raises OSError."""
+        """Make the directory again after it, or all of its content, was removed.
+
+        There are no values then.
+
+        Raises:
+            OSError: the directory cannot be made.
+        """
         self._scratch.renew()
         self._room.forget_size()
 
     def delete(self, name: str) -> bool:
-        """Whether there was a value. Raises StoreUnavailableError."""
+        """Remove the value of `name`; return whether there was one that had not expired.
+
+        Raises:
+            StoreUnavailableError: the file cannot be removed.
+        """
         path = self._path(name)
         try:
             status = os.stat(path, follow_symlinks=False)
@@ -227,7 +261,11 @@ class ValueFiles:
         return not self.listing.is_expired(status)
 
     def touch(self, name: str, ttl_s: float) -> bool:
-        """Whether there was a value, which now lives for `ttl_s`. Raises StoreUnavailableError."""
+        """Let the value of `name` live for `ttl_s` seconds from now; return whether there is one.
+
+        Raises:
+            StoreUnavailableError: the file's times cannot be set.
+        """
         path = self._path(name)
         expires_ns = math.ceil((self._clock.wall() + ttl_s) * 1e9)
         try:
@@ -252,15 +290,24 @@ class ValueFiles:
         return len(names)
 
     def present(self, names: Sequence[str]) -> list[bool]:
-        """Raises StoreUnavailableError."""
+        """Return for each name whether it has a value.
+
+        Raises:
+            StoreUnavailableError: the directory cannot be read.
+        """
         try:
             return [self._is_live(self._path(name)) for name in names]
         except OSError as error:
             raise StoreUnavailableError(sentence("the directory", error)) from error
 
     def sweep(self, stop: threading.Event) -> int:
-        """Remove expired values until done or told to stop; returns how many. Directories of models
-        and tenants that are no more go, too, a level at a time. Raises OSError."""
+        """Remove expired values until all are removed or `stop` is set; return their number.
+
+        Unused empty directories of models and tenants are removed, too, one level per sweep.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
         removed = 0
         self._room.forget_size()
         for _, entry in walk(self._root, "", when_empty=remove_unused):
@@ -277,10 +324,10 @@ class ValueFiles:
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[int | None]:
-        """The open file of a value, None if there is none or its time is over."""
+        """Yield the open file of a value, None if there is none or the value has expired."""
         path = self._path(name)
         try:
-            # Not to hang on a FIFO, nor to follow a link, should someone have put one there.
+            # The flags avoid hanging on a FIFO and following a link that someone put there.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
             if error.errno not in _IN_THE_WAY:
@@ -311,18 +358,20 @@ class ValueFiles:
         return stat.S_ISREG(status.st_mode) and not self.listing.is_expired(status)
 
     def _mark_used(self, path: str, status: os.stat_result) -> None:
-        """Note for the eviction when the value was last used, to the minute."""
+        """Record the time of use for eviction, to the minute."""
         if self.listing.seconds_unused(status) < USE_GRAIN_S:
             return
-        # A file that is not ours, or is just being written again, can be read and not marked; it
-        # is a hit all the same.
+        # A file of another user, or one that is being replaced, cannot be marked; it is a hit.
         with contextlib.suppress(OSError), locked_directory(_parent(path), waits=False):
             expires_ns = os.stat(path, follow_symlinks=False).st_mtime_ns
             used_ns = int(self._clock.wall() * 1e9)
             os.utime(path, ns=(used_ns, expires_ns), follow_symlinks=False)
 
     def _remove_expired(self, path: str) -> bool:
-        """Whether it was removed. What another keeps locked is left to a later one."""
+        """Remove an expired value; return whether it was removed.
+
+        A locked directory is left alone.
+        """
         busy_or_gone = contextlib.suppress(FileNotFoundError, BlockingIOError)
         with busy_or_gone, locked_directory(_parent(path), waits=False):
             if self.listing.is_expired(os.stat(path, follow_symlinks=False)):
@@ -365,15 +414,19 @@ def _failure(name: str, error: OSError) -> StoreUnavailableError:
 
 
 def _make_directory(directory: str) -> None:
-    """With those above it, where they are missing. Raises OSError."""
+    """Make a directory and the missing ones above it.
+
+    Raises:
+        OSError: a directory cannot be made.
+    """
     try:
         os.makedirs(directory, mode=0o700, exist_ok=True)
-    except FileExistsError:  # so says `makedirs` also of one that was removed while it looked
+    except FileExistsError:  # `makedirs` also raises this for a directory removed just then
         os.makedirs(directory, mode=0o700, exist_ok=True)
 
 
 def _unlink(path: str) -> bool:
-    """False where there is none, or none that we may remove."""
+    """Remove a file; return False if there is none, or none that we may remove."""
     try:
         os.unlink(path)
     except (FileNotFoundError, PermissionError):
@@ -398,14 +451,14 @@ _MOST_TELLING = 1024  # more at a time are lost: the disk hangs
 
 
 class FileNotifier:
-    """`Notifier` of the processes that have the directory `root` on one machine.
+    """The `Notifier` of processes that share the directory `root` on one machine.
 
-    Hints are files that come and go at once, seen by the kernel's inotify.
+    Hints are files that are made and removed at once; the kernel's inotify reports them.
 
         store/.notify/3f9c...e1.b12     made and removed at once; the name is topic and message
 
-    The event outlives the file, so nothing stays behind. A directory shared between machines tells
-    only those on the same machine; the others look.
+    The event outlives the file, so nothing stays behind. Processes on other machines that share the
+    directory receive no hints and poll.
     """
 
     def __init__(self, root: Path) -> None:
@@ -419,7 +472,7 @@ class FileNotifier:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        # Threads of its own: those that a disk holds for ever are nobody else's.
+        # Own threads: a disk that hangs may hold them for ever.
         self._threads = Threads(_THREADS, "tierkv-notify")
         try:
             async with supervised({"tierkv-file-notify": self._serve}):
@@ -430,14 +483,14 @@ class FileNotifier:
 
     async def tell(self, topic: str, message: str = LOOK) -> None:
         path = self._directory / f"{_digest(topic)}.{check_message(message)}"
-        # A hint that is lost, or is stuck with the disk, costs its reader a look.
+        # A hint that is lost, or hangs with the disk, only delays its reader.
         if self._threads is not None and self._num_telling < _MOST_TELLING:
             telling = asyncio.get_running_loop().run_in_executor(self._threads, _flash, path)
             self._num_telling += 1
-            telling.add_done_callback(self._has_told)
+            telling.add_done_callback(self._has_sent)
             await asyncio.wait([telling], timeout=_TELL_S)
 
-    def _has_told(self, telling: asyncio.Future[None]) -> None:
+    def _has_sent(self, telling: asyncio.Future[None]) -> None:
         self._num_telling -= 1
         if not telling.cancelled():
             telling.exception()  # seen: the hint is lost
@@ -446,7 +499,7 @@ class FileNotifier:
         return self._topics.listening(topic, is_live=self._is_watching)
 
     async def _serve(self) -> None:
-        """Watch from the first listener on; a watch that is lost or refused is tried again."""
+        """Watch from the first listener on; retry when the watch is lost or refused."""
         while True:
             while not self._topics:
                 self._topics.changed.clear()
@@ -460,7 +513,11 @@ class FileNotifier:
             await asyncio.sleep(_TRY_AGAIN_S)
 
     async def _open(self) -> int:
-        """As `_watch`; one that comes after a cancel is closed again. Raises OSError."""
+        """Return the descriptor of `_watch`; after a cancel it is closed when it arrives.
+
+        Raises:
+            OSError: the directory cannot be watched.
+        """
         loop = asyncio.get_running_loop()
         opening = loop.run_in_executor(self._threads, _watch, self._directory)
         try:
@@ -522,20 +579,27 @@ def _digest(topic: str) -> str:
 
 
 def _flash(path: Path) -> None:
-    """Make a file and remove it. Raises OSError."""
+    """Make a file and remove it.
+
+    Raises:
+        OSError: the file cannot be made or removed.
+    """
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:
-        return  # nobody has ever listened here
+        return  # no process has ever listened here
     os.close(fd)
-    with suppress(FileNotFoundError):  # another told the same at the same moment
+    with suppress(FileNotFoundError):  # another process sent the same hint at the same moment
         os.unlink(path)
 
 
 def _watch(directory: Path) -> int:
-    """A non-blocking descriptor of inotify that hears of files made in `directory`.
+    """Return a non-blocking descriptor of inotify that reports files made in `directory`.
 
-    Removes what processes left behind that died while telling. Raises OSError.
+    Files of processes that died between making and removing a hint are removed.
+
+    Raises:
+        OSError: the directory cannot be watched.
     """
     os.makedirs(directory, mode=0o700, exist_ok=True)
     with os.scandir(directory) as entries:
@@ -559,14 +623,19 @@ def _watch(directory: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FileSettings:
-    """num_threads: reads at the same time, and as many writes.
+    """The settings of a file store.
 
-    syncs_values: flush every value to the disk before it counts as stored. Off by default: a block
-        lost in a power cut is a miss, a torn one is caught by its length and checksum, and with
-        flushes 64 values of 2 MiB were written at 0.8-1.1 GB/s instead of 1.2-2.7.
-    sweep_interval_s: how often expired values are removed; they are invisible before that.
-    capacity_bytes: of all values; those used longest ago are evicted. None: no limit.
-    min_free_bytes: of the file system, kept free the same way; 0: whatever the system allows.
+    Attributes:
+        num_threads: number of threads that read, and of as many that write.
+        syncs_values: write every value to the disk before it counts as stored. Off by default: a
+            block lost in a power cut is a miss, a torn one is found by its length and checksum, and
+            64 values of 2 MiB are written at 0.8-1.1 GB/s instead of 1.2-2.7.
+        sweep_interval_s: seconds between removals of expired values, which are invisible before
+            that.
+        capacity_bytes: most bytes of all values; the least recently used ones are evicted. None for
+            no limit.
+        min_free_bytes: bytes of the file system that are kept free in the same way; 0 to use all
+            that the system allows.
     """
 
     num_threads: Fixed[int] = 4
@@ -587,19 +656,22 @@ class FileSettings:
 
 
 class FileStore(BaseStore):
-    """`Store` in files below a directory, which any number of processes may share.
+    """A `Store` in files below a directory, which any number of processes may share.
 
-    Files are used in threads of the store: some for reads and questions, others for all else. There
-    are no deadlines: a read that hangs has its buffers for as long, and holds a cancelled caller. A
-    directory that somebody removes is made again for the next value.
+    Files are used in threads of the store: some for reads and questions, others for the rest. There
+    are no deadlines: a read that hangs keeps its buffers, and its caller, even a cancelled one. A
+    directory that was removed is made again for the next value.
     """
 
     def __init__(self, root: Path, settings: FileSettings, clock: Clock) -> None:
-        """root: made if it is not there; a relative one counts from where the process is now."""
+        """Set the directory `root`; a relative one starts at the present working directory.
+
+        The directory is made when the store is opened.
+        """
         self._root = Path(os.path.normpath(root if root.is_absolute() else Path.cwd() / root))
         self._settings = settings
         self._clock = clock
-        # A question waits behind reads that hang, and so shows that the disk does.
+        # Questions wait behind reads that hang, and thus show that the disk hangs.
         self._readers = WorkerThreads(self.url, settings.num_threads)
         self._writers = WorkerThreads(self.url, settings.num_threads)
         self._files: ValueFiles | None = None
@@ -616,7 +688,11 @@ class FileStore(BaseStore):
         return Capabilities(is_shared=True, is_durable=True)
 
     def is_made(self) -> bool:
-        """Whether a store was ever opened here. Blocks. Raises StoreUnavailableError."""
+        """Return whether a store was ever opened here. Blocks the thread.
+
+        Raises:
+            StoreUnavailableError: the directory may not be read.
+        """
         try:
             return (self._root / WRITERS).is_dir()
         except PermissionError as error:
@@ -708,7 +784,11 @@ class FileStore(BaseStore):
         return await self._writers.run(lambda: files.listing.usage(prefix))
 
     async def sweep(self) -> int:
-        """Remove expired values now; returns how many. Raises StoreUnavailableError."""
+        """Remove expired values now; return their number.
+
+        Raises:
+            StoreUnavailableError: the directory cannot be read.
+        """
         files = self._opened()
         try:
             return await self._writers.run(lambda: files.sweep(threading.Event()))

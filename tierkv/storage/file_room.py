@@ -1,7 +1,7 @@
-"""The directory of a file store: paths of names, scratch for what is not yet whole, and the room:
-within its size and above a floor of the disk's free space, by eviction.
+"""The directory of a file store: paths of names, scratch for unfinished values, and room.
 
-A prompt's blocks are written and used together, head first, and it loses its end first.
+Room is made by eviction, within the store's size and above a floor of the disk's free space. A
+prompt's blocks are written and used together, head first; eviction removes its end first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tierkv.errors import BadRequestError, StoreUnavailableError
 from tierkv.storage.protocol import ListPage, StoredValue, Usage, check_name, is_name
 
 NEVER_NS = 0
-# A value's access time is written at most once in this time, and says no more than this.
+# Seconds between two writes of a value's access time, which is also its resolution.
 USE_GRAIN_S = 60.0
 
 
@@ -41,7 +41,7 @@ _ABOVE_VALUES = re.compile(r"[^/]+(/[0-9a-f]){0,2}|[^/]+(/[0-9a-f]){2}/[^/]+\+")
 
 
 def relative_path(name: str) -> tuple[str, ...]:
-    """The path of the value called `name`, as its parts below the store's directory.
+    """Return the path of the value called `name`, as its parts below the store's directory.
 
     256 directories at the end of two levels: with a million values, 4,000 files in each.
 
@@ -49,16 +49,19 @@ def relative_path(name: str) -> tuple[str, ...]:
         a:b         ->  a / 0 / 3 / b
         a           ->  , / 9 / c / a
 
-    A field of a name starts with a letter or digit and holds no comma, no plus and no slash, so no
-    part of a path is "." or "..", no two names share a path, and names of the store's own (which
-    start with a dot) are never the path of a value. A leaf too long for one file name goes on in a
-    directory whose name ends in a plus.
+    A field of a name starts with a letter or digit and holds no comma, no plus and no slash. No
+    part of a path is therefore "." or "..", no two names share a path, and the store's own names
+    (which start with a dot) are never the path of a value. A leaf too long for one file name
+    continues in a directory with a plus at the end of its name.
+
+    Raises:
+        BadRequestError: the name is not one a store accepts.
     """
     return _path_of(check_name(name))
 
 
 def _path_of(name: str) -> tuple[str, ...]:
-    """Unchecked: a look at every file asks for each, in 8 us with its size, of which it was 15."""
+    """Return the path without checking the name, in 8 us: listings compute one for every file."""
     fields = name.split(":")
     group, leaf = fields[: min(2, len(fields) - 1)], fields[min(2, len(fields) - 1) :]
     spread = f"{zlib.crc32(name.encode()) & 0xFF:02x}"
@@ -73,7 +76,7 @@ def _pieces(text: str) -> list[str]:
 
 
 def name_of(path: tuple[str, ...]) -> str | None:
-    """The inverse of `relative_path`; None for a file that no name leads to."""
+    """Return the name of a path, the inverse of `relative_path`; None if no name has this path."""
     text = "/".join(path).replace(_GOES_ON + "/", "")
     parts = text.split("/")
     if len(parts) != 4:  # noqa: PLR2004 - group, two levels of fan-out, leaf
@@ -90,28 +93,49 @@ def walk(
     after: tuple[str, ...] = (),
     when_empty: Callable[[str], object] = lambda _: None,
 ) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """(name, directory entry) of each value whose name starts with `prefix`, in order of paths.
+    """Yield (name, directory entry) of each value under `prefix`, in the order of paths.
 
-    after: only paths behind this one. when_empty: told of directories of ours in which nothing is.
-    Directories that cannot hold such a value are not read. Files that are no values, what another
-    user keeps there for itself, and whatever vanishes meanwhile, are passed over. Raises OSError.
+    Directories that cannot hold such a value are not read. Files that are no values, files and
+    directories that another user keeps private, and entries that vanish during the walk are
+    skipped.
+
+    Args:
+        root: the store's directory.
+        prefix: prefix of the names.
+        after: yield only paths behind this one.
+        when_empty: called with the path of each empty directory that the store has made.
+
+    Raises:
+        OSError: a directory cannot be read.
     """
     for group in _entries(root):
         if _is_directory(group) and _may_hold(group.name, prefix):
-            # A directory of one word can be a stranger's, in a store that was put beside others.
-            tells = when_empty if _NO_GROUP in group.name else _tell_nobody
-            yield from _values(Path(group.path), (group.name,), prefix, after, tells)
+            # A directory without a comma may not be the store's, if other files are in its root.
+            notify = when_empty if _NO_GROUP in group.name else _ignore
+            yield from _values(Path(group.path), (group.name,), prefix, after, notify)
 
 
 class Listing:
-    """Blocking, safe from several threads. Raises StoreUnavailableError."""
+    """Listings of a directory. Methods block, and are safe from several threads."""
 
     def __init__(self, root: Path, clock: Clock) -> None:
         self._root = root
         self._clock = clock
 
     def page(self, prefix: str, limit: int, cursor: str | None) -> ListPage:
-        """Values in the order of their paths; the cursor is the path of the page's last one."""
+        """Return values in the order of their paths.
+
+        The cursor is the path of the page's last value.
+
+        Args:
+            prefix: prefix of the names.
+            limit: most values of the page.
+            cursor: cursor of the page before, None for the first page.
+
+        Raises:
+            BadRequestError: the cursor is not one of this store.
+            StoreUnavailableError: the directory cannot be read.
+        """
         after = () if cursor is None else tuple(cursor.split("/"))
         if after and name_of(after) is None:
             raise BadRequestError(f"{(cursor or '')[:80]!r} is not a cursor of this store")
@@ -141,13 +165,18 @@ class Listing:
         return expires_at is not None and expires_at <= self._clock.wall()
 
     def seconds_unused(self, status: os.stat_result) -> float:
-        """Infinite for what was used in the future: the clock was set back since."""
+        """Return the seconds since the last use; infinite if that lies in the future.
+
+        A use in the future means that the clock was set back.
+        """
         unused_s = self._clock.wall() - status.st_atime
         return unused_s if unused_s > -USE_GRAIN_S else math.inf
 
     def eviction_order(self, status: os.stat_result) -> tuple[bool, float, float]:
-        """What has expired goes first, then what was used longest ago; of values last used in the
-        same minute the ones written last."""
+        """Return the sort key for eviction: expired values first, then the least recently used.
+
+        Among values last used in the same minute those written last are evicted first.
+        """
         is_live = not self.is_expired(status)
         used_at = 0.0 if math.isinf(self.seconds_unused(status)) else status.st_atime
         return is_live, used_at // USE_GRAIN_S, -used_at
@@ -161,7 +190,7 @@ def sentence(subject: str, error: OSError) -> str:
     return f"{subject}: {error.strerror or error}"
 
 
-def _tell_nobody(_: str) -> None: ...
+def _ignore(_: str) -> None: ...
 
 
 def _values(
@@ -191,7 +220,10 @@ def _values(
 
 
 def _leads_to_values(path: tuple[str, ...]) -> bool:
-    """Whether the directory `path` can be above a value: of fan-out, or of a part that goes on."""
+    """Return whether the directory `path` can be above a value.
+
+    Such a directory is one of fan-out, or of a name's part that continues.
+    """
     return _ABOVE_VALUES.fullmatch("/".join(path).replace(_GOES_ON + "/", "")) is not None
 
 
@@ -204,7 +236,10 @@ def _entries(directory: Path) -> list[os.DirEntry[str]]:
 
 
 def _is_directory(group: os.DirEntry[str]) -> bool:
-    """Or a link to one: a model's can have been moved to where there is room for it."""
+    """Return whether `group` is a directory, or a link to one.
+
+    An operator may have moved a model's directory to another disk.
+    """
     try:
         return group.is_dir()
     except OSError:  # such as a link to itself
@@ -212,7 +247,10 @@ def _is_directory(group: os.DirEntry[str]) -> bool:
 
 
 def _may_hold(group: str, prefix: str) -> bool:
-    """Whether names in the directory `group` can start with `prefix`; not if it is not ours."""
+    """Return whether names in the directory `group` can start with `prefix`.
+
+    A directory that is not the store's holds no names.
+    """
     if group == _NO_GROUP:
         return True
     if not group[0].isalnum() or _GOES_ON in group[:-1]:  # such as .writers and lost+found
@@ -224,16 +262,16 @@ def _may_hold(group: str, prefix: str) -> bool:
 
 WRITERS = ".writers"
 _LOCK = "lock"
-# Another process can clear a directory away before we have locked it; that it does so again and
-# again has no cause but a file system without locks.
+# Another process can remove a directory before its maker has locked it. If this happens every time,
+# the file system has no locks.
 _MAX_TRIES = 10
 _UNUSED_S = 600.0
-# What a disk says on which nothing can be written just now, though it may well be read.
+# Errors of a disk that takes no writes now and can still be read.
 TAKES_NOTHING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 
 class Scratch:
-    """A directory of our own below `root`, cleared when closed or, at the latest, by a successor.
+    """A directory of this process below `root`, removed when closed or later by a successor.
 
     All methods block. `new_path` and `renew` are safe from several threads.
 
@@ -241,17 +279,20 @@ class Scratch:
                            / 0, 1, ...  values being written
                            / added      see `UsedBytes`
 
-    It is on the same file system as the values, so a rename makes a value visible at once. One
-    directory for the leftovers, rather than beside the values, makes clearing up independent of how
-    many values there are; a lock, rather than a process id, also tells the dead from the living
-    between containers, and survives process ids used again.
+    The directory is on the same file system as the values, so a rename makes a value visible at
+    once. Leftovers in a directory of their own, not beside the values, are removed without a look
+    at every value. A lock, unlike a process id, distinguishes dead from living processes between
+    containers and after process ids are reused.
     """
 
     def __init__(self, root: Path) -> None:
-        """Clear away what the dead left, then make the directory. Raises OSError.
+        """Remove directories of dead processes, then make this one.
 
-        A disk that takes nothing now is one to read what is there from: `refused` says why, there
-        is no directory, and `renew` makes it when the disk takes it.
+        If the disk takes no writes now, values there can still be read: `refused` holds the error,
+        there is no directory, and `renew` makes it later.
+
+        Raises:
+            OSError: the directory cannot be made or read.
         """
         self._writers = writers = root / WRITERS
         os.makedirs(writers, mode=0o700, exist_ok=True)
@@ -277,14 +318,15 @@ class Scratch:
         return self._directory
 
     def new_path(self) -> str:
-        """A path below the directory that was never given before."""
+        """Return a path below the directory that was never returned before."""
         return f"{self._directory}/{next(self._serial)}"
 
     def renew(self) -> None:
-        """Make another directory if somebody has removed ours, such as with all values.
+        """Make another directory if this one was removed, for example together with all values.
 
-        Raises OSError, also where that would be on another file system: then the disk that the
-        values were on is gone, not they.
+        Raises:
+            OSError: the directory cannot be made, or would be on another file system: then the disk
+                of the values is not mounted, and the values are not gone.
         """
         with self._renewing:
             if os.path.exists(self._directory / _LOCK):
@@ -299,7 +341,7 @@ class Scratch:
                 os.close(gone)
 
     def close(self) -> None:
-        """Clear the directory away. What cannot be removed is left to a successor."""
+        """Remove the directory. Files that cannot be removed are left to a successor."""
         try:
             _clear(self._directory)
         finally:
@@ -322,11 +364,11 @@ def _make(writers: Path) -> tuple[Path, int]:
             if os.path.samestat(os.stat(directory / _LOCK), os.fstat(fd)):
                 return directory, fd
         os.close(fd)  # cleared away between making and locking it
-    raise OSError("no lock to be had on new files: is this a network file system without locks?")
+    raise OSError("new files cannot be locked: is this a network file system without locks?")
 
 
 def _lock(directory: Path) -> int | None:
-    """The locked file, or None if another process has it or has cleared the directory away."""
+    """Return the locked file; None if another process has locked it or removed the directory."""
     try:
         fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:
@@ -344,7 +386,7 @@ def _lock(directory: Path) -> int | None:
 
 def _clear_if_dead(directory: Path) -> None:
     fd = None
-    with contextlib.suppress(OSError):  # root's, who is looking into the store, or a full disk
+    with contextlib.suppress(OSError):  # a directory of root's, or a full disk
         fd = _lock(directory)
     if fd is not None:
         try:
@@ -354,7 +396,7 @@ def _clear_if_dead(directory: Path) -> None:
 
 
 def _clear(directory: Path) -> None:
-    # The lock goes last: whoever locks a new file of that name meanwhile keeps the directory.
+    # The lock file is removed last: a process that locks a new one then keeps the directory.
     with contextlib.suppress(OSError):
         for name in sorted(os.listdir(directory), key=lambda name: name == _LOCK):
             os.unlink(directory / name)
@@ -363,10 +405,15 @@ def _clear(directory: Path) -> None:
 
 @contextlib.contextmanager
 def locked_directory(directory: str, *, waits: bool = True) -> Iterator[None]:
-    """Keep other threads and processes that ask for the same lock out. Blocks; raises OSError,
-    FileNotFoundError also where the directory was removed, and perhaps made again, meanwhile.
+    """Hold the lock of a directory against other threads and processes. Blocks.
 
-    waits: False raises BlockingIOError where another has the lock, who may be frozen.
+    Args:
+        directory: path of the directory.
+        waits: if False, raise BlockingIOError if the lock is taken: its holder may be frozen.
+
+    Raises:
+        OSError: the directory cannot be locked.
+        FileNotFoundError: the directory was removed, and perhaps made again, during the wait.
     """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -375,15 +422,17 @@ def locked_directory(directory: str, *, waits: bool = True) -> Iterator[None]:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory)
         yield
     finally:
-        # Closing is not enough: a child that was forked meanwhile has it open as well.
+        # Closing is not enough: a child process forked since then has the file open, too.
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
 
 
 def remove_unused(directory: str) -> None:
-    """Remove an empty directory into which nothing has come for long, and from which nothing has
-    gone. Whoever would use it just now finds it gone, and makes it again."""
+    """Remove an empty directory in which nothing has changed for _UNUSED_S seconds.
+
+    A writer that finds the directory missing makes it again.
+    """
     with contextlib.suppress(OSError), locked_directory(directory, waits=False):
         if time.time() - os.stat(directory).st_mtime > _UNUSED_S:
             os.rmdir(directory)
@@ -393,22 +442,28 @@ ADDED = "added"
 _COUNT = struct.Struct("<q")
 
 
-# Eviction looks at every file (1 s for 200,000), so it makes more room than is needed just now: of
-# a capacity, and of all values where the disk is short. Without, each value written to a disk that
-# was down to its floor, with 22,000 files, took 40 ms, and batches of them missed their deadlines.
+# Eviction looks at every file (1 s for 200,000), so it makes more room than is needed now: a share
+# of the capacity, and of all values if the disk is short. Otherwise each value on a disk at its
+# floor takes 40 ms with 22,000 files.
 _LOW_WATERMARK = 0.9
 _SPARE = 0.02
 _PART_FILES = 1000
 
-# Its place in the order, its bytes and its path; flat, so that no search for cycles visits it.
+# Sort key, bytes and path of a file; flat, so that the garbage collector does not visit it.
 _File = tuple[bool, float, float, int, str]
 
 
 class Room:
-    """Blocking, safe from several threads; processes on one directory evict one at a time.
+    """The room for values. Methods block and are safe from several threads.
 
-    capacity_bytes: of all values; None for no limit. min_free_bytes: of the file system.
-    order: sort key of a file; the file with the smallest key is evicted first.
+    Processes that share a directory evict one at a time.
+
+    Args:
+        root: the store's directory.
+        used: the bytes of all values.
+        capacity_bytes: most bytes of all values; None for no limit.
+        min_free_bytes: bytes of the file system to keep free.
+        order: sort key of a file; the file with the smallest key is evicted first.
     """
 
     def __init__(
@@ -426,13 +481,20 @@ class Room:
         self._min_free_bytes = min_free_bytes
         self._order = order
         self._lock = threading.Lock()
-        self.num_evictions = 0  # that have removed something
+        self.num_evictions = 0  # evictions that removed something
 
     def make(self, num_bytes: int, remove: Callable[[str], bool]) -> str:
-        """Evict until `num_bytes` more fit, and count them as added; returns why they do not, "" if
-        they do.
+        """Evict until `num_bytes` more fit, and count them as added.
 
-        remove: forgets the file at a path; whether it was there. Raises OSError.
+        Args:
+            num_bytes: size of the new value.
+            remove: removes the file at a path and returns whether there was one.
+
+        Returns:
+            "" if the bytes fit, else the reason why not.
+
+        Raises:
+            OSError: the directory cannot be read.
         """
         with self._lock:
             is_room = self._fits(num_bytes)
@@ -446,16 +508,30 @@ class Room:
             "capacity_bytes allows {} bytes of values": self._capacity_bytes,
             "min_free_bytes keeps {} bytes of the disk free": self._min_free_bytes,
         }
-        told = ", ".join(limit.format(value) for limit, value in limits.items() if value)
-        return f"{num_bytes} bytes do not fit: {told}"
+        reasons = ", ".join(limit.format(value) for limit, value in limits.items() if value)
+        return f"{num_bytes} bytes do not fit: {reasons}"
 
     def is_too_small_for(self, num_bytes: int) -> bool:
         return self._capacity_bytes is not None and num_bytes > self._capacity_bytes
 
     def make_more(self, num_bytes: int, num_evictions: int, remove: Callable[[str], bool]) -> bool:
-        """The disk refused what should fit: it is out of inodes, or there is a quota. Evict a
-        share, unless another has since there were `num_evictions`; whether to try again. With
-        min_free_bytes 0 nothing is evicted: the disk is full when it says so. Raises OSError."""
+        """Evict a share of the values after the disk refused a value that should fit.
+
+        The disk is out of inodes, or there is a quota. With min_free_bytes 0 nothing is evicted:
+        the disk is then full when it refuses.
+
+        Args:
+            num_bytes: size of the refused value.
+            num_evictions: `num_evictions` before the refusal; if it has changed, nothing more is
+                evicted.
+            remove: as in `make`.
+
+        Returns:
+            Whether values were evicted, so that another try is worth it.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
         with self._lock:
             if self._min_free_bytes and num_evictions == self.num_evictions:
                 with locked_directory(str(self._root / WRITERS)):
@@ -463,12 +539,12 @@ class Room:
             return num_evictions != self.num_evictions
 
     def removed(self, num_bytes: int) -> None:
-        """So many are gone, or were not added after all."""
+        """Count `num_bytes` as removed, or as not added after all."""
         with self._lock:
             self._add(-num_bytes)
 
     def forget_size(self) -> None:
-        """Look again before the next decision."""
+        """Measure the size again before the next decision."""
         with self._lock:
             self._used.forget()
 
@@ -489,7 +565,7 @@ class Room:
         return used is not None and used + num_bytes <= self._capacity_bytes
 
     def _lacking_bytes(self, num_bytes: int) -> int:
-        """Of the file system."""
+        """Return the bytes that the file system lacks for `num_bytes` more above the floor."""
         if not self._min_free_bytes:
             return 0
         return self._min_free_bytes + num_bytes - self._free_bytes()
@@ -497,8 +573,11 @@ class Room:
     def _evict(
         self, num_bytes: int, remove: Callable[[str], bool], *, is_refused: bool = False
     ) -> bool:
-        """Whether there is room now. Not asked again of what all have counted, or the disk: others
-        add to that all the while, and one answer of no keeps a node from writing for a second."""
+        """Evict, and return whether there is room now.
+
+        The counts and the disk are not read again for the answer: other processes write all the
+        while, and one refusal stops a node's writes for a second.
+        """
         counts = self._used.counts()
         parts, used = self._look()
         self._used.saw(used, counts)
@@ -518,17 +597,17 @@ class Room:
                 if remove(path):
                     freed += size
         finally:
-            self._add(-freed)  # of each it would take longer than the removal
+            self._add(-freed)  # once: counting each file takes longer than removing it
         while parts:
             parts.pop()
         self.num_evictions += freed > 0
         return freed >= max(over, lacking)
 
     def _look(self) -> tuple[list[list[_File]], int]:
-        """All files, in parts that are each in order, and how many bytes they have.
+        """Return all files, in parts that are each in order, and their total bytes.
 
-        In parts, since no other thread runs while one list is sorted, or goes: the event loop stood
-        still for 3 s with 200,000 files in one (2 busy cores).
+        No other thread runs while one list is sorted or freed: with 200,000 files in one list the
+        event loop stood still for 3 s.
         """
         parts: list[list[_File]] = []
         part: list[_File] = []
@@ -547,15 +626,18 @@ class Room:
 
 
 class UsedBytes:
-    """How many bytes the values in one directory have, as all processes that use it count together.
-    Blocking; not safe from several threads, but beside other processes.
+    """The total bytes of the values in one directory, counted by all processes that use it.
 
-        .writers / 3f9c... / added      what this process has added since it began
+    Methods block; they are not safe from several threads, but beside other processes.
 
-    A look at every file says how many there are; from then on what all have added since is enough,
-    until one of them is gone and its count with it.
+        .writers / 3f9c... / added      bytes that this process has added since it began
 
-    own: this process's directory below `writers`.
+    A look at every file measures the total. From then on the counts of all processes are added to
+    it, until one of the processes has ended and its count is gone.
+
+    Args:
+        writers: the directory of all processes' directories.
+        own: returns this process's directory below `writers`.
     """
 
     def __init__(self, writers: Path, own: Callable[[], Path]) -> None:
@@ -567,7 +649,7 @@ class UsedBytes:
 
     def add(self, num_bytes: int) -> None:
         self._own_added += num_bytes
-        # On a disk that is full, others hear of it with the next one.
+        # If the disk is full, the next write contains this count, too.
         with contextlib.suppress(OSError):
             flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
             fd = os.open(self._own() / ADDED, flags, 0o600)
@@ -577,19 +659,27 @@ class UsedBytes:
                 os.close(fd)
 
     def counts(self) -> Mapping[str, int]:
-        """What each process has added. Raises OSError."""
+        """Return the bytes that each process has added.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
         counts = {name: _read(self._writers / name / ADDED) for name in os.listdir(self._writers)}
         return counts | {self._own().name: self._own_added}
 
     def saw(self, num_bytes: int, counts: Mapping[str, int]) -> None:
-        """All values had so many bytes when the processes' counts were these."""
+        """Record that all values had `num_bytes` bytes when the processes' counts were `counts`."""
         self._seen, self._when_seen = num_bytes, counts
 
     def forget(self) -> None:
         self._seen = None
 
     def total(self) -> int | None:
-        """None if it is not known. Raises OSError."""
+        """Return the total bytes, None if unknown.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
         if self._seen is None:
             return None
         counts = self.counts()
@@ -599,7 +689,7 @@ class UsedBytes:
 
 
 def _read(path: Path) -> int:
-    """0 for a process that has added nothing, or whose count may not be read."""
+    """Return the count in a file; 0 if there is none, or if it may not be read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

@@ -1,5 +1,4 @@
-"""A store that fails fast and leaves a failing store alone, around one that does not; its gate for
-reads, its queue of writes, its breaker.
+"""A store with deadlines, a breaker and a queue of writes, around a store without.
 
 reads  -> known missing? -> breaker -> one of max_reads slots -> deadline -> inner
 writes -> queue, bounded -> breaker -> write_batches at a time -> deadline -> inner
@@ -56,13 +55,13 @@ from tierkv.tasks import abandonable, background, outlast, supervised, task_grou
 _log = logging.getLogger(__name__)
 _MAX_TOKENS = 10.0
 _MAX_JITTER_S = 0.02
-# A failure that took longer was a deadline, and a second one is not what the caller waits for.
+# A slower failure was a deadline, and the caller does not wait for a second one.
 _RETRY_WITHIN_S = 0.1
-# An operation that takes longer is a reason to ping the store: one that hangs is known sooner.
+# Seconds of an operation after which the store is pinged, so that one that hangs is known sooner.
 _LONG_S = 0.25
-# After its deadline an operation is cancelled; one that has not ended so long after is stuck.
+# An operation is cancelled at its deadline; one that ends more seconds later than this is stuck.
 _STUCK_S = 0.05
-# What a value costs beside its bytes, as bytes: 0.16 ms at 100 MB/s. 10,000 small ones took 0.4 s.
+# The cost of a value beside its bytes, in bytes: 0.16 ms at 100 MB/s. 10,000 small ones take 0.4 s.
 _ITEM_BYTES = 16 << 10
 _MAX_WAITING_READS = 1024
 _MAX_MISSING = 65_536  # names
@@ -74,19 +73,23 @@ T = TypeVar("T")
 class ResilienceSettings:
     """Ceilings of single operations at a store, its breaker, and the queue of writes.
 
-    timeout_s, slowest_bytes_per_s: a read or question may take timeout_s and its bytes' time. Less
-        than the store's own ceiling, whose errors say more, makes no sense. How long a request
-        waits is decided elsewhere.
-    write_timeout_s: the same for a batch of writes.
-    failures_to_open: failed operations in a row after which the store is left alone.
-    probe_interval_s: how often it is then asked whether it is back.
-    retries_per_operation: a budget, over all reads: 0.1 lets one read in ten be tried again.
-    max_reads: reads at the store; _MAX_WAITING_READS wait for their turn.
-    write_batches, max_waiting_write_bytes: writes at the store (for each, where it is made of
-        several), and waiting; beyond that the least valuable are dropped.
-    full_pause_s: how long nothing is written after the store said it was full.
-    negative_ttl_s: how long "there is none" is believed, of _MAX_MISSING names; a ticket that is
-        found ends it, since then somebody has written.
+    Attributes:
+        timeout_s, slowest_bytes_per_s: a read or question may take the seconds of the first and the
+            time that its bytes take at the second. Values below the store's own ceiling, whose
+            errors are more detailed, make no sense. The wait of a request has its own limit
+            elsewhere.
+        write_timeout_s: seconds for a batch of writes, without the time for its bytes.
+        failures_to_open: failed operations in a row after which the store is not used.
+        probe_interval_s: seconds between questions to a failed store for its return.
+        retries_per_operation: retries per operation, over all reads: 0.1 allows a retry of one read
+            in ten.
+        max_reads: most reads at the store; up to 1,024 wait for their turn.
+        write_batches, max_waiting_write_bytes: most batches at the store (for each part of a store
+            made of several), and most bytes that wait; beyond that the least valuable writes are
+            dropped.
+        full_pause_s: seconds without writes after the store was full.
+        negative_ttl_s: seconds for which a missing value is not asked for again, for up to 65,536
+            names; reading a ticket ends this, since its publisher has written.
     """
 
     timeout_s: float = 3.0
@@ -110,8 +113,11 @@ class ResilienceSettings:
 
 
 class GuardedStore(StoreWrapper):
-    """`Store`. Answers within its deadlines, as far as the inner store gives buffers back when it
-    is cancelled; at once while the breaker is open."""
+    """A `Store` that answers within its deadlines, and at once while the breaker is open.
+
+    An operation that lends buffers may take longer: the inner store must return them after a
+    cancel.
+    """
 
     def __init__(self, inner: Store, settings: ResilienceSettings, clock: Clock) -> None:
         super().__init__(inner)
@@ -119,7 +125,7 @@ class GuardedStore(StoreWrapper):
         self._clock = clock
         self._breaker = Breaker(settings.failures_to_open, clock)
         self._opened = asyncio.Event()
-        self._takes_long = asyncio.Event()  # something does: see whether the store answers
+        self._takes_long = asyncio.Event()  # an operation does: ping the store
         self._reads = SlotGate(settings.max_reads)
         self._writes = WriteQueue(
             self._write,
@@ -127,7 +133,7 @@ class GuardedStore(StoreWrapper):
             max_bytes=settings.max_waiting_write_bytes,
             owner=inner.url,
         )
-        self._num_stuck = 0  # of the batches of writes at the store
+        self._num_stuck = 0  # number of stuck batches of writes at the store
         self._full_until = 0.0
         self._write_refusal = ""  # the store's own reason, until it stores something
         self._refused = asyncio.Event()  # while there is one
@@ -163,12 +169,12 @@ class GuardedStore(StoreWrapper):
         )
 
     def when_back(self, call: Callable[[], None]) -> None:
-        if call not in self._when_back:  # told with each attachment
+        if call not in self._when_back:  # each attachment passes the callable again
             self._when_back.append(call)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Begins with a closed breaker: a store that can be opened has just answered."""
+        """Run the inner store. The breaker begins closed: a store that opens has just answered."""
         self._breaker = Breaker(self._settings.failures_to_open, self._clock)
         self._opened, self._takes_long = asyncio.Event(), asyncio.Event()  # of this loop
         self._refused, self._write_refusal = asyncio.Event(), ""
@@ -220,7 +226,7 @@ class GuardedStore(StoreWrapper):
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
         check_name(name)
-        if not lists_tails(name):  # of others nobody asks again, or it is to be found at once
+        if not lists_tails(name):  # other names are asked for once, or must be found at once
             content = await self._ask(lambda store: store.get(name, max_bytes=max_bytes))
             if content is not None and tells_of_blocks(name):
                 self._missing.clear()
@@ -234,8 +240,10 @@ class GuardedStore(StoreWrapper):
         return content
 
     async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
-        """What `ask` returns; tried once more, within the budget, if it fails at once. A cancel is
-        raised at once, even if `ask` goes on."""
+        """Return the result of `ask`, with one retry within the budget if it fails at once.
+
+        A cancel is raised at once, even if `ask` goes on.
+        """
         started = self._clock.monotonic()
         may_try_again = True
         while True:
@@ -266,11 +274,11 @@ class GuardedStore(StoreWrapper):
         )
 
     async def _answered(self, ask: Callable[[Store], Awaitable[T]]) -> T:
-        """Return what `ask` returns.
+        """Return the result of `ask` on the inner store.
 
         Raises:
             StoreUnavailableError: `ask` raised an error that is not tierkv's, such as one of a
-                store of a user's own.
+                user's own store.
         """
         try:
             return await ask(self.inner)
@@ -287,7 +295,7 @@ class GuardedStore(StoreWrapper):
     # Reads
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        """What fails at once is tried once more, within the budget."""
+        """Read values; items that fail at once are tried once more, within the budget."""
         started = self._clock.monotonic()
         with self._missing.asking() as note_missing:
             outcomes = await self._get_into(items)
@@ -303,7 +311,10 @@ class GuardedStore(StoreWrapper):
         return outcomes
 
     async def _get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        """The caller's buffers have to come back: a read that is stuck is waited for."""
+        """Read values once.
+
+        A read that is stuck is waited for, since it has the caller's buffers.
+        """
         num_bytes = sum(item.room_bytes + _ITEM_BYTES for item in items)
         try:
             await self._take_slot()
@@ -319,8 +330,11 @@ class GuardedStore(StoreWrapper):
         return outcomes
 
     async def _take_slot(self) -> None:
-        """Take one of `max_reads` slots, which the caller gives back. Raises StoreUnavailableError
-        if too many wait for one, or if the breaker is open or opens meanwhile."""
+        """Take one of `max_reads` slots, which the caller gives back.
+
+        Raises:
+            StoreUnavailableError: too many operations wait for a slot, or the breaker is open.
+        """
         self._tokens = min(_MAX_TOKENS, self._tokens + self._settings.retries_per_operation)
         self._check_breaker()
         if self._reads.num_waiting >= _MAX_WAITING_READS:
@@ -344,17 +358,17 @@ class GuardedStore(StoreWrapper):
             return [PutOutcome(PutStatus.FAILED, str(error))] * len(items)
         if self._num_stuck == self._settings.write_batches:
             self._num_refused += 1
-            return [PutOutcome(PutStatus.FULL, f"what is written to {self.url} hangs")] * len(items)
+            return [PutOutcome(PutStatus.FULL, f"writes to {self.url} hang")] * len(items)
         for item in items:
             self._missing.forget(item.name)
         try:
             return await self._writes.put(items)
-        finally:  # of a cancelled put, too, some may have been written
+        finally:  # a cancelled put may have written some values, too
             for item in items:
                 self._missing.forget(item.name)
 
     async def _write(self, items: Sequence[PutItem]) -> Sequence[PutOutcome]:
-        """One batch of the queue's."""
+        """Write one batch of the queue."""
         try:
             self._check_breaker()
         except StoreUnavailableError as error:
@@ -393,21 +407,24 @@ class GuardedStore(StoreWrapper):
     # Deadlines and retries
 
     def _deadline_s(self, num_bytes: int, timeout_s: float = 0.0) -> float:
-        """timeout_s: a read's, unless given."""
+        """Return the seconds for an operation with `num_bytes`; `timeout_s` 0 means a read's."""
         timeout_s = timeout_s or self._settings.timeout_s
         return timeout_s + num_bytes / self._settings.slowest_bytes_per_s
 
     @asynccontextmanager
     async def _within(self, deadline_s: float, *, writes: bool = False) -> AsyncIterator[None]:
-        """Cancel the body after `deadline_s`, and count a failure of the store then, even if the
-        body goes on. Raises StoreUnavailableError."""
+        """Cancel the body after `deadline_s`, and count a failure then, even if the body goes on.
+
+        Raises:
+            StoreUnavailableError: the body did not end in time.
+        """
         is_stuck = False
 
         def late() -> str:
             return f"{self.url} did not answer within {deadline_s * 1000:.0f} ms"
 
         def note_stuck() -> None:
-            """The cancel had no effect. Where only writes hang, reads keep the breaker closed."""
+            """Count a cancel without effect. If only writes hang, reads keep the breaker closed."""
             nonlocal is_stuck
             is_stuck = True
             self._fail(late(), of_read=not writes)
@@ -427,7 +444,7 @@ class GuardedStore(StoreWrapper):
                 self._fail(late(), of_read=not writes)
             raise StoreUnavailableError(late()) from error
         except StoreRefusedError:
-            raise  # it has answered, and gives others
+            raise  # no failure: the store has answered, and serves other operations
         except StoreUnavailableError as error:
             self._fail(str(error), of_read=not writes)
             raise
@@ -437,8 +454,10 @@ class GuardedStore(StoreWrapper):
             self._num_stuck -= is_stuck and writes
 
     def _takes_retry(self, started: float) -> bool:
-        """Take a retry from the budget, which every operation adds to, if the first try failed at
-        once; whether there was one."""
+        """Take a retry from the budget; return whether one is allowed.
+
+        Every operation adds to the budget. Only a first try that failed at once is repeated.
+        """
         was_quick = self._clock.monotonic() - started <= _RETRY_WITHIN_S
         if not was_quick or self._tokens < 1 or not self._breaker.is_closed:
             return False
@@ -460,7 +479,7 @@ class GuardedStore(StoreWrapper):
         return StoreDownError(f"{self.url} is left alone, since it failed: {self._breaker.reason}")
 
     def _judge(self, failures: Sequence[str], num_items: int, *, of_read: bool = True) -> None:
-        """A batch that failed whole is a failure; one answered whole a success."""
+        """Count a batch that failed whole as a failure, and one answered whole as a success."""
         if failures and len(failures) == num_items:
             self._fail(failures[0], of_read=of_read)
         elif not failures:
@@ -487,7 +506,7 @@ class GuardedStore(StoreWrapper):
                     call()
 
     async def _probe(self) -> str | None:
-        """Why the store did not answer; None if it did."""
+        """Ping the store; return the failure, None if it answered."""
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 await self._apart(lambda store: store.ping())
@@ -498,8 +517,10 @@ class GuardedStore(StoreWrapper):
         return None
 
     async def _keep_watching(self) -> None:
-        """Ping the store while an operation takes long. If nothing at all is answered meanwhile,
-        the breaker opens: requests give up long before an operation reaches its ceiling."""
+        """Ping the store while an operation takes long; open the breaker if nothing is answered.
+
+        Requests give up long before an operation reaches its ceiling.
+        """
         while True:
             await self._takes_long.wait()
             num_answers = self._breaker.num_answers
@@ -510,8 +531,11 @@ class GuardedStore(StoreWrapper):
             await asyncio.sleep(self._settings.probe_interval_s)
 
     async def _keep_probing_writes(self) -> None:
-        """While the store takes no writes, try one of the size that was refused: nobody else may
-        write to a store of which it is known."""
+        """Try a write of the refused size while the store takes no writes.
+
+        Callers may not write any more to a store with a known refusal, so only this notices the
+        end.
+        """
         while True:
             await self._refused.wait()
             await asyncio.sleep(self._settings.probe_interval_s)
@@ -532,8 +556,10 @@ class GuardedStore(StoreWrapper):
 
 
 class SlotGate:
-    """So many at a time, first come, first served; all who wait can be sent away at once.
-    Synchronous but for `take`."""
+    """A fixed number of slots, given in the order of requests; all waiters can be refused at once.
+
+    Only `take` waits; the rest is synchronous.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self._num_free = num_slots
@@ -544,7 +570,11 @@ class SlotGate:
         return len(self._queue)
 
     async def take(self) -> None:
-        """Return with a slot, which `give_back` gives back. Raises what `send_away` was given."""
+        """Return with a slot, which `give_back` returns.
+
+        Raises:
+            TierKVError: the error given to `send_away`.
+        """
         if self._num_free:
             self._num_free -= 1
             return
@@ -554,10 +584,10 @@ class SlotGate:
             await turn
         except asyncio.CancelledError:
             if turn.cancelled():
-                with suppress(ValueError):  # its turn had come, and has gone to the next
+                with suppress(ValueError):  # the turn was passed to the next waiter
                     self._queue.remove(turn)
             elif turn.exception() is None:
-                self.give_back()  # it came with the cancel
+                self.give_back()  # the slot came together with the cancel
             raise
 
     def give_back(self) -> None:
@@ -569,7 +599,7 @@ class SlotGate:
         self._num_free += 1
 
     def send_away(self, error: TierKVError) -> int:
-        """Let all who wait raise `error`; how many they were."""
+        """Let all waiters raise `error`; return their number."""
         turns = [turn for turn in self._queue if not turn.done()]
         self._queue.clear()
         for turn in turns:
@@ -585,7 +615,7 @@ _TRANSITIONS = {
 
 
 class Breaker:
-    """Opens after `failures_to_open` failures with no success in between. Synchronous."""
+    """A breaker that opens after `failures_to_open` failures without a success. Synchronous."""
 
     def __init__(self, failures_to_open: int, clock: Clock) -> None:
         self._failures_to_open = failures_to_open
@@ -604,21 +634,29 @@ class Breaker:
 
     @property
     def degraded_s(self) -> float:
-        """How long it has not been closed, all in all."""
+        """The seconds in which the breaker was not closed, in total."""
         now_s = 0.0 if self.is_closed else self._clock.monotonic() - self._opened_at
         return self._was_degraded_s + now_s
 
     def succeed(self, *, of_read: bool = True) -> None:
-        """An operation was answered. Changes nothing if the breaker has opened meanwhile, nor, of a
-        write, after reads that failed: a disk that hangs still takes writes into memory."""
+        """Count an answered operation.
+
+        An open breaker stays open. A write after failed reads changes nothing: a disk that hangs
+        still takes writes into memory.
+        """
         self.num_answers += of_read
         if self.is_closed and (of_read or not self._has_read_failed):
             self._num_failures = 0
             self._has_read_failed = False
 
     def fail(self, reason: str, *, of_read: bool = True, is_sure: bool = False) -> bool:
-        """An operation was not answered; whether that has opened the breaker. is_sure: as good as
-        all the failures that open it."""
+        """Count an operation without an answer; return whether that opened the breaker.
+
+        Args:
+            reason: the failure, for logs.
+            of_read: False for a write.
+            is_sure: True to open the breaker at this failure.
+        """
         if not self.is_closed:
             return False
         self._num_failures += 1
@@ -635,7 +673,7 @@ class Breaker:
         self._move(BreakerState.HALF_OPEN)
 
     def end_probe(self, failure: str | None) -> None:
-        """failure: why the probe was not answered; None if it was."""
+        """Close the breaker, or open it again for `failure` if the probe was not answered."""
         self._num_failures = 0
         self._has_read_failed = False
         if failure is None:
@@ -652,29 +690,35 @@ class Breaker:
 
 @dataclass(eq=False, slots=True)
 class _Meanwhile:
-    """What has been written since a question was put."""
+    """The names that were written since a question was sent."""
 
     written: set[str] = field(default_factory=set)
     has_cleared: bool = False
 
 
 class NegativeCache:
-    """Names that a store has said it has no value of, so that not every request for the same prompt
-    asks it again. ttl_s: how long that is believed."""
+    """Names without a value, so that requests for the same prompt do not ask the store each time.
+
+    Args:
+        ttl_s: seconds for which a name counts as missing.
+        clock: the clock.
+    """
 
     def __init__(self, ttl_s: float, clock: Clock) -> None:
         self._ttl_s = ttl_s
         self._clock = clock
         self._until: OrderedDict[str, float] = OrderedDict()  # the next to end first
-        # Of questions, by their first name: which of its names is missing, and until when.
+        # Questions by their first name: the index of the missing name, and the end of its time.
         self._ends: OrderedDict[str, tuple[int, float]] = OrderedDict()
         self._asked: list[_Meanwhile] = []
         self.num_hits = 0
 
     def first(self, names: Sequence[str]) -> int:
-        """Index of a name believed to be missing: the first, or the one that ended an earlier
-        question with the same first name; else their number. To make a name of a run takes 2 us, so
-        no others are looked at."""
+        """Return the index of a name that counts as missing, or the number of names.
+
+        Only the first name and the one that ended an earlier question with the same first name are
+        looked at: making a name of a run takes 2 us.
+        """
         if not (names and self._until):
             return len(names)
         begin = names[0]
@@ -684,7 +728,7 @@ class NegativeCache:
         return end if 0 < end < len(names) and self.has(names[end]) else len(names)
 
     def ends(self, begin: str, end: int) -> None:
-        """Of names that begin with `begin`, that at `end` is missing."""
+        """Record that of names beginning with `begin` the one at index `end` is missing."""
         if not self._ttl_s:
             return
         now = self._clock.monotonic()
@@ -694,7 +738,7 @@ class NegativeCache:
             self._ends.popitem(last=False)
 
     def has(self, name: str) -> bool:
-        """Whether `name` is believed to be missing."""
+        """Return whether `name` counts as missing."""
         until = self._until.get(name)
         if until is None or until <= self._clock.monotonic():
             return False
@@ -703,8 +747,10 @@ class NegativeCache:
 
     @contextmanager
     def asking(self) -> Iterator[Callable[[str], None]]:
-        """Around a question to the store: yields what is to be called with each name that it has no
-        value of. Names that were written meanwhile are not noted: the answer may be older."""
+        """Surround a question to the store; yield a function to call with each missing name.
+
+        Names that are written during the question are not recorded: the answer may be older.
+        """
         meanwhile = _Meanwhile()
         self._asked.append(meanwhile)
 
@@ -727,30 +773,34 @@ class NegativeCache:
             self._until.popitem(last=False)
 
     def forget(self, name: str) -> None:
-        """Somebody writes it."""
+        """Forget that `name` is missing, since it is being written."""
         self._until.pop(name, None)
         for meanwhile in self._asked:
             meanwhile.written.add(name)
 
     def clear(self) -> None:
-        """Somebody may have written any of them."""
+        """Forget all names, since any of them may have been written."""
         self._until.clear()
         for meanwhile in self._asked:
             meanwhile.has_cleared = True
 
 
-# One write at the store: enough for its connections, few enough to end soon.
+# Size of one batch: enough for the store's connections, and small enough to end soon.
 _BATCH_BYTES = 16 << 20
 _BATCH_ITEMS = 64
 
 
-# Ranks of writes that wait no more are cleared away when they are most of all.
+# Ranks of ended writes are removed when they outnumber those of waiting writes by this.
 _STALE_RANKS = 64
 
 
 @dataclass(eq=False, slots=True)
 class _Write:
-    """One queued write. serial: order of arrival; the lowest is the oldest."""
+    """One queued write.
+
+    Attributes:
+        serial: order of arrival; the lowest is the oldest.
+    """
 
     serial: int
     item: PutItem
@@ -758,15 +808,18 @@ class _Write:
 
     @property
     def rank(self) -> tuple[bool, float, int]:
-        """The lowest is dropped first: tickets (replacing) are small and somebody waits for them;
-        then worth; then the newest."""
+        """The order in which writes are dropped, lowest first.
+
+        Tickets (replacing values) are dropped last: they are small and a request waits for them.
+        Then the worth counts, then the age: of equal writes the newest is dropped first.
+        """
         return (not self.item.keep_existing, self.item.worth, -self.serial)
 
 
 class WriteQueue:
-    """`num_writers` tasks write what callers have queued, oldest first, in batches.
+    """A queue of writes and `num_writers` tasks that write them in batches, oldest first.
 
-    A caller's buffers are in use until its outcomes are there.
+    A caller's buffers are in use until its outcomes are set.
     """
 
     def __init__(
@@ -782,7 +835,7 @@ class WriteQueue:
         self._max_bytes = max_bytes
         self._owner = owner
         self._waiting: OrderedDict[int, _Write] = OrderedDict()  # by serial
-        self._ranks: list[tuple[bool, float, int]] = []  # a heap; also of some that wait no more
+        self._ranks: list[tuple[bool, float, int]] = []  # a heap, with some of ended writes
         self._serials = count()
         self._came = asyncio.Event()
         self._is_open = False
@@ -791,7 +844,10 @@ class WriteQueue:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Leaving drops what waits, and ends what is being written as the store's `put` does."""
+        """Write until the body ends. Leaving drops waiting writes.
+
+        Writes at the store end first.
+        """
         self._came = asyncio.Event()  # of this loop
         writers = {f"tierkv-write-{i}": self._keep_writing() for i in range(self._num_writers)}
         async with background(writers):
@@ -803,7 +859,10 @@ class WriteQueue:
                 self.give_up(f"{self._owner} is closed")
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        """As `Store.put`. A cancel withdraws what is not being written yet, waits for the rest."""
+        """Write `items` as `Store.put` does.
+
+        A cancel withdraws waiting writes and is raised when those at the store have ended.
+        """
         if not self._is_open:
             return [PutOutcome(PutStatus.FAILED, f"{self._owner} is closed")] * len(items)
         loop = asyncio.get_running_loop()
@@ -818,13 +877,15 @@ class WriteQueue:
         def withdraw() -> None:
             for write in writes:
                 if write.serial in self._waiting:
-                    self._settle(write.serial, PutOutcome(PutStatus.FAILED, "nobody waits for it"))
+                    self._settle(
+                        write.serial, PutOutcome(PutStatus.FAILED, "withdrawn by a cancel")
+                    )
 
         await outlast({write.outcome for write in writes}, on_cancel=withdraw)
         return [write.outcome.result() for write in writes]
 
     def give_up(self, reason: str) -> None:
-        """Fail all that waits, such as behind writes that are stuck."""
+        """Fail all waiting writes, for example behind writes that are stuck."""
         for serial in list(self._waiting):
             self._settle(serial, PutOutcome(PutStatus.FAILED, reason))
 
@@ -833,7 +894,7 @@ class WriteQueue:
             self._ranks = [write.rank for write in self._waiting.values()]
             heapify(self._ranks)
         outcome = PutOutcome(
-            PutStatus.FULL, f"dropped: more is written to {self._owner} than it takes"
+            PutStatus.FULL, f"dropped: writes to {self._owner} come faster than they end"
         )
         while self.waiting_bytes > self._max_bytes:
             *_, newness = heappop(self._ranks)

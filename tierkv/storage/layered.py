@@ -53,8 +53,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LayeredSettings:
-    """near_ttl_s: how long copies live in the near store.
-    max_fill_bytes: copies waiting for the near store; beyond that none is made.
+    """The settings of a layered store.
+
+    Attributes:
+        near_ttl_s: seconds to live of copies in the near store.
+        max_fill_bytes: most bytes of copies that wait for the near store; beyond that none is made.
     """
 
     near_ttl_s: float = 3600.0
@@ -68,9 +71,11 @@ class LayeredSettings:
 
 
 class LayeredStore(StoreWrapper):
-    """`Store`. What counts as stored is stored in the far store; the near one holds copies of
-    values that never change. Values that are replaced (tickets), and `get`, are the far store's
-    alone. A near store that fails only makes it slower."""
+    """A `Store` of a far store, and a near one with copies of values that never change.
+
+    A value counts as stored when it is in the far store. Values that are replaced (tickets), and
+    `get`, use the far store only. A near store that fails only makes reads slower.
+    """
 
     def __init__(self, near: Store, far: Store, settings: LayeredSettings) -> None:
         super().__init__(far)
@@ -78,10 +83,10 @@ class LayeredStore(StoreWrapper):
         self._far = far
         self._settings = settings
         self._copies = NearCopies(near, settings)
-        # Damaged when they were read last: read from afar the next time, and not copied, as the
-        # near store may not have been able to forget them.
+        # Names with a damaged value at the last read. The next read uses the far store and makes no
+        # copy, as the near store may have been unable to delete its copy.
         self._suspects: set[str] = set()
-        # Names whose value was read from afar last, those of longest ago forgotten.
+        # Names with a last read from the far store; the oldest ones are dropped.
         self._came_from_afar: OrderedDict[str, None] = OrderedDict()
 
     def use_memory(self, pools: Sequence[memoryview]) -> None:
@@ -90,7 +95,7 @@ class LayeredStore(StoreWrapper):
 
     @property
     def health(self) -> StoreHealth:
-        """Of the near store, which the far one does without."""
+        """The health of the near store, which the far one does without."""
         return replace(self._near.health, part=self._near.url)
 
     @property
@@ -116,8 +121,8 @@ class LayeredStore(StoreWrapper):
         found = near + await self._far.exists(names[near:])
         if found in (near, len(names)):
             return found
-        # Each can have holes where the other has values: half of 1,000 names in either of two Redis
-        # servers took 500 turns when they were asked in turns, and takes 10 ms so.
+        # Each store can have gaps where the other has values: asking in turns takes 500 questions
+        # for 1,000 alternating names, and this takes 10 ms.
         return found + num_leading(await self.present(names[found:]))
 
     async def present(self, names: Sequence[str]) -> list[bool]:
@@ -177,23 +182,26 @@ class LayeredStore(StoreWrapper):
         replaced = [item.name for item in items if not item.leaves_existing]
         if replaced:
             self._copies.forget(replaced)
-            with suppress(StoreUnavailableError):  # then it is not read either, or soon gone
+            with suppress(StoreUnavailableError):  # a store that is down is not read, either
                 await self._near.delete(replaced)
         return outcomes
 
     async def delete(self, names: Sequence[str]) -> int:
         check_names(names)
-        num_there = sum(await self.present([*dict.fromkeys(names)]))  # some only in one of the two
+        num_there = sum(await self.present([*dict.fromkeys(names)]))  # some are in one store only
         num_far = await self._far.delete(names)
-        self._copies.forget(names)  # from now on none can come from afar
+        self._copies.forget(names)  # the far store has no values to copy any more
         try:
             await self._near.delete(names)
-        except StoreUnavailableError as error:  # which is no failure of the far one, that is read
+        except StoreUnavailableError as error:  # no failure of the far store, which can be read
             raise StoreRefusedError(str(error)) from error
         return max(num_there, num_far)
 
     async def forget_damaged(self, names: Sequence[str]) -> list[bool]:
-        """There may always be another copy: one may have come near since, or not have been read."""
+        """Forget damaged copies. There may always be another copy.
+
+        A copy may have been written to the near store since, or not have been read.
+        """
         check_names(names)
         self._copies.forget(names)
         far = {name for name in names if name in self._came_from_afar}
@@ -211,7 +219,10 @@ class LayeredStore(StoreWrapper):
         return [True] * len(names)
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
-        """Values that only the near store has come last: they are read, so they can be removed."""
+        """List values of the far store, then those that only the near store has.
+
+        Values in the near store alone are read, too, and can therefore be removed.
+        """
         check_prefix(prefix)
         check_limit(limit)
         which, slash, inner = ("far/" if cursor is None else cursor).partition("/")
@@ -225,7 +236,7 @@ class LayeredStore(StoreWrapper):
         except StoreUnavailableError:
             if inner:
                 raise
-            return ListPage((), None)  # nothing of it could be read
+            return ListPage((), None)  # the near store is down: none of its values can be read
         values = page.values
         with suppress(StoreUnavailableError):
             are_far = await self._far.present([value.name for value in values])
@@ -237,7 +248,7 @@ class LayeredStore(StoreWrapper):
 
 
 class NearCopies:
-    """Puts copies into `near`, one after the other, in the background."""
+    """Copies into `near`, made one after the other in the background."""
 
     def __init__(self, near: Store, settings: LayeredSettings) -> None:
         self._near = near
@@ -258,18 +269,18 @@ class NearCopies:
                 supervised({"tierkv-near-fill": self._keep_filling}),
             ):
                 yield
-        finally:  # others can change what is there until it is opened again
+        finally:  # other processes can change values until the store is opened again
             self.forget(list(self._waiting))
 
     async def make(
         self, came: Sequence[tuple[GetItem, int]], damaged: set[str], num_forgets: int
     ) -> None:
-        """Copy values that have come, up to the limit, before their buffers are another's.
+        """Copy values that have arrived, up to the limit, before their buffers are used again.
 
         Args:
             came: items, and the length of each one's value in bytes.
-            damaged: names of which the near store has something else, which is replaced.
-            num_forgets: the count when the values were asked for; if it has changed, nothing is
+            damaged: names with a damaged value in the near store, which is replaced.
+            num_forgets: the count before the values were read; if it has changed, nothing is
                 copied.
         """
         copied: list[tuple[GetItem, int]] = []
@@ -280,14 +291,14 @@ class NearCopies:
                 copied.append((item, num_bytes))
         if not copied:
             return
-        try:  # not on the loop: 2 MiB take 0.5 ms, into memory that was never used 5
+        try:  # not on the loop: 2 MiB take 0.5 ms, and 5 ms into new memory
             contents = await self._copier.run(
                 lambda: [b"".join(room_for(num_bytes, item.into)) for item, num_bytes in copied]
             )
         except BaseException as error:
             self._num_bytes -= sum(num_bytes for _, num_bytes in copied)
             if isinstance(error, StoreUnavailableError):
-                return  # left meanwhile; what came is right all the same
+                return  # the store was left during the copy; the values read are right
             raise
         for (item, num_bytes), content in zip(copied, contents, strict=True):
             if item.name in self._waiting or num_forgets != self.num_forgets:
@@ -299,7 +310,10 @@ class NearCopies:
         self._came.set()
 
     def forget(self, names: Sequence[str]) -> None:
-        """Make no copies of these any more. One that is being put now is deleted then."""
+        """Make no copies of `names` any more.
+
+        A copy that is being written is deleted afterwards.
+        """
         self.num_forgets += 1
         for name in names:
             item = self._waiting.pop(name, None)
@@ -326,8 +340,10 @@ class NearCopies:
 
 
 class OpensLater(StoreWrapper):
-    """`Store` that may be opened late: until it can be, it is out of order. So a node starts while
-    its near store is down."""
+    """A `Store` that is out of order until it can be opened.
+
+    With it a node starts while its near store is down.
+    """
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
@@ -335,7 +351,7 @@ class OpensLater(StoreWrapper):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Entering raises ConfigError only."""
+        """Open the store, now or later. Entering raises ConfigError only."""
         tried, left = asyncio.Event(), asyncio.Event()
         async with task_group() as tasks:
             opening = tasks.create_task(self._keep_open(tried, left), name="tierkv-near-store")
@@ -360,7 +376,7 @@ class OpensLater(StoreWrapper):
                 if left.is_set() or (not tried.is_set() and isinstance(error, ConfigError)):
                     raise
                 if not tried.is_set():
-                    _log.warning("%s is done without for now: %s", self.url, error)
+                    _log.warning("%s cannot be opened yet and is not used: %s", self.url, error)
                 self._why_not = str(error)
                 tried.set()
             await asyncio.sleep(_RETRY_S)

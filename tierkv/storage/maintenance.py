@@ -1,4 +1,4 @@
-"""What an operator does with a whole store: look, count, verify, remove, give times to live."""
+"""Operations on a whole store: list, count, verify, remove, set times to live."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tierkv.tasks import task_group
 
 _PAGE = 1000
 _MAX_PASSES = 4
-# A node's deadline of 0.3 s is for so many: a disk takes up to 1 ms to forget 2 MiB.
+# Deletions in one call, within a node's deadline of 0.3 s: a disk takes up to 1 ms for 2 MiB.
 _DELETES_AT_ONCE = 64
 _READS_AT_ONCE = 8
 _MAX_VALUE_BYTES = 1 << 30
@@ -46,7 +46,16 @@ IsMeant = Callable[[StoredValue], bool]
 async def values_under(
     store: Store, prefix: str, is_meant: IsMeant = lambda _: True
 ) -> AsyncIterator[StoredValue]:
-    """Each value once, as long as none comes or goes meanwhile. Raises StoreUnavailableError."""
+    """Yield each value under `prefix` once, or twice if others are written or removed during this.
+
+    Args:
+        store: the store.
+        prefix: prefix of the names, as in `Store.list`.
+        is_meant: selects values.
+
+    Raises:
+        StoreUnavailableError: the store does not answer.
+    """
     async for page in _pages_under(store, prefix, is_meant):
         for value in page:
             yield value
@@ -55,7 +64,7 @@ async def values_under(
 async def _pages_under(
     store: Store, prefix: str, is_meant: IsMeant
 ) -> AsyncIterator[Sequence[StoredValue]]:
-    """What is forgotten between two pages leaves the rest to come. None is empty."""
+    """Yield pages of values, none of them empty; values may be removed between two pages."""
     cursor: str | None = None
     while True:
         page = await store.list(prefix, limit=_PAGE, cursor=cursor)
@@ -69,7 +78,16 @@ async def _pages_under(
 async def usage_by_group(
     store: Store, prefix: str, is_meant: IsMeant = lambda _: True
 ) -> dict[str, Usage]:
-    """Values and bytes by the first two fields of their names: model and tenant, or tickets."""
+    """Return values and bytes by the first two fields of names: model and tenant, or tickets.
+
+    Args:
+        store: the store.
+        prefix: prefix of the names, as in `Store.list`.
+        is_meant: selects values.
+
+    Raises:
+        StoreUnavailableError: the store does not answer.
+    """
     groups: dict[str, Usage] = {}
     async for value in values_under(store, prefix, is_meant):
         group = ":".join(value.name.split(":", 2)[:2])
@@ -80,10 +98,17 @@ async def usage_by_group(
 
 @dataclass(slots=True)
 class Verified:
-    """damaged: (name, why). unread: likewise, of what a store that answers does not give.
-    num_keyed: values that only a tenant's key can verify; their headers fit. num_others: lists of
-    tails, tickets and whatever else is no block. kept: why some of the damaged could not be
-    removed, "" if all were or none was to be."""
+    """The result of `verify`.
+
+    Attributes:
+        num_whole: values that are right.
+        num_keyed: values that only a tenant's key can verify; their headers fit.
+        num_others: values that are no blocks: lists of tails, tickets and the like.
+        num_gone: values that were removed before they were read.
+        damaged: names and reasons of damaged values.
+        unread: names and reasons of values that the store, though it answers, does not return.
+        kept: the reason why damaged values could not be removed, "" if there is none.
+    """
 
     num_whole: int = 0
     num_keyed: int = 0
@@ -102,11 +127,21 @@ async def verify(
     removes_damaged: bool = False,
     on_value: Callable[[], object] = lambda: None,
 ) -> Verified:
-    """Read every value and check its header against its name and its bytes.
+    """Read every value under `prefix`, and check its header against its name and its bytes.
 
-    store: one that is not made of others, of which each has its own copy to be read. key: the
-    deployment's, for signed and sealed values. on_value: called when one is done. Raises
-    StoreUnavailableError, and ConfigError if the key is none or a package is missing for it.
+    Args:
+        store: a store that is not made of several, since only one copy of each value is read.
+        prefix: prefix of the names, as in `Store.list`.
+        key: the deployment's key, for signed and sealed values; None without.
+        removes_damaged: remove damaged values at the end.
+        on_value: called after each value.
+
+    Returns:
+        Counts, and the damaged and unread values.
+
+    Raises:
+        StoreUnavailableError: the store does not answer.
+        ConfigError: the key is malformed, or a package is missing for it.
     """
     found = Verified()
     codecs = _codecs(key)
@@ -170,14 +205,21 @@ async def _verify_one(
 
 @dataclass(frozen=True, slots=True)
 class _Identity:
-    """What a name says of its value. num_tokens: None where it does not say."""
+    """The identity of a value according to its name.
+
+    Attributes:
+        num_tokens: None if the name does not contain it.
+    """
 
     digest: bytes
     num_tokens: int | None
 
 
 def _identity_in(name: str) -> _Identity | None:
-    """None if it is not the name of a block, a tail or a list of tails."""
+    """Return the identity in a name.
+
+    None if it is not that of a block, a tail or a list of tails.
+    """
     fields = name.split(":")
     try:
         digest = bytes.fromhex(fields[_DIGEST_FIELD])
@@ -198,7 +240,11 @@ def _check(
     identity: _Identity,
     codecs: Mapping[int, Callable[[str], Codec]],
 ) -> bool:
-    """Whether only a key could tell more. Raises DamagedValueError."""
+    """Check a value; return True if a key is needed for a full check.
+
+    Raises:
+        DamagedValueError: the value is damaged.
+    """
     says = read_identity(content)
     if says.key_digest != identity.digest:
         raise DamagedValueError(Damage.KEY, f"the value belongs to block {says.key_digest.hex()}")
@@ -215,7 +261,11 @@ def _check(
 
 
 def _check_without_key(content: bytearray, says: ValueIdentity, flags: int) -> None:
-    """What can be said of a keyed value by who has no key. Raises DamagedValueError."""
+    """Check a keyed value as far as that is possible without the key.
+
+    Raises:
+        DamagedValueError: the value is damaged.
+    """
     at = _KEYED_HEADER_BYTES[flags]
     header, payload = memoryview(content)[:at], memoryview(content)[at:]
     check_fields(header, payload.nbytes, says, flags=flags, header_bytes=at)
@@ -233,9 +283,19 @@ async def remove(
     so_far: Callable[[int], object] = lambda _: None,
     is_meant: IsMeant = lambda _: True,
 ) -> int:
-    """Forget every value under `prefix`; how many there were, which `so_far` is told in between.
+    """Forget every value under `prefix`.
 
-    Raises StoreUnavailableError.
+    Args:
+        store: the store.
+        prefix: prefix of the names, as in `Store.list`.
+        so_far: called with the number of removed values after each batch.
+        is_meant: selects values.
+
+    Returns:
+        The number of removed values.
+
+    Raises:
+        StoreUnavailableError: the store does not answer.
     """
     removed = 0
     async for page in _pages_under(store, prefix, is_meant):
@@ -248,13 +308,13 @@ async def remove(
 async def remove_all(store: Store, prefix: str, is_meant: IsMeant = lambda _: True) -> int:
     """Forget every value under `prefix`, and look again until none is found.
 
-    A server that was late can carry out a write whose connection has ended. Values that another
-    process writes meanwhile may be left after `_MAX_PASSES` passes.
+    A late server can carry out a write after its connection has ended. Values that another process
+    writes at the same time may be left after `_MAX_PASSES` passes.
 
     Args:
         store: the store.
-        prefix: of the names, as in `Store.list`.
-        is_meant: whether a value is to go.
+        prefix: prefix of the names, as in `Store.list`.
+        is_meant: selects values.
 
     Returns:
         The number of removed values.
@@ -274,10 +334,21 @@ async def remove_all(store: Store, prefix: str, is_meant: IsMeant = lambda _: Tr
 async def give_ttl(
     store: Store, prefix: str, ttl_s: float, so_far: Callable[[int], object] = lambda _: None
 ) -> int:
-    """Let values that live for ever, which no node may remember, live for `ttl_s` from now on.
+    """Set a time to live for values under `prefix` that have none.
 
-    Returns how many there were, which `so_far` is told in between. A node that uses one of them
-    touches it. Raises StoreUnavailableError.
+    No node may use such values any more; a node that does renews their time.
+
+    Args:
+        store: the store.
+        prefix: prefix of the names, as in `Store.list`.
+        ttl_s: seconds to live from now on.
+        so_far: called with the number of values after each batch.
+
+    Returns:
+        The number of values.
+
+    Raises:
+        StoreUnavailableError: the store does not answer.
     """
     given = 0
     async for page in _pages_under(store, prefix, lambda value: value.expires_at is None):

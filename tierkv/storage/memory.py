@@ -34,7 +34,12 @@ from tierkv.storage.protocol import (
 
 @dataclass(frozen=True, slots=True)
 class MemorySettings:
-    """capacity_bytes: values beyond it are answered FULL; None for no limit."""
+    """The settings of a store in memory.
+
+    Attributes:
+        capacity_bytes: most bytes of all values, beyond which writes are answered FULL; None for no
+            limit.
+    """
 
     capacity_bytes: int | None = None
 
@@ -50,9 +55,9 @@ class _Value:
 
 
 class MemoryStore(BaseStore):
-    """`Store` in a dict. Values outlive `running()` but not the object.
+    """A `Store` in a dict. Values outlive `running()` but not the object.
 
-    Other coroutines run between two values of a batch, so a large one does not hold the loop.
+    Other coroutines run between two values of a batch, so a large batch does not block the loop.
     """
 
     def __init__(self, settings: MemorySettings, clock: Clock) -> None:
@@ -175,7 +180,7 @@ class MemoryStore(BaseStore):
         return self._live_at(name, self._clock.wall())
 
     def _live_at(self, name: str, now: float) -> _Value | None:
-        """The value called `name`, forgotten at once if its time is over."""
+        """Return the value called `name`; an expired one is removed at once."""
         value = self._values.get(name)
         if value is None or value.expires_at is None or value.expires_at > now:
             return value

@@ -1,5 +1,7 @@
-"""Which store has the values of a name: the common one, or its tenant's. Stores are attached and
-detached while requests run."""
+"""The choice of the store for each name, the common one or a tenant's, while stores come and go.
+
+Stores are attached and detached while requests run.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +44,19 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 Asked = TypeVar("Asked", str, GetItem, PutItem)
 _CLOSED = "nothing can be attached now"
-# Where everything starts at once, the first answer may be late. Refusals are quicker than that.
+# When all processes start at once, the first answer may be late. Refusals are quicker than _LATE_S.
 _START_S = 5.0
 _LATE_S = 0.2
 
 
 async def patiently(attach: Callable[[], Awaitable[None]]) -> None:
-    """Attach a store of a node that starts, for _START_S again if it is late; one that refuses is
-    not asked again."""
+    """Call `attach` for a node that starts; repeat it for _START_S seconds if the store is late.
+
+    A store that refuses at once is not tried again.
+
+    Raises:
+        StoreUnavailableError: the store refuses, or is late for too long.
+    """
     time = asyncio.get_running_loop().time
     until = time() + _START_S
     while True:
@@ -62,7 +69,7 @@ async def patiently(attach: Callable[[], Awaitable[None]]) -> None:
 
 
 class _NoStore(StoreWrapper):
-    """What answers where no store is attached: FAILED, or StoreUnavailableError."""
+    """The store in the place of one that is not attached: FAILED, or StoreUnavailableError."""
 
     url = "none"
     capabilities = Capabilities(is_shared=False, is_durable=False)
@@ -82,9 +89,10 @@ class _NoStore(StoreWrapper):
 
 
 class _Attached:
-    """A store, and the task that keeps it running, until it is detached and nothing is under way.
+    """A store and the task that keeps it running until it is detached and idle.
 
-    error: why it could not be opened.
+    Attributes:
+        error: the reason why the store could not be opened.
     """
 
     def __init__(self, store: Store) -> None:
@@ -99,7 +107,7 @@ class _Attached:
         self._is_over = asyncio.Event()
 
     def __enter__(self) -> Store:
-        """Use the store; who is in it keeps it open."""
+        """Return the store, and keep it open until the body ends."""
         self._num_under_way += 1
         self._is_idle.clear()
         return self.store
@@ -110,7 +118,10 @@ class _Attached:
             self._is_idle.set()
 
     async def keep(self) -> None:
-        """Return when the store has been left, or could not be opened: then `error` says why."""
+        """Return when the store has been left, or could not be opened.
+
+        `error` then holds the reason.
+        """
         try:
             async with supervised({"tierkv-open-store": self._keep_open}):
                 await self.is_detached.wait()
@@ -118,15 +129,15 @@ class _Attached:
                 if self._is_open:
                     await self._is_over.wait()
         finally:
-            if not self.is_opened.is_set() and self.error is None:  # such as at the end of all
+            if not self.is_opened.is_set() and self.error is None:  # such as when the service ends
                 self.error = StoreUnavailableError(f"{self.store.url} was not opened")
             self.is_opened.set()
             self.is_left.set()
 
     async def _keep_open(self) -> None:
-        """Open the store until it is left. Raises what the store fails with while it is used.
+        """Open the store until it is left. An error of a store in use is raised.
 
-        The store is opened again then: no store ends its service.
+        The store is then opened again: no store ends its service.
         """
         try:
             async with self.store.running(), self.notifier.running():
@@ -153,15 +164,16 @@ def _failed(store: Store, error: Exception) -> StoreUnavailableError:
 
 
 class Places:
-    """`Store`. A name goes to the store of its route, `prefix:fingerprint`, or else to the common
-    one, route "". Stores are asked at the same time, each in one batch.
+    """A `Store` that passes each name to the store of its route, and asks stores in parallel.
 
-    An operation ends on the store that it began on. Where none is attached it is FAILED, or raises
-    StoreUnavailableError. Detaching a tenant's store sends its names to the common one again.
+    The route is `prefix:fingerprint`; names without a store of their route go to the common one,
+    route "". An operation ends on the store that it began on. Without a store it is FAILED, or
+    raises StoreUnavailableError. After detaching a tenant's store its names go to the common one
+    again.
     """
 
     def __init__(self, store: Store | None = None) -> None:
-        """store: the common one, attached when `running()` is entered."""
+        """Set the common store, which is attached when `running()` is entered."""
         self._first = store
         self._nothing = self._common = _Attached(_NoStore())
         self._own: dict[str, _Attached] = {}  # by route
@@ -170,8 +182,10 @@ class Places:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Entering attaches the common store, and raises what its `running()` raises. Leaving lets
-        what is under way end."""
+        """Attach the common store; at the end detach all, and let operations under way end.
+
+        Entering raises whatever the common store's `running()` raises.
+        """
         async with task_group() as tasks:
             self._tasks = tasks
             try:
@@ -185,15 +199,23 @@ class Places:
 
     @property
     def attached(self) -> Mapping[str, Store]:
-        """By route, those that are attached now."""
+        """The attached stores, by route."""
         every = {"": self._common} | self._own
         return {route: one.store for route, one in every.items() if one is not self._nothing}
 
     async def attach(self, store: Store, route: str = "") -> None:
-        """Open `store` and use it from then on, in the place of the one there, if any.
+        """Open `store` and use it from then on, in the place of the attached one, if any.
 
-        Raises what `store.running()` raises, and ConfigError if it is attached elsewhere; then the
-        one there stays. A store that is still being left is waited for.
+        A store that is still being left is waited for. Errors of `store.running()` are raised, too;
+        after any error the attached store stays.
+
+        Args:
+            store: the store.
+            route: `prefix:fingerprint`, or "" for the common store.
+
+        Raises:
+            ConfigError: the store is attached elsewhere.
+            StoreUnavailableError: `running()` was not entered, or was left.
         """
         while (known := self._known.get(store)) is not None:
             if known is (self._own.get(route) if route else self._common):
@@ -222,7 +244,7 @@ class Places:
             self._common = attached
 
     def detach(self, route: str = "") -> Store | None:
-        """Use the store there no more; returns it. What was begun on it ends on it."""
+        """Stop using the store of `route` and return it. Operations under way end on that store."""
         attached = self._own.pop(route, self._nothing) if route else self._common
         if not route:
             self._common = self._nothing
@@ -252,17 +274,19 @@ class Places:
         return self._common.store.health
 
     def notifier(self) -> Notifier:
-        """Of the common store of that moment, where tickets lie. Who listens when it is detached
-        hears nothing more, and has to look."""
+        """Return the notifier of the common store, which holds the tickets.
+
+        A listener on a store that is detached receives no more messages and has to poll.
+        """
         return _NotifierOfCommon(lambda: self._common.notifier)
 
     def use_memory(self, pools: Sequence[memoryview]) -> None:
-        """Of those that are attached now."""
+        """Pass the pools to the stores that are attached now."""
         for one in self._places:
             one.store.use_memory(pools)
 
     def when_back(self, call: Callable[[], None]) -> None:
-        """Of those that are attached now."""
+        """Pass the callback to the stores that are attached now."""
         for one in self._places:
             one.store.when_back(call)
 
@@ -324,7 +348,7 @@ class Places:
         return sum(count for _, count in answers)
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
-        """One store after the other."""
+        """List one store after the other."""
         index, _, inner = ("0", "", "") if cursor is None else cursor.partition("/")
         places = self._places
         if not (index.isascii() and index.isdecimal() and int(index) < len(places)):
@@ -356,8 +380,10 @@ class Places:
         asked: Sequence[Asked],
         ask: Callable[[Store, Sequence[Asked]], Awaitable[T]],
     ) -> Sequence[tuple[Sequence[int], T]]:
-        """What each store answers about those that are its own, and which of `asked` they are.
-        Raises the first store's error after all have been asked."""
+        """Return each store's answer about its items, with their indexes in `asked`.
+
+        The first store's error is raised after all stores have been asked.
+        """
         groups: dict[_Attached, list[int]] = {}
         for index, one in enumerate(asked):
             name = one if isinstance(one, str) else one.name
@@ -383,13 +409,13 @@ class Places:
 
 
 def _joined(answers: Sequence[tuple[Sequence[int], Sequence[T]]]) -> list[T]:
-    """Answers of several stores in the order of the question."""
+    """Return the answers of several stores in the order of the question."""
     by_index = {i: one for at, some in answers for i, one in zip(at, some, strict=True)}
     return [by_index[i] for i in range(len(by_index))]
 
 
 class _NotifierOfCommon:
-    """`Notifier` of a place; those of the stores live as long as they are attached."""
+    """The `Notifier` of `Places`. The stores' own notifiers live as long as they are attached."""
 
     def __init__(self, current: Callable[[], Notifier]) -> None:
         self._current = current

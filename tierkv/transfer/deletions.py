@@ -28,7 +28,7 @@ class Deletions:
 
     @property
     def bars_reads(self) -> bool:
-        """Whether stored values may be left that were to be deleted."""
+        """True while the store may still hold values that a deletion should have removed."""
         return self._has_failed or self._num_under_way > 0
 
     def refusal(self, generation: int) -> str:
@@ -60,14 +60,15 @@ class Deletions:
 
     @asynccontextmanager
     async def deleting(self, deadline_s: float) -> AsyncIterator[None]:
-        """Begin a generation, and run the body, which removes the stored values, when no write of
-        an earlier one is under way.
+        """Begin a generation.
+
+        Run the body, which removes the stored values, once no write is under way.
 
         Args:
-            deadline_s: seconds to wait for writes that are under way.
+            deadline_s: seconds to wait for the writes of earlier generations that are under way.
 
         Raises:
-            StoreUnavailableError: writes have not ended in time, and the body did not run.
+            StoreUnavailableError: writes did not end in time; the body did not run.
         """
         self.generation += 1
         self._num_under_way += 1

@@ -1,5 +1,7 @@
-"""Moves blocks between Host and Device: it is told what to move, and asks no questions; events of a
-GPU as futures, and the gate that opens layer by layer."""
+"""Movements of blocks between Host and Device: events of a GPU as futures, and gates by layer.
+
+The mover decides nothing: callers pass validated ids of slots and blocks.
+"""
 
 from __future__ import annotations
 
@@ -39,16 +41,15 @@ from tierkv.threads import Threads
 
 # Event-polling futures: one poller per device turns its events into asyncio futures.
 
-# Event loops have timers of 1 ms. So after something new came the poller first looks for a moment
-# while it yields, which resolves short copies at once: 8 MiB take 0.2 ms, a wake-up by a thread as
-# much again. Not where a long one is in flight: that moment would keep the interpreter from the
-# threads that submit the rest of it and the kernels behind it. Then a thread looks, only at the
-# first event of each line, and wakes the loop when one is done: every 0.1 ms (0.4 where all are
-# long), or where nothing ends for long, after a hundredth of the time that it has waited, so that a
-# wait gets 1 % longer at most. Looking at 8 lines every 0.12 ms took 7 % of a core (H200 in a
-# virtual machine).
+# Timers of event loops have a resolution of 1 ms. After a new event the poller therefore polls for
+# 0.3 ms while it yields to the loop, which resolves short copies at once: 8 MiB take 0.2 ms, and a
+# wake-up by a thread takes as long again. While a long copy is in flight the poller does not, since
+# it would keep the interpreter from the threads that submit the rest of that copy and the kernels
+# behind it. After that a thread polls the first event of each line and wakes the loop when one is
+# done. It sleeps 0.1 ms (0.4 ms if all copies are long), or a hundredth of the time it has waited,
+# so a wait gets at most 1 % longer. Polling 8 lines every 0.12 ms takes 7 % of a core.
 _EAGER_S = 0.0003
-_MAX_EAGER = 8  # with more than so many in flight nobody waits for a short one alone
+_MAX_EAGER = 8  # with more events in flight, no caller waits for a single short one
 _LEAST_NAP_S = 0.0001
 _LONG_NAP_S = 0.0004
 _MOST_NAP_S = 0.001
@@ -59,8 +60,12 @@ OnDone = Callable[[TransferError | None], None]
 
 
 class _Pending(msgspec.Struct, eq=False):
-    """on_done: called once, when `event` is done, or with what it has failed with. position: the
-    event's in its line."""
+    """An event with its callback.
+
+    Attributes:
+        on_done: called once: with None when `event` is done, with the error if it failed.
+        position: the event's position in its line.
+    """
 
     event: Event
     on_done: OnDone
@@ -69,7 +74,10 @@ class _Pending(msgspec.Struct, eq=False):
 
 
 class EventPoller:
-    """Sleeps while nothing is in flight; resolves any number of futures per look."""
+    """One task per device that resolves the futures of any number of events.
+
+    Idle without events.
+    """
 
     def __init__(self) -> None:
         self._lines: dict[object, list[_Pending]] = {}  # each in the order of completion
@@ -82,8 +90,7 @@ class EventPoller:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Polls until the body ends, in whatever way; then looks on until every event is done or
-        has failed."""
+        """Poll until the body has ended and every event is done or has failed."""
         watcher = Threads(1, "tierkv-poller")
         try:
             async with task_group() as tasks:
@@ -96,17 +103,20 @@ class EventPoller:
                     self._wake_up()
                     await outlast({polling}, on_cancel=lambda: None)
         finally:
-            watcher.shutdown(wait=False)  # nothing is left for it to look at
+            watcher.shutdown(wait=False)  # no event is left to poll
 
     @property
     def num_in_flight(self) -> int:
         return self._num_pending
 
     def done(self, event: Event, *, is_long: bool = False) -> asyncio.Future[None]:
-        """A future that resolves when `event` is done, or fails with what made it fail.
+        """Return a future that resolves when `event` is done, or fails with the event's error.
 
-        is_long: it is known to take longer than a moment.
         Cancelling the future cancels nothing else; the work behind the event goes on.
+
+        Args:
+            event: the event to wait for.
+            is_long: True if the work is known to take longer than 1 ms.
         """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -125,9 +135,17 @@ class EventPoller:
         return future
 
     def then(self, event: Event, on_done: OnDone, *, is_long: bool = False) -> None:
-        """Call `on_done`, on the loop, in a later turn of it, when `event` is done, or has failed
-        with what `on_done` is given. is_long: as in `done`. An error that it raises is the
-        poller's."""
+        """Call `on_done` on the loop, in a later turn, when `event` is done or has failed.
+
+        Args:
+            event: the event to wait for.
+            on_done: receives None, or the error of the event. An error that `on_done` raises ends
+                the poller.
+            is_long: as in `done`.
+
+        Raises:
+            ShuttingDownError: the poller is not running.
+        """
         if not self._is_running:
             raise ShuttingDownError("the event poller is not running")
         one = _Pending(event, on_done, is_long, event.position)
@@ -136,8 +154,13 @@ class EventPoller:
         self._wake_up()
 
     def then_now(self, event: Event, on_done: OnDone) -> bool:
-        """Whether `event` is over, so that `on_done` was called at once: for who has come in a turn
-        of the loop of its own. An error that `on_done` raises is the poller's, too."""
+        """Call `on_done` at once if `event` is done or has failed.
+
+        Return whether `on_done` was called.
+
+        The caller must be in a turn of the loop later than the submission. An error that `on_done`
+        raises ends the poller, as in `then`.
+        """
         outcome = _outcome(event)
         if outcome is None or not self._is_running:
             return False
@@ -156,7 +179,7 @@ class EventPoller:
     async def _poll(self, watcher: Threads) -> None:
         try:
             await self._poll_on(watcher)
-        except BaseException as error:  # who waits would wait for ever: nobody else looks
+        except BaseException as error:  # callers would wait for ever: nothing else polls events
             self._is_running = False
             lines, self._lines, self._num_pending = self._lines, {}, 0
             for one in (one for line in lines.values() for one in line):
@@ -197,7 +220,10 @@ class EventPoller:
                 one.on_done(outcome[0])
 
     def _watch(self, firsts: Sequence[_Pending]) -> None:
-        """On the watching thread: return when one of these is done or failed, or there is news."""
+        """Return when one of `firsts` is done or failed, or when there is news.
+
+        Runs in a thread.
+        """
         began = time.monotonic()
         least_s = _LONG_NAP_S if all(one.is_long for one in firsts) else _LEAST_NAP_S
         while not self._has_news and not any(_outcome(one.event) for one in firsts):
@@ -209,7 +235,7 @@ _DONE = (None,)
 
 
 def _outcome(event: Event) -> tuple[TransferError | None] | None:
-    """What it failed with, or that it did not; None as long as there is more to look at."""
+    """Return None while `event` is pending, else a tuple of its error, which is None on success."""
     try:
         return _DONE if event.is_done else None
     except TransferError as error:
@@ -217,7 +243,7 @@ def _outcome(event: Event) -> tuple[TransferError | None] | None:
 
 
 class Submitted(msgspec.Struct, eq=False):
-    """The outcome of a submission that is done, asked as that of a future."""
+    """The outcome of a finished submission, with the methods of a future."""
 
     events: tuple[Event, ...]
     error: TierKVError | None = None
@@ -246,7 +272,7 @@ Submission = Submitted | Future[tuple[Event, ...]]
 
 
 def _events_of(submission: Submission) -> tuple[Event, ...]:
-    """Of one that is done: those of the layers, or one that tells why it failed."""
+    """Return the layers' events of a finished submission, or one failed event with the error."""
     error = submission.exception()
     if isinstance(error, TierKVError) and not isinstance(error, TransferError):
         error = TransferError(str(error))
@@ -269,10 +295,19 @@ class LayerGate:
         self._poller = poller
 
     def wait_on(self, stream: Stream, layer: int, timeout_s: float) -> None:
-        """Let nothing submitted to `stream` after this run before `layer` is there.
+        """Order everything submitted to `stream` from now on behind the arrival of `layer`.
 
-        For an engine's thread, never the event loop's. Raises GateTimeoutError if the copy was
-        not even submitted (or, on a CPU stream, not done) in time, or what made the load fail.
+        For an engine's thread, never the event loop's.
+
+        Args:
+            stream: the engine's stream.
+            layer: index of the layer, from 0.
+            timeout_s: seconds until the copy must be submitted; on a CPU stream, until it must be
+                done.
+
+        Raises:
+            GateTimeoutError: the copy was not submitted (on a CPU stream: not done) in time.
+            TierKVError: the load failed; the error is the load's.
         """
         deadline = time.monotonic() + timeout_s
         for submission in self._submissions:
@@ -283,14 +318,27 @@ class LayerGate:
             stream.wait(events[layer], max(deadline - time.monotonic(), 0.0))
 
     def is_open(self, layer: int) -> bool:
-        """Whether `layer` is there. Never blocks; raises what made its load fail."""
+        """Return whether `layer` has arrived, without blocking.
+
+        Raises:
+            TierKVError: the load failed; the error is the load's.
+        """
         for submission in self._submissions:
             if not submission.done() or not _events(submission, 0.0)[layer].is_done:
                 return False
         return True
 
     async def layer(self, layer: int, timeout_s: float) -> None:
-        """Return when `layer` is there. Raises GateTimeoutError, or what made its load fail."""
+        """Return when `layer` has arrived.
+
+        Args:
+            layer: index of the layer, from 0.
+            timeout_s: seconds to wait.
+
+        Raises:
+            GateTimeoutError: the layer did not arrive in time.
+            TierKVError: the load failed; the error is the load's.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 for submission in self._submissions:
@@ -307,7 +355,7 @@ class LayerGate:
 def _events(submission: Submission, timeout_s: float) -> tuple[Event, ...]:
     error = submission.exception(timeout_s)
     if error is not None:
-        raise error.with_traceback(None)  # who asks often would else keep every answer
+        raise error.with_traceback(None)  # repeated raises would make the traceback longer
     return submission.result()
 
 
@@ -317,11 +365,15 @@ _TIMED_EVERY_S = 0.25
 
 
 class LayerTimes(msgspec.Struct, frozen=True):
-    """When the layers of loads from host to device were there, in seconds after the load was asked
-    for, as the event loop saw it: what a load waits for in its lane is in it.
+    """Arrival times of layers in loads, in seconds after the request for the load.
 
-    num_loads: that were looked at, one at a time and at most four in a second. total_s, longest_s:
-    by layer; a layer itself took what its mean is above that of the one before.
+    Times are measured on the event loop and include the wait for earlier copies of the lane. One
+    load at a time is measured, at most four in a second. A layer itself takes the difference
+    between its mean and the mean of the layer before.
+
+    Attributes:
+        num_loads: number of measured loads.
+        total_s, longest_s: the sum and the maximum, by layer.
     """
 
     num_loads: int
@@ -329,7 +381,7 @@ class LayerTimes(msgspec.Struct, frozen=True):
     longest_s: tuple[float, ...]
 
     def and_one(self, ready_s: Sequence[float]) -> LayerTimes:
-        """With those of one more load."""
+        """Return these times with those of one more load added."""
         return LayerTimes(
             self.num_loads + 1,
             tuple(map(add, self.total_s, ready_s)),
@@ -338,7 +390,7 @@ class LayerTimes(msgspec.Struct, frozen=True):
 
 
 class Movement:
-    """A copy that is being submitted, is on its way, or has ended."""
+    """A copy that is being submitted, is under way, or has ended."""
 
     __slots__ = ("_error", "_on_end", "has_ended", "num_bytes", "submission")
 
@@ -350,8 +402,11 @@ class Movement:
         self._on_end: list[Callable[[], object]] = []
 
     async def done(self) -> None:
-        """Return when every byte has arrived; raise TransferError if it failed. Cancelling the
-        wait does not touch the copy."""
+        """Return when every byte has arrived. Cancelling the wait does not touch the copy.
+
+        Raises:
+            TransferError: the copy failed.
+        """
         if not self.has_ended:
             ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._on_end.append(lambda: None if ended.done() else ended.set_result(None))
@@ -360,31 +415,31 @@ class Movement:
             raise self._error.with_traceback(None)
 
     def when_ended(self, call: Callable[[], object]) -> None:
-        """Call `call` on the loop as soon as the copy has ended, well or not."""
+        """Call `call` on the loop as soon as the copy has ended, in success or failure."""
         if self.has_ended:
             call()
         else:
             self._on_end.append(call)
 
     def end(self, error: TransferError | None) -> None:
-        """Called once, by the mover."""
+        """Record the end of the copy and run the callbacks. The mover calls this once."""
         self.has_ended, self._error = True, error
-        calls, self._on_end = iter(self._on_end), []  # they hold what holds this
+        calls, self._on_end = iter(self._on_end), []  # callbacks may refer back to this
         try:
             for call in calls:
                 call()
-        finally:  # a bug of one: the others hear of the end all the same
+        finally:  # after an error of one callback the rest are called, too
             for call in calls:
                 asyncio.get_running_loop().call_soon(call)
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has ended without all of its bytes."""
+        """True if the copy has ended without all of its bytes."""
         return self._error is not None
 
 
 class Mover:
-    """Two lanes, and a thread that submits what is copied within the device."""
+    """Two lanes, and a thread that submits copies within the device."""
 
     def __init__(self, device: Device, planes: Planes, host: HostSlots) -> None:
         self._device = device
@@ -396,7 +451,7 @@ class Mover:
         self._lanes: dict[Direction, Lane] = {}
         self._submitter: Threads | None = None
         self.num_in_flight = 0
-        self._all_ended: asyncio.Future[None] | None = None  # who closes it waits for that
+        self._all_ended: asyncio.Future[None] | None = None  # awaited on closing
         self.bytes_moved = {Direction.LOAD: 0, Direction.OFFLOAD: 0}
         none = (0.0,) * planes.layout.num_layers
         self.layer_times = LayerTimes(0, none, none)
@@ -404,7 +459,10 @@ class Mover:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Opens the lanes; at the end, whatever it is, waits for every copy, then closes them."""
+        """Open the lanes.
+
+        At the end, also after an error, wait for every copy and close the lanes.
+        """
         self._submitter = Threads(1, "tierkv-submit")
         try:
             await self._open_lanes()
@@ -421,8 +479,10 @@ class Mover:
                 self._submitter.shutdown(wait=True)
 
     async def _open_lanes(self) -> None:
-        """In the submitting thread: a lane takes memory, and its kernels may have to be compiled.
-        A cancel waits for its end."""
+        """Open the lanes in the submitting thread; a cancel is raised when that has ended.
+
+        A lane allocates memory, and its kernels may have to be compiled.
+        """
         assert self._submitter is not None, "there is a thread"
 
         def open_all() -> None:
@@ -439,11 +499,11 @@ class Mover:
 
     @property
     def planes(self) -> Planes:
-        """Those of now; others after `reopen`."""
+        """The planes of the open lanes; `reopen` replaces them."""
         return self._planes
 
     async def suspend(self) -> None:
-        """Let go of the lanes, and so of the planes, until `reopen`. Nothing may be in flight."""
+        """Release the lanes, and with them the planes, until `reopen`. No copy may be in flight."""
         assert not self.num_in_flight, "suspended only when idle"
         lanes = list(self._lanes.values())
         self._lanes.clear()
@@ -463,15 +523,25 @@ class Mover:
         await self._open_lanes()
 
     def load(self, slot_ids: Ids, block_ids: Ids, after: Sequence[Event] = ()) -> Movement:
-        """Host slots to device blocks. Ids must stay leased until the movement has ended."""
+        """Copy host slots to device blocks.
+
+        Args:
+            slot_ids, block_ids: int64 [n] each; leased until the movement has ended.
+            after: events that must be done before the copy starts.
+        """
         return self._move(BlockCopy(Direction.LOAD, slot_ids, block_ids, tuple(after)))
 
     def offload(self, slot_ids: Ids, block_ids: Ids, after: Sequence[Event] = ()) -> Movement:
-        """Device blocks to host slots, after the events of the kernels that wrote the blocks."""
+        """Copy device blocks to host slots, after the events of the kernels that write the blocks.
+
+        Args:
+            slot_ids, block_ids: int64 [n] each; leased until the movement has ended.
+            after: events that must be done before the copy starts.
+        """
         return self._move(BlockCopy(Direction.OFFLOAD, slot_ids, block_ids, tuple(after)))
 
     def copy_within(self, source_ids: Ids, target_ids: Ids) -> Movement:
-        """Device blocks to other device blocks. It has ended already if the device is quick."""
+        """Copy device blocks to other device blocks. A quick copy has ended already on return."""
 
         def submit() -> tuple[Event, ...]:
             event = self._device.copy_blocks(self._planes, source_ids, target_ids)
@@ -494,7 +564,10 @@ class Mover:
         return movement
 
     def gate(self, movements: Sequence[Movement]) -> LayerGate:
-        """What stands behind `movements`; with none it is open, and always the same."""
+        """Return the gate that waits for `movements`.
+
+        Without movements, the one gate that is always open.
+        """
         if not movements:
             return self._open_gate
         submissions = [movement.submission for movement in movements]
@@ -509,9 +582,12 @@ class Mover:
         return movement
 
     def _follow(self, movement: Movement, counts: Direction | None) -> None:
-        """It is submitted. It ends in a later turn of the loop, and for the poller's task: a bug in
-        what is done then is one of the service's life. counts: None for a copy within the device,
-        which was submitted in an earlier turn and may have ended."""
+        """Arrange for the end of a movement that is submitted.
+
+        The movement ends in a later turn of the loop and in the poller's task: a bug in a callback
+        ends the service. `counts` is None for a copy within the device, which was submitted in an
+        earlier turn and may have ended.
+        """
         submission, is_long = movement.submission, movement.num_bytes > _SHORT_BYTES
         loop, events = asyncio.get_running_loop(), _events_of(submission)
 
@@ -533,7 +609,7 @@ class Mover:
             loop.call_soon(end, TransferError(str(failure)))
 
     def _time_layers(self, events: Sequence[Event], *, is_long: bool) -> None:
-        """Note when each layer of a load is there; one load at a time is looked at."""
+        """Record the arrival time of each layer of a load; one load at a time is measured."""
         loop, ready_s = asyncio.get_running_loop(), []
         began = loop.time()
         self._times_from = math.inf
@@ -552,7 +628,7 @@ class Mover:
 
 @contextmanager
 def _closing(lanes: Iterable[Lane]) -> Iterator[None]:
-    """Closes each at the end, also if another one's close has raised."""
+    """Close each lane at the end, also if closing another one has raised."""
     with ExitStack() as stack:
         for lane in lanes:
             stack.callback(lane.close)

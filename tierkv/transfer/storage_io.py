@@ -1,9 +1,9 @@
-"""Moves blocks between Host slots and a store: fetch and flush, checked on the way in.
+"""Movements of blocks between Host slots and a store: fetch and flush, with checks on fetch.
 
-`StorageIO` asks the store; `Values` says, without I/O, what is read where, whether it is right and
-what is written; `Slices` says which part of a block is whose, `TailLists` lists tails; `made_ahead`
-has threads make headers while the values before them are sent, and `Toucher` lets blocks that are
-used live on."""
+`StorageIO` asks the store. `Values` plans reads, checks them and encodes writes, without I/O.
+`Slices` maps ranks to parts of a block, `TailLists` lists tails. `made_ahead` has threads make
+headers while earlier values are sent, and `Toucher` renews the time to live of used blocks.
+"""
 
 from __future__ import annotations
 
@@ -51,29 +51,37 @@ from tierkv.transfer.deletions import Deletions
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What one rank of this node holds of each block, and its host slots."""
+    """The share of one rank of this node in each block, and the rank's host slots."""
 
     shard: Shard
     layout: Layout
     host: HostSlots
 
     def payload(self, slot: int, num_tokens: int) -> Bytes1D:
-        """The slot's bytes that a value of `num_tokens` tokens lands in; for a tail, before its
-        planes are put in their places."""
+        """Return the slot's bytes for the payload of a value of `num_tokens` tokens.
+
+        The payload of a tail lies there only until its planes are moved to their places.
+        """
         payload: Bytes1D = self.host.array[slot][: self.layout.stored_bytes(num_tokens)]
         return payload
 
 
 class Slices:
-    """Which values a block is in storage, and which bytes of which host slots each of them holds.
+    """The values that make up a block in storage, and the bytes of host slots for each of them.
 
-    A node that is not split has one value per block, as large as its slot. A node of n ranks has n,
-    a slice for each, and a block counts when all are there; it finds blocks of nodes of other sizes
-    under the names of their slices.
+    A node that is not split has one value per block, as large as its slot. A node of n ranks has n
+    values, a slice for each rank, and a block counts as stored when all are stored. Blocks of nodes
+    of other sizes are found under the names of their slices.
 
-    names: of the whole layout's fingerprint. scheme: how blocks are split; None finds blocks of
-    this node's own size only. peer_sizes: other sizes to look for; those whose slices cannot be put
-    together here are `foreign_sizes`.
+    Args:
+        names: the names of the whole layout's fingerprint.
+        parts: the slices of this node, one per rank.
+        scheme: the split of blocks over ranks; None finds only blocks of this node's own size.
+        peer_sizes: other sizes to look for, in ranks; sizes with slices that cannot be put together
+            here become `foreign_sizes`.
+
+    Raises:
+        LayoutError: the number of `parts` is not the number of ranks.
     """
 
     def __init__(
@@ -100,7 +108,7 @@ class Slices:
 
     @classmethod
     def whole(cls, names: Names, layout: Layout, host: HostSlots) -> Slices:
-        """One value per block, of a node whose blocks are not split."""
+        """Return the slices of a node that is not split: one value per block."""
         return cls(names, [Slice(Shard(0, 1), layout, host)])
 
     def _can_be(self, size: int) -> bool:
@@ -113,11 +121,11 @@ class Slices:
         return True
 
     def names_of(self, key: StoredKey, size: int) -> list[str]:
-        """The names of a block's values as a node of `size` ranks stores it."""
+        """Return the names of a block's values as a node of `size` ranks stores them."""
         return [names.name(key) for names in self._names[size]]
 
     def names_of_all(self, keys: Sequence[StoredKey], size: int) -> Sequence[str]:
-        """`names_of` for each key, one after the other."""
+        """Return the names of `names_of` for each key, one key after the other."""
         if size == 1 and isinstance(keys, KeyRun):
             return self._names[1][0].of_run(keys)
         per_rank = [names.all(keys) for names in self._names[size]]
@@ -126,7 +134,7 @@ class Slices:
         return [name for of_key in zip(*per_rank, strict=True) for name in of_key]
 
     def sources(self, size: int) -> tuple[Shard, ...]:
-        """The slices of `size` ranks that together hold all that this node holds."""
+        """Return the slices of a node of `size` ranks that together hold all this node holds."""
         if size == self.size:
             return tuple(part.shard for part in self.parts)
         assert self._scheme is not None, "other sizes are looked for only with a scheme"
@@ -141,15 +149,24 @@ class Slices:
         return layout
 
     def identity(self, key: StoredKey, shard: Shard) -> ValueIdentity:
-        """What the value of a block's slice has to be, its rank included: two ranks' slices have
-        the same sizes, and one must not pass for the other."""
+        """Return the identity that the stored value of a block's slice must have.
+
+        The rank is part of the identity: slices of two ranks have the same sizes, and one must not
+        pass for the other.
+        """
         digest = self._digests.get(shard)
         if digest is None:
             digest = self._digests[shard] = slice_digest(self.layout(shard), shard)
         return ValueIdentity(digest, key.digest, key.num_tokens)
 
     def assemble(self, slot: int, payloads: dict[Shard, Bytes1D], num_tokens: int) -> None:
-        """Put slices of another size together in `slot` of every rank."""
+        """Put slices of another size together in `slot` of every rank.
+
+        Args:
+            slot: id of the host slot, the same for every rank.
+            payloads: the payload of each source slice.
+            num_tokens: number of tokens of the block.
+        """
         assert self._scheme is not None, "other sizes are looked for only with a scheme"
         for part in self.parts:
             target = part.payload(slot, num_tokens)
@@ -157,7 +174,10 @@ class Slices:
 
 
 def slice_digest(layout: Layout, shard: Shard) -> bytes:
-    """32 bytes: the layout's digest for a whole block; with the rank in it for a slice."""
+    """Return 32 bytes: the layout's digest for a whole block; a digest with the rank for a slice.
+
+    With the rank, slices of equal layouts have different digests.
+    """
     if shard.size == 1:
         return layout.digest
     return hashlib.sha256(b"tierkv slice v1" + layout.digest + shard.name.encode()).digest()
@@ -167,7 +187,7 @@ def _names(names: Names, size: int) -> list[Names]:
     return [replace(names, shard=Shard(rank, size).name) for rank in range(size)]
 
 
-MAX_TAILS = 8  # of one parent; the ones noted last
+MAX_TAILS = 8  # tails listed per parent; the ones noted last
 _MAX_LIST_BYTES = 256 << 10
 _NOT_A_BLOCK = 0  # token count in the header: no block has none, so none is taken for a list
 _LANES = 16
@@ -188,18 +208,26 @@ class _Entry(msgspec.Struct, array_like=True, frozen=True):
 
 
 class TailLists:
-    """The stored tails of each block, listed in storage: how a prompt finds another prompt's tail.
+    """The lists of stored tails: with them a prompt finds the tail of another prompt.
 
-    A tail's own name is known only to a prompt that ends exactly where it ends. The list, one small
-    value for each parent block, tells others: longer and shorter prompts, and those that go another
-    way after a few tokens.
+    The name of a tail is known only to a prompt that ends exactly where the tail ends. The list,
+    one small value for each parent block, leads other prompts to the tail: longer and shorter ones,
+    and those that differ after a few tokens.
 
-    A list gives no wrong byte: a tail's digest is made of the tokens in its entry, and its value is
-    checked like any other. A list that is lost, damaged or late costs the tails in it; of two nodes
-    that add to one at once, one entry can be lost.
+    A list gives no wrong byte: a tail's digest is computed from the tokens in its entry, and its
+    value is checked like any other. A list that is lost, damaged or late costs the tails in it. If
+    two nodes add to one list at once, one entry can be lost.
 
-    codecs: of a fingerprint, by its short form. ttl_s: as the blocks'. used: told the names of
-    lists that are to live on.
+    Args:
+        store: the store of the lists.
+        names: the names of the lists.
+        layout: the layout of whole blocks.
+        codecs: returns the codec of a fingerprint, by its short form.
+        deadline_s: seconds for reading or extending one list.
+        ttl_s: seconds to live of a list, as for blocks.
+        stats: counts damaged lists.
+        used: receives the names of lists that are used and should live on.
+        deletions: see StorageIO.
     """
 
     def __init__(  # noqa: PLR0913 - what a StorageIO has
@@ -223,16 +251,19 @@ class TailLists:
         self._codecs = codecs
         self._deadline_s = deadline_s
         self._ttl_s = ttl_s
-        # Who adds to one list in this process takes turns; a few locks for all lists.
+        # Additions to one list in this process take turns; a few locks serve all lists.
         self._turns = [asyncio.Lock() for _ in range(_LANES)]
         self._stats = stats
 
     async def note(self, keys: Sequence[StoredKey], *, generation: int | None = None) -> None:
-        """List those of `keys` that are tails, which are stored. Never fails: see above.
+        """List those of `keys` that are stored tails.
+
+        Never fails: a tail that is not listed is only lost.
 
         Args:
-            keys: of blocks and tails.
-            generation: in which the tails were stored, None for the present one; see `Deletions`.
+            keys: keys of blocks and tails.
+            generation: the generation in which the tails were stored, None for the present one; see
+                `Deletions`.
         """
         deletions = self._deletions
         generation = deletions.generation if generation is None else generation
@@ -256,7 +287,7 @@ class TailLists:
         await self._store.put([PutItem(name, parts, ttl_s=self._ttl_s, keep_existing=False)])
 
     def _is_covered(self, old: Tail, new: Tail) -> bool:
-        """Whether whoever would use `old` can use `new`."""
+        """Return whether every prompt that could use `old` can use `new`."""
         if old == new:
             return True
         is_start = new.extra == old.extra and new.tokens.startswith(old.tokens)
@@ -271,10 +302,21 @@ class TailLists:
         *,
         missing: Collection[bytes] = (),
     ) -> SharedTail | None:
-        """The stored tail under `parent` that shares most of the packed tokens `wanted`.
+        """Return the stored tail under `parent` that shares most of the packed tokens `wanted`.
 
-        Of a layout whose blocks have no prefixes, only one of which all are wanted. None if there
-        is none, or the store does not say in time, or stored values may be left of a deletion.
+        In a layout without usable prefixes of blocks, only a tail with all of its tokens in
+        `wanted` counts.
+
+        Args:
+            parent: digest of the parent block.
+            wanted: packed tokens after the parent block.
+            extra: extra keys of the tail, which must be equal.
+            space: short form of another fingerprint, or "".
+            missing: digests of tails that are known to be missing.
+
+        Returns:
+            None if there is no such tail, if the store does not answer in time, or while a deletion
+                bars reads.
         """
         if self._deletions.bars_reads:
             return None
@@ -297,7 +339,11 @@ class TailLists:
         return best
 
     async def _read(self, parent: bytes, space: str) -> list[Tail]:
-        """What is listed, newest first; [] if the list is damaged. Raises StoreUnavailableError."""
+        """Return the listed tails, newest first; [] if the list is damaged.
+
+        Raises:
+            StoreUnavailableError: the store did not answer.
+        """
         name = self._names.tails(parent, space)
         try:
             value = await self._store.get(name, max_bytes=_MAX_LIST_BYTES)
@@ -324,25 +370,25 @@ class TailLists:
 
 
 def _identity(parent: bytes) -> ValueIdentity:
-    """The same for every slice of a model: tokens have no layout."""
+    """Return the identity of a list, the same for every slice of a model: tokens have no layout."""
     return ValueIdentity(bytes(LAYOUT_DIGEST_BYTES), parent, _NOT_A_BLOCK)
 
 
 log = logging.getLogger(__name__)
 _MAX_FOUND = 65_536
-_FAR_S = 0.1  # a question that took longer goes together with the one that may follow it
-_MAX_COPIES = 4  # of one value that are read, as long as they are damaged
-# Values of which 32 take 0.2 to 0.4 ms, in which a server that writes 512 KiB runs out of work: SET
-# over one and four connections at 1.02 of the rate (Redis 7.0, 2 cores).
+_FAR_S = 0.1  # after a slower answer, the likely next question is sent along with the first
+_MAX_COPIES = 4  # copies of one value that are read, as long as each is damaged
+# Number of values encoded per turn of the loop: 32 take 0.3 ms, in which a server that writes
+# values of 512 KiB runs out of work.
 _MADE_AT_ONCE = 8
-_WAITED_FOR = 1e9  # the worth of a block that somebody waits for
-# A thread sums up 2 MiB in 0.07 ms, which the loop takes 0.5 to send. Where values of 512 KiB and
-# 2 MiB are replaced it came to 1.14 to 1.39 of the rate, into an empty server to 0.95 to 1.01 (16
-# cores, Redis 7.0). With two cores it would take it from the server.
+_WAITED_FOR = 1e9  # worth of a block that a request waits for
+# Least number of cores for threads that make headers ahead: 2 MiB take a thread 0.07 ms and the
+# loop 0.5 ms to send, which makes replacing values up to 1.39 times as fast. With two cores the
+# threads would take the time from the server.
 _CORES = 4
-_LEAST_VALUES = 4  # of fewer the loop has made most before a thread is awake
+_LEAST_VALUES = 4  # fewer values: the loop has made most before a thread is awake
 makes_ahead = len(os.sched_getaffinity(0)) >= _CORES
-_MAX_AT_ONCE = 64  # of values that are looked at on the loop
+_MAX_AT_ONCE = 64  # most values checked on the loop
 _BATCH_NAMES = 512
 _MAX_NAMES = 65_536
 _PAUSE_S = 0.2  # between batches: at most 2,560 names a second
@@ -351,7 +397,7 @@ _WORST_GET = (GetStatus.FAILED, GetStatus.DAMAGED, GetStatus.MISS, GetStatus.HIT
 # A block is new if one of its slices is.
 _WORST_PUT = (PutStatus.FAILED, PutStatus.FULL, PutStatus.STORED, PutStatus.EXISTED)
 _NOT_ASKED = GetOutcome(GetStatus.FAILED, "not asked for yet")
-_DELETED = GetOutcome(GetStatus.MISS, "the stored values were deleted meanwhile")
+_DELETED = GetOutcome(GetStatus.MISS, "the stored values were deleted during the read")
 _PLAIN = PlainCodec()
 
 
@@ -371,15 +417,22 @@ class StorageStats:
 
 
 class StorageIO:
-    """One fingerprint's blocks in one store, which has deadlines of its own for single operations.
+    """Reads and writes of one fingerprint's blocks in one store.
 
-    deadline_s: of a whole question.
-    block_ttl_s: how long a stored block lives, None for as long as the store keeps it.
-    touches_per_ttl: how often in that time the store is told of a block that is used, to live on.
-    codecs: how the blocks of a fingerprint, by its short form, become values; None for a plain
-        checksum.
-    slices: what this node holds of each block; None for all of it, in the slots of `host`.
-    deletions: of what this and other objects have stored; None for deletions of its own.
+    The store limits the time of single operations itself.
+
+    Args:
+        store: the store.
+        names: the names of the blocks.
+        layout: the layout of whole blocks.
+        host: the host slots.
+        deadline_s: seconds for a whole lookup.
+        block_ttl_s: seconds to live of a stored block; None for as long as the store keeps it.
+        touches_per_ttl: renewals of a used block's time to live within one such time; 0 for none.
+        codecs: returns the codec of a fingerprint, by its short form; None for a plain checksum.
+        slices: this node's share of each block; None for whole blocks in the slots of `host`.
+        deletions: the deletions of values that this and other objects have stored; None for own
+            ones.
     """
 
     def __init__(  # noqa: PLR0913 - a block needs all of them to become a value
@@ -405,9 +458,9 @@ class StorageIO:
         self._codecs = codecs or (lambda _: _PLAIN)
         self._values = Values(self.slices, self._codec, block_ttl_s)
         self._found: OrderedDict[bytes, int] = OrderedDict()  # digest -> size of who stored it
-        self.meets_other_sizes = False  # whether a block of another size was ever found
-        self._is_far = False  # the last question took long
-        # Checksums of 2 MiB blocks would stop the loop for 70 us each.
+        self.meets_other_sizes = False  # True once a block of another size was found
+        self._is_far = False  # the last question took longer than _FAR_S
+        # The checksum of a 2 MiB block would block the loop for 70 us.
         self._checkers = WorkerThreads("storage I/O", 2)
         self._toucher: Toucher | None = None
         if block_ttl_s is not None and touches_per_ttl:
@@ -437,12 +490,17 @@ class StorageIO:
 
     @property
     def reads_at_once(self) -> bool:
-        """Whether a lookup reads without asking before, since asking costs as much."""
+        """True if a lookup reads at once, without asking first, since asking costs as much."""
         return not self.store.capabilities.has_cheap_questions
 
     async def count_present(self, keys: Sequence[StoredKey]) -> int:
-        """How many of `keys`, from the first on, the store has whole, all ranks' slices of each.
-        StoreUnavailableError if it does not say so in time. None while a deletion bars reads."""
+        """Return the number of leading `keys` that the store has whole, with all ranks' slices.
+
+        While a deletion bars reads the number is 0.
+
+        Raises:
+            StoreUnavailableError: the store did not answer in time.
+        """
         if self.deletions.bars_reads:
             return 0
         try:
@@ -454,8 +512,14 @@ class StorageIO:
             ) from error
 
     async def foreign_size(self, key: StoredKey) -> int | None:
-        """Of how many ranks the node was that has stored this block in slices that cannot be put
-        together here; None if there is none. Raises StoreUnavailableError."""
+        """Return the number of ranks in which this block is stored in slices that do not fit here.
+
+        Returns:
+            None if there are no such slices.
+
+        Raises:
+            StoreUnavailableError: the store did not answer.
+        """
         sizes = self.slices.foreign_sizes
         if not sizes:
             return None
@@ -464,17 +528,22 @@ class StorageIO:
         return next((n for n, is_there in zip(sizes, there, strict=True) if is_there), None)
 
     async def are_present(self, keys: Sequence[StoredKey]) -> list[bool]:
-        """Return for each of `keys`, stored by as many ranks as this node has, whether the store
-        has it.
+        """Return for each of `keys` whether the store has it, in as many slices as this node has.
 
         Raises:
-            StoreUnavailableError: The store did not answer in time.
+            StoreUnavailableError: the store did not answer in time.
         """
         [there] = await are_all_present([(self, keys)])
         return there
 
     async def present(self, names: Sequence[str]) -> list[bool]:
-        """As `Store.present`, within this I/O's deadline. None while a deletion bars reads."""
+        """Return the answers of `Store.present` within this I/O's deadline.
+
+        While a deletion bars reads every answer is False.
+
+        Raises:
+            StoreUnavailableError: the store did not answer in time.
+        """
         if self.deletions.bars_reads:
             return [False] * len(names)
         try:
@@ -486,7 +555,7 @@ class StorageIO:
             ) from error
 
     def used(self, names: Iterable[str]) -> None:
-        """Let the values of these names live on, if values have a time to live."""
+        """Renew the time to live of these names' values, if values have one."""
         if self._toucher is not None:
             self._toucher.used(names)
 
@@ -517,8 +586,12 @@ class StorageIO:
             size = other
 
     async def _sizes_of(self, keys: Sequence[StoredKey], tried: int) -> list[int | None]:
-        """Of how many ranks the node was that has stored each block, one of `tried` aside; None if
-        none has. One exchange for all."""
+        """Return for each block the number of ranks that stored it, None if no node has.
+
+        Skip `tried`.
+
+        All blocks are asked for in one exchange.
+        """
         sizes = [n for n in (self.slices.size, *self.slices.peer_sizes) if n != tried]
         if not sizes or not keys:
             return [None] * len(keys)
@@ -546,11 +619,17 @@ class StorageIO:
     # Fetch
 
     async def fetch(self, keys: Sequence[StoredKey], slot_ids: Ids) -> list[GetOutcome]:
-        """Bring blocks into host slots, which stay the caller's until this returns.
+        """Read blocks into host slots, which stay the caller's until this returns.
 
-        HIT means that length, key, layout and checksum are right, of every rank's slice. A damaged
-        value is deleted; where the store has another copy of it, that is read. A block is a MISS
-        while a deletion bars reads, or if one has begun meanwhile.
+        A damaged value is deleted; if the store has another copy, that copy is read.
+
+        Args:
+            keys: keys of the blocks.
+            slot_ids: int64 [len(keys)], the target slots.
+
+        Returns:
+            One outcome per key. HIT: length, key, layout and checksum of every rank's slice are
+                right. MISS also while a deletion bars reads, or if one began during the read.
         """
         if self.deletions.bars_reads:
             return [_DELETED] * len(keys)
@@ -563,7 +642,7 @@ class StorageIO:
             return [_DELETED] * len(keys)
         for key, outcome in zip(keys, blocks, strict=True):
             if outcome.status is not GetStatus.HIT:
-                self._found.pop(key.digest, None)  # whoever stored it, look again
+                self._found.pop(key.digest, None)  # the size may have changed: look again
             if outcome.status is GetStatus.DAMAGED:
                 self.stats.damaged_blocks += 1
             elif outcome.status is GetStatus.FAILED:
@@ -573,7 +652,7 @@ class StorageIO:
     async def _fetch_missed(
         self, keys: Sequence[StoredKey], slot_ids: Ids, blocks: list[GetOutcome]
     ) -> None:
-        """Found by another way than `count_present`, a block can be of any size."""
+        """Look for missed blocks in other sizes; only `count_present` learns sizes in advance."""
         missed = [
             at
             for at, key in enumerate(keys)
@@ -597,7 +676,7 @@ class StorageIO:
         *,
         tries: int = _MAX_COPIES,
     ) -> list[GetOutcome]:
-        """sizes: of how many ranks the node was that stored each of them."""
+        """Read and check blocks; `sizes` is the number of ranks that stored each of them."""
         reads = self._values.reads(keys, slot_ids, sizes)
         outcomes = await self.store.get_into([read.item for read in reads])
         for read, outcome in zip(reads, outcomes, strict=True):
@@ -624,7 +703,10 @@ class StorageIO:
     async def _forget_damaged(
         self, reads: Sequence[Read], blocks: Sequence[GetOutcome]
     ) -> list[int]:
-        """Delete the damaged values; the blocks of whose values there may be other copies."""
+        """Delete damaged values.
+
+        Return the indexes of blocks of which there may be other copies.
+        """
         damaged = [read for read in reads if read.outcome.status is GetStatus.DAMAGED]
         again = {at for at, block in enumerate(blocks) if block.status is GetStatus.DAMAGED}
         if damaged:
@@ -646,13 +728,20 @@ class StorageIO:
         notes_tails: bool = True,
         generation: int | None = None,
     ) -> list[PutOutcome]:
-        """Write host slots to the store, which stay as they are until this returns.
+        """Write host slots to the store. The slots must stay unchanged until this returns.
 
-        worth: of each block: if there are too many writes, those worth least are dropped. None is
-            worth most: somebody waits for them.
-        notes_tails: list the tails among them, too; else the caller does, with `tails.note`.
-        generation: in which the blocks were computed or queued; None is the present one. What
-            `Deletions` refuse is FAILED.
+        Args:
+            keys: keys of the blocks.
+            slot_ids: int64 [len(keys)], the slots.
+            worth: the worth of each block: of too many writes those worth least are dropped. None
+                is the highest worth, for blocks that a request waits for.
+            notes_tails: list the tails among the blocks, too; if False, the caller does with
+                `tails.note`.
+            generation: the generation in which the blocks were computed or queued; None for the
+                present one.
+
+        Returns:
+            One outcome per key; FAILED for all if `Deletions` refuse the generation.
         """
         deletions = self.deletions
         if why := deletions.refusal(deletions.generation if generation is None else generation):
@@ -704,7 +793,7 @@ class StorageIO:
     async def _encoded_later(
         self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float]
     ) -> list[PutItem] | None:
-        """As `Values.encode_later`, with turns of the loop for what is being sent meanwhile."""
+        """Return the items of `Values.encode_later`, with pauses in which the loop can send."""
         items: list[PutItem] = []
         for at in range(0, len(keys), _MADE_AT_ONCE):
             if at:
@@ -723,16 +812,16 @@ class StorageIO:
 async def are_all_present(
     asked: Sequence[tuple[StorageIO, Sequence[StoredKey]]],
 ) -> list[list[bool]]:
-    """Ask one store once whether it has keys of several layouts or fingerprints.
+    """Ask one store once whether it has the keys of several layouts or fingerprints.
 
     Args:
-        asked: Pairs of an I/O and its keys, one at least; all I/Os have the same store.
+        asked: pairs of an I/O and its keys, at least one; all I/Os have the same store.
 
     Returns:
         For each pair whether the store has each key, stored by as many ranks as the I/O has.
 
     Raises:
-        StoreUnavailableError: The store did not answer in time.
+        StoreUnavailableError: the store did not answer in time.
     """
     names = [io.slices.names_of_all(keys, io.slices.size) for io, keys in asked]
     first, _ = asked[0]
@@ -758,9 +847,12 @@ class Read:
 
 
 class Values:
-    """What blocks of one node are in storage. Safe from several threads.
+    """The mapping between blocks of one node and stored values. Safe from several threads.
 
-    codec_of: how the blocks of a key's fingerprint become values. ttl_s: how long they live.
+    Args:
+        slices: this node's share of each block.
+        codec_of: returns the codec of a key's fingerprint.
+        ttl_s: seconds to live of a stored value, None for no limit.
     """
 
     def __init__(
@@ -773,8 +865,13 @@ class Values:
     def reads(
         self, keys: Sequence[StoredKey], slot_ids: Ids, sizes: Sequence[int]
     ) -> Sequence[Read]:
-        """Where the values of each block land. sizes: of how many ranks the node was that stored
-        each of them."""
+        """Return the reads that bring each block into its slot.
+
+        Args:
+            keys: keys of the blocks.
+            slot_ids: the target slots.
+            sizes: the number of ranks that stored each block.
+        """
         return [
             self._read(at, key, shard, int(slot))
             for at, (key, slot, size) in enumerate(zip(keys, slot_ids, sizes, strict=True))
@@ -795,8 +892,16 @@ class Values:
     def reads_bytes(
         self, keys: Sequence[StoredKey], sizes: Sequence[int], reads: Sequence[Read]
     ) -> bool:
-        """Whether `check` takes more than some 4 us for each of them: a digest that no store has
-        made, a payload codec, a tail or a block of another size to be put together."""
+        """Return whether `check` takes more than about 4 us per read.
+
+        That is so for a digest that the store has not computed, a payload codec, a tail, or a block
+        of another size.
+
+        Args:
+            keys: keys of the blocks.
+            sizes: the number of ranks that stored each block.
+            reads: the reads, with outcomes.
+        """
         return (
             any(
                 r.outcome.status is GetStatus.HIT
@@ -815,7 +920,16 @@ class Values:
         sizes: Sequence[int],
         reads: Sequence[Read],
     ) -> list[GetOutcome]:
-        """What became of each block, which is in its slot if that is HIT. Blocks the thread."""
+        """Return the outcome of each block; a block with HIT is complete in its slot.
+
+        Blocks the thread.
+
+        Args:
+            keys: keys of the blocks.
+            slot_ids: the slots.
+            sizes: the number of ranks that stored each block.
+            reads: the reads, with outcomes.
+        """
         of_block: list[list[Read]] = [[] for _ in keys]
         for read in reads:
             of_block[read.at].append(read)
@@ -840,7 +954,11 @@ class Values:
         return blocks
 
     def _decode(self, key: StoredKey, read: Read) -> None:
-        """Put the payload of a hit in its place. Raises StoreCorruptError."""
+        """Put the payload of a hit in its place.
+
+        Raises:
+            StoreCorruptError: the value is not the expected one.
+        """
         num_bytes = self._codec(key).decode(
             read.header,
             read.payload.data,
@@ -856,7 +974,10 @@ class Values:
     def encode_later(
         self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float]
     ) -> list[PutItem] | None:
-        """What `encode` with `is_late` returns; None if that takes a look at their bytes."""
+        """Return the items of `encode` with `is_late`.
+
+        None if an item's bytes must be read for that.
+        """
         items = []
         for key, slot, value in zip(keys, slot_ids, worth, strict=True):
             for part in self._slices.parts:
@@ -869,8 +990,14 @@ class Values:
     def encode(
         self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float], *, is_late: bool
     ) -> list[PutItem]:
-        """The values of each block, rank after rank. Blocks the thread. is_late: leave headers to
-        who sends them, where that can be."""
+        """Return the values of each block, rank after rank. Blocks the thread.
+
+        Args:
+            keys: keys of the blocks.
+            slot_ids: the slots.
+            worth: the worth of each block, see `StorageIO.flush`.
+            is_late: leave headers to the sender, where that is possible.
+        """
         return [
             (self._later(key, part, int(slot), value) if is_late else None)
             or self._item(key, part, int(slot), value)
@@ -879,8 +1006,12 @@ class Values:
         ]
 
     def _later(self, key: StoredKey, part: Slice, slot: int, worth: float) -> PutItem | None:
-        """The value of a block whose header is made by who sends it; None if there is no such
-        header: of a tail, which is cut first, or by a codec that has to look at the bytes."""
+        """Return the value of a block with a header that the sender makes.
+
+        None if that is impossible.
+
+        A tail has no such header, since it is cut first, nor has a codec that reads the bytes.
+        """
         payload = part.host.array[slot].data
         header = None
         if not key.is_tail:
@@ -911,14 +1042,17 @@ def _worst_put(outcomes: Sequence[PutOutcome]) -> PutOutcome:
 
 @asynccontextmanager
 async def made_ahead(threads: WorkerThreads, items: Sequence[PutItem]) -> AsyncIterator[None]:
-    """Have threads complete `items` while the body sends them. At the end no thread reads any."""
+    """Have threads complete `items` while the body sends them.
+
+    At the end no thread reads any item.
+    """
     late = [item.complete for item in items if item.complete is not None]
     if not makes_ahead or len(late) < _LEAST_VALUES:
         yield
         return
 
     async def make() -> None:
-        with suppress(StoreUnavailableError):  # closing: then all is made as it is sent
+        with suppress(StoreUnavailableError):  # threads are closing: headers are made when sent
             await threads.run_each(lambda complete: complete(), late)
 
     async with background({"tierkv-make-headers": make()}):
@@ -926,31 +1060,42 @@ async def made_ahead(threads: WorkerThreads, items: Sequence[PutItem]) -> AsyncI
 
 
 class Toucher:
-    """Lets stored blocks that are used live on. ttl_s: for so long. interval_s: how long a block
-    that was touched, or written, is not touched again."""
+    """Renewals of the time to live of stored blocks that are used.
+
+    Args:
+        store: the store of the blocks.
+        ttl_s: the new time to live, in seconds.
+        interval_s: seconds without another renewal after a block was touched or written.
+    """
 
     def __init__(self, store: Store, *, ttl_s: float, interval_s: float) -> None:
         self._store = store
         self._ttl_s = ttl_s
         self._interval_s = interval_s
-        self._seen: OrderedDict[str, float] = OrderedDict()  # name -> when it was noted last
+        self._seen: OrderedDict[str, float] = OrderedDict()  # name -> time of the last note
         self._due: OrderedDict[str, None] = OrderedDict()
         self._came = asyncio.Event()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Leaving forgets what is still to be told: it is at most a block that ends in time."""
+        """Renew until the body ends.
+
+        Renewals that are still due are dropped: such a block may expire.
+        """
         async with supervised({"tierkv-touch": self._keep_touching}):
             yield
 
     def wrote(self, names: Iterable[str]) -> None:
-        """These have just been given their whole TTL."""
+        """Note that the values of `names` have just been written with their whole time to live."""
         now = asyncio.get_running_loop().time()
         for name in names:
             self._see(name, now)
 
     def used(self, names: Iterable[str]) -> None:
-        """These were found in the store: touch them soon, at most _MAX_NAMES at a time."""
+        """Touch the values of `names`, which were found in the store, soon.
+
+        At most _MAX_NAMES are due.
+        """
         now = asyncio.get_running_loop().time()
         for name in names:
             if now - self._seen.get(name, -self._interval_s) < self._interval_s:

@@ -1,4 +1,4 @@
-"""The storage tier of a service: what is attached to it, now, and how that is doing."""
+"""The storage tier of a service: the attached stores and their state."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from tierkv.transfer.storage_io import Slice, Slices, StorageIO
 
 @dataclass(frozen=True, slots=True)
 class StorageOptions:
-    """What a service needs to know of its storage tier beyond the store.
+    """The settings of a service's storage tier apart from the store.
 
-    open: from a URL to a store, for `attach`; None attaches only stores.
-    tenants: a store of its own for each of these fingerprints, by the short form.
-    codecs, touches_per_ttl: see StorageIO. small: what becomes of tickets and the like. scheme,
-    peer_sizes: see Slices.
+    Attributes:
+        open: opens a store by its URL, for `attach`; None attaches only stores.
+        tenants: a store of its own for each of these fingerprints, by the short form.
+        codecs, touches_per_ttl: see StorageIO.
+        small: the codec of tickets and other small values.
+        scheme, peer_sizes: see Slices.
     """
 
     open: Callable[[str], Store] | None = None
@@ -41,13 +43,17 @@ class StorageOptions:
 
 
 class StoreState(msgspec.Struct, frozen=True):
-    """One attached store. tenant: the fingerprint it is for, "" for all that have no other.
+    """The state of one attached store.
 
-    circuit: closed, open or half_open; None, and the counts 0, of a store without a breaker.
-    reason: why the circuit opened last. degraded_s: how long it has not been closed, all in all.
-    part: of a store that is made of several, the one whose circuit this is, where it is not its
-        own: the others do without it.
-    write_refusal: why the store takes no writes, as it said first; "" if it does.
+    Attributes:
+        tenant: the fingerprint of the store, "" for the common store.
+        circuit: closed, open or half_open; None, with counts of 0, for a store without a breaker.
+        reason: why the circuit opened last.
+        degraded_s: seconds in which the circuit was not closed, in total.
+        part: in a store made of several, the URL of the one with this circuit, if it is not the
+            store's own; the store does without that one.
+        write_refusal: why the store takes no writes, in the words of its first refusal; "" if it
+            does.
     """
 
     tenant: str
@@ -75,21 +81,24 @@ class StoreState(msgspec.Struct, frozen=True):
 
 
 class StorageTier:
-    """`io` is there inside `running()`, whether a store is attached or not.
+    """The storage tier. `io` exists inside `running()`, whether a store is attached or not.
 
-    on_change: called when another store is there, or the same again after a failure: what is
-    believed to be stored may not be.
+    Args:
+        store: the common store, None for none.
+        options: see StorageOptions.
+        on_change: called when another store is attached, or the same store is back after a failure:
+            blocks that were believed to be stored may be missing.
     """
 
     def __init__(
         self, store: Store | None, options: StorageOptions, on_change: Callable[[], None]
     ) -> None:
         self.options = options
-        self.deletions = Deletions()  # of the values of all `StorageIO`s of this tier
+        self.deletions = Deletions()  # shared by all `StorageIO`s of this tier
         self._first = store
         self._stores = Places(store)
         self._pools: Sequence[memoryview] = ()
-        self._beside: list[memoryview] = []  # of slots that are not the tier's own
+        self._beside: list[memoryview] = []  # memory of slots that are not the tier's own
         self._on_change = on_change
         self._prefix = ""
         if store is not None:
@@ -106,8 +115,15 @@ class StorageTier:
         deadline_s: float,
         block_ttl_s: float | None,
     ) -> AsyncIterator[None]:
-        """parts: the ranks' slices; none for one rank, whose is all of `host`. See StorageIO for
-        the rest. Raises what a store's `running()` raises."""
+        """Run the attached stores and `io` until the body ends.
+
+        Raises whatever a store's `running()` raises.
+
+        Args:
+            names, layout, host: see StorageIO.
+            parts: the ranks' slices; empty for one rank that owns all of `host`.
+            deadline_s, block_ttl_s: seconds, see StorageIO.
+        """
         self._prefix = names.prefix
         options = self.options
         slices = Slices(
@@ -130,7 +146,7 @@ class StorageTier:
         )
         arrays = [part.host.array for part in slices.parts]
         if not all(array.flags.c_contiguous for array in arrays):
-            arrays = [host.array]  # of which they are pieces
+            arrays = [host.array]  # the slices are pieces of this array
         self._pools = [array.reshape(-1).data for array in arrays] + self._beside
         if self._first is not None:
             self._first.use_memory(self._pools)
@@ -141,7 +157,7 @@ class StorageTier:
                 async with self.io.running():
                     yield
         finally:
-            self._pools = ()  # views of memory that others give back
+            self._pools = ()  # views of memory that its owner releases
 
     @asynccontextmanager
     async def beside(
@@ -154,8 +170,15 @@ class StorageTier:
         deadline_s: float,
         block_ttl_s: float | None,
     ) -> AsyncIterator[StorageIO]:
-        """Blocks of another layout in slots of their own, in the same stores, as the fingerprint
-        `own` is stored; around `running()`."""
+        """Run an I/O for blocks of another layout, with slots of their own, in the same stores.
+
+        The blocks are stored as the fingerprint `own` is. Enter this around `running()`.
+
+        Args:
+            names, layout, host: see StorageIO, for the other layout.
+            own: short form of the fingerprint that names the codec.
+            deadline_s, block_ttl_s: seconds, see StorageIO.
+        """
         codecs = self.options.codecs
         io = StorageIO(
             self._stores,
@@ -175,7 +198,7 @@ class StorageTier:
             async with io.running():
                 yield io
         finally:
-            self._beside.clear()  # views of memory that others give back
+            self._beside.clear()  # views of memory that its owner releases
 
     @property
     def attached_io(self) -> StorageIO | None:
@@ -184,23 +207,33 @@ class StorageTier:
 
     @property
     def store(self) -> Store | None:
-        """The common one that is attached."""
+        """The common store, if it is attached."""
         return self._stores.attached.get("")
 
     @property
     def stores(self) -> Sequence[Store]:
-        """All that are attached, the common one and those of tenants."""
+        """All attached stores: the common one and those of tenants."""
         return tuple(self._stores.attached.values())
 
     async def attach(self, store: str | Store, tenant: str = "") -> None:
-        """Use a store from now on, given itself or its URL, in the place of the one there, if any.
+        """Use a store from now on, in the place of the attached one, if any.
 
-        Raises ConfigError for a URL that names none, and what the store's `running()` raises;
-        then the one there stays.
+        The errors of the store's `running()` are raised, too; after any error the attached store
+        stays.
+
+        Args:
+            store: the store, or its URL.
+            tenant: short form of a fingerprint, "" for the common store.
+
+        Raises:
+            ConfigError: the URL names no store, or this service cannot open stores by URL.
         """
         if isinstance(store, str):
             if self.options.open is None:
-                raise ConfigError("this service was not told how to open a store: give it one")
+                raise ConfigError(
+                    "a store cannot be attached by its URL, since this service was built without "
+                    "a function that opens one: attach a store object"
+                )
             store = self.options.open(store)
         store.use_memory(self._pools)
         await self._stores.attach(store, self._route(tenant))
@@ -208,13 +241,16 @@ class StorageTier:
         self._on_change()
 
     def detach(self, tenant: str = "") -> bool:
-        """Use the store there no more; whether there was one. What is under way ends on it."""
+        """Stop using the store of `tenant`; return whether there was one.
+
+        Operations under way end on it.
+        """
         was_there = self._stores.detach(self._route(tenant)) is not None
         self._on_change()
         return was_there
 
     def state(self) -> tuple[StoreState, ...]:
-        """Every attached store."""
+        """Return the state of every attached store."""
         stores = sorted(self._stores.attached.items())
         return tuple(_state(route.rpartition(":")[2], store) for route, store in stores)
 

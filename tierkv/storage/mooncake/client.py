@@ -1,4 +1,4 @@
-"""Mooncake's Python package: what is used of it (it brings no types), and its settings."""
+"""Mooncake's Python package: types for the part that is used (it has none), and settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Config(Protocol):
 
 
 class MooncakeClient(Protocol):
-    """`mooncake.store.MooncakeDistributedStore`. Every call blocks."""
+    """The type of `mooncake.store.MooncakeDistributedStore`. Every call blocks."""
 
     def setup(  # noqa: PLR0913, PLR0917 - theirs
         self,
@@ -73,27 +73,32 @@ class SoftPin(Protocol):
     def ENABLE(self) -> object: ...  # noqa: N802
 
 
-# Pieces of all calls together, and of them times the halt below in seconds. A call ends after 60 s,
-# whatever its pieces may still do. Of a provider that was frozen, with halts of 2 s, 16 pieces kept
-# it for 2 s, 64 for 11, 128 for 19; 192 for 60, and when the provider went on 47 of them landed in
-# buffers that the caller had back (16 connections, loopback, package 0.3.13).
+# Most pieces of all calls together, and most pieces times the halt below in seconds. A call ends
+# after 60 s, even with pieces under way. With a frozen provider and halts of 2 s, 128 pieces hold a
+# call for 19 s, and 192 for 60 s: 47 of these landed later in buffers that the caller had back.
 _MAX_PIECES = 128
 _MAX_PIECES_AND_HALTS = 256
-_LEAST_PIECES = 2  # of one call: a header and a payload
-# Without a byte, on a connection to a provider. A call ends after 60 s whatever may still come, and
-# what a frozen provider sent later went into buffers that were somebody else's by then.
+_LEAST_PIECES = 2  # pieces of one call: a header and a payload
+# Longest seconds without a byte on a connection to a provider. A call ends after 60 s, and bytes
+# that a frozen provider sends later would land in buffers that are in use again.
 _LONGEST_HALT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class MooncakeSettings:
-    """local_host: the address that providers reach this node at.
-    num_threads: calls that read at a time, and as many that write. A call waits for its bytes
-        without a pause and has a core to itself. 1 to 32, to 6 with long timeouts: see max_pieces.
-    replicas: copies of each value. connect_timeout_s: for the master, to be reached and to answer,
-        and for a provider to move a byte (whole seconds, 10 at most); the package takes it from
-        the environment, once (MC_RPC_TIMEOUT_MS, 30 s without; MC_TCP_PROGRESS_TIMEOUT_SEC).
-    protocol: tcp or rdma; rdma_devices: for the latter, by commas.
+    """The settings of a Mooncake store.
+
+    Attributes:
+        local_host: the address at which providers reach this node.
+        num_threads: number of calls that read at a time, and of as many that write. A call waits
+            for its bytes in a busy loop and has a core to itself. At most 32, or 6 with long
+            timeouts: see max_pieces.
+        replicas: number of copies of each value.
+        connect_timeout_s: seconds in which the master must be reached and answer, and in which a
+            provider must move a byte (whole seconds, at most 10). The package reads it from the
+            environment once (MC_RPC_TIMEOUT_MS, otherwise 30 s; MC_TCP_PROGRESS_TIMEOUT_SEC).
+        protocol: tcp or rdma.
+        rdma_devices: the devices of rdma, separated by commas.
     """
 
     local_host: str = "127.0.0.1"
@@ -116,37 +121,42 @@ class MooncakeSettings:
 
     @property
     def halt_s(self) -> int:
-        """How long a provider may move no byte."""
+        """The seconds in which a provider may move no byte."""
         return math.ceil(min(self.connect_timeout_s, _LONGEST_HALT_S))
 
     @property
     def is_rdma(self) -> bool:
-        """A network card moves bytes of no memory that the client was not told of. Over TCP it is
-        told of none: whoever reaches the ports it listens on can read and write what it knows."""
+        """True for RDMA, which needs registered memory.
+
+        A network card moves bytes of registered memory only. Over TCP no memory is registered:
+        every host that reaches the client's ports can read and write registered memory.
+        """
         return self.protocol == "rdma"
 
     @property
     def max_pieces(self) -> int:
-        """Of the values of one call of the client: see _MAX_PIECES."""
+        """The most pieces of the values in one call of the client, see _MAX_PIECES."""
         in_flight = min(_MAX_PIECES, _MAX_PIECES_AND_HALTS // self.halt_s)
         return in_flight // (2 * self.num_threads)
 
 
 def environment(settings: MooncakeSettings) -> dict[str, str]:
-    """What the package reads there when a client is made. What the user has set stays."""
+    """Return the environment variables that the package reads when a client is made.
+
+    Variables that the user has set keep their values.
+    """
     limit_s = settings.connect_timeout_s
     halt_s = str(settings.halt_s)
     return {
         "GLOG_minloglevel": "2",  # it logs each miss otherwise
         "MC_RPC_TIMEOUT_MS": str(math.ceil(limit_s * 1000)),
         "MC_RPC_CONNECT_TIMEOUT_MS": str(math.ceil(limit_s * 1000)),
-        # Each waits for the master once more: 42 s for a frozen one, with the package's own 20.
+        # Each retry waits for the master again: 42 s for a frozen one with the package's own 20.
         "MC_STORE_CLIENT_SETUP_RETRIES": "2",
         "MC_TCP_STATUS_TIMEOUT_SEC": halt_s,
         "MC_TCP_PROGRESS_TIMEOUT_SEC": halt_s,
-        # Connections to a provider, of which each has one piece on its way: a header keeps one from
-        # payloads for a round trip. Of the client with its own 4, put and get came at 0.78 and 0.80
-        # with 4, 0.80 and 0.90 with 8, 0.90 to 0.98 and 0.89 to 0.90 with 16, the most it takes
-        # (8 values of 2 MiB, loopback, 2 cores, package 0.3.13).
+        # Connections to a provider, each with one piece under way: a header occupies one for a
+        # round trip. With 16, the most that the package takes, put has 0.90 to 0.98 of the rate of
+        # Mooncake's client alone, and 0.78 with the package's own 4.
         "MC_TCP_LANES_PER_PEER": "16",
     }

@@ -1,9 +1,9 @@
-"""The store on Mooncake: a master that knows where values are, and providers that lend memory.
+"""The store on Mooncake: a master that knows the places of values, and providers of memory.
 
-Values go between the caller's buffers and the providers over TCP or RDMA, without a copy of ours.
-What Mooncake has not: values of no bytes, times to live (it evicts what is used least), and a list
-of what there is. Its calls block, so they are made in threads; a provider that is frozen holds such
-a thread, and the caller's buffers, for some seconds.
+Values go between the caller's buffers and the providers over TCP or RDMA, without a copy in tierkv.
+Mooncake has no values of no bytes, no times to live (it evicts the least recently used), and no
+list of values. Its calls block and are made in threads; a provider that is frozen holds such a
+thread, and the caller's buffers, for some seconds.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ from tierkv.storage.protocol import (
     too_long,
 )
 
-# For one call's headers, tails and slices that are put together, which lie outside the pools. What
-# is beyond that stays where it is: over TCP it goes all the same.
+# Scratch for one call's pieces outside the pools: headers, tails and slices of other sizes. Pieces
+# beyond that stay in their place, which works over TCP only.
 _SCRATCH_BYTES = 4 << 20
-_LOCAL_BUFFER_BYTES = 64 << 20  # of Mooncake's own, for values that are asked for one by one
-_MOST_READS = 10  # of a small value that is being replaced
+_LOCAL_BUFFER_BYTES = 64 << 20  # Mooncake's own buffer, for values that are read one by one
+_MOST_READS = 10  # reads of a small value that is being replaced
 _NO_SPACE = -200
 _NOT_FOUND = -704
-_ABSENT = frozenset({_NOT_FOUND, -703})  # the latter is being put
-_NOT_MOVED = -800  # by its provider; or buffers are too long
-# Of the master, for which the client has waited: 4 s if there is none, its deadline if it hangs.
+_ABSENT = frozenset({_NOT_FOUND, -703})  # the second: the value is being put
+_NOT_MOVED = -800  # the provider moved no bytes, or buffers are too long
+# The master does not answer; the client waits 4 s if there is none, its deadline if it hangs.
 _NO_ANSWER = frozenset({-900, -901})
-# Values in one call of the client: 8 of 2 MiB came at 1.25 GB/s, single ones at 0.73.
+# Values in one call of the client: 8 of 2 MiB are read at 1.25 GB/s, single ones at 0.73 GB/s.
 _AT_ONCE = 8
 
 Item = TypeVar("Item")
@@ -72,11 +72,11 @@ Pieces = Sequence[memoryview]
 
 
 class MooncakeValues:
-    """The blocking half of the store: values by batch calls of Mooncake's client, which is
-    connected when this is made, until `close`. Safe from several threads.
+    """The blocking half of the store: values by batch calls of Mooncake's client.
 
-    A call ends when no byte of its values is on its way any more. A provider that is frozen holds
-    one call for a halt; those that a caller has behind it are given up.
+    The client is connected from the constructor to `close`. Safe from several threads. A call ends
+    when none of its bytes is under way any more. A provider that is frozen holds one call for
+    `halt_s` seconds; the caller's later batches are given up.
     """
 
     def __init__(
@@ -86,7 +86,17 @@ class MooncakeValues:
         settings: MooncakeSettings,
         pools: Sequence[memoryview] = (),
     ) -> None:
-        """address: of the master. pools: where most values lie. Raises StoreUnavailableError."""
+        """Connect to the master.
+
+        Args:
+            address: host and port of the master.
+            url: URL of the store, for errors.
+            settings: the settings.
+            pools: memory with most values, registered for RDMA.
+
+        Raises:
+            StoreUnavailableError: the master cannot be reached, or the package cannot be loaded.
+        """
         for variable, value in environment(settings).items():
             os.environ.setdefault(variable, value)
         self._url = url
@@ -109,7 +119,7 @@ class MooncakeValues:
             f"{address[0]}:{address[1]}",
         )
         if status:
-            raise StoreUnavailableError(f"{url} cannot be reached ({status})")
+            raise StoreUnavailableError(f"{url} cannot be reached (Mooncake's error {status})")
         self._memory = KnownMemory(
             self._client,
             pools if settings.is_rdma else (),
@@ -126,11 +136,19 @@ class MooncakeValues:
         self._client.close()
 
     def ping(self) -> None:
-        """Raises StoreUnavailableError."""
+        """Ask the master.
+
+        Raises:
+            StoreUnavailableError: the master does not answer.
+        """
         self.present(["ping"])  # its `health_check` does not ask the master
 
     def present(self, names: Sequence[str]) -> list[bool]:
-        """Raises StoreUnavailableError."""
+        """Return for each name whether it has a value.
+
+        Raises:
+            StoreUnavailableError: the master does not answer.
+        """
         statuses = self._states(names)
         for status in statuses:
             if status < 0 and status != _NOT_FOUND:
@@ -138,11 +156,15 @@ class MooncakeValues:
         return [status == 1 for status in statuses]
 
     def _states(self, names: Sequence[str]) -> Sequence[int]:
-        """What the master says of each: 1 if it is there, 0 if not, or why it does not say."""
+        """Return the master's answer for each name: 1 for a value, 0 for none, or an error."""
         return self._client.batch_is_exist(list(names)) if names else []
 
     def delete(self, names: Sequence[str]) -> int:
-        """How many there were. Raises StoreUnavailableError."""
+        """Remove values; return the number of those that existed.
+
+        Raises:
+            StoreUnavailableError: the master did not remove a value.
+        """
         if not names:
             return 0
         # By force: a value that was just read has a lease, which protects memory, not meaning.
@@ -153,15 +175,21 @@ class MooncakeValues:
         return statuses.count(0)
 
     def batches_to_get(self, items: Sequence[GetItem]) -> list[Sequence[GetItem]]:
-        """For one `get` each."""
+        """Return the batches of `items` for one `get` each."""
         return _batches(items, [len(item.into) for item in items], self._max_pieces)
 
     def batches_to_put(self, items: Sequence[PutItem]) -> list[Sequence[PutItem]]:
-        """For one `put` each."""
+        """Return the batches of `items` for one `put` each."""
         return _batches(items, [len(item.parts) for item in items], self._max_pieces)
 
     def get(self, items: Sequence[GetItem], given_up: Event) -> list[GetOutcome]:
-        """given_up: of all batches of a caller; set when one was waited for in vain."""
+        """Read values into their buffers.
+
+        Args:
+            items: one batch.
+            given_up: shared by all batches of a caller; set after a batch without an answer, so
+                later batches fail at once.
+        """
         if given_up.is_set():
             return [GetOutcome(GetStatus.FAILED, self._unsent(item.name)) for item in items]
         rooms = [flat(item.into) for item in items]
@@ -174,10 +202,12 @@ class MooncakeValues:
     def _read(
         self, names: Sequence[str], rooms: Sequence[Pieces], given_up: Event
     ) -> Sequence[int]:
-        """Fill each room with the value of that name and length; returns their lengths, or why they
-        did not come."""
+        """Fill each room with the value of that name and length.
+
+        Return lengths, or error numbers.
+        """
         landings = [
-            # One as large as they are, where they are too many.
+            # Too many buffers are replaced by one of their size.
             views
             if len(views) <= self._max_pieces
             else [memoryview(bytearray(sum(map(len, views))))]
@@ -214,7 +244,16 @@ class MooncakeValues:
         return GetOutcome(GetStatus.FAILED, f"{item.name}: Mooncake answers {status}")
 
     def get_small(self, name: str, max_bytes: int) -> bytes | None:
-        """Raises StoreCorruptError, StoreUnavailableError."""
+        """Return a small value, None if there is none.
+
+        Args:
+            name: the name.
+            max_bytes: longest accepted value.
+
+        Raises:
+            StoreCorruptError: the value is longer.
+            StoreUnavailableError: the value cannot be read.
+        """
         num_bytes = self._client.get_size(name)
         if num_bytes in _ABSENT:
             return None
@@ -224,7 +263,7 @@ class MooncakeValues:
             raise StoreCorruptError(
                 f"{name} has {num_bytes} bytes, more than the {max_bytes} it may have"
             )
-        # Mooncake replaces a value where it lies: who reads meanwhile gets parts of both.
+        # Mooncake replaces a value in place: a concurrent read returns parts of both.
         content, before = self._client.get(name), b""
         for _ in range(_MOST_READS):
             if not content:
@@ -235,8 +274,15 @@ class MooncakeValues:
         raise StoreUnavailableError(f"{self._url} has another {name} each time it is asked")
 
     def put(self, items: Sequence[PutItem], given_up: Event) -> list[PutOutcome]:
-        """given_up: as in `get`. Of several who put one name at the same time the client tells all
-        STORED at once, and one of them sends it."""
+        """Write values.
+
+        If several callers write one name at the same time, the client answers 0 to all of them at
+        once, and one of them sends the value.
+
+        Args:
+            items: one batch.
+            given_up: as in `get`.
+        """
         if given_up.is_set():
             return [PutOutcome(PutStatus.FAILED, self._unsent(item.name)) for item in items]
         started = time.monotonic()
@@ -250,7 +296,7 @@ class MooncakeValues:
         return [outcome for outcome in outcomes if outcome is not None]
 
     def _put_one(self, item: PutItem, state: int) -> PutOutcome | None:
-        """None: it is to go with others like it."""
+        """Write one value; return None for a value that is to be written with others."""
         if not item.num_bytes:
             reason = f"{item.name}: Mooncake keeps no values of no bytes"
             return PutOutcome(PutStatus.FAILED, reason)
@@ -288,7 +334,7 @@ class MooncakeValues:
     def _put_new(self, item: PutItem) -> PutOutcome:
         content = b"".join(item.completed())
         status = self._client.put(item.name, content, self._config(is_pinned=True))
-        # It is the first one's that stays, and the others are told 0 too.
+        # The first value stays, and later ones are answered 0, too.
         if status == 0 and self._client.get(item.name) != content:
             return PutOutcome(PutStatus.EXISTED)
         return _put_outcome(item, status)
@@ -301,7 +347,7 @@ class MooncakeValues:
         return config
 
     def _look(self, statuses: Sequence[int], started: float, given_up: Event) -> None:
-        """Whoever was waited for in vain is not waited for again: the buffers are a caller's."""
+        """Set `given_up` after a long wait without an answer: the caller needs its buffers back."""
         is_silent = any(status == _NOT_MOVED or status in _NO_ANSWER for status in statuses)
         if is_silent and time.monotonic() - started >= self._settings.halt_s / 2:
             given_up.set()
@@ -311,8 +357,10 @@ class MooncakeValues:
 
 
 class KnownMemory:
-    """Memory that the client was told of: the node's `pools`, and scratch for pieces that are not
-    in one, of `num_users` calls at a time. Without pools none is, and everything stays where it is.
+    """Memory that is registered with the client.
+
+    The memory is the node's `pools`, and scratch for pieces outside them, of `num_users` calls at a
+    time. Without pools nothing is registered, and every piece stays in its place.
     """
 
     def __init__(self, client: MooncakeClient, pools: Pieces, *, num_users: int) -> None:
@@ -328,7 +376,11 @@ class KnownMemory:
         self._registered: list[int] = []
 
     def register(self) -> None:
-        """Raises StoreUnavailableError."""
+        """Register all memory.
+
+        Raises:
+            StoreUnavailableError: the client refuses a range.
+        """
         for where in self._ranges:
             if status := self._client.register_buffer(where.start, len(where)):
                 raise StoreUnavailableError(
@@ -344,8 +396,10 @@ class KnownMemory:
     def known(
         self, values: Sequence[Pieces]
     ) -> Iterator[tuple[Sequence[Pieces], Sequence[tuple[memoryview, memoryview]]]]:
-        """Inside: the values' pieces, where the client may read and write them; and which of them
-        are copies, each (the piece, its copy). Blocks while too many calls have such pieces."""
+        """Yield the values' pieces in registered memory, and pairs of a piece and its copy there.
+
+        Blocks while too many calls use scratch memory.
+        """
         if not self._pools:
             yield values, ()
             return
@@ -377,13 +431,16 @@ def pointer(view: Buffer) -> int:
 
 
 def _ask_whether_it_lives(address: tuple[str, int], timeout_s: float) -> None:
-    """Raises OSError if nobody is there, or somebody who does not answer.
+    """Check that the master answers.
 
-    Their client goes on trying for minutes, and its `setup`, alone of its calls, keeps the
-    interpreter until the master has answered: 4 s for a frozen one, in which no other thread ran.
+    Mooncake's client retries for minutes, and its `setup`, alone of its calls, keeps the
+    interpreter until the master has answered: 4 s for a frozen one, in which no other thread runs.
+
+    Raises:
+        OSError: no server listens at the address, or it does not answer.
     """
     with socket.create_connection(address, timeout_s) as connection:
-        connection.sendall(b"?")  # a master ends a connection on which it hears no question
+        connection.sendall(b"?")  # a master closes a connection after bytes that are no question
         with suppress(ConnectionResetError):
             connection.recv(1)
 
@@ -391,8 +448,10 @@ def _ask_whether_it_lives(address: tuple[str, int], timeout_s: float) -> None:
 def _batches(
     items: Sequence[Item], num_pieces: Sequence[int], max_pieces: int
 ) -> list[Sequence[Item]]:
-    """For one call of the client each; a value of more pieces than that may have goes as one
-    piece."""
+    """Return the items of each call of the client.
+
+    A value with more pieces than a call may have counts as one piece.
+    """
     batches: list[Sequence[Item]] = []
     first = count = 0
     for at, pieces in enumerate(num_pieces):
@@ -405,7 +464,11 @@ def _batches(
 
 
 def _load_package() -> Package:
-    """Raises StoreUnavailableError."""
+    """Return Mooncake's package.
+
+    Raises:
+        StoreUnavailableError: the package cannot be loaded.
+    """
     try:
         return cast("Package", importlib.import_module("mooncake.store"))
     except ImportError as error:
@@ -426,14 +489,18 @@ ACCEPTED = "mooncake://master-host:port"
 
 
 class MooncakeStore(BaseStore):
-    """`Store` on a Mooncake cluster. Values that are replaced (tickets) are softly pinned.
+    """A `Store` on a Mooncake cluster. Values that are replaced (tickets) are softly pinned.
 
-    Of several who put one name at the same time one sends it; the others are told STORED or EXISTED
-    at once, which is before it is there.
+    If several callers put one name at the same time, one sends the value; the rest gets STORED or
+    EXISTED at once, before the value can be read.
     """
 
     def __init__(self, url: str, settings: MooncakeSettings) -> None:
-        """Raises ConfigError if `url` names no master."""
+        """Parse `url`.
+
+        Raises:
+            ConfigError: the URL names no master.
+        """
         self._address = _master(url)
         self._settings = settings
         # A frozen provider holds a thread for seconds: reads and writes have threads of their own,
@@ -446,8 +513,10 @@ class MooncakeStore(BaseStore):
         self._pools: Sequence[memoryview] = ()
 
     def use_memory(self, pools: Sequence[memoryview]) -> None:
-        """Told to the network card when the store is opened; over RDMA values in other memory
-        fail. Over TCP nobody is told."""
+        """Register `pools` with the network card when the store is opened.
+
+        Over RDMA values in other memory fail. Over TCP nothing is registered.
+        """
         self._pools = tuple(pools)
 
     @property
@@ -519,7 +588,7 @@ class MooncakeStore(BaseStore):
         return await self._writers.run(lambda: values.delete(names))
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
-        """Values live for as long as they are used; returns how many there are."""
+        """Return the number of values that exist: they live for as long as they are used."""
         check_ttl(ttl_s)
         return sum(await self.present(names))
 

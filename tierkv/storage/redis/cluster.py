@@ -1,7 +1,7 @@
-"""A Redis cluster: each name's slot, each slot's master, and what to do when they move.
+"""A Redis cluster: each name's slot, each slot's master, and retries when slots move.
 
-A refusal or a node that does not answer makes the table of slots doubtful; then a node is asked for
-CLUSTER SLOTS, nodes that are new are joined, and those that left are left when they are idle.
+A refusal or a node that does not answer makes the table of slots doubtful. A node is then asked for
+CLUSTER SLOTS; new nodes are joined, and former nodes are left when they are idle.
 
 batch -> by slot -> node 1: connections, pipelined --.
                  -> node 2: connections, pipelined ---> replies in the batch's order
@@ -43,7 +43,7 @@ from tierkv.tasks import task_group
 _MAX_ATTEMPTS = 8
 _BETWEEN_ATTEMPTS_S = 0.02
 _TRANSIENT = frozenset(
-    # The last when it does not say where to: the table will.
+    # MOVED only if it names no host: the next table of slots does.
     {"TRYAGAIN", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY", "MOVED"}
 )
 _ASKING = memoryview(pack("ASKING"))
@@ -51,7 +51,13 @@ _ASKING = memoryview(pack("ASKING"))
 
 @dataclass(slots=True)
 class _Attempt:
-    """A call under way. target: where a redirection sent it, None for its slot's master."""
+    """A call under way.
+
+    Attributes:
+        result: the last reply.
+        target: the node that a redirection named, None for the slot's master.
+        is_ask: True if the target must be asked with ASKING.
+    """
 
     call: KeyCommand
     result: Reply | Unanswered
@@ -60,7 +66,7 @@ class _Attempt:
 
 
 class ClusterRouter:
-    """`Router` over a cluster's masters. Replicas are not read."""
+    """A `Router` over a cluster's masters. Replicas are not read."""
 
     def __init__(self, url: RedisUrl, access: RedisAccess, clock: Clock) -> None:
         self._url = url
@@ -73,8 +79,13 @@ class ClusterRouter:
         return self._topology.nodes()
 
     async def ping(self) -> None:
-        """Raises StoreUnavailableError unless every master answers, as known after a second look:
-        while nobody asks for values, nothing else tells who has taken over."""
+        """Return when every master has answered, if necessary after a new look at the topology.
+
+        Without requests for values, only this look notices that a replica has become master.
+
+        Raises:
+            StoreUnavailableError: a master did not answer.
+        """
         try:
             await self._ping_all()
         except StoreUnavailableError:
@@ -112,7 +123,7 @@ class ClusterRouter:
         return found
 
     async def each(self, verb: str, names: Sequence[str], *more: int) -> list[int]:
-        """As in `Router`: one pipelined request per node, in parallel.
+        """Return the answers of `Router.each`, with one pipelined request per node, in parallel.
 
         A variadic EXISTS would need all its names in one slot.
         """
@@ -147,7 +158,7 @@ class ClusterRouter:
         return answers
 
     def _by_master(self, names: Sequence[str]) -> dict[Address | None, list[int]]:
-        """Which names, by index, belong to which master; those of None to no known one."""
+        """Return the indexes of names by master; those under None have no known master."""
         table = self._topology.table
         # By identity first: hashing an address a thousand times would take half a millisecond.
         ranges: dict[int, tuple[Address | None, list[int]]] = {}
@@ -160,7 +171,7 @@ class ClusterRouter:
         return groups
 
     async def _try(self, attempts: Sequence[_Attempt], purpose: Purpose) -> list[_Attempt]:
-        """Send each attempt where it belongs by what is known; returns those to be sent again."""
+        """Send each attempt to its node; return the attempts to be sent again."""
         sent: list[tuple[_Attempt, Address, WireRequest]] = []
         again: list[_Attempt] = []
         topology = self._topology
@@ -195,7 +206,7 @@ class ClusterRouter:
         return again
 
     def _redirects(self, attempt: _Attempt, refusal: Refused, answered_by: Address) -> bool:
-        """Note where the attempt has to go; False if the refusal is about something else."""
+        """Note the attempt's next node; return False if the refusal is no redirection."""
         attempt.target, attempt.is_ask = None, False
         elsewhere = redirection(refusal, answered_by)
         if elsewhere is None:
@@ -212,18 +223,24 @@ class ClusterRouter:
 
 NUM_SLOTS = 16_384
 _REDIRECTION_WORDS = 3
-# What a node says that is to name hosts (cluster-preferred-endpoint-type) and was told none.
+# The host that a node names if cluster-preferred-endpoint-type asks for a name and none is set.
 _UNNAMED = "?"
 
 
 def slot_of(name: str) -> int:
-    """Names have no braces, so there is no hash tag to look for. 0.23 µs; a loop in Python: 37."""
+    """Return the slot of `name`, in 0.23 us; a loop in Python takes 37 us.
+
+    Names have no braces, so there is no hash tag.
+    """
     return binascii.crc_hqx(name.encode(), 0) % NUM_SLOTS
 
 
 @dataclass(frozen=True, slots=True)
 class Redirection:
-    """slot has moved to `address`, or (is_ask) is on its way there: ask there this once."""
+    """A slot has moved to `address`.
+
+    If `is_ask`, the slot is still moving and only this call goes there.
+    """
 
     slot: int
     address: Address
@@ -231,8 +248,15 @@ class Redirection:
 
 
 def redirection(refusal: Refused, answered_by: Address) -> Redirection | None:
-    """What "MOVED 3999 127.0.0.1:6381" says; None if it is another refusal, or names no host: the
-    table has one. Of a slot on its way no table tells; that is asked for at the same host."""
+    """Return the redirection in a refusal such as "MOVED 3999 127.0.0.1:6381".
+
+    Args:
+        refusal: the error reply.
+        answered_by: the node that sent it; an ASK without a host means the same host.
+
+    Returns:
+        None for another refusal, and for a MOVED without a host, which the table of slots names.
+    """
     words = refusal.message.split()
     if len(words) != _REDIRECTION_WORDS or words[0] not in {"MOVED", "ASK"}:
         return None
@@ -251,7 +275,15 @@ def _slot(text: str) -> int | None:
 
 
 def parse_slots(reply: object, answered_by: Address) -> list[Address | None]:
-    """The master of each slot, from the reply to CLUSTER SLOTS. Raises StoreUnavailableError."""
+    """Return the master of each slot, from the reply to CLUSTER SLOTS.
+
+    Args:
+        reply: the reply.
+        answered_by: the node that sent it; an entry without a host means the same host.
+
+    Raises:
+        StoreUnavailableError: the reply is no table of slots.
+    """
     table: list[Address | None] = [None] * NUM_SLOTS
     if not isinstance(reply, list):
         raise StoreUnavailableError(f"the node at {answered_by} is not part of a cluster")
@@ -260,19 +292,27 @@ def parse_slots(reply: object, answered_by: Address) -> list[Address | None]:
             case [int(first), int(last), [host, int(port), *more], *_] if is_port(port):
                 address = Address(_host(host, more) or answered_by.host, port)
                 if not 0 <= first <= last < NUM_SLOTS:
-                    raise StoreUnavailableError(f"the node at {answered_by} has slots beyond all")
+                    raise StoreUnavailableError(
+                        f"the node at {answered_by} names slots {first} to {last}, beyond "
+                        f"{NUM_SLOTS - 1}"
+                    )
                 table[first : last + 1] = [address] * (last - first + 1)
             case _:
                 raise StoreUnavailableError(f"the node at {answered_by} answers {entry!r:.80}")
     if not any(table):
-        # It was taken out of its cluster, or no cluster was made: others may know better.
-        raise StoreUnavailableError(f"the node at {answered_by} knows of nobody who has slots")
+        # The node was removed from its cluster, or there is none yet: another node may know more.
+        raise StoreUnavailableError(
+            f"the node at {answered_by} knows no master with slots: check CLUSTER INFO there"
+        )
     return table
 
 
-def _host(told: object, more: Sequence[object]) -> str:
-    """more: the node's id, and since Redis 7 its other addresses, such as [b"ip", b"10.0.0.7"]."""
-    name = told.decode("utf-8", "replace") if isinstance(told, bytes) else ""
+def _host(host: object, more: Sequence[object]) -> str:
+    """Return the host of an entry of CLUSTER SLOTS, "" for the host of the answering node.
+
+    `more` is the node's id and, since Redis 7, its other addresses, such as [b"ip", b"10.0.0.7"].
+    """
+    name = host.decode("utf-8", "replace") if isinstance(host, bytes) else ""
     match more:
         case [_, [*_, b"ip", bytes(ip)], *_] if name == _UNNAMED:
             return ip.decode("utf-8", "replace")
@@ -280,22 +320,26 @@ def _host(told: object, more: Sequence[object]) -> str:
 
 
 def masters(table: Sequence[Address | None]) -> list[Address]:
-    """Each address in the table once, in a fixed order."""
+    """Return each address in the table once, in a fixed order."""
     found = {address for address in table if address is not None}
     return sorted(found, key=lambda address: (address.host, address.port))
 
 
 _log = logging.getLogger(__name__)
 
-# Least time between two looks at the topology, more than often enough while a master fails over;
-# and most, while nobody says it.
+# Least time between two looks at the topology, often enough while a master fails over; and the
+# longest time while no node answers.
 _REFRESH_INTERVAL_S = 0.1
 _LONGEST_INTERVAL_S = 1.0
 
 
 @dataclass(slots=True)
 class _Member:
-    """A node and the task that keeps it running. num_users: who has requests at it."""
+    """A node and the task that keeps it running.
+
+    Attributes:
+        num_users: number of calls that have requests at the node.
+    """
 
     node: RedisNode
     is_ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -307,7 +351,11 @@ class _Member:
 
 
 class Topology:
-    """table: the master of each slot, as far as is known. Replicas are not read."""
+    """The known masters of a cluster, kept up to date by a task.
+
+    Attributes:
+        table: the master of each slot, None for an unknown one.
+    """
 
     def __init__(self, url: RedisUrl, access: RedisAccess, clock: Clock) -> None:
         self._url = url
@@ -318,7 +366,7 @@ class Topology:
         self._tasks: asyncio.TaskGroup | None = None
         self._stale = asyncio.Event()
         self._looked = asyncio.Event()
-        self._silent: dict[Address, float] = {}  # who did not say the topology, and when
+        self._silent: dict[Address, float] = {}  # nodes without an answer, by time
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -337,12 +385,12 @@ class Topology:
                 self._members.clear()
 
     def nodes(self) -> Sequence[RedisNode]:
-        """The masters, in a fixed order."""
+        """Return the masters, in a fixed order."""
         members = (self._members.get(address) for address in masters(self.table))
         return [member.node for member in members if member is not None]
 
     async def node(self, address: Address, uses: ExitStack) -> RedisNode | None:
-        """The node at `address`, running until `uses` ends; None when leaving."""
+        """Return the node at `address`, which runs until `uses` ends; None when leaving."""
         member = self._join(address)
         if member is None:
             return None
@@ -352,7 +400,7 @@ class Topology:
         return member.node
 
     def note(self, slot: int, address: Address) -> None:
-        """Believe that `slot` has moved to `address`, until the table says what else has."""
+        """Send requests of `slot` to `address`, and look at the topology soon."""
         self.table[slot] = address
         self.doubt()
 
@@ -361,7 +409,7 @@ class Topology:
         self._stale.set()
 
     async def look(self) -> None:
-        """Return when the topology has been looked at, or nobody says it within a deadline."""
+        """Return when the topology was looked at, or when the deadline of a question has passed."""
         self._looked.clear()
         self.doubt()
         with suppress(TimeoutError):
@@ -378,7 +426,10 @@ class Topology:
         return member
 
     async def _take(self, table: list[Address | None]) -> None:
-        """Use `table` from now on. Whoever lists sees masters that nobody has asked yet, too."""
+        """Use `table` from now on.
+
+        Its masters are joined at once, so that listings include each one.
+        """
         known = set(masters(table))
         for member in [self._join(address) for address in known]:
             if member is not None:
@@ -386,7 +437,7 @@ class Topology:
         self.table = table
         for address in [address for address in self._members if address not in known]:
             if self._members[address].num_users:
-                self._stale.set()  # one that a slot is just moving to or away from: look again
+                self._stale.set()  # a slot may be moving to or from this node: look again
             else:
                 self._members.pop(address).is_left.set()
 
@@ -399,7 +450,7 @@ class Topology:
                 await self._take(await self._ask_for_table())
             except StoreUnavailableError as error:
                 if pause_s == _REFRESH_INTERVAL_S:
-                    _log.warning("the cluster's topology is not to be had: %s", error)
+                    _log.warning("no node of the cluster returns the table of slots: %s", error)
                 pause_s = min(2 * pause_s, _LONGEST_INTERVAL_S)
                 self._stale.set()
             else:
@@ -408,8 +459,12 @@ class Topology:
             await asyncio.sleep(pause_s)
 
     async def _ask_for_table(self) -> list[Address | None]:
-        """From the first node that answers; one that lately did not, which would cost its deadline
-        again while the others know better, comes last. Raises StoreUnavailableError if none does.
+        """Return the table of the first node that answers.
+
+        A node that lately did not answer is asked last, since it would cost its deadline again.
+
+        Raises:
+            StoreUnavailableError: no node has a table.
         """
         failures = []
         known = dict.fromkeys((*self._members, *self._url.addresses))

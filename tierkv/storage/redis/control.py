@@ -1,9 +1,7 @@
 """Questions through redis-py: sentinels, topology, listings and hints. Values go by `wire`.
 
-Its connections are set up so that none of its defaults can hold us up.
-
-Measured with its defaults: 4.3 s to hear of a refused connection, more than 12 s of silence before
-a server that never answers. Here nothing is retried, and every exchange has a deadline of its own.
+With redis-py's defaults a refused connection is reported after 4.3 s, and a silent server after
+more than 12 s. Here nothing is retried, and every exchange has a deadline of its own.
 """
 
 from __future__ import annotations
@@ -48,11 +46,14 @@ _WORDS = 3  # of a message: kind, topic, content
 
 
 class RedisNotifier:
-    """`Notifier` through channels that are called as their topics are.
+    """A `Notifier` on Redis channels that are called like the topics.
 
-    connect: makes a connection to a server that hears what any other is told, logged in.
-    publish: PUBLISH topic, message. Raises StoreUnavailableError.
-    A user who may not do that has to look; the log says so once.
+    A user without the permissions has to poll; the log says so once.
+
+    Args:
+        connect: returns a connection, logged in, to a server that receives every message.
+        publish: carries out PUBLISH topic, message; raises StoreUnavailableError.
+        url: the store's URL without password, for logs.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class RedisNotifier:
         try:
             await self._publish(topic, check_message(message))
         except StoreUnavailableError as error:
-            if "Redis refused" in str(error):  # and not the kernel, since nobody listens there
+            if "Redis refused" in str(error):  # the server, not the kernel with a closed port
                 self._warn(str(error))
 
     def listen(self, topic: str) -> AbstractContextManager[Listener]:
@@ -102,7 +103,7 @@ class RedisNotifier:
                 self._warn(str(error))
                 pause_s = _LONGEST_PAUSE_S
             except (RedisError, OSError, StoreUnavailableError, ExceptionGroup) as error:
-                _log.debug("%s: hints are lost for now: %s", self._url, error)
+                _log.debug("%s: hints are lost until the next connection: %s", self._url, error)
                 if self._live:
                     pause_s = _FIRST_PAUSE_S
             finally:
@@ -113,13 +114,13 @@ class RedisNotifier:
                     await connection.disconnect()
             task = asyncio.current_task()
             if task is not None and task.cancelling():
-                # It came with the error: before Python 3.13 a TaskGroup then forgets the cancel.
+                # The cancel came with the error: TaskGroup drops the cancel before Python 3.13.
                 raise asyncio.CancelledError
             await asyncio.sleep(pause_s * random.uniform(0.5, 1))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _ask(self, connection: RedisConnection, clock: _Heard) -> None:
-        """Subscribe to what is wanted, and see to it that a dead connection is noticed."""
+        """Subscribe to the wanted topics, and raise when the connection is silent for too long."""
         loop = asyncio.get_running_loop()
         while True:
             self._topics.changed.clear()
@@ -165,7 +166,7 @@ class RedisNotifier:
         if not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "%s does not let us tell or hear (%s): tickets are polled; allow this user "
+                "%s refuses messages between nodes (%s), so tickets are polled: allow this user "
                 "+publish +subscribe +unsubscribe and the channels of the prefix",
                 self._url,
                 reason,
@@ -173,13 +174,17 @@ class RedisNotifier:
 
 
 async def _send(connection: RedisConnection, commands: Sequence[Command]) -> None:
-    """Raises TimeoutError if the server takes nothing any more: nobody would look for answers."""
+    """Send `commands`.
+
+    Raises:
+        TimeoutError: the server takes no bytes any more; no reader would notice.
+    """
     async with asyncio.timeout(_SILENT_S):
         await connection.send_packed_command(connection.pack_commands(commands))
 
 
 class _Heard:
-    """When the server was last heard of, on the loop's clock."""
+    """The time of the last message from the server, on the loop's clock."""
 
     def __init__(self) -> None:
         self.at = asyncio.get_running_loop().time()
@@ -191,7 +196,7 @@ ControlReply = bytes | int | list["ControlReply"] | ResponseError | None
 
 
 class RedisConnection(Protocol):
-    """What is used of redis-py's connections."""
+    """The part of redis-py's connections that is used here."""
 
     @property
     def is_connected(self) -> bool: ...
@@ -200,19 +205,23 @@ class RedisConnection(Protocol):
         """Connect and log in."""
 
     async def disconnect(self) -> None:
-        """Close at once, dropping what is not sent yet."""
+        """Close at once, and drop unsent bytes."""
 
     def pack_commands(self, commands: Sequence[Command]) -> list[bytes]: ...
 
     async def send_packed_command(self, command: list[bytes]) -> None: ...
 
     async def read_response(self) -> bytes | int | list[ControlReply] | None:
-        """The next reply; raises it if it is an error."""
+        """Return the next reply; an error reply is raised."""
 
 
 class _BehavesWell:
-    """redis-py closes politely: what is not sent yet keeps the socket open, for ever if the peer
-    is stopped. And it stumbles over what no Redis says, such as a MOVED to nowhere."""
+    """Corrections of redis-py's connections.
+
+    redis-py waits on closing until unsent bytes are sent, which is for ever if the peer is stopped.
+    Replies that no Redis sends, such as a MOVED without an address, raise TypeError or ValueError
+    in redis-py.
+    """
 
     _writer: StreamWriter | None
 
@@ -244,7 +253,14 @@ def connection_factory(
     *,
     connect_timeout_s: float,
 ) -> Callable[[], RedisConnection]:
-    """Makes connections that are not connected yet."""
+    """Return a function that makes connections, which are not connected yet.
+
+    Args:
+        address: the server's address.
+        login: user, password and database.
+        tls: files for TLS, None for a plain connection.
+        connect_timeout_s: seconds for connecting.
+    """
     options: dict[str, object] = {
         "db": login.db,
         "username": login.username,
@@ -268,7 +284,7 @@ def connection_factory(
 
 
 class Conversation:
-    """Questions over a connection that nobody else has, made with the first one."""
+    """Questions over a connection of their own, which the first question opens."""
 
     def __init__(self, connection: RedisConnection, *, url: str, deadline_s: float) -> None:
         self._connection = connection
@@ -276,9 +292,12 @@ class Conversation:
         self._deadline_s = deadline_s
 
     async def ask(self, commands: Sequence[Command]) -> list[ControlReply]:
-        """The reply to each command; one that the server refuses is a ResponseError in its place.
+        """Return the reply to each command; a refused command has a ResponseError in its place.
 
-        Takes deadline_s at most, connecting included. Raises StoreUnavailableError.
+        The call takes at most deadline_s, connecting included.
+
+        Raises:
+            StoreUnavailableError: the server did not answer, or cannot be used.
         """
         connection = self._connection
         try:
@@ -290,7 +309,7 @@ class Conversation:
         except (RedisError, OSError) as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
-                raise asyncio.CancelledError from error  # which redis-py has replaced
+                raise asyncio.CancelledError from error  # redis-py has replaced the cancel
             raise StoreUnavailableError(self._sentence(error)) from error
 
     def _sentence(self, error: RedisError | OSError) -> str:
@@ -329,7 +348,17 @@ async def conversation(
 async def ask_once(
     new_connection: Callable[[], RedisConnection], command: Command, *, url: str, deadline_s: float
 ) -> ControlReply:
-    """One answer over a connection of its own. Raises StoreUnavailableError."""
+    """Return the reply to one command over a connection of its own.
+
+    Args:
+        new_connection: makes the connection.
+        command: verb and arguments.
+        url: the server, for error messages.
+        deadline_s: seconds for the exchange, connecting included.
+
+    Raises:
+        StoreUnavailableError: the server refused the command or did not answer.
+    """
     async with conversation(new_connection, url=url, deadline_s=deadline_s) as talk:
         [reply] = await talk.ask([command])
     if isinstance(reply, ResponseError):

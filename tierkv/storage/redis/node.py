@@ -1,5 +1,4 @@
-"""One Redis server: values and questions as its commands; its connections for reads, for writes and
-for questions, and its listing."""
+"""One Redis server: its commands, its listing, and connections for reads, writes and questions."""
 
 from __future__ import annotations
 
@@ -69,8 +68,8 @@ from tierkv.storage.redis.wire import (
 )
 from tierkv.threads import aside
 
-# Of servers that take no values now and give them all the same: full, cannot save, too few
-# replicas, a replica; from us, who may only read; of this size (proto-max-bulk-len).
+# Errors of servers that refuse writes and still serve reads: full, cannot save, too few replicas, a
+# replica, a user without the permission, a value above proto-max-bulk-len.
 TAKES_NOTHING = re.compile(
     "OOM |MISCONF |NOREPLICAS |READONLY |NOPERM |ERR Protocol error: invalid bulk length"
 )
@@ -81,26 +80,26 @@ _EXISTED: Final = PutOutcome(PutStatus.EXISTED)
 
 
 def question(*command: Argument, num_bytes: int = 0) -> WireRequest:
-    """A command whose reply is small, or at most `num_bytes`."""
+    """Return a command with a small reply, or one of at most `num_bytes`."""
     return WireRequest([memoryview(pack(*command))], None, num_bytes)
 
 
 def pipeline(commands: bytes, num_replies: int) -> WireRequest:
-    """Several packed commands in one request, each with a small reply."""
+    """Return several packed commands in one request, each with a small reply."""
     request = WireRequest([memoryview(commands)], None, 0)
     request.num_replies = num_replies
     return request
 
 
 def question_each(verb: str, names: Sequence[str], *more: int) -> WireRequest:
-    """`verb name more` about each name, whose replies are numbers."""
+    """Return a request with `verb name more` for each name; the replies are numbers."""
     request = pipeline(pack_each(verb, names, *more), len(names))
     request.is_once = verb == "UNLINK"  # the second time there would be none
     return request
 
 
 def get_request(item: GetItem) -> WireRequest:
-    """Make GET of the value of `item`, which lands in its buffers."""
+    """Return the GET that receives the value of `item` into its buffers."""
     command = [memoryview(pack("GET", item.name))]
     digest = None if item.digest is None else item.digest()
     return WireRequest(command, item.into, item.room_bytes, digest=digest)
@@ -114,7 +113,7 @@ def put_request(item: PutItem) -> WireRequest:
         options.append("NX")
     request = WireRequest(pack_set(item.name, item.parts, options), None, item.num_bytes)
     request.complete = item.complete
-    # Had the first try been carried out, and its answer lost, a second would be told EXISTED.
+    # A second try would be answered EXISTED if the first was carried out and its answer lost.
     request.may_retry = not item.only_new
     return request
 
@@ -152,7 +151,7 @@ def put_outcome(item: PutItem, reply: Reply | Unanswered) -> PutOutcome:
     return PutOutcome(PutStatus.FAILED, f"{item.name}: {reply!r:.80} is no answer to a SET")
 
 
-# Names in one command. The server does nothing else meanwhile; 1,000 take it 0.3 ms.
+# Names in one command, during which the server does nothing else: 1,000 take 0.3 ms.
 NAMES_PER_COMMAND = 1024
 _SCAN_COUNT = 1000
 _PTTL_NO_EXPIRY = -1  # below it stands "no such key"
@@ -164,7 +163,7 @@ T = TypeVar("T")
 
 
 class Purpose(Enum):
-    """What a request is for. Each kind has connections of its own."""
+    """The purpose of a request. Each purpose has connections of its own."""
 
     READ = "read"
     WRITE = "write"
@@ -173,7 +172,11 @@ class Purpose(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RedisAccess:
-    """How this store gets at any of its servers. turn: of all connections that write values."""
+    """Settings, login and shared counters for connections to any server of one store.
+
+    Attributes:
+        turn: the send budget of all connections that write values.
+    """
 
     settings: RedisSettings
     login: Login
@@ -186,52 +189,74 @@ class RedisAccess:
     def connection(
         self, address: Address, login: Login | None = None
     ) -> Callable[[], RedisConnection]:
-        """What makes a connection of redis-py's to `address`. login: None for the store's own."""
+        """Return a factory of redis-py connections to `address`.
+
+        `login` None means the store's own.
+        """
         timeout_s = self.settings.connect_timeout_s
         return connection_factory(
             address, login or self.login, self.tls_files, connect_timeout_s=timeout_s
         )
 
 
-# Names are counted in so many parts at once: a gap among 1,000 is found in three exchanges, whose
-# names are 1,110 together. Halving takes ten exchanges and 2,000 names.
+# Number of parts in which names are counted at once: a gap among 1,000 names is found in three
+# exchanges with 1,110 names together. Halving takes ten exchanges and 2,000 names.
 _PARTS = 10
-_FAR_S = 0.05  # of an exchange
+_FAR_S = 0.05  # seconds of an exchange with a server that is far
 
 
 @dataclass(frozen=True, slots=True)
 class KeyCommand:
-    """A command about one name. make: a new request for it, each time it has to be sent."""
+    """A command about one name.
+
+    Attributes:
+        make: returns a new request for the command, for each attempt.
+    """
 
     name: str
     make: Callable[[], WireRequest]
 
 
 class Router(Protocol):
-    """Sends what concerns a name to the server that has it."""
+    """Sends each command to the server that has its name."""
 
     def running(self) -> AbstractAsyncContextManager[None]: ...
 
     def nodes(self) -> Sequence[RedisNode]:
-        """The servers that hold values, always in the same order."""
+        """Return the servers that hold values, always in the same order."""
 
     async def ping(self) -> None:
-        """Raises StoreUnavailableError unless all of them answer."""
+        """Return when all servers have answered.
+
+        Raises:
+            StoreUnavailableError: a server did not answer.
+        """
 
     async def carry_out(
         self, calls: Sequence[KeyCommand], purpose: Purpose
     ) -> list[Reply | Unanswered]:
-        """One reply per call. A cancel is raised when none of their buffers is in use any more."""
+        """Return one reply per call.
+
+        A cancel is raised when none of the calls' buffers is in use.
+        """
 
     async def count_leading(self, names: Sequence[str]) -> int:
-        """How many of `names`, from the first on, have a value. Raises StoreUnavailableError."""
+        """Return the number of leading `names` that have a value.
+
+        Raises:
+            StoreUnavailableError: a server did not answer.
+        """
 
     async def each(self, verb: str, names: Sequence[str], *more: int) -> list[int]:
-        """What `verb name more` says of each name, a number. Raises StoreUnavailableError."""
+        """Return the number that `verb name more` answers for each name.
+
+        Raises:
+            StoreUnavailableError: a server did not answer.
+        """
 
 
 class RedisNode:
-    """One server; `Router` where all values are on it. Connections are made when first needed."""
+    """One server; a `Router` if all values are on it. Connections are made when first needed."""
 
     def __init__(self, locator: Locator, access: RedisAccess, clock: Clock, *, url: str) -> None:
         settings = access.settings
@@ -246,9 +271,9 @@ class RedisNode:
         )  # fmt: skip
         writing = replace(
             reading,
-            turn=access.turn,  # what asks is never held up by what writes
+            turn=access.turn,  # writes have their own budget and never delay questions
             home_bytes=WRITING_BYTES,
-            away_bytes=settings.write_connections * WRITING_BYTES,  # a long one on each
+            away_bytes=settings.write_connections * WRITING_BYTES,  # a long value on each
         )
 
         def pool(dialer: Dialer, count: int) -> ConnectionPool:
@@ -276,18 +301,31 @@ class RedisNode:
         await self.ask("PING")
 
     async def ask(self, *command: str | int, num_bytes: int = 0) -> Reply:
-        """One answer. Raises StoreUnavailableError, StoreCorruptError for another kind of value."""
+        """Return the reply to one command.
+
+        Raises:
+            StoreUnavailableError: the server refused the command or did not answer.
+            StoreCorruptError: the value is of another kind.
+        """
         [outcome] = await self.pools[Purpose.QUESTION].ask(
             [question(*command, num_bytes=num_bytes)]
         )
         return understood(outcome if isinstance(outcome, Unanswered) else outcome[0], command)
 
     async def locate(self) -> Address:
-        """Where it is just now. Raises StoreUnavailableError."""
+        """Return the server's present address.
+
+        Raises:
+            StoreUnavailableError: the address is not known.
+        """
         return await self._locator.locate()
 
     async def control_connection(self) -> RedisConnection:
-        """One of redis-py's, not connected yet. Raises StoreUnavailableError."""
+        """Return a connection of redis-py's that is not connected yet.
+
+        Raises:
+            StoreUnavailableError: the server's address is not known.
+        """
         # In a thread: for each connection redis-py reads its own package's version.
         return await aside(self._access.connection(await self.locate()))
 
@@ -316,8 +354,10 @@ class RedisNode:
         return [expect(int, understood(reply, (verb,))) for reply in outcome]
 
     async def _count_leading(self, names: Sequence[str]) -> int:
-        """Counts per part, in one exchange; then the same within the first part with a gap. Where
-        an exchange takes long, each name is a part of the next one."""
+        """Count per part in one exchange, then within the first part that has a gap.
+
+        If an exchange takes long, each name is a part, and one exchange is enough.
+        """
         present, time = 0, asyncio.get_running_loop().time
         num_parts = len(names) if self._is_far else _PARTS
         while True:
@@ -336,7 +376,7 @@ class RedisNode:
             names = part
 
     async def _counts(self, parts: Sequence[Sequence[str]]) -> list[int]:
-        """How many names of each part have a value."""
+        """Return for each part the number of its names that have a value."""
         wire = b"".join([pack_all("EXISTS", part) for part in parts])
         [outcome] = await self.pools[Purpose.QUESTION].ask([pipeline(wire, len(parts))])
         if isinstance(outcome, Unanswered):
@@ -346,11 +386,20 @@ class RedisNode:
     async def list(
         self, address: Address, prefix: str, position: int, limit: int
     ) -> tuple[int, dict[str, StoredValue], Sequence[str]]:
-        """Where to go on, 0 at the end; values from a position of the server's own on; and names
-        on their way between two servers of a cluster, of which this one does not tell more.
+        """List values from a position of the server's own on, over a connection for this call.
 
-        address: as `locate` told it. Through redis-py, over a connection that lives as long as the
-        call. Raises StoreUnavailableError.
+        Args:
+            address: the address that `locate` returned.
+            prefix: prefix of the names.
+            position: the server's position to continue from, 0 at the start.
+            limit: about the most values to return.
+
+        Returns:
+            The position to continue from, 0 at the end; the values; and names that are moving
+                between two servers of a cluster, which this server does not describe.
+
+        Raises:
+            StoreUnavailableError: the server refused or did not answer.
         """
         new_connection = self._access.connection(address)
         deadline_s = self._access.pace.deadline_s(0)
@@ -383,17 +432,20 @@ class RedisNode:
     async def _describe(
         self, talk: Conversation, names: Sequence[str], moving: MutableSequence[str]
     ) -> Sequence[StoredValue]:
-        """What is known of each name, less those that are gone or are not strings."""
+        """Return size and expiry of each name, without names that are gone or are not strings.
+
+        Names that are moving to another server are appended to `moving`.
+        """
         values = []
         now = self._clock.wall()
         for part in cut(names, NAMES_PER_COMMAND):
             commands: list[Command] = [(verb, name) for name in part for verb in ("STRLEN", "PTTL")]
             replies = await talk.ask(commands)
-            for name, *told in zip(part, replies[::2], replies[1::2], strict=True):
-                refusal = next((reply for reply in told if isinstance(reply, ResponseError)), None)
+            for name, *pair in zip(part, replies[::2], replies[1::2], strict=True):
+                refusal = next((reply for reply in pair if isinstance(reply, ResponseError)), None)
                 if refusal is None:
-                    values += described(name, *told, now=now)
-                elif isinstance(refusal, (AskError, TryAgainError)):  # MOVED is an AskError to it
+                    values += described(name, *pair, now=now)
+                elif isinstance(refusal, (AskError, TryAgainError)):  # redis-py: MOVED is one, too
                     moving.append(name)
                 elif not str(refusal).startswith("WRONGTYPE"):
                     raise StoreUnavailableError(f"{self.url} refused STRLEN, PTTL: {refusal}")
@@ -401,7 +453,17 @@ class RedisNode:
 
 
 def described(name: str, num_bytes: object, ttl_ms: object, *, now: float) -> list[StoredValue]:
-    """From the answers to STRLEN and PTTL; none if there is no such value."""
+    """Return the value that STRLEN and PTTL describe; [] if there is no such value.
+
+    Args:
+        name: the name.
+        num_bytes: the reply to STRLEN.
+        ttl_ms: the reply to PTTL, in milliseconds.
+        now: wall time, in seconds.
+
+    Raises:
+        StoreUnavailableError: a reply is not a number.
+    """
     milliseconds = expect(int, ttl_ms)
     if milliseconds < _PTTL_NO_EXPIRY:
         return []
@@ -410,7 +472,17 @@ def described(name: str, num_bytes: object, ttl_ms: object, *, now: float) -> li
 
 
 def understood(reply: Reply | Unanswered, command: Sequence[object]) -> Reply:
-    """The reply. Raises StoreUnavailableError, StoreCorruptError for another kind of value."""
+    """Return `reply` unless it is a failure.
+
+    Args:
+        reply: the reply to `command`.
+        command: verb and arguments, for error messages.
+
+    Raises:
+        StoreUnavailableError: there is no reply, or the server refused the command.
+        StoreRefusedError: the server takes no changes now.
+        StoreCorruptError: the value is of another kind.
+    """
     if isinstance(reply, Unanswered):
         raise StoreUnavailableError(reply.reason)
     if isinstance(reply, Refused):

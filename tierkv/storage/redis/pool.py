@@ -28,27 +28,31 @@ from tierkv.storage.redis.wire import (
 )
 from tierkv.tasks import background, outlast
 
-# Of one request, whose connection the peer ended: all others may have ended too, as yet unnoticed.
+# Retries of a request after its peer ended the connection: all other connections may have ended,
+# too, as yet unnoticed.
 _MAX_RETRIES = 3
-# Values on their way to one server, see Window. Reading from this machine, two of half a MiB are
-# what its processor's cache has room for: to 3 MiB GET came at 1.0 to 1.5 of the rate. Writing, it
-# is two long ones: with one the server has nothing to do from its answer until the next value
-# comes, with a third what it has yet to read is in no cache any more. Both go on one connection, as
-# values of several the server reads by turns: to one each on two SET of 512 KiB came at 1.07 to 1.4
-# of the rate.
+# Bytes on their way to or from one server, see Window. For reads from this machine two values of
+# 512 KiB fit into the processor's cache: GET is up to 1.5 times as fast as with 3 MiB. For writes
+# the limit is two long values: with one the server is idle between its answer and the next value,
+# with three the unread bytes leave the cache. Both are sent on one connection, since the server
+# reads several connections in turn: SET of 512 KiB is 1.07 to 1.4 times as fast so.
 READING_BYTES = 1 << 20
 WRITING_BYTES = 512 << 10
 READING_AWAY_BYTES = 3 << 20
-_BEGUN_FIRST = 4  # of a batch, before the others are made
-# How long a task that gets no connection leaves the requests to those that have one.
+_BEGUN_FIRST = 4  # requests of a batch that are sent before the rest is made
+# Seconds in which a task without a connection leaves requests to tasks that have one.
 _WITHOUT_S = 0.5
 
 
 class Locator(Protocol):
-    """Where the server is just now; asked before each connection."""
+    """The source of the server's present address; used before each new connection."""
 
     async def locate(self) -> Address:
-        """Raises StoreUnavailableError."""
+        """Return the server's present address.
+
+        Raises:
+            StoreUnavailableError: the address is not known.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ class FixedAddress:
 
 @dataclass(frozen=True, slots=True)
 class Login:
-    """What a new connection says first."""
+    """The first commands of a new connection."""
 
     username: str | None = None
     password: str | None = field(default=None, repr=False)
@@ -79,7 +83,7 @@ class Login:
 
 @dataclass(frozen=True, slots=True)
 class Dialer:
-    """How to get a connection that is logged in."""
+    """The parameters of a connection that is logged in."""
 
     locator: Locator
     login: Login
@@ -93,29 +97,40 @@ class Dialer:
 
 
 class ConnectionPool:
-    """`num_connections` connections, opened when first needed and again after a failure.
+    """A fixed number of connections to one server, opened when first needed and after a failure.
 
-    With a connection whose server is silent all requests fail, those that wait too. What was on one
-    that the peer ended is sent once more, over another. While some connections work, requests wait
-    for them if no new one is to be had.
+    If a server is silent on one connection, all requests fail, queued ones too. Requests on a
+    connection that the peer ended are sent again over another. While some connections work and no
+    new one can be opened, requests wait for those that work.
     """
 
     def __init__(self, dialer: Dialer, *, num_connections: int, max_waiting: int, url: str) -> None:
-        """max_waiting: requests that may wait when a batch comes; it may be of any size."""
+        """Create the pool; `running` opens it.
+
+        Args:
+            dialer: the parameters of connections.
+            num_connections: number of connections.
+            max_waiting: most requests that may be queued when a batch arrives; a batch may be of
+                any size.
+            url: the server's URL without password, for error messages.
+        """
         self._dialer = dialer
         self.num_connections = num_connections
         self._max_retries = min(num_connections, _MAX_RETRIES)
         self._max_waiting = max_waiting
         self._url = url
         self._waiting: deque[WireRequest] = deque()
-        self._idle: deque[asyncio.Future[None]] = deque()  # of each task that has nothing to carry
+        self._idle: deque[asyncio.Future[None]] = deque()  # one per task without a request
         self._window = Window(home_bytes=dialer.home_bytes, away_bytes=dialer.away_bytes)
         self._is_open = False
         self._wires: list[Wire] = []
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """A task owns each connection. Leaving closes them; whoever still waits is told so."""
+        """Serve requests until the body ends.
+
+        Then close the connections and fail queued requests.
+        """
         tasks = {f"tierkv-redis-{at}": self._serve() for at in range(self.num_connections)}
         try:
             async with background(tasks):
@@ -128,12 +143,17 @@ class ConnectionPool:
             self._fail_waiting(f"{self._url} is closed")
 
     async def ask(self, requests: Sequence[WireRequest]) -> list[Outcome]:
-        """The outcome of each. A cancel is raised when no buffer of theirs is in use any more."""
+        """Return the outcome of each request.
+
+        A cancel is raised when none of their buffers is in use.
+        """
         return await finished(self.begin(requests))
 
     def begin(self, requests: Iterable[WireRequest]) -> list[WireRequest]:
-        """Have `requests` carried out: see their outcomes. The first ones are sent while the others
-        are made."""
+        """Begin `requests` and return them; `finished` waits for their outcomes.
+
+        The first requests are sent before the later ones are made.
+        """
         refusal = None
         if not self._is_open:
             refusal = f"{self._url} is closed"
@@ -174,7 +194,7 @@ class ConnectionPool:
                     except asyncio.CancelledError:
                         request.settle(Unanswered(f"{self._url} is closed"))
                         raise
-                if request.outcome is not None:  # its caller has gone meanwhile, its buffers too
+                if request.outcome is not None:  # withdrawn: the buffers are the caller's again
                     continue
                 wire.submit(request, since=since)
                 wire.send()
@@ -188,7 +208,7 @@ class ConnectionPool:
                 wire.close(Unanswered("is closed"))
 
     async def _next(self, wire: Wire | None) -> WireRequest:
-        """What a task is to carry, over `wire` or a new connection in its place."""
+        """Return the next request for a task with `wire`, or with a new connection in its place."""
         while True:
             while wire is not None and not (wire.is_lost or wire.has_room):
                 self._wake_one()  # another task, in the place of this one
@@ -202,8 +222,10 @@ class ConnectionPool:
             await idle
 
     def fill(self, wire: Wire) -> None:
-        """Begin on `wire` what it may carry now, as the server would have nothing to do until the
-        next turn of the loop. What is left is for tasks that are idle."""
+        """Submit to `wire` as many requests as it can take now; idle tasks take the rest.
+
+        Otherwise the server would be idle until the next turn of the loop.
+        """
         while wire.has_room and (request := self._take()) is not None:
             wire.submit(request, since=asyncio.get_running_loop().time())
         wire.send()
@@ -212,8 +234,10 @@ class ConnectionPool:
         self._wake_one()
 
     def _begin_at_once(self) -> None:
-        """Give open connections what they may carry now: the server would have nothing to do until
-        their tasks are awake, a turn of the loop later."""
+        """Submit requests to open connections without waiting for their tasks.
+
+        Otherwise the server would be idle until the tasks are awake, a turn of the loop later.
+        """
         for wire in list(self._wires):
             while self._may_begin(wire):
                 request = self._take()
@@ -221,18 +245,21 @@ class ConnectionPool:
                     return
                 wire.submit(request, since=asyncio.get_running_loop().time())
                 wire.send()
-                if wire.is_lost:  # others may be, too, and a request is not tried on all of them
+                if wire.is_lost:  # more may be lost: do not try a request on all of them
                     return
 
     def _may_begin(self, wire: Wire) -> bool:
-        """Whether `wire` gets the next request at once: an idle one does, and to a server here
-        a long write goes behind another, see WRITING_BYTES."""
+        """Return whether `wire` gets the next request at once.
+
+        An idle connection does. On a connection to this machine a long write also goes behind
+        another, see WRITING_BYTES.
+        """
         if not (self._waiting and wire.is_ready and wire.has_room and self._dialer.turn.left > 0):
             return False
         return wire.is_idle or (self._window.is_at_home and self._waiting[0].is_long_write)
 
     def _take(self) -> WireRequest | None:
-        """The oldest request that somebody waits for, if it may be begun now."""
+        """Return the oldest request that is still waited for, if it may begin now."""
         while self._waiting and self._window.has_room:
             request = self._waiting.popleft()
             if request.outcome is None:
@@ -240,7 +267,7 @@ class ConnectionPool:
         return None
 
     def _wake_one(self) -> None:
-        """Have a task look for a request that it may carry; it wakes the next one when it has."""
+        """Wake a task to look for a request; that task wakes the next one if it finds one."""
         while self._idle and self._waiting and self._window.has_room:
             idle = self._idle.popleft()
             if not idle.done():  # else its task is being cancelled
@@ -248,7 +275,11 @@ class ConnectionPool:
                 return
 
     async def _connect(self) -> Wire:
-        """Raises StoreUnavailableError."""
+        """Return a connection that is logged in.
+
+        Raises:
+            StoreUnavailableError: connecting or the login failed.
+        """
         dialer = self._dialer
         deadline_s = dialer.connect_timeout_s
         try:
@@ -302,8 +333,11 @@ class ConnectionPool:
                 )
 
     def take_back(self, requests: Sequence[WireRequest], failure: Unanswered) -> None:
-        """Try again what was on a connection that the peer ended, and, as long as others work, what
-        was for a new one; fail the rest."""
+        """Retry or fail the requests of a connection that has ended.
+
+        Requests of a connection that the peer ended are retried, and those of a refused new
+        connection as long as others work; the rest fails.
+        """
         reason = f"{self._url} {failure.reason}"
         may_retry = failure.is_over and self._is_open
         serves = may_retry and failure.is_new and self._serves()
@@ -321,14 +355,14 @@ class ConnectionPool:
         self._put_back(again)
 
     def _put_back(self, requests: Sequence[WireRequest]) -> None:
-        """Requests that no connection has carried out: they are next."""
+        """Put requests that no connection has carried out in front of the queue."""
         for request in reversed(requests):
             request.num_retries, request.was_sent = request.num_retries + 1, False
             self._waiting.appendleft(request)
         self._wake_one()
 
     def _serves(self) -> bool:
-        """Whether some connection works: a server that takes no more serves those it has."""
+        """Return whether some connection works: a server that refuses new ones serves old ones."""
         return any(wire.has_answered and not wire.is_lost for wire in self._wires)
 
     def _fail_waiting(self, reason: str) -> None:
@@ -337,8 +371,10 @@ class ConnectionPool:
 
 
 async def finished(requests: Sequence[WireRequest]) -> list[Outcome]:
-    """The outcome of each request begun. A cancel keeps back those that have not been sent, and is
-    raised when the others have ended."""
+    """Return the outcome of each request, when all have ended.
+
+    A cancel withdraws requests that have not been sent, and is raised when the rest has ended.
+    """
 
     def abandon() -> None:
         for request in requests:

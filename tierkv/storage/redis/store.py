@@ -66,10 +66,10 @@ _LARGE_BYTES = 64 << 10  # a shorter value fits into every server's buffers
 
 
 class SentinelLocator:
-    """The first sentinel that answers is believed, and asked first the next time.
+    """A `Locator` that asks sentinels; the one that answered last is asked first.
 
-    After a failover the old master closes its clients' connections, or is dead; a connection that
-    still leads to a replica is refused its first write and closed.
+    After a failover the old master closes its clients' connections, or is dead. A connection that
+    still leads to a replica is closed when its first write is refused.
     """
 
     def __init__(self, url: RedisUrl, access: RedisAccess) -> None:
@@ -113,8 +113,8 @@ class SentinelLocator:
 
 
 _CURSOR = re.compile(r"[0-9]{1,20}(?:\.[0-9]{1,10})+")
-# To take the answers of so many writes, and to make the next, keeps the loop for as long as the
-# server has work.
+# Writes in a batch from which on handling their answers and making the next batch takes as long as
+# the server needs for them.
 _MANY_WRITES = 8
 
 
@@ -122,11 +122,11 @@ __all__ = ["RedisSettings", "RedisStore"]
 
 
 class RedisStore(BaseStore):
-    """`Store` on Redis: a name is a key, a value a string, with PX for its time to live.
+    """A `Store` on Redis: a name is a key, a value a string, a time to live is PX.
 
-    Commands: GET SET EXISTS UNLINK PEXPIRE PING (AUTH, SELECT when connecting; in a
-    cluster ASKING and CLUSTER SLOTS), for listings SCAN STRLEN PTTL, and for hints PUBLISH
-    SUBSCRIBE UNSUBSCRIBE on channels called like the names.
+    Commands: GET SET EXISTS UNLINK PEXPIRE PING (AUTH, SELECT when connecting; in a cluster ASKING
+    and CLUSTER SLOTS), for listings SCAN STRLEN PTTL, and for hints PUBLISH SUBSCRIBE UNSUBSCRIBE
+    on channels called like the names.
     """
 
     def __init__(self, url: RedisUrl, settings: RedisSettings, clock: Clock) -> None:
@@ -198,9 +198,9 @@ class RedisStore(BaseStore):
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         if self._num_puts and len(items) > _MANY_WRITES:
-            # Who comes back with the next batch has kept the loop already. What the server has
-            # answered to others meanwhile goes first: between two batches of 32 values of 512 KiB
-            # it had nothing to do for 0.1 to 0.5 ms (Redis 7.0, 2 cores).
+            # The caller of the next batch has blocked the loop already. Answers to other batches
+            # are handled first: otherwise the server is idle for 0.1 to 0.5 ms between two batches
+            # of 32 values of 512 KiB.
             await asyncio.sleep(0)
         self._num_puts += 1
         try:
@@ -220,8 +220,8 @@ class RedisStore(BaseStore):
     async def _refusal_of_size(self, cut: Sequence[PutItem]) -> PutOutcome | None:
         """Return the refusal of a server that closes connections on which a large value comes.
 
-        Such a server says nothing, but answers small requests: the longest value of those `cut`
-        off is written once more between two of them.
+        Such a server sends no error, but answers small requests: the longest value of the
+        interrupted writes `cut` is written once more between two of them.
 
         Returns:
             None if the server takes the value, or answers nothing at all.
@@ -258,8 +258,7 @@ class RedisStore(BaseStore):
         check_prefix(prefix)
         check_limit(limit)
         position, *passed = _parse_cursor(cursor)
-        # By address, since a cursor means nothing to another server, though sentinels call it the
-        # same.
+        # By address: a cursor means nothing to another server, even under the same sentinel name.
         nodes = {}
         for node in self._opened().nodes():
             address = await node.locate()
@@ -267,7 +266,7 @@ class RedisStore(BaseStore):
         left = [tag for tag in nodes if tag not in passed[:-1]]
         if passed and (current := passed.pop()) in left:
             left = [current, *(tag for tag in left if tag != current)]
-        else:  # the first of all; or the master has gone that was being listed
+        else:  # the first page; or the master that was being listed is gone
             position = 0
         values: dict[str, StoredValue] = {}
         while left and len(values) < limit:
@@ -282,13 +281,13 @@ class RedisStore(BaseStore):
         return ListPage(tuple(values.values()), after)
 
     async def _found_on_their_way(self, names: Sequence[str]) -> dict[str, StoredValue]:
-        """Values that one server has, and another answers for."""
+        """Return values that are moving between servers, as the server that has them describes."""
         calls = [
             KeyCommand(name, partial(question, verb, name))
             for name in names
             for verb in ("STRLEN", "PTTL")
         ]
-        told = [
+        replies = [
             understood(reply, (call.name,))
             for call, reply in zip(
                 calls, await self._carry_out(calls, Purpose.QUESTION), strict=True
@@ -297,21 +296,24 @@ class RedisStore(BaseStore):
         now = self._clock.wall()
         found = (
             described(name, num_bytes, ttl_ms, now=now)
-            for name, num_bytes, ttl_ms in zip(names, told[::2], told[1::2], strict=True)
+            for name, num_bytes, ttl_ms in zip(names, replies[::2], replies[1::2], strict=True)
         )
         return {value.name: value for values in found for value in values}
 
     async def is_of_a_cluster(self, prefix: str) -> bool:
-        """Whether this is a single server that has only its share of a cluster's values.
+        """Return whether this is a single server that has only its share of a cluster's values.
 
-        prefix: of names that may be asked for; with a colon at the end. Raises
-        StoreUnavailableError.
+        Args:
+            prefix: prefix of names that the user may access, with a colon at the end.
+
+        Raises:
+            StoreUnavailableError: the server did not answer.
         """
         if self._url.setup is Setup.CLUSTER:
             return False
         [node] = self._opened().nodes()
-        # A server of a cluster refuses names of two slots, there or not. No other command that
-        # says so is among those that a user must be allowed.
+        # A server of a cluster refuses names of two slots, whether they exist or not. No other
+        # command that reveals a cluster is among those that a user must be allowed.
         request = question("EXISTS", f"{prefix}a", f"{prefix}b")
         [outcome] = await node.pools[Purpose.QUESTION].ask([request])
         if isinstance(outcome, Unanswered):
@@ -319,12 +321,14 @@ class RedisStore(BaseStore):
         return isinstance(outcome[0], Refused) and outcome[0].code == "CROSSSLOT"
 
     async def _tell(self, topic: str, message: str) -> None:
-        # Any node of a cluster will do, so that one that is dead does not silence all hints.
+        # Any node of a cluster does. A random one, so a dead node does not silence all hints.
         await random.choice(self._opened().nodes()).ask("PUBLISH", topic, message)
 
     async def _connect_to_hear(self) -> RedisConnection:
-        """A connection to a server where every message arrives: any node of a cluster will do, but
-        none that has left it."""
+        """Return a connection to a server that receives every message.
+
+        Any node of a cluster does, but no node that has left it.
+        """
         failure: Exception = StoreUnavailableError(f"{self.url} has no servers")
         nodes = list(self._opened().nodes())
         random.shuffle(nodes)
@@ -349,7 +353,11 @@ class RedisStore(BaseStore):
         return await self._router.carry_out(calls, purpose)
 
     async def _each(self, verb: str, names: Sequence[str], *more: int) -> Sequence[int]:
-        """What `verb name more` says of each name. Raises StoreUnavailableError."""
+        """Return the number that `verb name more` answers for each name.
+
+        Raises:
+            StoreUnavailableError: a server did not answer.
+        """
         router = self._opened()
         parts = cut(names, NAMES_PER_COMMAND)
         return [answer for part in parts for answer in await router.each(verb, part, *more)]
@@ -375,8 +383,12 @@ def _is_cut(reply: Reply | Unanswered) -> bool:
 
 
 def _parse_cursor(cursor: str | None) -> list[int]:
-    """Where to go on in a server's listing; which servers have been listed (by their addresses'
-    CRC: masters come and go meanwhile); and which one is being listed."""
+    """Return the numbers in a cursor.
+
+    The first is the position in a server's listing. Then follow the servers that have been listed
+    and, last, the one that is being listed; each by the CRC of its address, since masters change
+    between pages.
+    """
     if cursor is None:
         return [0]
     numbers = [int(text) for text in cursor.split(".")] if _CURSOR.fullmatch(cursor) else []

@@ -1,4 +1,4 @@
-"""Which Redis servers a URL names, and what they are called in logs."""
+"""The URLs of Redis servers, their names in logs, and the settings of connections."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _DB_CHARS = 9
 
 
 class Setup(Enum):
-    """How the servers named in the URL make one store."""
+    """The way in which the servers named in the URL form one store."""
 
     SERVER = "server"
     SENTINEL = "sentinel"  # the URL names sentinels, which know the master of a service
     CLUSTER = "cluster"  # the URL names some of the nodes
 
 
-# Of RFC 3986, appendix B. Where hosts are several, the standard library takes [::1] for malformed.
+# From RFC 3986, appendix B: with several hosts the standard library rejects [::1] as malformed.
 _URL = re.compile(
     r"([^:/?#]+):(?://([^/?#]*))?([^?#]*)(?:\?([^#]*))?(?:#(.*))?",
     re.DOTALL,
@@ -52,9 +52,11 @@ REDIS_SCHEMES = tuple(_SCHEMES)
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """addresses: of the server, of the sentinels, or of some nodes of the cluster.
+    """A parsed URL.
 
-    service: what the sentinels call the master; empty otherwise.
+    Attributes:
+        addresses: the server, the sentinels, or some nodes of the cluster.
+        service: the sentinels' name for the master; "" otherwise.
     """
 
     setup: Setup
@@ -66,7 +68,7 @@ class RedisUrl:
     password: str | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
-        """The URL without user and password."""
+        """Return the URL without user and password."""
         path = self.addresses[0].socket_path
         if path is not None:
             return f"unix://{path}" + (f"?db={self.db}" if self.db else "")
@@ -82,7 +84,11 @@ class RedisUrl:
 
 
 def parse_redis_url(url: str) -> RedisUrl:
-    """Raises ConfigError, which never quotes the URL: it may hold a password."""
+    """Parse a URL of a Redis store.
+
+    Raises:
+        ConfigError: the URL is not accepted. The message never quotes it: it may hold a password.
+    """
     found = _URL.fullmatch(url.strip())
     if found is None or found[1] not in _SCHEMES:
         raise _wrong("scheme is not one of Redis")
@@ -160,9 +166,11 @@ def _db(parts: SplitResult, setup: Setup) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Paths of PEM files. ca: who may sign the server's certificate (None: the system's list).
+    """Paths of PEM files.
 
-    certificate, key: ours, where the server wants to see one.
+    Attributes:
+        ca: the authorities that may sign the server's certificate; None for the system's list.
+        certificate, key: the client certificate and its key, for servers that ask for one.
     """
 
     ca: str | None = None
@@ -170,7 +178,11 @@ class TlsFiles:
     key: str | None = None
 
     def context(self) -> ssl.SSLContext:
-        """Reads the files, blocking. Raises ConfigError if that cannot be done."""
+        """Read the files and return the TLS context. Blocks the thread.
+
+        Raises:
+            ConfigError: a file cannot be used.
+        """
         if self.key is not None and self.certificate is None:
             raise ConfigError(f"the TLS key {self.key} is of use with its certificate only")
         try:
@@ -187,7 +199,10 @@ class TlsFiles:
 
 
 def _cannot_use(what: str, path: str | None, error: OSError) -> str:
-    """ssl.SSLError is an OSError, with a reason in capitals in the place of a number."""
+    """Return the error sentence for a TLS file.
+
+    ssl.SSLError is an OSError with a reason in capitals in the place of a number.
+    """
     why = error.reason if isinstance(error, ssl.SSLError) else error.strerror
     return (
         f"the TLS {what} {path} cannot be used ({str(why or error).replace('_', ' ').lower()}): "
@@ -197,13 +212,17 @@ def _cannot_use(what: str, path: str | None, error: OSError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RedisSettings:
-    """num_connections: for reading values; write_connections: for writing them; one more is kept
-        for questions. So neither waits behind another kind. Measurements: docs/benchmarks.md.
-    timeout_s: how long the server may take for one exchange, apart from the time that its bytes
-        take at slowest_bytes_per_s.
-    connect_timeout_s: how long connecting may take.
-    tls: files for rediss://, for a private authority or a certificate of ours.
-    sentinel_username, sentinel_password: for the sentinels themselves, where they want some.
+    """The settings of a Redis store. Measurements: docs/benchmarks.md.
+
+    Attributes:
+        num_connections: number of connections that read values. One more connection asks questions,
+            so no kind of request waits behind another.
+        write_connections: number of connections that write values.
+        timeout_s: seconds for one exchange, without the time for its bytes.
+        connect_timeout_s: seconds for connecting.
+        slowest_bytes_per_s: lowest rate at which the bytes of an exchange must move.
+        tls: files for rediss://, for a private authority or a client certificate.
+        sentinel_username, sentinel_password: the login at the sentinels, if they ask for one.
     """
 
     num_connections: int = 2

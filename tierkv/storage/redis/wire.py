@@ -1,12 +1,12 @@
-"""One connection for values: requests go out from, and replies come into, the callers' buffers.
+"""One connection for values: sent from the callers' buffers, received into the callers' buffers.
 
     submit, send -> [ pieces to send ] -> socket -> server
     outcome <- [ in flight, in order ] <- socket <-'
-       '-> the owner fills it up, before anybody hears of this one's end
+       '-> the owner submits more, before any caller is woken
 
-Requests are answered in order, so a reply belongs to the oldest request in flight, whoever still
-waits for it. A request's buffers are in use from `submit` to its outcome, and the outcome of one
-that will never be answered is set when the socket is closed.
+Requests are answered in order, so a reply belongs to the oldest request in flight, even if its
+caller waits no more. A request's buffers are in use from `submit` to its outcome; a request that
+will never be answered gets its outcome when the socket is closed.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from tierkv.storage.redis.resp import NotRedisError, Refused, Replies, Reply
 
 _MAX_PORT = 65_535
 _MAX_PIECES = 1024  # UIO_MAXIOV
-# What an address of a host has before the next is tried too. RFC 8305 advises 0.25 s, and no less
-# than 0.01; a store is near, and connecting may take 0.25 s in all.
+# Seconds for one address of a host before the next is tried, too. RFC 8305 advises 0.25 s and at
+# least 0.01 s; a store is near, and connecting may take 0.25 s in all.
 _START_S = 0.05
-# Balancers and firewalls forget a connection that is idle for some minutes, and say so to nobody.
+# Balancers and firewalls silently drop a connection that is idle for some minutes.
 _KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 60),
     (socket.TCP_KEEPINTVL, 10),
     (socket.TCP_KEEPCNT, 3),
 )
-_LONG_BYTES = 256 << 10  # sent in one call
+_LONG_BYTES = 256 << 10  # a longer piece gets a call of its own
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens: at host and port, or at a Unix socket's path."""
+    """The address of a server: host and port, or the path of a Unix socket."""
 
     host: str = ""
     port: int = 0
@@ -53,7 +53,7 @@ class Address:
 
 
 def port_of(text: str) -> int | None:
-    """The port that a server wrote, None if it is none."""
+    """Return the port that a server wrote as `text`, None if `text` is no port."""
     is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(_MAX_PORT))
     return int(text) if is_number and is_port(int(text)) else None
 
@@ -63,32 +63,38 @@ def is_port(number: int) -> bool:
 
 
 class Pipe(Protocol):
-    """Reading and writing raise BlockingIOError when there is nothing to be had just now, and
-    OSError when there never will be."""
+    """A socket, plain or with TLS.
+
+    Reading and writing raise BlockingIOError if nothing can be moved now, and OSError if the
+    connection is lost.
+    """
 
     @property
     def fd(self) -> int: ...
 
     @property
     def is_at_home(self) -> bool:
-        """Whether the peer is known to be on this machine."""
+        """True if the peer is known to be on this machine."""
 
     @property
     def has_more(self) -> bool:
-        """Whether bytes can be read although the socket is not readable."""
+        """True if bytes can be read although the socket is not readable."""
 
     def read(self, into: Sequence[memoryview]) -> int:
-        """How many bytes came; 0 when the peer has ended."""
+        """Receive into `into`, in order; return the number of bytes, 0 when the peer has ended."""
 
     def write(self, pieces: Sequence[memoryview]) -> int:
-        """How many bytes of `pieces` went, or more: what was begun before is ended, however short
-        they are now. After BlockingIOError the next ones begin with the same bytes."""
+        """Send from `pieces`, in order; return the number of bytes sent.
+
+        A write that was begun before is ended first: the number can be larger than `pieces` are
+        long. After BlockingIOError the next pieces must begin with the same bytes.
+        """
 
     def close(self) -> None: ...
 
 
 class PlainPipe:
-    """TCP or Unix: scattered reads and gathered writes, no copy of ours."""
+    """TCP or Unix: scattered reads and gathered writes, without a copy in Python."""
 
     has_more = False
 
@@ -110,16 +116,17 @@ class PlainPipe:
 
 
 class TlsPipe:
-    """TLS: one buffer at a time, as OpenSSL takes them.
+    """TLS: one buffer per call, as OpenSSL takes them.
 
-    A write that OpenSSL could not end it must be given again, and no shorter: it has encrypted, and
-    maybe sent, a part of it. Of another length it fails ("bad length"), and the connection with it.
+    A write that OpenSSL could not end must be repeated with the same bytes and length: OpenSSL has
+    encrypted, and maybe sent, a part of it. With another length the write fails ("bad length"), and
+    the connection with it.
     """
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._socket = sock
         self.fd = sock.fileno()
-        self.is_at_home = False  # encrypting takes longer than what this is asked for
+        self.is_at_home = False  # encryption costs more than a full cache
         self._begun: memoryview | None = None
 
     @property
@@ -147,9 +154,12 @@ class TlsPipe:
 
 
 async def open_pipe(address: Address, tls: ssl.SSLContext | None) -> Pipe:
-    """Connect, shaking hands if `tls` is given. Raises OSError (ssl.SSLError among them).
+    """Connect to `address`, with a TLS handshake if `tls` is given.
 
-    Has no deadline of its own; a cancel closes the socket.
+    The call has no deadline of its own; a cancel closes the socket.
+
+    Raises:
+        OSError: the connection failed; ssl.SSLError is one of these.
     """
     sock = await _connect(address)
     if tls is None:
@@ -185,8 +195,10 @@ async def _connect(address: Address) -> socket.socket:
 
 
 async def _first_connected(found: Sequence[tuple[int, object]]) -> socket.socket:
-    """To whichever of the addresses answers first; each has a start before the next is tried, too:
-    the first may be that of a machine that is gone."""
+    """Connect to the address that answers first.
+
+    The next address is tried when the one before has had _START_S seconds: its machine may be down.
+    """
     infos = [(f, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", where) for f, where in found]
     try:
         return await start_connection(infos, happy_eyeballs_delay=_START_S)  # type: ignore[arg-type]
@@ -195,9 +207,13 @@ async def _first_connected(found: Sequence[tuple[int, object]]) -> socket.socket
 
 
 async def _resolved(address: Address) -> Sequence[tuple[int, object]]:
-    """Families and socket addresses of a host, in the system's order. Raises OSError."""
+    """Return families and socket addresses of a host, in the system's order.
+
+    Raises:
+        OSError: the host has no address.
+    """
     for family in (socket.AF_INET, socket.AF_INET6):
-        try:  # what needs no look-up waits for no thread: 17 ms on a machine with no core to spare
+        try:  # an address needs no look-up in a thread, which takes 17 ms on a busy machine
             socket.inet_pton(family, address.host)
         except OSError:
             continue
@@ -206,7 +222,7 @@ async def _resolved(address: Address) -> Sequence[tuple[int, object]]:
         found = await asyncio.get_running_loop().getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM
         )
-    except ValueError as error:  # what can be no name: a label of 64 letters, a NUL
+    except ValueError as error:  # an impossible name: a label of 64 letters, a NUL
         raise socket.gaierror(socket.EAI_NONAME, "this is no name of a host") from error
     return [(family, where) for family, _, _, _, where in found]
 
@@ -223,12 +239,12 @@ async def _connected(family: int, where: object) -> socket.socket:
 
 
 def _is_at_home(sock: socket.socket) -> bool:
-    """Whether it is a TCP connection within this machine."""
+    """Return whether `sock` is a TCP connection within this machine."""
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return False
     try:
         return bool(sock.getpeername()[0] == sock.getsockname()[0])
-    except OSError:  # the peer has gone again: whoever reads hears of it
+    except OSError:  # the peer has ended already: the next read raises
         return False
 
 
@@ -256,9 +272,8 @@ def _set(ready: asyncio.Future[None]) -> None:
         ready.set_result(None)
 
 
-# After so many bytes nothing more is sent in this turn of the loop, over all connections of a
-# store: a MiB takes 0.3 ms. SET of 512 KiB over 8 connections kept the loop for 5.2 ms at times
-# (p99) without.
+# Most bytes sent in one turn of the loop over all connections of a store: 1 MiB takes 0.3 ms.
+# Without this limit SET of 512 KiB over 8 connections blocks the loop for 5.2 ms (p99).
 _TURN_BYTES = 1 << 20
 
 
@@ -267,8 +282,12 @@ _LEAST_VALUES = 2
 
 @dataclass(frozen=True, slots=True)
 class Unanswered:
-    """Why a request has no reply. is_over: the peer ended the connection, or turned it away:
-    another one may carry the request. is_new: of a connection on which nothing was ever heard."""
+    """The reason why a request has no reply.
+
+    Attributes:
+        is_over: the peer ended or refused the connection; another one may carry the request.
+        is_new: nothing was ever received on the connection.
+    """
 
     reason: str
     is_over: bool = False
@@ -279,8 +298,10 @@ Outcome = list[Reply] | Unanswered
 
 
 class Batch:
-    """Requests of one caller, who is woken when all have ended: a future for each would take as
-    long as all else that is done for it."""
+    """The requests of one caller, which wakes when all have ended.
+
+    One future per request would take as long as all the rest of its work.
+    """
 
     __slots__ = ("_num_open", "ended")
 
@@ -296,13 +317,20 @@ class Batch:
 
 @dataclass(eq=False, slots=True)
 class WireRequest:
-    """A command in pieces, and where its value lands.
+    """A command in pieces, with the buffers for its value.
 
-    num_bytes: of the value it carries or asks for. num_replies: of several commands in `pieces`;
-    only the last one's value lands in `into`, and is given to `digest`. outcome: all replies, set
-    once, when the buffers are the caller's again. batch: of whoever waits for that. is_login: of
-    use on its own connection only. is_once: not sent again where it may have been carried out.
-    may_retry: sent again at all.
+    Attributes:
+        pieces: the bytes to send, one or several commands.
+        into: buffers for the value of the last command's reply; None for a small reply.
+        num_bytes: size of the value that is sent or asked for.
+        outcome: all replies; set once, when the buffers are the caller's again.
+        batch: the batch to notify of the outcome.
+        num_replies: number of commands in `pieces`.
+        digest: receives the bytes that land in `into`.
+        may_retry: False if the request must not be sent again at all.
+        is_login: of use on its own connection only.
+        is_once: not sent again after it may have been carried out.
+        complete: makes the rest of the value, see PutItem.
     """
 
     pieces: Sequence[memoryview]
@@ -321,7 +349,10 @@ class WireRequest:
 
     @property
     def bulk_bytes(self) -> int:
-        """Of a value that it moves. How long the answer to a question may be tells nothing."""
+        """Size of the value that the request moves.
+
+        0 for a question, whose reply is usually short.
+        """
         is_question = self.into is None and len(self.pieces) == 1
         return 0 if is_question else self.num_bytes
 
@@ -330,7 +361,7 @@ class WireRequest:
         return self.into is None and self.bulk_bytes > _LONG_BYTES
 
     def make_ready(self) -> None:
-        """What is sent is complete now, see PutItem."""
+        """Complete the bytes to send, see PutItem."""
         if self.complete is not None:
             self.complete()
             self.complete = None
@@ -342,15 +373,20 @@ class WireRequest:
                 self.batch.one_ended()
 
     def abandon(self) -> None:
-        """Nobody waits any more: do not begin it. What has begun goes on to its end, once."""
+        """Withdraw the request if it was not sent; otherwise let it end, without a retry."""
         self.may_retry = False
         if not self.was_sent:
-            self.settle(Unanswered("nobody waits for it"))
+            self.settle(Unanswered("withdrawn: its caller was cancelled"))
 
 
 @dataclass(slots=True)
 class TransferTimeout:
-    """How long an exchange may take: timeout_s, and its bytes at slowest_bytes_per_s."""
+    """The time limit of an exchange.
+
+    Attributes:
+        timeout_s: seconds for the exchange without its bytes.
+        slowest_bytes_per_s: lowest rate at which bytes must move.
+    """
 
     timeout_s: float
     slowest_bytes_per_s: float
@@ -360,12 +396,14 @@ class TransferTimeout:
 
 
 class Window:
-    """Values on their way between us and one server, over all connections of one purpose.
+    """The values on their way to or from one server, over all connections of one purpose.
 
-    home_bytes: fewer must be when one more is begun, to a server on this machine; what is behind
-    costs it memory that is in no cache by the time it is sent or received. away_bytes: to another
-    machine, where the next must be on its way for longer. Two values may be in any case, so that
-    the next is there when one ends.
+    Two values may be on their way in any case, so that the next one is there when one ends.
+
+    Args:
+        home_bytes: most bytes on their way before another value begins, for a server on this
+            machine: more would leave the processor's cache before they are sent or received.
+        away_bytes: the same for a server on another machine, where the next value travels longer.
     """
 
     def __init__(self, *, home_bytes: int, away_bytes: int) -> None:
@@ -373,7 +411,7 @@ class Window:
         self._away_bytes = away_bytes
         self._num_bytes = 0
         self._num_values = 0
-        self.is_at_home = False  # said by whoever has connected
+        self.is_at_home = False  # set when a connection is made
 
     @property
     def has_room(self) -> bool:
@@ -399,7 +437,7 @@ class WireStats:
 
 
 class Turn:
-    """What may still be sent in this turn of the loop, over all connections that share this."""
+    """The bytes that connections sharing this may still send in this turn of the loop."""
 
     def __init__(self) -> None:
         self.left = _TURN_BYTES
@@ -421,20 +459,20 @@ class Turn:
             go_on()
 
 
-# Most bytes read in one callback, so that the loop's other work is not held up. With 256 KiB, GET
-# of 2 MiB took an eighth more processor time.
+# Most bytes read in one callback, so that the loop's other work can run. With 256 KiB, GET of 2 MiB
+# takes an eighth more processor time.
 _READ_TURN_BYTES = 1 << 20
-# What a read counts for at least: of short values many come in a turn, and each is work of its own.
+# Least bytes that a read counts for: many short values can arrive in a turn, and each is work.
 _READ_BYTES_AT_LEAST = 128 << 10
-# Most bytes sent in one call: a value of 2 MiB goes at once. In pieces of 512 KiB, each in a turn
-# of its own, it took client and server an eighth more processor time.
+# Most bytes sent in one call: a value of 2 MiB is sent at once. In pieces of 512 KiB, one per turn,
+# client and server take an eighth more processor time.
 _CALL_BYTES = (2 << 20) + (64 << 10)
 _HEADS_BYTES = 64 << 10
 _MAX_IN_FLIGHT = 64
-# With no more in flight than these the server may soon have nothing to do, so that what is next is
-# sent when one ends. Where more values are to land, when all that has come is read, in one call:
-# GET of 64 KiB over one connection at 1.3 to 1.6 of the rate (loopback, Redis 7.0,
-# 2 cores). Answers to SET are short, and there each has its successor sent at once.
+# With at most this many requests in flight the server may soon be idle, so the next request is sent
+# as soon as one ends. With more reads in flight the next ones are sent in one call, after all
+# received bytes are parsed: GET of 64 KiB is 1.3 to 1.6 times as fast so. Answers to SET are short,
+# and each has its successor sent at once.
 _FEW_IN_FLIGHT = 2
 
 
@@ -447,17 +485,20 @@ class _InFlight:
 
 
 class Owner(Protocol):
-    """Who has the requests of several connections. Called on the loop, and does not wait."""
+    """The owner of the requests of several connections. Called on the loop.
+
+    Returns without waiting.
+    """
 
     def fill(self, wire: Wire) -> None:
-        """Answers have come on `wire`, which may have room for more."""
+        """Submit more requests to `wire`, which has received answers and may have room."""
 
     def take_back(self, requests: Sequence[WireRequest], failure: Unanswered) -> None:
-        """These will get no reply; their buffers are free."""
+        """Retry or fail `requests`, which get no reply; their buffers are free."""
 
 
 class Wire:
-    """A connected socket. Everything here runs on the loop and nothing waits but `until_room`."""
+    """A connected socket. All methods run on the loop; only `until_room` waits."""
 
     def __init__(
         self,
@@ -481,8 +522,8 @@ class Wire:
         self._in_flight: deque[_InFlight] = deque()
         self._in_flight_bytes = 0
         self._was_heard = False
-        self._has_ended_some = False  # which the owner has not been told
-        self._is_writing = False  # as soon as the socket takes more
+        self._has_ended_some = False  # since the owner's last `fill`
+        self._is_writing = False  # waits until the socket takes more bytes
         self._waits_for_turn = False
         self._is_broken = False
         self._timer: asyncio.TimerHandle | None = None
@@ -490,19 +531,21 @@ class Wire:
         self._room.set()
         self.is_lost = False
         self.has_answered = False
-        self.is_ready = False  # for callers' requests; set by whoever has logged in
+        self.is_ready = False  # for callers' requests; set after the login
         self._reads_on: asyncio.Handle | None = None
         self._loop.add_reader(pipe.fd, self._read)
         stats.connections += 1
         window.is_at_home = pipe.is_at_home
 
     def submit(self, request: WireRequest, *, since: float) -> None:
-        """`send` sends `request`, as soon as what is before it has been sent.
+        """Queue `request` for `send`, behind the requests submitted before.
 
-        since: when it could have been sent, had there been a connection: to make one takes at most
-        half of the time that the request has.
+        Args:
+            request: the request; its buffers are in use until its outcome.
+            since: time of the loop at which the request could have been sent, had there been a
+                connection. Connecting takes at most half of the request's time limit.
         """
-        assert not self.is_lost, "who submits looks before"
+        assert not self.is_lost, "the caller checks this before"
         if not self._in_flight:
             self._was_heard = False
         request.was_sent = True
@@ -526,7 +569,7 @@ class Wire:
         self._to_send.extend(request.pieces)
 
     def send(self) -> None:
-        """Send what was submitted, in as few calls as it takes."""
+        """Send the submitted requests, in as few system calls as possible."""
         if not (self._is_writing or self.is_lost):
             self._write()
 
@@ -536,15 +579,15 @@ class Wire:
 
     @property
     def has_room(self) -> bool:
-        """Whether another request may be submitted, as far as this connection goes."""
+        """True if this connection can take another request."""
         return not (self.is_lost or self._is_broken) and len(self._in_flight) < _MAX_IN_FLIGHT
 
     async def until_room(self) -> None:
-        """Return when another request may be submitted, or the connection is lost."""
+        """Return when another request may be submitted, or when the connection is lost."""
         await self._room.wait()
 
     def close(self, failure: Unanswered) -> None:
-        """Close the socket; requests in flight get `failure`. Again: nothing."""
+        """Close the socket; requests in flight get `failure`. A second call does nothing."""
         if self.is_lost:
             return
         self.is_lost = True
@@ -591,8 +634,8 @@ class Wire:
             self._stats.received_bytes += num_bytes
             left -= max(num_bytes, _READ_BYTES_AT_LEAST)
             self._take_in(num_bytes)
-            # Of a socket whose peer has died uvloop tells once, though there may be bytes to read
-            # first. So while somebody waits it is read until there is nothing more, or the error.
+            # After the peer has died uvloop calls back once, though there may be bytes to read
+            # first. While requests are in flight the socket is read until it is empty or fails.
             if self.is_lost or not (self._in_flight or self._pipe.has_more):
                 return
         if not self.is_lost:
@@ -608,7 +651,7 @@ class Wire:
             return
         while replies and not self.is_lost:
             replies = self._answer(replies)
-        # Not before all have been given: to send may be to read, see `_write`.
+        # Not before all replies have been given: sending may read, see `_write`.
         self._has_ended_some = True
         if len(self._in_flight) <= _FEW_IN_FLIGHT or self._in_flight[0].request.into is None:
             self._fill()
@@ -621,7 +664,7 @@ class Wire:
             self._room.set()
 
     def _answer(self, replies: list[Reply]) -> list[Reply]:
-        """Give the oldest request its replies; returns those that are not its."""
+        """Give the oldest request its replies; return the replies to later requests."""
         first = replies[0]
         if not self.has_answered and isinstance(first, Refused) and first.turns_away:
             why = f"turns connections away ({first.message:.80})"
@@ -639,7 +682,7 @@ class Wire:
         waiting.request.settle(waiting.replies)
         last = replies[wanted - 1]
         if isinstance(last, Refused) and last.code == "READONLY":
-            # A master no more: the next connection asks anew where it is.
+            # The server is no master any more: the next connection looks for the master's address.
             self.close(Unanswered("is a replica now"))
         return replies[wanted:]
 
@@ -657,7 +700,7 @@ class Wire:
                 break
             except OSError as error:
                 self._is_broken = True
-                self._read_turn()  # it may have said why, or answered what came before
+                self._read_turn()  # received bytes may hold the reason, or earlier answers
                 if not self.is_lost:
                     self._lose(why_unreachable(error))
                 return
@@ -677,7 +720,10 @@ class Wire:
             self._turn.when_next(self._send_on)
 
     def _next_pieces(self, max_bytes: int) -> list[memoryview]:
-        """A long one waits for a call of its own, behind another and more than a turn has left."""
+        """Return the pieces for one call.
+
+        A second long piece waits for a call of its own if the turn has no bytes left for it.
+        """
         pieces: list[memoryview] = []
         num_bytes = 0
         for piece in self._to_send:
@@ -709,11 +755,13 @@ class Wire:
         self.close(Unanswered(f"did not answer within {oldest.allowed_s * 1000:.0f} ms"))
 
     def _lose(self, why: str) -> None:
-        """The peer ended the connection: all is to be sent again but what would not be answered the
-        same."""
+        """Close after the peer ended the connection.
+
+        Mark requests that cannot simply be repeated.
+        """
         for place, waiting in enumerate(self._in_flight):
-            # The oldest one's digest may have taken a part of the value. That nothing was heard
-            # does not tell that nothing was done: a server that ends a connection drops answers.
+            # The oldest request's digest may have received a part of the value. Without an answer
+            # the command may have been carried out: a server that closes drops its answers.
             has_begun = self._was_heard and place == 0 and waiting.request.digest is not None
             if has_begun or waiting.request.is_once:
                 waiting.request.may_retry = False
