@@ -117,7 +117,7 @@ async def test_a_server_that_wants_a_certificate_of_ours(certificates: Path) -> 
         *("--tls-cert-file", ca, "--tls-key-file", key),
     ):
         sentence = await refusal(f"rediss://127.0.0.1:{port}", TlsFiles(ca=ca))
-    assert "if it wants a certificate of ours, name one with" in sentence
+    assert "if it asks for a client certificate, set" in sentence
 
 
 @pytest.mark.parametrize(

@@ -461,7 +461,7 @@ def why_unreachable(error: BaseException) -> str:
         case ssl.SSLError():
             why = "TLS: " + (error.reason or why).replace("_", " ").lower()
             what_to_do = (
-                "if it wants a certificate of ours, name one with storage.redis.tls.certificate "
+                "if it asks for a client certificate, set storage.redis.tls.certificate "
                 "or --tls-certificate; if it speaks no TLS on this port, use redis://"
             )
         case socket.gaierror():

@@ -51,7 +51,7 @@ class Damage(Enum):
     LENGTH = "length"  # shorter than its header, or not as long as the header says or we expect
     MAGIC = "magic"  # not a value of tierkv at all
     VERSION = "version"  # format version, flags or payload codec that this reader does not know
-    LAYOUT = "layout"  # of blocks laid out otherwise
+    LAYOUT = "layout"  # a block of another layout
     KEY = "key"  # another block, filed under this name
     TOKENS = "tokens"  # the same block with another number of tokens in it
     CHECKSUM = "checksum"  # the right value with wrong bytes
@@ -436,7 +436,7 @@ def _checksum(fields: Buffer, payload: Buffer) -> bytes:
 _PLAIN = PlainCodec()
 
 
-# Codecs for a store that others can write to: each tenant's values are made with its key.
+# Codecs for a store with foreign writers: each tenant's values are made with its key.
 #
 #     signed  | fields, 72 | BLAKE3 with key, 16 | payload |
 #     sealed  | fields, 72 | nonce, 12 | zeros, 4 | tag, 16 | payload, AES-256-GCM |
@@ -691,7 +691,7 @@ class SealedCodec(Codec):
         if any(padding):
             raise DamagedValueError(Damage.VERSION, "bytes that must be 0 are not")
         try:
-            # The tag lies in the header, so the payload alone is what lands in the host slot.
+            # The tag is in the header, so only the payload is written to the host slot.
             sealed = b"".join((stored, rest[_NONCE_FIELD_BYTES:]))
             self._cipher(identity).decrypt_into(bytes(nonce), sealed, bytes(fields), stored)
         except self._invalid_tag as error:

@@ -259,7 +259,7 @@ class Places:
         finally:
             del self._known[attached.store]
 
-    # What it is
+    # Properties
 
     @property
     def url(self) -> str:

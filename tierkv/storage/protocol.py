@@ -263,7 +263,7 @@ class GetStatus(Enum):
 class PutStatus(Enum):
     STORED = "stored"  # durable as far as this store promises durability
     EXISTED = "existed"  # there was a value already; it was left as it was
-    FULL = "full"  # it refuses what is written now (no room, a replica ...): do not retry soon
+    FULL = "full"  # the store takes no writes now (no room, a replica ...): do not retry soon
     FAILED = "failed"  # the store did not answer, or not in time; it may or may not have stored
 
 
@@ -443,8 +443,8 @@ class Capabilities:
 
 class BreakerState(Enum):
     CLOSED = "closed"  # operations reach the store
-    OPEN = "open"  # they fail at once
-    HALF_OPEN = "half_open"  # they fail at once, and one probe is under way
+    OPEN = "open"  # operations fail at once
+    HALF_OPEN = "half_open"  # operations fail at once, and one probe is under way
 
 
 @dataclass(frozen=True, slots=True)

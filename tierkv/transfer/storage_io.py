@@ -457,7 +457,7 @@ class StorageIO:
         self._deadline_s = deadline_s
         self._codecs = codecs or (lambda _: _PLAIN)
         self._values = Values(self.slices, self._codec, block_ttl_s)
-        self._found: OrderedDict[bytes, int] = OrderedDict()  # digest -> size of who stored it
+        self._found: OrderedDict[bytes, int] = OrderedDict()  # digest -> number of ranks
         self.meets_other_sizes = False  # True once a block of another size was found
         self._is_far = False  # the last question took longer than _FAR_S
         # The checksum of a 2 MiB block would block the loop for 70 us.
@@ -713,7 +713,7 @@ class StorageIO:
             try:
                 others = await self.store.forget_damaged([read.item.name for read in damaged])
             except StoreUnavailableError:
-                return []  # they will be found damaged again
+                return []  # the next read finds the values damaged again
             again -= {r.at for r, other in zip(damaged, others, strict=True) if not other}
         return sorted(again)
 
@@ -838,7 +838,7 @@ async def are_all_present(
 class Read:
     """One value on its way into a slot, or into a buffer from which slots are assembled."""
 
-    at: int  # which of the keys
+    at: int  # index of the key
     shard: Shard
     item: GetItem
     header: bytearray

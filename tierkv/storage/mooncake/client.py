@@ -148,7 +148,7 @@ def environment(settings: MooncakeSettings) -> dict[str, str]:
     limit_s = settings.connect_timeout_s
     halt_s = str(settings.halt_s)
     return {
-        "GLOG_minloglevel": "2",  # it logs each miss otherwise
+        "GLOG_minloglevel": "2",  # below that the package logs each miss
         "MC_RPC_TIMEOUT_MS": str(math.ceil(limit_s * 1000)),
         "MC_RPC_CONNECT_TIMEOUT_MS": str(math.ceil(limit_s * 1000)),
         # Each retry waits for the master again: 42 s for a frozen one with the package's own 20.

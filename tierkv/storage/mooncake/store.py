@@ -167,7 +167,7 @@ class MooncakeValues:
         """
         if not names:
             return 0
-        # By force: a value that was just read has a lease, which protects memory, not meaning.
+        # The removal is forced: a value that was just read has a lease, which protects its memory.
         statuses = self._client.batch_remove(list(names), True)  # noqa: FBT003
         for status in statuses:
             if status not in {0, _NOT_FOUND}:
@@ -535,7 +535,9 @@ class MooncakeStore(BaseStore):
 
         async with (
             self._opener.running(),
-            self._opener.holding(connect, MooncakeValues.close) as values,  # until all others end
+            self._opener.holding(
+                connect, MooncakeValues.close
+            ) as values,  # outlives the threads below
             self._askers.running(),
             self._readers.running(),
             self._writers.running(),

@@ -160,7 +160,7 @@ class ClusterRouter:
     def _by_master(self, names: Sequence[str]) -> dict[Address | None, list[int]]:
         """Return the indexes of names by master; those under None have no known master."""
         table = self._topology.table
-        # By identity first: hashing an address a thousand times would take half a millisecond.
+        # Addresses are grouped by identity first: hashing a thousand of them takes 0.5 ms.
         ranges: dict[int, tuple[Address | None, list[int]]] = {}
         for index, slot in enumerate(map(slot_of, names)):
             address = table[slot]

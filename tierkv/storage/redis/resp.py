@@ -218,7 +218,7 @@ class Replies:
             return
         count = min((run.end() - self._start) // _BIT_BYTES, len(self._wanted))
         stop = self._start + count * _BIT_BYTES
-        # As bytes: mypyc (2.4) fails on a comprehension over a bytearray.
+        # mypyc (2.4) fails on a comprehension over a bytearray, so this makes bytes.
         digits = bytes(self._scratch[self._start + 1 : stop : _BIT_BYTES])
         replies += [digit - _ZERO for digit in digits]
         self._start = stop

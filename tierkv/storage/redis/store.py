@@ -258,7 +258,7 @@ class RedisStore(BaseStore):
         check_prefix(prefix)
         check_limit(limit)
         position, *passed = _parse_cursor(cursor)
-        # By address: a cursor means nothing to another server, even under the same sentinel name.
+        # The keys are addresses: a cursor is void on another server of the same sentinel name.
         nodes = {}
         for node in self._opened().nodes():
             address = await node.locate()

@@ -202,7 +202,7 @@ async def _first_connected(found: Sequence[tuple[int, object]]) -> socket.socket
     infos = [(f, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", where) for f, where in found]
     try:
         return await start_connection(infos, happy_eyeballs_delay=_START_S)  # type: ignore[arg-type]
-    except RuntimeError as error:  # of several errors that are not alike
+    except RuntimeError as error:  # aiohappyeyeballs joins several different errors
         raise OSError(str(error)) from error
 
 
