@@ -1,5 +1,7 @@
-"""Reads settings: a TOML file, then environment variables, into the types of the parts that own
-them. Nothing unknown is ignored."""
+"""Reader of settings: a TOML file, then environment variables, then options.
+
+Values go into the types of the parts that own them. An unknown key is an error.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,12 @@ from tierkv.errors import ConfigError
 
 T = TypeVar("T")
 _ENV_PREFIX = "TIERKV_"
-_CLOSE = 0.7  # of letters that two names share, for one to be taken for the other
+_CLOSE = 0.7  # share of common letters from which a name is suggested for another
 _FIXED = "no setting"
 Fixed = Annotated[T, _FIXED]
-"""A value that is no setting, but of a type that holds settings: nobody asks for it by name, its
-default says where it comes from, and only who makes the part can give another."""
+"""A field of a settings type that no file, variable or option can set.
+
+Its default says where the value comes from; only the code that makes the part gives another one."""
 
 
 def load(

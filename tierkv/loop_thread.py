@@ -84,10 +84,10 @@ class LoopThread:
         """Start the thread, and wait until its lifetime is entered.
 
         Args:
-            timeout_s: Seconds to wait; the thread is told to close if they pass.
+            timeout_s: Seconds to wait; the thread then begins to close.
 
         Returns:
-            Whether the thread takes work now.
+            True if the thread takes work now.
 
         Raises:
             ConfigError: The thread was opened before.
@@ -106,14 +106,14 @@ class LoopThread:
         return True
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Take no more work, let work under way end, and leave the lifetime. Any number of times.
+        """Take no more work, let work under way end, and leave the lifetime. May be called again.
 
         Args:
             timeout_s: Seconds to wait; None for the `close_s` of this thread.
 
         Returns:
-            Whether the thread has ended, which goes on after the wait. True at once on the thread
-            itself, in a fork's child, and if the thread was never opened.
+            True if the thread has ended; its end continues after the wait. True at once on the
+                thread itself, in a fork's child, and if the thread was never opened.
         """
         self.ask_to_close()
         if self._thread is None or self._is_forked or self._thread is threading.current_thread():
@@ -124,14 +124,14 @@ class LoopThread:
         return True
 
     def ask_to_close(self) -> None:
-        """As `close`, without the wait."""
+        """Begin to close, without the wait of `close`."""
         with self._lock:
             self._takes_work, self._is_close_asked = False, True
         self.call(self._closing.set)
 
     @property
     def is_open(self) -> bool:
-        """Whether `run` takes work now."""
+        """True if `run` takes work now."""
         return self._takes_work
 
     def take_error(self) -> BaseException | None:

@@ -1,5 +1,4 @@
-"""What a service can tell about itself: counts, the moments of its last requests, and a recount
-that finds what is wrong."""
+"""Counts of a service, the moments of its last requests, and a recount that finds errors."""
 
 from __future__ import annotations
 
@@ -48,10 +47,12 @@ class Stats(msgspec.Struct, frozen=True):
 
 
 class Lookup(msgspec.Struct, frozen=True):
-    """Where a prompt's leading tokens are; disjoint, in order, and as many as an admission finds:
-    with the first tokens of a block or tail that only begins the same. One that must compute at
-    least one token for its logits finds that one less. storage_tokens: None if the store did not
-    answer."""
+    """The tiers of a prompt's leading tokens: disjoint, in order, as many as an admission finds.
+
+    Tokens count with the beginning of a block or tail that differs later on. An admission that must
+    compute a token for its logits finds one token less. `storage_tokens` is None if the store did
+    not answer.
+    """
 
     num_tokens: int
     device_tokens: int
@@ -60,26 +61,29 @@ class Lookup(msgspec.Struct, frozen=True):
 
 
 class Moment(StrEnum):
-    """Of a request, in the order in which they come; those it does not need never do."""
+    """A moment of a request, in order of time; a request may skip some."""
 
     BEGAN = "began"
-    TICKET = "ticket"  # of a claim: it has come
-    MATCHED = "matched"  # it is known what of it is where; without storage part of the admission
-    FETCHED = "fetched"  # what storage had of it was brought to the host or given up
-    ADMITTED = "admitted"  # it has its blocks: the wait in line is over, and loads are on the way
-    LOADED = "loaded"  # what was cached below the device is there
-    COMPUTED = "computed"  # all of its prompt, so that the first token is known
+    TICKET = "ticket"  # the ticket of a claim has arrived
+    MATCHED = "matched"  # its cached blocks are known; part of the admission without storage
+    FETCHED = "fetched"  # its blocks in storage were brought to the host, or given up
+    ADMITTED = "admitted"  # it has its blocks: the queue is behind it, and loads are under way
+    LOADED = "loaded"  # its blocks from lower tiers are on the device
+    COMPUTED = "computed"  # the whole prompt is computed, and the first token known
     ENDED = "ended"
 
 
 @dataclass(slots=True, eq=False)
 class Timeline:
-    """What is told of one request: its moments in seconds on the monotonic clock, which is finer
-    than the loop's, never its tokens.
+    """The record of one request, without its tokens.
 
-    number: counted up from the start of the service. version: grows with each change of any.
-    matched, missed, missed_since: see Request. problem: why it was refused, "" if it was not.
-    prompt: to explain it again; None once it is not kept any more.
+    Attributes:
+        number: counted up from the start of the service.
+        prompt: kept to explain the request again; None once it is dropped.
+        moments: seconds on the monotonic clock, which is finer than the loop's.
+        version: grows with each change of any record.
+        matched, missed, missed_since: see Request.
+        problem: why the request was refused; "" if it was not.
     """
 
     number: int
@@ -97,7 +101,7 @@ class Timeline:
 
 
 class Timelines:
-    """Keeps the last requests: `most` of them, and of their prompts `most_bytes` of tokens."""
+    """The last `most` requests, with at most `most_bytes` bytes of tokens of their prompts."""
 
     def __init__(self, most: int = 128, most_bytes: int = 16 << 20) -> None:
         self.version = 0
@@ -126,15 +130,22 @@ class Timelines:
         return one
 
     def mark(self, one: Timeline, moment: Moment, at: float | None = None) -> None:
-        """The first of each kind counts: a request that recovers is admitted twice. at: on the
-        monotonic clock, None for now."""
+        """Record a moment.
+
+        Only the first of each kind counts, since recovery admits a request twice.
+
+        Args:
+            one: the record of the request.
+            moment: the kind of moment.
+            at: seconds on the monotonic clock; None for now.
+        """
         if moment not in one.moments:
             one.moments[moment] = time.monotonic() if at is None else at
             self.version += 1
             one.version = self.version
 
     def admitted(self, one: Timeline, request: Request) -> None:
-        """It has got its blocks, with what `request` says."""
+        """Record that the request has its blocks, and the matches of its admission."""
         one.matched = request.matched
         one.missed, one.missed_since = request.missed, request.missed_since
         if request.ticket_at:
@@ -155,7 +166,7 @@ class Timelines:
                 span.run(tracing.tell, "load", one.moments[Moment.ADMITTED], bytes=num_bytes)
 
     def since(self, version: int) -> list[Timeline]:
-        """Those that have changed after `version`, the oldest first."""
+        """Return the records that have changed after `version`, the oldest first."""
         return [one for one in self._kept if one.version > version]
 
     def find(self, number: int) -> Timeline | None:
@@ -163,11 +174,17 @@ class Timelines:
 
 
 class Prefix(msgspec.Struct, array_like=True):
-    """A run of blocks in the tree of what is cached, and all that goes on from it.
+    """A run of blocks in the tree of cached blocks, with the totals of all runs below it.
 
-    parent: position in the list, -1 for the first run of a space. depth: runs above it. blocks: of
-    the run itself, from block `start` of its prompts on; device, host: those of them on the device,
-    and on the host only; stored: of which storage was told. total: blocks of it and of all below.
+    Attributes:
+        parent: position in the list; -1 for the first run of a space.
+        depth: number of runs above it.
+        start: number of its first block in its prompts.
+        blocks: number of blocks of the run itself.
+        device: number of its blocks on the device.
+        host: number of its blocks on the host alone.
+        stored: number of its blocks known to be in storage.
+        total: number of blocks of the run and of all runs below.
     """
 
     parent: int
@@ -183,15 +200,18 @@ class Prefix(msgspec.Struct, array_like=True):
     total: int = 0
 
 
-_MOST_RUNS = 50_000  # that are looked at; 2 us each
+_MOST_RUNS = 50_000  # runs that `prefixes` looks at; 2 us each
 _RUNS_AT_ONCE = 128
 _MOST_DEPTH = 12
-_LEAST_SHARE = 1 / 300  # of all blocks, for a run to be told of: the width of a few pixels
+_LEAST_SHARE = 1 / 300  # share of all blocks from which a run is reported: a few pixels wide
 
 
 async def prefixes(index: Index) -> tuple[list[Prefix], int]:
-    """The largest prefixes, parents before children, and how many runs were looked at; others have
-    their turns meanwhile, so that what changes while it looks may be told in part."""
+    """Return the largest prefixes, parents before children, and the number of runs looked at.
+
+    The loop runs other tasks in between, so the result may mix states from before and after a
+    change.
+    """
     found: list[Prefix] = []
     pending = [(child, -1, 0) for root in index.spaces.roots() for child in root.children.values()]
     while pending and len(found) < _MOST_RUNS:
@@ -259,8 +279,18 @@ def verify(
     *,
     num_leases: int = 0,
 ) -> list[str]:
-    """Recount leases, slots, states and orphans; what is wrong, in words, [] if nothing is.
-    num_leases: that others hold."""
+    """Recount leases, slots, states and orphans.
+
+    Args:
+        scheduler: the scheduler.
+        mover: the mover.
+        fetcher: the fetcher.
+        handoff: the hand-off.
+        num_leases: number of leases that callers hold.
+
+    Returns:
+        A sentence for each error found; [] for none.
+    """
     tiers, index = scheduler.tiers, scheduler.index
     requests = (*scheduler.running_requests, *scheduler.ending_requests)
     private = [request.private_slots() for request in requests]

@@ -32,8 +32,11 @@ _told: ContextVar[OnFailure | None] = ContextVar("tierkv_told_of_failures", defa
 
 @contextmanager
 def failures_told_to(on_failure: OnFailure) -> Iterator[None]:
-    """Groups that are entered in the body call `on_failure` at once, with the task's name, when one
-    fails with an unexpected error: the group itself raises only when all its tasks have ended."""
+    """Make groups that are entered in the body report an unexpected error at once.
+
+    `on_failure` receives the task's name and its error. The group itself raises only when all its
+    tasks have ended.
+    """
     _told.set(on_failure)
     try:
         yield
@@ -67,9 +70,11 @@ class _TellingGroup(asyncio.TaskGroup):
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """A TaskGroup that raises a single error as it is, not in a group of one; and of several
-    expected errors the first: a connection that is lost fails all tasks that wait for it at
-    once."""
+    """Enter a TaskGroup that raises a single error as it is, not in a group of one.
+
+    The first of several expected errors is raised: a lost connection fails all tasks that wait for
+    it at once.
+    """
     tell = _told.get()
     try:
         async with asyncio.TaskGroup() if tell is None else _TellingGroup(tell) as group:
@@ -102,12 +107,12 @@ async def background(work: dict[str, Coroutine[None, None, None]]) -> AsyncItera
 async def supervised(
     work: dict[str, Callable[[], Coroutine[None, None, None]]],
 ) -> AsyncIterator[None]:
-    """Run what each function returns, as a task of the given name, until the body ends.
+    """Run the coroutine of each function, as a task of the given name, until the body ends.
 
     For tasks that the body can do without: hints, publishers of events, probes, renewals,
-    prefetches. A task that raises, whatever it is, is logged, counted in `failures`, and started
-    again after a pause of 0.5 s, which doubles up to 30 s. Neither the body nor the service hears
-    of it, except for an AssertionError: our own state is wrong then, and the body is cancelled.
+    prefetches. A task that raises any error is logged, counted in `failures`, and started again
+    after a pause of 0.5 s, which doubles up to 30 s. Neither the body nor the service sees the
+    error, except for an AssertionError: it means that our own state is wrong, and cancels the body.
     """
     async with background({name: _supervise(name, start) for name, start in work.items()}):
         yield
@@ -141,8 +146,11 @@ async def _supervise(name: str, start: Callable[[], Coroutine[None, None, None]]
 
 
 class deadline:  # noqa: N801 - as contextlib.suppress; a generator took 5 us more
-    """Raises what `late` makes if the body takes longer; a TimeoutError of its own comes out as it
-    is. None is no deadline, until the scope that is yielded is given one."""
+    """A scope that raises the error made by `late` if its body takes longer than `seconds`.
+
+    A TimeoutError of the body passes unchanged. None means no deadline, until the yielded scope is
+    given one.
+    """
 
     __slots__ = ("_late", "_scope")
 
@@ -179,13 +187,15 @@ async def outlast(
     if cancelled is not None:
         for future in futures:
             if not future.cancelled():
-                future.exception()  # seen: the cancel is what the caller hears of
+                future.exception()  # marked as retrieved: the caller receives the cancel
         raise cancelled
 
 
 async def both(first: Awaitable[T], second: Awaitable[U]) -> tuple[T, U]:
-    """Run two awaitables at the same time; returns both results. When both have ended, raises the
-    TierKVError of the first, or else that of the second."""
+    """Run two awaitables at the same time, and return both results.
+
+    A TierKVError is raised when both have ended: that of the first, or else that of the second.
+    """
     async with task_group() as group:
         beside = group.create_task(expected(second))
         found = await expected(first)
@@ -198,8 +208,10 @@ async def both(first: Awaitable[T], second: Awaitable[U]) -> tuple[T, U]:
 
 
 async def expected(work: Awaitable[T]) -> T | TierKVError:
-    """What `work` returns, or the TierKVError that it raises, as a value: for a task whose expected
-    failure must not cancel its group."""
+    """Return the result of `work`, or the TierKVError that it raises as a value.
+
+    It is for a task that may fail without cancelling its group.
+    """
     try:
         return await work
     except TierKVError as error:
@@ -207,7 +219,7 @@ async def expected(work: Awaitable[T]) -> T | TierKVError:
 
 
 class _Start(Protocol):
-    """As TaskGroup.create_task."""
+    """The signature of a method that starts a task, such as TaskGroup.create_task."""
 
     def __call__(
         self, work: Coroutine[None, None, None], /, *, name: str
@@ -221,11 +233,17 @@ async def abandonable(
     *,
     ended: Callable[[], TierKVError] = lambda: ShuttingDownError("this node is shutting down"),
 ) -> T:
-    """What `work()` returns or raises, run in a task that its owner `start`s under `name`.
+    """Run `work()` in a task of its owner, and return or raise its outcome.
 
     A cancel is raised at once. It cancels `work` too, which may take longer to end: a thread in a
     system call on a disk that hangs cannot be cancelled, and what it uses stays in use until then.
-    Raises what `ended` makes if the task ends without an outcome, as when its group is cancelled.
+
+    Args:
+        start: starts the task in its owner's group.
+        work: makes the coroutine to run.
+        name: name of the task.
+        ended: makes the error to raise if the task ends without an outcome, as when its group is
+            cancelled.
     """
     outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
@@ -252,10 +270,13 @@ async def abandonable(
 
 
 def run_until_stopped(work: Coroutine[object, object, T]) -> T:
-    """As `asyncio.run`, for a command: what `work` returns. Raises KeyboardInterrupt on Ctrl-C.
+    """Run `work` as `asyncio.run` does, for a command, and return its result.
 
     Ctrl-C cancels `work` between two callbacks of the loop. `asyncio.run` (3.11 to 3.14) does so
     within one, which then fails with a traceback of its own if it completes what was cancelled.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C was pressed.
     """
     stopped = False
 
@@ -268,7 +289,9 @@ def run_until_stopped(work: Coroutine[object, object, T]) -> T:
             stopped = True
             task.cancel()
 
-        if threading.current_thread() is threading.main_thread():  # the one that hears of signals
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # the thread that receives signals
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop)
         return await work
 

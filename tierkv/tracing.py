@@ -117,7 +117,7 @@ def serving(name: str, headers: Mapping[str, str]) -> Iterator[Any]:
 
 
 def headers() -> dict[str, str]:
-    """Headers that tell a callee the current span; {} if nothing is traced."""
+    """Return the headers that carry the current span to a callee; {} if nothing is traced."""
     parent = here()
     return {_PARENT: parent} if parent else {}
 

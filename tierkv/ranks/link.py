@@ -45,8 +45,13 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class HostRegion(msgspec.Struct, frozen=True):
-    """A memory file, uint8 [num_slots, block_bytes]; bytes [start, stop) of each slot are the
-    worker's."""
+    """A memory file, uint8 [num_slots, block_bytes], and the worker's part of each slot.
+
+    Attributes:
+        num_slots: number of slots.
+        block_bytes: bytes of a slot.
+        start, stop: the worker's part is bytes [start, stop) of each slot.
+    """
 
     num_slots: int
     block_bytes: int
@@ -55,9 +60,14 @@ class HostRegion(msgspec.Struct, frozen=True):
 
 
 class SharedMemory(msgspec.Struct, frozen=True, tag="memory"):
-    """Of each group of layers the host slots, with a descriptor for each. saves: whether the worker
-    writes them; another rank with the same bytes does if not. has_life: one more descriptor comes,
-    which the worker holds for as long as it may copy."""
+    """The host slots of each group of layers, sent with one descriptor for each group.
+
+    Attributes:
+        regions: one region for each group, in the order of the groups.
+        saves: True if the worker writes the slots; False if another rank with the same bytes does.
+        has_life: True if one more descriptor comes, which the worker holds for as long as it may
+            copy.
+    """
 
     regions: tuple[HostRegion, ...]
     saves: bool = True
@@ -65,7 +75,7 @@ class SharedMemory(msgspec.Struct, frozen=True, tag="memory"):
 
 
 class NotTaken(msgspec.Struct, frozen=True, tag="not_taken"):
-    """There is no place for this worker, and will be none. It comes with no descriptor."""
+    """The refusal of a worker, which is final; sent without a descriptor."""
 
     reason: str
 
@@ -113,7 +123,7 @@ class Plan(msgspec.Struct, frozen=True, tag="plan"):
         return _slots(self.source), _slots(self.target)
 
     def parts(self) -> list[tuple[int, Ids, Ids]]:
-        """For each group that has any: its number, and its slots."""
+        """Return the number, source slots and target slots of each group that has copies."""
         source, target = self.slots()
         if not self.groups:
             return [(0, source, target)]
@@ -133,7 +143,7 @@ class LinkClosedError(TransferError):
 
 
 class Link:
-    """One end. Several threads may send; one receives."""
+    """One end of a connection. Several threads may send; one receives."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -144,25 +154,40 @@ class Link:
         return self._socket.fileno()
 
     def peer_pid(self) -> int:
-        """The process at the other end, as the kernel knows it."""
+        """Return the id of the process at the other end, as the kernel knows it."""
         return credentials(self._socket)[0]
 
     def send(self, record: bytes | Record, *, descriptors: Sequence[int] = ()) -> None:
-        """Blocks while the other end does not read; raises LinkClosedError if it is gone."""
+        """Send a record; block while the other end does not read.
+
+        Args:
+            record: the record, or its sealed bytes.
+            descriptors: file descriptors to send with the record.
+
+        Raises:
+            LinkClosedError: the other end is gone.
+        """
         value = record if isinstance(record, bytes) else seal(MAGIC, VERSION, record)
         data = memoryview(_LENGTH.pack(len(value)) + value)
         try:
             with self._sending:
                 if descriptors:
                     data = data[socket.send_fds(self._socket, [data], descriptors) :]
-                if data:  # to send nothing fails too if the other end has read all and gone
+                if (
+                    data
+                ):  # an empty send fails, too, if the other end has read everything and closed
                     self._socket.sendall(data)
         except OSError as error:
             raise LinkClosedError(f"the other process does not read: {error}") from error
 
     def receive(self) -> list[bytes]:
-        """What has come, [] if no whole record has yet. Call it when the socket is readable, or to
-        wait for it. Raises LinkClosedError at the end."""
+        """Return the records that have arrived; [] if none is whole yet.
+
+        Call it when the socket is readable, or to wait until it is.
+
+        Raises:
+            LinkClosedError: the other end has closed the link.
+        """
         try:
             chunk = self._socket.recv(1 << 20)
         except TimeoutError:
@@ -175,9 +200,13 @@ class Link:
         return self._whole_records()
 
     def receive_memory(self) -> tuple[SharedMemory, list[int]]:
-        """The answer to a worker's hello, and the descriptors that came with it, which are the
-        caller's. Raises ConfigError if the worker is not taken, StoreCorruptError if the answer
-        cannot be read."""
+        """Return the answer to a worker's hello, and its descriptors, which the caller must close.
+
+        Raises:
+            ConfigError: the worker is refused.
+            StoreCorruptError: the answer cannot be read.
+            LinkClosedError: the scheduler is gone.
+        """
         record, descriptors = self.receive_descriptors()
         try:
             return _memory(record, len(descriptors)), descriptors
@@ -186,7 +215,11 @@ class Link:
             raise
 
     def receive_descriptors(self) -> tuple[bytes, list[int]]:
-        """The first record that comes, and the descriptors with it, which are the caller's."""
+        """Return the next record, and the descriptors sent with it, which the caller must close.
+
+        Raises:
+            LinkClosedError: the scheduler is gone.
+        """
         try:
             chunk, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, _MAX_DESCRIPTORS)
         except OSError as error:
@@ -212,12 +245,15 @@ class Link:
         return records
 
     def stop_receiving(self) -> None:
-        """Wakes the thread that receives, with LinkClosedError; sending goes on."""
+        """Wake the receiving thread with LinkClosedError; sending goes on."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)
 
     def shutdown(self) -> None:
-        """No more is sent or received: wakes the threads that do. `close` it after them."""
+        """Stop sending and receiving, and wake the threads that do either.
+
+        `close` the link after them.
+        """
         with suppress(OSError):  # the other end was faster
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -227,7 +263,11 @@ class Link:
 
 
 def read(value: bytes) -> Record:
-    """Raises StoreCorruptError if it is no such record."""
+    """Return the record in `value`.
+
+    Raises:
+        StoreCorruptError: `value` is not a record of this protocol.
+    """
     return unseal(MAGIC, VERSION, value, Record)  # type: ignore[arg-type]
 
 
@@ -249,8 +289,11 @@ def close_all(descriptors: Sequence[int]) -> None:
 
 
 def listen(path: str) -> socket.socket:
-    """For this user's processes alone. Raises ConfigError if somebody listens there already, or
-    nobody can."""
+    """Return a socket that listens at `path` for processes of this user alone.
+
+    Raises:
+        ConfigError: another process listens there already, or the path cannot be bound.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         if _is_left_over(path):
@@ -265,7 +308,7 @@ def listen(path: str) -> socket.socket:
 
 
 def remove_left_over(paths: Iterable[str | Path]) -> None:
-    """Remove the sockets that nobody has bound any more."""
+    """Remove the sockets that no process has bound any more."""
     for path in paths:
         with suppress(OSError):  # another process was faster, or it is another user's
             if _is_left_over(path):
@@ -273,8 +316,11 @@ def remove_left_over(paths: Iterable[str | Path]) -> None:
 
 
 def _is_left_over(path: str | Path) -> bool:
-    """Whether it is the socket of a scheduler that was killed: there, and nobody has bound it. One
-    that is bound is not disturbed, since a socket of another kind is no use to it."""
+    """Return True if `path` is a socket that no process has bound: its scheduler was killed.
+
+    A bound socket is not disturbed: the probe is a datagram socket, which cannot connect to a
+    stream socket.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(os.fspath(path))
@@ -286,8 +332,16 @@ def _is_left_over(path: str | Path) -> bool:
 
 
 def greeted(end: socket.socket, timeout_s: float) -> tuple[Link, Hello]:
-    """Who has connected, and its hello. Raises LinkClosedError or StoreCorruptError, with the
-    connection closed, if it is no worker of this user's."""
+    """Return the link to the worker that has connected, and its hello.
+
+    Args:
+        end: the accepted socket; closed on errors.
+        timeout_s: seconds to wait for the hello.
+
+    Raises:
+        LinkClosedError: the peer belongs to another user, or is gone.
+        StoreCorruptError: the peer's first record is not a hello.
+    """
     link = Link(end)
     try:
         end.settimeout(timeout_s)
@@ -310,8 +364,15 @@ def _hello(link: Link, uid: int) -> Hello:
 
 
 def connect(path: str, timeout_s: float | None = None) -> Link:
-    """timeout_s: of each step of the link, None for none. Raises ConfigError if nobody listens
-    there."""
+    """Return a link to the scheduler that listens at `path`.
+
+    Args:
+        path: path of the Unix socket.
+        timeout_s: seconds that each step of the link may take; None for no limit.
+
+    Raises:
+        ConfigError: no process listens at `path`.
+    """
     end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     end.settimeout(timeout_s)
     try:
@@ -339,5 +400,5 @@ def _slots(packed: bytes) -> Ids:
 def _check_slots(packed: bytes) -> None:
     if len(packed) % 4:
         raise StoreCorruptError("slots are whole numbers, of 4 bytes each")
-    if not packed[3::4].isascii():  # of each the byte that has its sign; NumPy takes 5 us
+    if not packed[3::4].isascii():  # the byte with each slot's sign; NumPy takes 5 us
         raise StoreCorruptError("a slot's number cannot be below 0")

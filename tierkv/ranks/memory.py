@@ -33,11 +33,14 @@ Bytes2D = npt.NDArray[np.uint8]
 
 
 class SharedSlots(CpuHostSlots):
-    """Host slots in a memory file without a name: who has its descriptor can map it, and when the
-    last process that has is gone, killed or not, so is the memory.
+    """Host slots in a memory file without a name.
 
-    array: uint8 [num_slots, piece of a block's bytes that is this process's].
-    descriptor: of the file, until these slots are closed.
+    A process that has the file's descriptor can map it. The kernel frees the memory when the last
+    such process ends, however it ends.
+
+    Attributes:
+        array: uint8 [num_slots, bytes of `piece`], this process's piece of each slot.
+        descriptor: the file's descriptor, until these slots are closed.
     """
 
     def __init__(self, descriptor: int, num_slots: int, block_bytes: int, piece: slice) -> None:
@@ -93,7 +96,15 @@ def shared_memory(num_bytes: int) -> int:
 
 
 def shared_slots(num_slots: int, block_bytes: int) -> SharedSlots:
-    """New ones, whole. Raises ConfigError if there is no room."""
+    """Return new host slots that other processes can map, each whole.
+
+    Args:
+        num_slots: number of slots.
+        block_bytes: bytes of a slot.
+
+    Raises:
+        ConfigError: there is no room.
+    """
     descriptor = shared_memory(num_slots * block_bytes)
     return SharedSlots(descriptor, num_slots, block_bytes, slice(0, block_bytes))
 
@@ -135,7 +146,7 @@ class EngineCpuDevice(CpuDevice):
 
 
 class SlotPieces:
-    """A piece of every one of another's slots, which outlive it."""
+    """The same piece of each slot of `host`, whose memory must outlive this object."""
 
     def __init__(self, host: HostSlots, piece: slice) -> None:
         self.num_slots = host.num_slots
@@ -151,9 +162,12 @@ class SlotPieces:
 class SharedCpuDevice(CpuDevice):
     """The CPU, with host slots that other processes can map.
 
-    shards: what each rank holds of a block, whose slots have them side by side; none if blocks are
-    not told apart by ranks. Blocks are then named as the whole that they are slices of, so that
-    nodes of other numbers of ranks find them.
+    Blocks that are split by ranks are named as the whole block, so that nodes with another number
+    of ranks find them.
+
+    Args:
+        shards: layout of each rank's part of a block, side by side in a slot; () if blocks are not
+            split by ranks.
     """
 
     def __init__(self, shards: Sequence[Layout] = ()) -> None:
@@ -165,7 +179,7 @@ class SharedCpuDevice(CpuDevice):
         return shared_slots(num_slots, block_bytes)
 
     def slices(self, host: HostSlots) -> list[Slice]:
-        """Each rank's part of `host`, which is this device's."""
+        """Return each rank's part of `host`, which this device has allocated."""
         size = len(self._shards)
         return [
             Slice(Shard(rank, size), layout, SlotPieces(host, piece))
@@ -176,9 +190,10 @@ class SharedCpuDevice(CpuDevice):
 
 
 def side_by_side(shards: Sequence[Layout]) -> Layout:
-    """The layout of blocks whose shard r has layout `shards[r]`; of one shard, that one.
+    """Return the layout of blocks that consist of `shards`, one behind another.
 
-    Raises LayoutError if there are none, or their block sizes differ.
+    Raises:
+        LayoutError: there are no shards, or their block sizes differ.
     """
     if not shards or len({shard.block_size for shard in shards}) != 1:
         raise LayoutError("shards of one block have one block size, and there is at least one")
@@ -190,7 +205,7 @@ def side_by_side(shards: Sequence[Layout]) -> Layout:
 
 
 def pieces(shards: Sequence[Layout]) -> list[slice]:
-    """For each rank, its bytes of a host slot."""
+    """Return the range of bytes of a host slot that belongs to each rank."""
     found, at = [], 0
     for shard in shards:
         found.append(slice(at, at + shard.block_bytes))
@@ -199,7 +214,7 @@ def pieces(shards: Sequence[Layout]) -> list[slice]:
 
 
 def digest_of(layouts: Sequence[Layout]) -> bytes:
-    """Of one layout its own; of several groups' one that tells them from any others."""
+    """Return the digest of a single layout, or one digest for the layouts of several groups."""
     digests = [layout.digest for layout in layouts]
     return digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(digests)).digest()
 
@@ -207,12 +222,21 @@ def digest_of(layouts: Sequence[Layout]) -> bytes:
 def join(
     link: Link, rank: int, planes: Sequence[Planes]
 ) -> tuple[list[SharedSlots], int | None, bool]:
-    """Say hello, and map the host slots that are the answer, of each group; the descriptor to hold
-    for as long as this rank may copy, if there is one; whether it writes them. planes: of each
-    group.
+    """Say hello to the scheduler, and map the host slots that it answers with.
 
-    Raises ConfigError if this worker is not taken, LinkClosedError if there is no answer, and
-    StoreCorruptError if it cannot be read.
+    Args:
+        link: the link to the scheduler.
+        rank: number of this rank.
+        planes: planes of each group.
+
+    Returns:
+        The host slots of each group; the descriptor to hold for as long as this rank may copy, None
+            without one; and True if this rank writes the slots.
+
+    Raises:
+        ConfigError: the scheduler refuses this worker, or the slots cannot be mapped.
+        LinkClosedError: no answer came.
+        StoreCorruptError: the answer cannot be read.
     """
     digest = digest_of([one.layout for one in planes])
     link.send(Hello(rank, planes[0].num_blocks, digest, os.getpid()))

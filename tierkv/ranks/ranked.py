@@ -86,7 +86,9 @@ class RankedDevice:
         self.layouts = tuple(scheme.layout(shard) for shard in self.shards)
         self.name = f"{devices[0].name} x{len(devices)}"
         self.compute_stream: Stream = RankedStream([d.compute_stream for d in devices])
-        self.sharing: Sharing | None = None  # tensor-parallel ranks show nobody their planes
+        self.sharing: Sharing | None = (
+            None  # tensor-parallel ranks share their planes with no process
+        )
         self.quick_copy_bytes = min(device.quick_copy_bytes for device in devices)
         self._pending = _PendingCopies(len(devices), late_s=late_s, now=now)
 
@@ -330,7 +332,7 @@ class RankedEvent:
             except GateTimeoutError as error:
                 raise GateTimeoutError(f"rank {rank}: {error}") from error
             except TransferError:
-                continue  # it is named below, after the others
+                continue  # it is named last, below
         if not self.is_done:
             raise GateTimeoutError(f"the ranks did not finish within {timeout_s:g} s")
 

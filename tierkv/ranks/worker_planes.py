@@ -1,7 +1,7 @@
 """Ranks of an engine that owns its device blocks and brings the plans itself.
 
 The engine's step messages carry plans to the ranks, its outputs carry reports back. A Unix socket
-hands each rank in another process the memory of the host slots once, and tells when it ends.
+hands each rank in another process the memory of the host slots once, and shows the rank's end.
 
     scheduler's process: RankSocket                     worker's process: WorkerPlanes
     listens when there is memory  <---- Hello --------  connect(): asks until it is there
@@ -52,14 +52,20 @@ from tierkv.ranks.memory import SharedSlots, digest_of, join, pieces, side_by_si
 
 log = logging.getLogger(__name__)
 
-_ASK_AGAIN_S = 0.05  # a worker that waits for the scheduler's side
+_ASK_AGAIN_S = 0.05  # between two attempts of a worker to reach the scheduler
 _ANSWER_S = 5.0  # between a connection and the hello, and between that and the memory
 _ENDED = "its process has ended"
 _END_S = 5.0  # between the end of a process's connection and its own
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """A plan that a rank has carried out. problem: why it failed, None if it did not."""
+    """A plan that a rank has carried out.
+
+    Attributes:
+        number: the plan's number.
+        rank: the rank's number.
+        problem: why the plan failed; None if it did not.
+    """
 
     number: int
     rank: int = 0
@@ -68,13 +74,18 @@ class Finished(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class _Copies:
-    """A plan's copies, by group. problem: why one of them could not begin."""
+    """The copies of a plan, by group.
+
+    Attributes:
+        events: events of each group's copies that have not ended.
+        problem: why a copy failed or could not begin; None if none did.
+    """
 
     events: dict[int, tuple[Event, ...]] = field(default_factory=dict)
     problem: str | None = None
 
     def are_done(self) -> bool:
-        """Whether nothing of them moves any more; `problem` is known then."""
+        """Return True if no copy is under way any more; `problem` is final then."""
         for group, events in list(self.events.items()):
             try:
                 if not events[-1].is_done:
@@ -86,18 +97,23 @@ class _Copies:
 
 
 class WorkerPlanes:
-    """One rank's tensors and the host slots beside them. Its methods are the engine's thread's.
+    """One rank's tensors and the host slots beside them. The engine's thread calls the methods.
 
-    planes: the engine's own, of each group: `EnginePlanes` or what a CUDA device has adopted.
-    Plans that come before the host slots do wait for them.
+    Plans that arrive before the host slots wait for them.
+
+    Args:
+        device: the device of the planes.
+        planes: the engine's own planes of each group: `EnginePlanes`, or those that a CUDA device
+            has adopted.
+        rank: number of this rank.
     """
 
     def __init__(self, device: Device, planes: Planes | Sequence[Planes], *, rank: int = 0) -> None:
         self._device = device
         self._planes = tuple(planes) if isinstance(planes, Sequence) else (planes,)
         self._rank = rank
-        # Of what follows; held for submissions at most. Taken by itself, since Ctrl-C where a
-        # Condition is entered, which is Python, would leave it taken.
+        # Guards the fields below; held no longer than a submission. Acquired directly: a Ctrl-C
+        # while a Condition, which is Python code, is entered would leave the lock acquired.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._hosts: Sequence[HostSlots] = ()
@@ -105,7 +121,7 @@ class WorkerPlanes:
         self._saves = True
         self._waiting: dict[int, dict[int, BlockCopy]] = {}
         self._open: dict[int, _Copies] = {}
-        self._problem: str | None = None  # for which every plan is refused
+        self._problem: str | None = None  # why every plan is refused
         self._held = ExitStack()  # lanes, and what they need
         self._link: Link | None = None
         self._thread: threading.Thread | None = None
@@ -113,17 +129,21 @@ class WorkerPlanes:
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """Of each group."""
+        """The layout of each group."""
         return tuple(one.layout for one in self._planes)
 
     @property
     def is_attached(self) -> bool:
-        """Whether the host slots are there: copies need not wait for them."""
+        """True if the host slots are attached: copies need not wait for them."""
         return bool(self._lanes)
 
     def attach(self, hosts: HostSlots | Sequence[HostSlots], *, saves: bool = True) -> None:
-        """Use these host slots, of each group, from now on. saves: False where another rank saves
-        the same bytes; plans to save are done at once then."""
+        """Use these host slots from now on.
+
+        Args:
+            hosts: host slots of each group.
+            saves: False if another rank saves the same bytes; plans to save are done at once then.
+        """
         hosts = self._hosts = hosts if isinstance(hosts, Sequence) else (hosts,)
         lanes = {}
         for group, (planes, host) in enumerate(zip(self._planes, hosts, strict=True)):
@@ -139,8 +159,15 @@ class WorkerPlanes:
             self._changed.notify_all()
 
     def connect(self, path: str, connect_deadline_s: float = 60.0) -> None:
-        """Attach to the `RankSocket` at `path`, in the background; it may come later than this.
-        After `connect_deadline_s` plans are refused."""
+        """Attach to the `RankSocket` at `path`, in the background; the socket may appear later.
+
+        Args:
+            path: path of the Unix socket.
+            connect_deadline_s: seconds after which a rank without host slots refuses all plans.
+
+        Raises:
+            ConfigError: this rank is attached already.
+        """
         if self._thread is not None or self._lanes:
             raise ConfigError(f"rank {self._rank} is attached already")
         deadline = time.monotonic() + connect_deadline_s
@@ -152,14 +179,23 @@ class WorkerPlanes:
     # The engine's thread
 
     def start_loads(self, plan: Plan, after: Sequence[Event] = ()) -> None:
-        """Host slots to the engine's blocks. after: events of the kernels that still use the blocks
-        for what they held before; none is all that the compute stream has been given so far."""
+        """Copy host slots to the engine's blocks.
+
+        Args:
+            plan: the slots and blocks.
+            after: events of the kernels that still use what the blocks held before; () for
+                everything submitted to the compute stream so far.
+        """
         self._start(plan, Direction.LOAD, after)
 
     def start_saves(self, plan: Plan, after: Sequence[Event] = ()) -> None:
-        """The engine's blocks to host slots, after the kernels that write them: call it when they
-        have been launched. after: their events; none is all that the compute stream has been given
-        so far."""
+        """Copy the engine's blocks to host slots, after the launched kernels that write the blocks.
+
+        Args:
+            plan: the slots and blocks.
+            after: events of these kernels; () for everything submitted to the compute stream so
+                far.
+        """
         self._start(plan, Direction.OFFLOAD, after)
 
     def _start(self, plan: Plan, direction: Direction, after: Sequence[Event]) -> None:
@@ -170,7 +206,7 @@ class WorkerPlanes:
                 is_load = direction is Direction.LOAD
                 slots, blocks = (source, target) if is_load else (target, source)
                 copies[group] = BlockCopy(direction, slots, blocks, before)
-        except TierKVError as error:  # told like a copy that fails later
+        except TierKVError as error:  # reported like a copy that fails later
             problem = str(error)
         with self._lock:
             problem = problem or self._problem
@@ -193,8 +229,18 @@ class WorkerPlanes:
                 return
 
     def wait_layer(self, number: int, layer: int, timeout_s: float, *, group: int = 0) -> None:
-        """Let the compute stream wait until a load has brought `layer` of its group. Raises
-        TransferError if it failed, GateTimeoutError after `timeout_s`."""
+        """Make the compute stream wait until a load has brought `layer` of its group.
+
+        Args:
+            number: the plan's number.
+            layer: number of the layer in its group.
+            timeout_s: seconds to wait.
+            group: number of the group.
+
+        Raises:
+            TransferError: the load failed.
+            GateTimeoutError: the layer or the host slots did not arrive in time.
+        """
         deadline = time.monotonic() + timeout_s
         with self._lock:
             if not self._changed.wait_for(lambda: number not in self._waiting, timeout_s):
@@ -208,7 +254,10 @@ class WorkerPlanes:
             self._device.compute_stream.wait(events[layer], max(deadline - time.monotonic(), 0.0))
 
     def wait(self, number: int, timeout_s: float) -> None:
-        """Block until a plan is over, or for `timeout_s`; `finished` tells how it ended."""
+        """Block until a plan is over, at most `timeout_s` seconds.
+
+        `finished` returns its outcome.
+        """
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._changed.wait_for(lambda: number not in self._waiting, timeout_s)
@@ -219,14 +268,16 @@ class WorkerPlanes:
                 event.block_until_done(max(deadline - time.monotonic(), 0.0))
 
     def replace(self, planes: Planes | Sequence[Planes]) -> None:
-        """The engine's tensors are others now, of the same layouts. Nothing may be under way, and
-        the planes were attached in this process."""
+        """Use other tensors of the same layouts from now on.
+
+        No copy may be under way, and the planes must have been attached in this process.
+        """
         self._held.close()
         self._planes = tuple(planes) if isinstance(planes, Sequence) else (planes,)
         self.attach(self._hosts, saves=self._saves)
 
     def finished(self) -> list[Finished]:
-        """The plans that are over now, each once. Never blocks."""
+        """Return the plans that have ended, each once. Never blocks."""
         done = []
         with self._lock:
             for number, begun in list(self._open.items()):
@@ -236,8 +287,10 @@ class WorkerPlanes:
         return done
 
     def close(self) -> None:
-        """Wait for the copies under way, and let go of the host slots. Any number of times; what
-        they came to is among the `finished`."""
+        """Wait for the copies under way, and release the host slots. May be called again.
+
+        `finished` still returns the outcomes of these copies.
+        """
         self._closing.set()
         self._refuse("these planes are closed")
         if self._thread is None:
@@ -259,16 +312,16 @@ class WorkerPlanes:
             return
         try:
             while not self._closing.is_set():
-                link.receive()  # nothing is sent: it is the end that is waited for
+                link.receive()  # the scheduler sends nothing: this waits for its end
         except LinkClosedError:
             self._refuse(f"the cache at {path} has gone")
         self._held.close()
-        with suppress(LinkClosedError):  # it may have gone before
+        with suppress(LinkClosedError):  # the scheduler may have ended before
             link.send(Goodbye())
         link.close()
 
     def _reach(self, path: str, deadline: float) -> Link:
-        """Attach. Raises what keeps this rank from it, at the latest at the deadline."""
+        """Attach this rank, or raise at the deadline the error that prevents it."""
         while True:
             try:
                 link = self._link = connect(path, _ANSWER_S)
@@ -305,15 +358,18 @@ class WorkerPlanes:
 
 
 class RankSocket:
-    """Where ranks in other processes get their part of the host slots: for `EngineCache(ranks=)`.
+    """The socket that hands ranks in other processes their part of the host slots.
 
-    path: of a Unix socket, for this user's processes alone; its directory should be private.
-    shards[r]: the layout of rank r, of each group if there are several. The engine's blocks are
-    `side_by_side` of them, each rank with bytes of its own, or every shard is all of a block: each
-    rank has the same bytes then, all load them and rank 0 saves.
-    connect_deadline_s: a rank that has not come by then is lost.
+    It belongs to `EngineCache(ranks=)`. A lost rank stays lost: its last copies must not meet the
+    plans of a successor.
 
-    A rank that is lost stays so: what it may still copy must not meet another's plans.
+    Args:
+        path: path of the Unix socket, open to processes of this user alone; its directory should be
+            private.
+        shards: the layout of each rank, or its layouts of each group. Either the engine's blocks
+            are `side_by_side` of the shards; or each shard is a whole block: all ranks then hold
+            the same bytes, all load and rank 0 saves.
+        connect_deadline_s: seconds after which a rank that has not connected is lost.
     """
 
     def __init__(
@@ -332,18 +388,22 @@ class RankSocket:
         self._ends: dict[int, int] = {}  # descriptors of the ranks' processes
         self._selector = selectors.DefaultSelector()
         self._thread: threading.Thread | None = None
-        self._is_deaf = False  # nobody could be accepted the last time
+        self._is_deaf = False  # the last connection could not be accepted
 
     def shards(self, group: int) -> list[Layout]:
-        """Of each rank."""
+        """Return the layout of each rank for `group`."""
         return [one[group] for one in self._shards if group < len(one)]
 
     def check(self, layouts: Sequence[Layout]) -> None:
-        """Raises ConfigError if the shards do not make up these layouts, of each group."""
+        """Check that the shards make up the layouts of all groups.
+
+        Raises:
+            ConfigError: the shards and `layouts` differ.
+        """
         self._pieces(layouts)
 
     def _pieces(self, layouts: Sequence[Layout]) -> list[list[slice]]:
-        """For each group and rank, the bytes of a host slot."""
+        """Return, for each group and rank, the rank's range of bytes in a host slot."""
         if not self._shards or {len(shards) for shards in self._shards} != {len(layouts)}:
             raise ConfigError(f"each rank has {len(layouts)} groups of layers, and there is one")
         of_groups = list(zip(*self._shards, strict=True))
@@ -363,14 +423,21 @@ class RankSocket:
 
     @property
     def failure(self) -> str | None:
-        """Why not all ranks can be reached any more; None while they can."""
+        """The reason why a rank cannot be reached any more; None while all can."""
         return next(iter(self.lost.values())) if self.lost else None
 
     def open(
         self, layouts: Sequence[Layout], hosts: Sequence[SharedSlots], *, life: int | None = None
     ) -> None:
-        """Listen, and give these slots, of each group, to each rank that comes. life: a descriptor
-        that a rank holds for as long as it may copy. Raises ConfigError if it cannot listen there.
+        """Listen, and hand the host slots to each rank that connects.
+
+        Args:
+            layouts: the layout of each group.
+            hosts: the host slots of each group.
+            life: a descriptor that a rank holds for as long as it may copy.
+
+        Raises:
+            ConfigError: the path cannot be bound, or the shards do not make up `layouts`.
         """
         regions = [
             [HostRegion(host.num_slots, layout.block_bytes, one.start, one.stop) for one in parts]
@@ -388,7 +455,7 @@ class RankSocket:
         self._thread.start()
 
     def close(self) -> None:
-        """Let the ranks go. Any number of times."""
+        """Close the connections to all ranks. May be called again."""
         if self._thread is None:
             return
         self._stop.close()
@@ -418,7 +485,7 @@ class RankSocket:
     def _accept(self) -> None:
         try:
             end, _ = self._listener.accept()
-        except OSError as error:  # no descriptor is left, perhaps: who waits there is taken later
+        except OSError as error:  # perhaps no descriptor is left: the rank is accepted later
             if not self._is_deaf:
                 log.error("no rank can come to %s now: %s", self._path, error)
             self._is_deaf = True
@@ -462,7 +529,7 @@ class RankSocket:
         return None
 
     def _hear(self, rank: int) -> None:
-        """A rank says goodbye, or is at its end."""
+        """Read what a rank has sent: its goodbye, or the end of its connection."""
         link = self._links.get(rank)
         if link is None:
             return  # the end of its process was seen before

@@ -37,8 +37,12 @@ _ENDPOINT = re.compile(r"tcp://(?P<host>\*|\[[0-9a-fA-F:.]+\]|[\w.-]+):\d{1,5}|i
 
 
 class EventForm(Enum):
-    """How an event is encoded: as a map of its fields, with hashes of 32 bytes (vLLM) or their last
-    8 as a number (SGLang); or its fields in order, with numbers, as both did before."""
+    """The encoding of an event.
+
+    MAP is a map of its fields with hashes of 32 bytes (vLLM). MAP_INT has the last 8 bytes of each
+    hash as a number instead (SGLang). ARRAY has the fields in order, with such numbers (older
+    releases of both).
+    """
 
     MAP = "map"
     MAP_INT = "map_int"
@@ -46,13 +50,17 @@ class EventForm(Enum):
 
 
 class EventsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Cache events for routers, over ZeroMQ (extra `events`).
+    """Settings of cache events for routers, over ZeroMQ (extra `events`).
 
-    endpoint: where they are published, such as tcp://127.0.0.1:5557 or ipc:///run/tierkv; "" for
-        nowhere. replay: where missed ones are asked for; "" for nowhere. Anybody who reaches either
-        may read, so other than loopback addresses need node.allow_insecure_bind.
-    form: map (hashes of 32 bytes), map_int (hashes as numbers) or array (fields in order).
-    token_ids: tell each block's tokens, too. They are the content of prompts.
+    Every process that reaches an address may read, so an address that is not loopback needs
+    node.allow_insecure_bind.
+
+    Attributes:
+        endpoint: address that events are published at, such as tcp://127.0.0.1:5557 or
+            ipc:///run/tierkv; "" to publish none.
+        replay: address that answers requests for missed events; "" for none.
+        form: map (hashes of 32 bytes), map_int (hashes as numbers) or array (fields in order).
+        token_ids: publish the tokens of each block, too. Tokens are the content of prompts.
     """
 
     endpoint: str = ""
@@ -73,7 +81,7 @@ class EventsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach it."""
+        """True if only this machine can reach the addresses."""
         found = [_ENDPOINT.fullmatch(one) for one in (self.endpoint, self.replay)]
         hosts = [one["host"].strip("[]") for one in found if one and one["host"]]
         return all(host == "localhost" or _is_loopback(host) for host in hosts)
@@ -86,18 +94,18 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-_MOST_BLOCKS = 1024  # of one batch, which takes a millisecond to encode
-_QUEUED_EVENTS = 65_536  # that wait to be published; then the oldest are lost
+_MOST_BLOCKS = 1024  # blocks of one batch, which takes 1 ms to encode
+_QUEUED_EVENTS = 65_536  # events that wait to be published; beyond it the oldest are dropped
 _KEPT_BATCHES = 10_000  # for replays, as vLLM keeps them
 _KEPT_BYTES = 64 << 20
 _LINGER_MS = 500  # for subscribers to be sent the last batch when the node ends
 _REPLAYED_AT_ONCE = 64  # batches between two turns of the loop
-_REPLAY_QUEUE = 256  # batches that wait for one who asked for them: ZeroMQ keeps them in memory
-_REPLAY_PATIENCE_S = 1.0  # for who asked to take one of them
-_REPLAY_LOOKS_S = 0.005  # ZeroMQ does not tell when there is room again
+_REPLAY_QUEUE = 256  # batches that wait for one client: ZeroMQ keeps them in memory
+_REPLAY_PATIENCE_S = 1.0  # for a client to read one of them
+_REPLAY_LOOKS_S = 0.005  # ZeroMQ does not report when a queue has room again
 _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
-_REQUEST_FRAMES = 3  # who asks, an empty one, the first number
+_REQUEST_FRAMES = 3  # the client, an empty frame, the first number
 _RANK = 0
 _MEDIUM = {"device": "GPU", "host": "CPU", "storage": "STORAGE"}  # vLLM's words, as the next ones
 _KIND = {"FULL": "full_attention", "WINDOW": "sliding_window", "STATE": "mamba"}
@@ -105,14 +113,21 @@ _CLEARED: dict[str, Any] = {"type": "AllBlocksCleared"}
 
 
 class KvEventPublisher:
-    """Publishes what the cache holds to routers. Use it inside `running()`.
+    """Publisher of what the cache holds, for routers. Use it inside `running()`.
 
-    Whole blocks only: routers know no others. Blocks that an engine has given its own hashes are
-    told by these. The first batch says that nothing is cached, and so does the last. Where events
-    came faster than they were sent, the numbers have a gap, everything is declared gone, and what
-    is cached is told again. num_batches: sent. num_lost: events that were dropped.
+    Only whole blocks are published: routers know no others. A block that an engine has given its
+    own hash is published under that hash. The first and the last batch say that nothing is cached.
+    When events arrive faster than they are sent, the numbers get a gap, everything is declared
+    removed, and what is cached is published again.
 
-    name: of the node, for the topic. fingerprints: of the spaces, "" for the service's own.
+    Args:
+        settings: the addresses and the encoding.
+        name: name of the node, for the topic.
+        fingerprints: fingerprints by space, "" for the service's own.
+
+    Attributes:
+        num_batches: number of batches sent.
+        num_lost: number of events dropped.
     """
 
     def __init__(
@@ -130,8 +145,13 @@ class KvEventPublisher:
 
     @asynccontextmanager
     async def running(self, events: CacheEvents, index: Index) -> AsyncIterator[None]:
-        """Listens; says at the end that all is gone. Does nothing without an endpoint. Raises
-        ConfigError if an address cannot be listened on or the package is missing."""
+        """Listen while the body runs, and publish at its end that nothing is cached.
+
+        Does nothing without an endpoint.
+
+        Raises:
+            ConfigError: an address cannot be bound, or the package is missing.
+        """
         if not self._settings.endpoint:
             yield
             return
@@ -144,7 +164,7 @@ class KvEventPublisher:
             try:
                 publisher.setsockopt(zmq.SNDHWM, _KEPT_BATCHES)
                 replayer.setsockopt(zmq.SNDHWM, _REPLAY_QUEUE)
-                replayer.setsockopt(zmq.ROUTER_MANDATORY, 1)  # says where it would drop
+                replayer.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raise an error instead of a drop
                 _bind(zmq, publisher, "endpoint", self._settings.endpoint)
                 work = {"tierkv-kv-events": lambda: self._publish(publisher)}
                 if self._settings.replay:
@@ -168,7 +188,7 @@ class KvEventPublisher:
                 if num_lost:
                     log.warning("%d cache events were lost: all is told again", num_lost)
                     self.num_lost = subscription.num_dropped
-                    self._number += 1  # the gap by which a router knows
+                    self._number += 1  # routers notice the gap
                     self._send(publisher, [_CLEARED])
                     await self._tell_all(publisher)
                     continue
@@ -177,12 +197,15 @@ class KvEventPublisher:
                     await asyncio.sleep(0)
 
     async def _tell_all(self, publisher: Any) -> None:  # noqa: ANN401 - ZeroMQ's
-        """What is cached now. What happens meanwhile is queued, and told after it."""
+        """Publish everything that is cached now.
+
+        Events of the same time are queued, and follow it.
+        """
         nodes = [child for root in self._index.spaces.roots() for child in root.children.values()]
         while nodes:
             node = nodes.pop()
             if node.parent is None or node.parent.children.get(node.key) is not node:
-                continue  # it went meanwhile
+                continue  # the node was removed during the wait
             nodes.extend(node.children.values())
             for tier, first, stop in () if node.is_tail else _ready(node):
                 for run in self._events.runs(node, first, stop):
@@ -195,8 +218,11 @@ class KvEventPublisher:
                 self._send(publisher, [self._encoded(told)])
 
     def _encoded(self, event: CacheEvent) -> dict[str, Any]:
-        """Fields in the format's order. Those after `lora_name`, and `medium` when a block is
-        removed, are told of engines whose blocks are of several kinds, as vLLM does."""
+        """Return the fields of `event` in the order of the format.
+
+        As in vLLM, the fields after `lora_name`, and `group_idx` of a removed block, exist only for
+        engines with several kinds of blocks.
+        """
         groups = self._events.groups
         group = groups[event.group] if groups else None
         is_plain = group is None or (len(groups) == 1 and group.kind.name == "FULL")
@@ -233,14 +259,17 @@ class KvEventPublisher:
         }
 
     def _hash(self, name: ExternalId | None, digest: bytes) -> bytes | int:
-        """name: what the engine calls the block; a text is told as its UTF-8 bytes."""
+        """Return the published hash of a block: the engine's `name` for it, or else its digest.
+
+        A name that is text is encoded as UTF-8.
+        """
         given = digest if name is None else name.encode() if isinstance(name, str) else name
         if isinstance(given, int) or self._settings.form is EventForm.MAP:
             return given
         return int.from_bytes(given[-_NUMBER_BYTES:], "big")
 
     def _send(self, publisher: Any, events: list[dict[str, Any]]) -> None:  # noqa: ANN401
-        """Never waits: a subscriber that is too slow for its queue misses it, and sees a gap."""
+        """Send a batch without waiting: a subscriber with a full queue misses it and sees a gap."""
         in_order = self._settings.form is EventForm.ARRAY
         told = [list(event.values()) for event in events] if in_order else events
         batch = msgspec.msgpack.encode([time.time(), told, _RANK])
@@ -254,7 +283,10 @@ class KvEventPublisher:
         self.num_batches += 1
 
     async def _answer_replays(self, zmq: Any, replayer: Any) -> None:  # noqa: ANN401 - ZeroMQ's
-        """All who asked at the same time; who asks again is answered anew."""
+        """Answer all clients that ask for missed batches.
+
+        A new request replaces the client's last one.
+        """
         ended = LogThrottle(log, "replays that were not sent to their end (x%d): %s")
         running: dict[bytes, asyncio.Task[None]] = {}
 
@@ -271,7 +303,7 @@ class KvEventPublisher:
 
         async with task_group() as tasks:
             while True:
-                await asyncio.sleep(0)  # what has come is there without one
+                await asyncio.sleep(0)  # recv returns queued requests without a turn of the loop
                 frames = await replayer.recv_multipart()
                 if len(frames) != _REQUEST_FRAMES or len(frames[-1]) != _NUMBER_BYTES:
                     ended.warn(f"{len(frames)} frames are no request")
@@ -282,7 +314,12 @@ class KvEventPublisher:
                 running[client] = tasks.create_task(answer(client, first))
 
     async def _replay(self, zmq: Any, replayer: Any, client: bytes, first: int) -> None:  # noqa: ANN401
-        """Raises TimeoutError if the client takes nothing, ZMQError if it has gone."""
+        """Send a client the kept batches from number `first` on, and the end mark.
+
+        Raises:
+            TimeoutError: the client reads nothing.
+            ZMQError: the client is gone.
+        """
         kept = [(number, batch) for number, batch in self._kept if number >= first]
         answers = (
             (client, b"", self._topic, number.to_bytes(_NUMBER_BYTES, "big"), batch)
@@ -318,7 +355,10 @@ def _bind(zmq: Any, socket: Any, name: str, address: str) -> None:  # noqa: ANN4
 
 
 def _batches(events: list[CacheEvent]) -> Iterator[list[CacheEvent]]:
-    """Of whole blocks, in order; each of one event or of at most _MOST_BLOCKS blocks."""
+    """Yield `events` of whole blocks in order, in batches.
+
+    A batch has one event, or at most _MOST_BLOCKS blocks.
+    """
     batch: list[CacheEvent] = []
     num_blocks = 0
     for event in events:
@@ -334,7 +374,7 @@ def _batches(events: list[CacheEvent]) -> Iterator[list[CacheEvent]]:
 
 
 def _ready(node: TreeNode) -> Iterator[tuple[str, int, int]]:
-    """Runs of the node's path blocks that are whole on a tier: its name, the first, the end."""
+    """Yield the runs of the node's path blocks that are whole on a tier: tier name, first, end."""
     for tier in Tier:
         at = node.start
         for state, group in groupby(node.copies[tier].states.tolist()):

@@ -1,5 +1,7 @@
-"""What a running service is made of: opened in order, recounted and closed in reverse; its
-memory; and the device's memory given up for a while and taken again."""
+"""Parts of a running service: opened in order, verified and closed in reverse order.
+
+Among them is the memory of the device, which can be released for a while and allocated again.
+"""
 
 from __future__ import annotations
 
@@ -82,8 +84,10 @@ class Memory:
 
     @asynccontextmanager
     async def open_to_changes(self) -> AsyncIterator[None]:
-        """`changing` is possible in the body. Leaving waits until none is under way: lanes and
-        planes that come later would be nobody's to close."""
+        """Allow `changing` in the body; at its end wait until no change is under way.
+
+        Otherwise lanes and planes that a late change opens would never be closed.
+        """
         self._is_open = True
         try:
             yield
@@ -93,8 +97,11 @@ class Memory:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """The planes may be given back, or others taken, in the body. Raises ShuttingDownError if
-        it is too late for that."""
+        """Allow the body to release the planes or to use new ones.
+
+        Raises:
+            ShuttingDownError: the memory is closing, too late for a change.
+        """
         if not self._is_open:
             raise ShuttingDownError("this node has shut down")
         end = self._begin_change()
@@ -114,8 +121,11 @@ class Memory:
         return end
 
     async def new_planes(self, device_blocks: int) -> Planes:
-        """Planes for so many blocks, which are not in use before `use`. Raises ConfigError if
-        there is no room for them."""
+        """Allocate planes for `device_blocks` blocks; `use` puts them into use.
+
+        Raises:
+            ConfigError: there is no room for them.
+        """
         allocate = functools.partial(self._device.allocate_planes, self._layout, device_blocks)
         opening = begin_aside(allocate)
         try:
@@ -136,7 +146,10 @@ class Memory:
 
 @asynccontextmanager
 async def host_memory(device: Device, layout: Layout, num_slots: int) -> AsyncIterator[HostSlots]:
-    """Host slots alone. Takes them in a thread, and a cancel waits for its end."""
+    """Provide host slots alone in the body.
+
+    A thread allocates them, and a cancel waits for the thread.
+    """
     taken: list[HostSlots] = []
 
     def take() -> None:
@@ -153,16 +166,19 @@ async def host_memory(device: Device, layout: Layout, num_slots: int) -> AsyncIt
 
 
 def _close_again(opening: asyncio.Future[Planes]) -> None:
-    """Memory that came for somebody who has gone."""
+    """Close planes whose caller was cancelled before they were allocated."""
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close()
 
 
 @dataclass(frozen=True, slots=True)
 class MadeOf:
-    """What a service is given. fingerprint: its own; name: of this node, on its tickets.
+    """The values that a service is built from.
 
-    fingerprints: all that are open, by space, its own under "".
+    Attributes:
+        fingerprint: the service's own fingerprint.
+        name: name of this node, written on its tickets.
+        fingerprints: all open fingerprints by space, the service's own under "".
     """
 
     device: Device
@@ -178,7 +194,7 @@ class MadeOf:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Only its own is open."""
+        """Close all fingerprints but the service's own."""
         self.fingerprints.clear()
         self.fingerprints[""] = self.fingerprint
 

@@ -60,26 +60,32 @@ class Session:
         self._free_tickets: set[str] = set()
         self._policy: ClaimPolicy | None = None
         self._resuming: asyncio.Timeout | None = None
-        self._last_use: tuple[Event, ...] | None = None  # of an end that waits for publishes
+        self._last_use: tuple[Event, ...] | None = (
+            None  # events of an `end` that waits for publishes
+        )
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     # How it stands
 
     @property
     def request(self) -> Request:
-        """Raises OwnershipError if it has no blocks: it waits for them, or has ended."""
+        """The request with its blocks.
+
+        Raises:
+            OwnershipError: the session has no blocks: it waits for them, or has ended.
+        """
         if self._request is None:
             raise OwnershipError(f"request {self.spec.request_id!r} has no blocks")
         return self._request
 
     @property
     def has_ended(self) -> bool:
-        """Whether all it had is given back; `over` is resolved then."""
+        """True if everything the session held has been given back; `over` is resolved then."""
         return self.over.done()
 
     @property
     def is_ending(self) -> bool:
-        """Whether `end` or `abort` was asked."""
+        """True if `end` or `abort` was called."""
         return self._last_use is not None or self.has_ended
 
     @property
@@ -88,7 +94,7 @@ class Session:
 
     @property
     def is_streaming(self) -> bool:
-        """Whether its prompt goes out while it is computed."""
+        """True if the prompt is published while it is computed."""
         return any(one.stream is not None for one in self._publishes.values())
 
     @property
@@ -96,7 +102,11 @@ class Session:
         return self.request.matched
 
     def running(self) -> Request:
-        """Raises OwnershipError unless it has blocks and may use them."""
+        """Return the request, whose blocks may be used.
+
+        Raises:
+            OwnershipError: the session has no blocks, is preempted, or is ending.
+        """
         request = self.request
         request.check_running()
         if self.is_ending:
@@ -106,8 +116,10 @@ class Session:
     # Its beginning
 
     async def admit(self) -> Request:
-        """Wait for blocks, with what is cached of the prompt on any tier on its way into them.
-        Raises what `Service.admit` does; cancelling it leaves nothing behind."""
+        """Wait for blocks, and start to load what any tier has of the prompt into them.
+
+        A cancel leaves nothing behind. Raises the errors of `Service.admit`.
+        """
         with self._timed():
             fetched, budget = None, self._service.budget()
             if self._service.fetches(self.spec):
@@ -115,7 +127,7 @@ class Session:
                 try:
                     self._mark(Moment.MATCHED, fetched.matched_at)
                     self._mark(Moment.FETCHED, fetched.ended_at)
-                except BaseException:  # a bug: nobody but us has it yet
+                except BaseException:  # a bug: no other code holds `fetched` yet
                     fetched.release()
                     raise
             request = await self._service.scheduler.admit(self.spec, fetched)
@@ -125,7 +137,7 @@ class Session:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Tells of the request's beginning, and of its end if it comes to nothing."""
+        """Record the request's beginning, and its end if the body fails."""
         self._timeline = self._service.timelines.begin(self.spec)
         try:
             yield
@@ -145,8 +157,10 @@ class Session:
         deadline_s: float | None = None,
         sampling: Mapping[str, str] | None = None,
     ) -> Request:
-        """Wait for a published prompt and for blocks with every token of it on its way into them;
-        see `Service.claim`. `ticket` is there afterwards."""
+        """Wait for a published prompt and for blocks, and start to load every token into them.
+
+        `ticket` is set afterwards. See `Service.claim`.
+        """
         self._policy = policy
         with self._timed():
             try:
@@ -166,7 +180,7 @@ class Session:
     def _take(self, request: Request) -> Request:
         try:
             self._took(request)
-        except BaseException:  # whoever began it does not know that it has blocks
+        except BaseException:  # the caller does not know that the request has blocks
             if self._request is request:
                 self.end()
             else:
@@ -175,15 +189,22 @@ class Session:
         return request
 
     def _took(self, request: Request) -> None:
-        if self.has_ended:  # in the moment in which it came
+        if self.has_ended:  # at the moment of its admission
             raise OwnershipError(f"request {self.spec.request_id!r} has ended")
         self._request, self.spec = request, request.spec
         if self._timeline is not None:
             self._service.timelines.admitted(self._timeline, request)
 
     async def loaded(self, timeout_s: float) -> None:
-        """Return when every cached token is in the block table, and the index knows it. Raises
-        TransferError with a load that failed, GateTimeoutError after `timeout_s`."""
+        """Return when every cached token is in the block table, and the index knows it.
+
+        Args:
+            timeout_s: seconds to wait.
+
+        Raises:
+            TransferError: a load failed.
+            GateTimeoutError: a load did not end in time.
+        """
         request = self.request
         loads = self._service.scheduler.loads.of(request.block_table)
         problem: TransferError | None = None
@@ -194,7 +215,7 @@ class Session:
                         await movement.done()
                     except DeviceFailedError:
                         raise
-                    except TransferError as error:  # the others may still bring what they carry
+                    except TransferError as error:  # other loads may still succeed
                         problem = problem or error
                 for load in loads:
                     await asyncio.shield(load.settled)
@@ -207,8 +228,16 @@ class Session:
             raise TransferError("cached blocks above these did not arrive")
 
     async def loaded_or_recovered(self, timeout_s: float) -> None:
-        """`loaded`, or `recover` if that fails. A whole prompt that was claimed is not computed:
-        raises HandoffError (load_failed) for it, and DeviceFailedError."""
+        """Wait as `loaded` does, and `recover` if a load fails.
+
+        Args:
+            timeout_s: seconds to wait.
+
+        Raises:
+            HandoffError: with reason load_failed; a whole prompt that was claimed is never
+                computed.
+            DeviceFailedError: the device has failed.
+        """
         try:
             await self.loaded(timeout_s)
         except DeviceFailedError:
@@ -218,17 +247,26 @@ class Session:
             await self.recover(str(error), timeout_s=timeout_s)
 
     def check_may_compute(self, error: TransferError) -> None:
-        """Raise HandoffError (load_failed) if it was claimed whole or not at all."""
+        """Check that the claim's policy allows the engine to compute what did not load.
+
+        Raises:
+            HandoffError: with reason load_failed; the prompt was claimed whole or not at all.
+        """
         if self._policy is ClaimPolicy.WHOLE:
             text = f"the claimed prompt did not load: {error}"
             raise HandoffError(HandoffProblem.LOAD_FAILED.value, text) from error
 
     async def recover(self, problem: str, *, timeout_s: float, after: Sequence[Event] = ()) -> None:
-        """Get other blocks, of which those that are intact on the device are filled; what must be
-        computed is in `failed_blocks`. What was not committed is lost.
+        """Get other blocks, and fill those that are intact on the device.
 
-        after: events of the kernels that may still use the blocks it had. A prompt that goes out
-        meanwhile is given up, and may be streamed again. If it raises, the request has ended.
+        `failed_blocks` then has the blocks that must be computed. Uncommitted tokens are lost. A
+        stream of the prompt is given up, and may be started again. If this method raises, the
+        request has ended.
+
+        Args:
+            problem: why the load failed.
+            timeout_s: seconds to wait for the loads.
+            after: events of the kernels that may still use the old blocks.
         """
         request = self.running()
         size = self.spec.prompt.block_size
@@ -236,7 +274,7 @@ class Session:
         intact = self._service.index.match(self.spec.prompt).device_blocks
         log.warning("request %s computes what did not load: %s", self.spec.request_id, problem)
         await self._give_up_streams(problem)
-        self.running()  # it may have been ended meanwhile
+        self.running()  # raises if the request was ended during the wait
         self._request = None
         self._service.scheduler.end(request, after=after)
         try:
@@ -252,8 +290,10 @@ class Session:
     # While it runs
 
     async def commit(self, tokens: bytes, *, after: Sequence[Event] = ()) -> None:
-        """KV of `tokens` is in the block table once `after` is done; see Scheduler.commit. What of
-        it belongs to a prompt that goes out while it is computed follows the others."""
+        """Record that the block table has the KV of `tokens` once `after` is done.
+
+        Streams of the prompt publish their part of it next. See Scheduler.commit.
+        """
         request = self.running()
         await self._service.scheduler.commit(request, tokens, after=after)
         prompt_tokens = min(request.computed_tokens, self.spec.prompt.num_tokens)
@@ -264,16 +304,25 @@ class Session:
                 publishing.stream.advance(prompt_tokens, after)
 
     def has_first_token(self) -> None:
-        """Its engine knows the first token; else that is told by the commit of the whole prompt."""
+        """Record that the engine knows the first token.
+
+        The commit of the whole prompt does so, too.
+        """
         self._mark(Moment.COMPUTED)
 
     async def extend(self, num_tokens: int) -> None:
-        """More room in the block table; see Scheduler.extend."""
+        """Enlarge the block table; see Scheduler.extend."""
         await self._service.scheduler.extend(self.running(), num_tokens)
 
     async def preempt(self, *, after: Sequence[Event] = ()) -> None:
-        """Give the blocks back for a while, once they are published as far as was asked. Raises
-        OwnershipError while the prompt goes out as it is computed."""
+        """Give the blocks back for a while, once every publish under way has ended.
+
+        Args:
+            after: events of the kernels that may still use the blocks.
+
+        Raises:
+            OwnershipError: the prompt is published while it is computed.
+        """
         self.running()
         if self.is_streaming:
             text = f"request {self.spec.request_id!r} is being published as it is computed"
@@ -282,8 +331,13 @@ class Session:
         self._service.scheduler.preempt(self.running(), after=after)
 
     async def resume(self, *, max_new_tokens: int) -> Request:
-        """Wait for blocks again, with all that is still cached. Cancelled, it stays preempted;
-        ended meanwhile, it raises OwnershipError at once."""
+        """Wait for blocks again, with everything that is still cached.
+
+        A cancelled call leaves the request preempted.
+
+        Raises:
+            OwnershipError: the request is not preempted, or ended during the wait.
+        """
         request = self.request
         if not self.is_preempted or self._resuming is not None:
             raise OwnershipError(f"request {self.spec.request_id!r} is not preempted")
@@ -306,12 +360,18 @@ class Session:
         self._free_tickets.add(ticket_id)
 
     async def stream(self, ticket_id: str) -> bool:
-        """Publish what is committed of the prompt from now on, under a ticket that `publish`
-        completes; whether it does, which the settings say. Raises HandoffError and what
-        `check_ticket` raises."""
+        """Publish the committed prompt from now on, under a ticket that `publish` completes.
+
+        Returns:
+            True if a stream has started; False if the settings do not allow it.
+
+        Raises:
+            HandoffError: this node has no storage tier.
+            DuplicateRequestError: another prompt's ticket of this id can be claimed.
+        """
         if ticket_id not in self._publishes and ticket_id not in self._free_tickets:
             await self.check_ticket(ticket_id)
-        if ticket_id in self._publishes:  # another call may have come first meanwhile
+        if ticket_id in self._publishes:  # another call was faster during the wait
             return True
         request = self.running()
         stream = self._service.stream(request, ticket_id)
@@ -329,9 +389,20 @@ class Session:
         after: Sequence[Event] = (),
         sampling: Mapping[str, str] | None = None,
     ) -> Publishing:
-        """Store the committed prompt and a ticket for it, in a task of its own; once per ticket id
-        unless it fails. An `end` waits for it. Raises OwnershipError if the prompt is not computed;
-        `Publishing.published` tells the rest."""
+        """Store the committed prompt and a ticket for it, in a task of its own.
+
+        A ticket id is published once, unless its publish failed. `end` waits for the task. The
+        returned object's `published` has the outcome.
+
+        Args:
+            ticket_id: id of the ticket.
+            first_tokens: tokens that follow the prompt.
+            after: events of the kernels that write the last blocks.
+            sampling: sampling parameters for the ticket.
+
+        Raises:
+            OwnershipError: the prompt is not computed.
+        """
         sampling = dict(sampling or {})
         found = self._publishes.get(ticket_id)
         if found is not None and found.stream is not None:
@@ -348,8 +419,12 @@ class Session:
     async def published(
         self, publishing: Publishing, first_tokens: Sequence[int], sampling: Mapping[str, str]
     ) -> Published:
-        """How a publish went. Raises DuplicateRequestError if the ticket, which somebody asked for
-        before, says something else."""
+        """Return the outcome of a publish.
+
+        Raises:
+            DuplicateRequestError: an earlier call published the ticket with other first tokens or
+                sampling.
+        """
         published = await publishing.published()
         said = published.ticket
         if (said.first_tokens, said.sampling) != (tuple(first_tokens), dict(sampling)):
@@ -384,19 +459,22 @@ class Session:
         return [one for one in self._publishes.values() if not one.task.done()]
 
     async def _published(self) -> None:
-        """Return when nothing of it is being published: its blocks are read until then."""
+        """Return when no publish of the request is under way: each one reads its blocks."""
         while busy := self._busy():
             await asyncio.wait([one.task for one in busy])
 
     def _fail_streams(self, reason: str) -> None:
-        """No more of the prompt will be computed; who waits for its tickets is told why."""
+        """End the streams with `reason`, which waiting claims receive."""
         for publishing in self._publishes.values():
             if publishing.stream is not None:
                 publishing.stream.fail(reason)
                 publishing.stream = None
 
     async def _give_up_streams(self, reason: str) -> None:
-        """As `_fail_streams`; afterwards the prompt may be streamed again."""
+        """Fail the streams with `reason`, and wait for their end.
+
+        New ones may be started afterwards.
+        """
         given_up = [name for name, one in self._publishes.items() if one.stream is not None]
         self._fail_streams(reason)
         await self._published()
@@ -406,11 +484,13 @@ class Session:
     # Its end
 
     def end(self, *, after: Sequence[Event] = (), reason: str = "the request has ended") -> None:
-        """Give everything back, now or as soon as nothing of it is being published. What was
-        committed stays cached. No error if it has ended.
+        """Give everything back, now or as soon as no publish of the request is under way.
 
-        after: events of the kernels that may still use the blocks. reason: for who waits for a
-        prompt that went out while it was computed, and will not be computed any more.
+        Committed tokens stay cached. A request that has ended stays as it is.
+
+        Args:
+            after: events of the kernels that may still use the blocks.
+            reason: text for nodes that wait for a prompt whose stream ends here.
         """
         if self.is_ending:
             return
@@ -421,17 +501,19 @@ class Session:
                 computed = self._request.computed_tokens - self.spec.prompt.num_tokens
                 self._timeline.new_tokens = max(computed, 0)
             self._mark(Moment.ENDED)
-        finally:  # a bug in what is told of it keeps no blocks
+        finally:  # a bug in the records above must not keep blocks
             self._publish_over()
 
     def abort(
         self, *, after: Sequence[Event] = (), reason: str = "the request was aborted"
     ) -> None:
-        """As `end`, but what is being published is given up."""
+        """End the request as `end` does, and give up its publishes."""
         streaming = [one for one in self._publishes.values() if one.stream is not None]
         self.end(after=after, reason=reason)
         for publishing in self._busy():
-            if publishing not in streaming:  # those end by themselves, when they have said why
+            if (
+                publishing not in streaming
+            ):  # streams end by themselves, after they have published the reason
                 publishing.give_up(OwnershipError(f"{reason} before it was published"))
 
     def _publish_over(self) -> None:
