@@ -15,13 +15,19 @@ from tierkv.service import Service
 from tierkv.tasks import task_group
 
 RING_EVENTS = 8192
-KEEP_S = 60.0  # without a reader: so long a client may take to come back and miss nothing
+KEEP_S = 60.0  # seconds without a reader after which events are no longer kept
 
 
 @dataclass(slots=True)
 class Reader:
-    """What one client has seen: event `number` of its feed's run `epoch`. num_lost: events that it
-    has missed; 1 if it came back too late to know how many."""
+    """The position of one client in the feed.
+
+    Attributes:
+        epoch: The run of the feed that the client reads.
+        number: Number of the last event that the client has read.
+        num_lost: Number of events that the client has missed; 1 if the number is unknown, since the
+            client returned too late.
+    """
 
     epoch: int
     number: int
@@ -35,7 +41,7 @@ class EventFeed:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._ring: deque[CacheEvent] = deque(maxlen=RING_EVENTS)
-        self._last = 0  # the number of the ring's newest event; they are counted up, without gaps
+        self._last = 0  # number of the ring's newest event; numbers have no gaps
         self._epoch = 0
         self._num_readers = 0
         self._is_closed = False
@@ -104,7 +110,7 @@ class EventFeed:
             self._ending = None
         if self._listening is None and not self._is_closed:
             assert self._tasks is not None, "the feed is running"
-            self._epoch = secrets.randbits(48)  # a node that restarts does not go on counting
+            self._epoch = secrets.randbits(48)  # a restarted node does not continue the numbers
             self._listening = self._tasks.create_task(self._run(), name="tierkv-events")
 
     def _stop(self) -> None:
@@ -121,7 +127,7 @@ class EventFeed:
             num_dropped = 0
             async for event in subscription:
                 if subscription.num_dropped > num_dropped:
-                    self._ring.clear()  # a gap: whoever has not read this far has lost something
+                    self._ring.clear()  # a gap: a reader that is behind it has lost events
                     self._last += subscription.num_dropped - num_dropped
                     num_dropped = subscription.num_dropped
                 self._ring.append(event)

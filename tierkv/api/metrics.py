@@ -1,4 +1,4 @@
-"""What Prometheus scrapes: what the node counts, read when asked for, and what is counted here."""
+"""The metrics of a node: its own counts, read at each scrape, and counts of HTTP answers."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class NodeCollector(Collector):
         yield from stores(node.service.storage_state())
 
     def shown(self) -> Iterator[Metric]:
-        """Those from which the live page takes its figures, twice a second."""
+        """Yield the metrics that the live page reads twice a second."""
         node = self._node
         stats = node.service.stats()
         yield from _tiers(stats, node.service.fingerprint.layout.block_bytes)
@@ -290,7 +290,7 @@ def _requests(stats: Stats) -> Iterator[Metric]:
 
 
 def _callers(node: Node) -> Iterator[Metric]:
-    """What is kept between calls."""
+    """Yield the count of answers that were repeated from an earlier call."""
     yield counter(
         "tierkv_repeated_requests",
         "Calls that were answered with what an earlier one of the same id had brought about",
@@ -341,7 +341,7 @@ def _handoffs(stats: Stats) -> Iterator[Metric]:
 
 
 def _estimates(node: Node) -> Iterator[Metric]:
-    """By which a request fetches, waits or computes."""
+    """Yield the expected times by which a request chooses to fetch, wait or compute."""
     estimator = node.service.estimator
     num_bytes = _ESTIMATED_TOKENS * estimator.bytes_per_token
     yield gauge(
@@ -422,7 +422,10 @@ def storage(stats: Stats) -> Iterator[Metric]:
 
 
 def stores(states: Iterable[StoreState]) -> Iterator[Metric]:
-    """By tenant that has a store of its own; "" is the common one."""
+    """Yield the state of each store, labelled with the tenant that owns it.
+
+    The label "" is the store that all other tenants share.
+    """
     by_tenant = {state.tenant: state for state in states}
     yield gauge(
         "tierkv_circuit_state",

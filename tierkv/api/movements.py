@@ -105,7 +105,11 @@ class PromptMovements:
         return call.made
 
     def find(self, key: Key) -> PromptMovement:
-        """Raises UnknownIdError."""
+        """Return the movement of `key`.
+
+        Raises:
+            UnknownIdError: There is no such movement.
+        """
         movement = self._once.find(key)
         if movement is None:
             raise UnknownIdError(f"there is no {self._kind} {key[1]!r}")

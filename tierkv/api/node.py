@@ -1,5 +1,8 @@
-"""A node: device, store, cache service and engine, put together and kept alive in order; and what
-its classes of routes share: the reading of bodies, and whose things are whose."""
+"""A node (device, store, cache service and engine), and the base class of its routes.
+
+The node opens its parts in order and closes them in reverse. The base class reads bodies, and finds
+the requests, tickets and other things of the caller's tenant.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +45,9 @@ from tierkv.transfer.tier import StorageOptions
 
 if TYPE_CHECKING:
     from tierkv.api.metrics import Metrics
-    from tierkv.embed.external import ExternalEngines  # which a node without a socket does not need
+    from tierkv.embed.external import ExternalEngines  # only nodes with an engine socket need it
 
-_MOST_ANSWERS = 1024  # of generations, kept for who asks again: some 5 bytes per token each
+_MOST_ANSWERS = 1024  # answers of generations kept for repeated calls: 5 bytes per token
 _ANSWERS_TTL_S = 300.0
 
 
@@ -113,7 +116,7 @@ class Node:
 
     @property
     def has_engine(self) -> bool:
-        """Whether the node computes itself."""
+        """True if the node computes with its own engine."""
         return self._engine is not None
 
     @property
@@ -129,7 +132,7 @@ class Node:
 
     @property
     def spec(self) -> EngineSpec:
-        """What the node's own engine is.
+        """The specification of the node's own engine.
 
         Raises:
             NoEngineError: Engines in other processes compute.
@@ -177,7 +180,7 @@ class Node:
         )
 
     async def verify(self) -> list[str]:
-        """As Service.verify, with what engines in other processes hold."""
+        """Return the faults of Service.verify, also in blocks of engines in other processes."""
         return self.service.verify() if self._external is None else await self._external.verify()
 
     def check_started(self) -> None:
@@ -217,15 +220,18 @@ class Node:
         return len(self._working)
 
     def work(self) -> CallUnderWay:
-        """One request's work. Raises ShuttingDownError once draining, and in the middle of the
-        work when its time is up."""
+        """Open one request's work, for `async with`.
+
+        Raises:
+            ShuttingDownError: The node drains; or, in the middle of the work, its time is up.
+        """
         self.check_started()
         if self.is_draining:
             raise ShuttingDownError(f"this node {self._why_ends('is shutting down')}")
         return self._working.call()
 
     def call(self) -> CallUnderWay:
-        """As `work`, for a call about a request under way: it may begin while draining."""
+        """Open a call about a request under way, as `work` does, but also while the node drains."""
         self.check_started()
         return self._working.call()
 
@@ -293,12 +299,15 @@ IDEMPOTENCY_HEADER = "Idempotency-Key"
 
 
 def principal_of(request: web.BaseRequest) -> Principal:
-    """Who calls."""
+    """Return the caller of `request`."""
     return request[PRINCIPAL]
 
 
 async def explained(node: Node, caller: Principal, prompt: Prompt) -> Explanation:
-    """What of `prompt` is cached. Only an admin is told what other tenants have."""
+    """Return the cached parts of `prompt`.
+
+    Only an admin sees that another tenant has the prompt.
+    """
     is_admin = caller.access >= Access.ADMIN
     deadline_s = node.settings.handoff.lookup_deadline_s
     found = await node.service.explain_with_storage(

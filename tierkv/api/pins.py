@@ -64,14 +64,22 @@ class PinBook:
         return pin
 
     def get(self, key: Key) -> Pin:
-        """Raises UnknownIdError."""
+        """Return the pin of `key`.
+
+        Raises:
+            UnknownIdError: There is no such pin, or it has ended.
+        """
         pin = self._pins.get(key[0], {}).get(key[1])
         if pin is None or pin.ends_at <= self._now():
             raise UnknownIdError(f"there is no pin {key[1]!r}")
         return pin
 
     def remove(self, key: Key) -> Pin:
-        """Raises UnknownIdError."""
+        """Remove the pin of `key`, unpin its blocks, and return it.
+
+        Raises:
+            UnknownIdError: There is no such pin, or it has ended.
+        """
         pin = self.get(key)
         del self._pins[key[0]][key[1]]
         self._service.unpin(_name(key))

@@ -1,4 +1,4 @@
-"""The routes for who runs the node: tiers, blocks, configuration and quotas."""
+"""The routes for operators of the node: tiers, blocks, configuration and quotas."""
 
 from __future__ import annotations
 
@@ -162,14 +162,18 @@ def _tier(pool: PoolStats, block_bytes: int) -> TierAnswer:
     return TierAnswer(capacity_blocks=pool.capacity, used_blocks=pool.used, block_bytes=block_bytes)
 
 
-MOST_LISTINGS = 16  # the one asked longest ago is given up for another one
+MOST_LISTINGS = 16  # above it, the least recently read listing is dropped
 
 
 @dataclass(slots=True)
 class _Listing:
-    """pending: nodes still to tell of, the last one next. at: blocks of it that were told.
+    """A listing of blocks under way.
 
-    page: the last one, so that a client that lost it can ask again.
+    Attributes:
+        pending: Nodes of the index that are not listed yet; the last one is next.
+        at: Number of blocks of the next node that are listed already.
+        num_pages: Number of pages made so far.
+        page: The last page, kept for a client that lost it and asks again.
     """
 
     pending: list[IndexNode]
@@ -179,8 +183,11 @@ class _Listing:
 
 
 class Listings:
-    """Cursors belong to this object. Blocks that come, go or move apart while a listing is under
-    way may be missing from it, or be told twice."""
+    """The listings under way, by cursor; a cursor is valid only for the object that made it.
+
+    Blocks that are added, removed or split while a listing is under way may be missing from the
+    listing, or be in it twice.
+    """
 
     def __init__(self) -> None:
         self._listings: OrderedDict[str, _Listing] = OrderedDict()

@@ -1,5 +1,7 @@
-"""The routes that tell how a node is (probes, version, metrics, stats, verify, OpenAPI), those of
-its life (drain, pause, sleep, wake), its event stream, and what its live page is told."""
+"""Routes for a node's state and life, its event stream and the data of its live page.
+
+State: probes, version, metrics, stats, verify and OpenAPI. Life: drain, pause, sleep and wake.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,7 @@ class LifeRoutes(Routes):
         return self._life()
 
 
-_QUIET_S = 15.0  # then a comment line tells that the connection is alive
+_QUIET_S = 15.0  # seconds without an event after which a comment line keeps the connection
 _MOST = 256  # events in one write
 
 
@@ -136,11 +138,11 @@ class EventRoutes(Routes):
         if node.is_draining:
             raise ShuttingDownError("this node is shutting down")
         epoch, number = last_event(request) or (None, 0)
-        if request.method == hdrs.METH_HEAD:  # a body would be taken for the next answer
+        if request.method == hdrs.METH_HEAD:  # the client would read a body as the next answer
             return event_stream(request)
         async with node.feed.reading(epoch, number) as reader:
             response = await open_stream(request)
-            told = 0
+            num_reported = 0
             with suppress(ConnectionError):
                 await write(response, b"retry: 1000\n\n")
                 while True:
@@ -154,9 +156,11 @@ class EventRoutes(Routes):
                         _encode(reader.epoch, number, event)
                         for number, event in enumerate(events, start=first)
                     )
-                    if reader.num_lost > told:
-                        lost = b'event: lost\ndata: {"events":%d}\n\n' % (reader.num_lost - told)
-                        told, chunk = reader.num_lost, lost + chunk
+                    if reader.num_lost > num_reported:
+                        lost = b'event: lost\ndata: {"events":%d}\n\n' % (
+                            reader.num_lost - num_reported
+                        )
+                        num_reported, chunk = reader.num_lost, lost + chunk
                     await write(response, chunk or b":\n\n")
         return response
 
@@ -220,7 +224,10 @@ def _of_service(node: Node) -> Part:
 
 
 async def _of_store(node: Node, state: StoreState) -> Part:
-    """A store whose breaker is open is not pinged: the breaker probes it."""
+    """Return the health of a store; ping it only if its breaker is closed.
+
+    The breaker itself probes a store that has failed.
+    """
     if state.is_left_alone:
         return Health.DEGRADED, (
             f"{state.part or state.url} is left alone ({state.circuit}) since it failed: "
@@ -335,13 +342,13 @@ _FIGURES = frozenset(
         *("integrity_failures", "handoffs", "estimated_seconds"),
     )
 )
-_MOST_DIGITS = 18  # of a request's number; Python refuses to read thousands
-_MOST_TOLD = 24  # requests in one turn, of many a second; see _chosen
-_RUN_S = 0.0004  # of pause for each run of blocks looked at, 200 times what that takes
+_MOST_DIGITS = 18  # of a request's number; Python refuses numbers of thousands of digits
+_MOST_TOLD = 24  # requests in one event of the page; see _chosen
+_RUN_S = 0.0004  # pause per run of blocks read, 200 times its reading time
 
 
 class NodeLiveRoutes(Routes):
-    """What the live page is told. Not part of the API: it may be another with each version."""
+    """The data of the live page. They are no part of the API and may change with each version."""
 
     def __init__(self, node: Node, metrics: Metrics) -> None:
         super().__init__(node, metrics)
@@ -375,7 +382,10 @@ class NodeLiveRoutes(Routes):
             return await explained(node, principal_of(request), one.prompt)
 
     def _whose(self, request: web.BaseRequest) -> str | None:
-        """The tenant whose requests and prefixes the caller may see; None for all."""
+        """Return the tenant that owns the requests and prefixes visible to the caller.
+
+        None for all.
+        """
         caller = principal_of(request)
         if caller.access >= Access.ADMIN:
             return None
@@ -385,7 +395,7 @@ class NodeLiveRoutes(Routes):
         return tenant is None or self._node.service.tenant_of(space) == tenant
 
     def _news(self, tenant: str | None) -> Iterator[list[tuple[str, bytes]]]:
-        """With each `next`: what one page has not been told yet."""
+        """Yield, at each `next`, the events that one page has not received yet."""
         timelines, version, refreshed = self._node.service.timelines, 0, 0
         while True:
             news = []
@@ -399,7 +409,7 @@ class NodeLiveRoutes(Routes):
             yield news
 
     def _told_requests(self, tenant: str | None, version: int) -> bytes:
-        """Encoded once for all pages of a tenant that have seen the same."""
+        """Return the encoded news of requests, made once for all pages of a tenant at a version."""
         timelines = self._node.service.timelines
         key = tenant, version, timelines.version
         if key not in self._told:
@@ -411,14 +421,17 @@ class NodeLiveRoutes(Routes):
         return self._told[key]
 
     def _told_prefixes(self, tenant: str | None) -> bytes:
-        """The prefixes that the caller may see. A space is seen as a whole or not at all."""
+        """Return the encoded prefixes that the caller may see.
+
+        A space is visible whole or not at all.
+        """
         places = {-1: -1}
-        told: list[Prefix] = []
+        visible: list[Prefix] = []
         for at, one in enumerate(self._prefixes):
             if self._may_see(tenant, one.space):
-                places[at] = len(told)
-                told.append(msgspec.structs.replace(one, parent=places[one.parent]))
-        return msgspec.json.encode({"looked_at": self._num_runs, "runs": told})
+                places[at] = len(visible)
+                visible.append(msgspec.structs.replace(one, parent=places[one.parent]))
+        return msgspec.json.encode({"looked_at": self._num_runs, "runs": visible})
 
     async def _refresh(self) -> float:
         """Collect what takes longer: health, limits, and the tree of what is cached."""
@@ -461,14 +474,16 @@ class NodeLiveRoutes(Routes):
 
 
 def _measured_speeds(device: str, store_url: str | None) -> Mapping[str, float]:
-    from tierkv.gpu.doctor import measured_speeds  # noqa: PLC0415 - of who looks at the page
+    from tierkv.gpu.doctor import measured_speeds  # noqa: PLC0415 - only the live page needs it
 
     return measured_speeds(device, store_url)
 
 
 def _chosen(changed: list[Timeline]) -> list[Timeline]:
-    """Of many, the slow ones, and the newest that have ended. A request that was told of while it
-    ran is slow by its end, so its end is told, too."""
+    """Return at most _MOST_TOLD of `changed`: slow requests first, then the newest ended ones.
+
+    A request that was sent while it ran counts as slow at its end, so its end is sent, too.
+    """
     if len(changed) <= _MOST_TOLD:
         return changed
     now = asyncio.get_running_loop().time()

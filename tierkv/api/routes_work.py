@@ -68,7 +68,7 @@ class _Stream:
         self._is_over = False
 
     def tell(self, tokens: Sequence[int]) -> None:
-        # A run that begins again tells the same tokens again: the same, so only new ones count.
+        # A run that begins again repeats its tokens, so only tokens beyond the known ones are new.
         self._tokens += tokens[len(self._tokens) :]
         self._changed.set()
 
@@ -78,7 +78,7 @@ class _Stream:
         self._changed.set()
 
     async def send(self) -> None:
-        """Send tokens as `tell` brings them, until `end`."""
+        """Send the tokens that `tell` adds, until `end` is called and all are sent."""
         sent = 0
         try:
             while not self._is_over or sent < len(self._tokens):
@@ -103,11 +103,15 @@ class _Stream:
     async def _tokens_event(
         self, tokens: Sequence[int], pieces: Sequence[str], rest: str = ""
     ) -> None:
-        told = TokensEvent(tokens, "".join(pieces) + rest, pieces)
-        await self.event("tokens", msgspec.json.encode(told))
+        body = TokensEvent(tokens, "".join(pieces) + rest, pieces)
+        await self.event("tokens", msgspec.json.encode(body))
 
     async def event(self, event: str, data: bytes) -> web.StreamResponse:
-        """Raises ConnectionError if the client has gone or takes nothing."""
+        """Send one event, and open the stream if it is the first.
+
+        Raises:
+            ConnectionError: The client has closed the connection or reads nothing.
+        """
         self.response = self.response or await open_stream(self._request)
         await write(self.response, b"event: %b\ndata: %b\n\n" % (event.encode(), data))
         return self.response
@@ -115,8 +119,13 @@ class _Stream:
 
 @dataclass(slots=True)
 class Answering:
-    """made: the answer of this call, or of an earlier one of the same id, None so far. response:
-    the stream by which the client got it, None if it is not streamed."""
+    """The answer of one call while it is made.
+
+    Attributes:
+        job: The request.
+        made: The answer of this call or of an earlier call with the same id, None until it is made.
+        response: The stream that carried the answer, None if the answer is not streamed.
+    """
 
     job: GenerateRequest
     made: GenerateAnswer | None = None
@@ -133,10 +142,15 @@ class Answering:
 async def streaming(
     request: web.BaseRequest, answer: Answering, decoder: TextDecoder
 ) -> AsyncIterator[None]:
-    """Stream the tokens of `answer.job` while the body runs, which makes the answer. What the body
-    raises comes out before the first token; later it is an event for the client.
+    """Stream the tokens of `answer.job` while the body runs, which makes the answer.
 
-    A client that goes away cancels the body. decoder: tells the tokens' text.
+    A client that closes the connection cancels the body. An error of the body is raised if no event
+    has been sent yet; later it becomes an event for the client.
+
+    Args:
+        request: The request that is answered.
+        answer: The call; its `job` and `response` are set here.
+        decoder: Decoder of the tokens' text.
     """
     stream = _Stream(request, decoder)
     answer.job = replace(answer.job, on_tokens=stream.tell)
@@ -146,9 +160,9 @@ async def streaming(
         try:
             async with stream.scope:
                 yield
-            if answer.made is not None:  # of a call that repeats, all tokens at once
+            if answer.made is not None:  # a repeated call sends all tokens at once
                 stream.tell(answer.made.tokens)
-        except Exception as error:  # noqa: BLE001 - what nobody expected is logged
+        except Exception as error:  # noqa: BLE001 - an unexpected error is logged
             failure = error
         finally:
             stream.end()
@@ -167,8 +181,11 @@ async def streaming(
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What one body asks for. content: a digest of it, equal for calls that ask for the same,
-    streamed or not."""
+    """The content of one request body.
+
+    Attributes:
+        content: A digest of the request, the same whether its answer is streamed or not.
+    """
 
     operation: str
     request_id: str
@@ -296,7 +313,10 @@ class WorkRoutes(Routes):
     async def _answering(
         self, request: web.BaseRequest, asked: _Asked, *, streams: bool
     ) -> AsyncIterator[Answering]:
-        """Yields where the body puts the answer, unless an earlier call of this id has made it."""
+        """Yield the call, in which the body puts the answer.
+
+        An earlier call of the same id may have made the answer already.
+        """
         answer = Answering(asked.job)
         key = (asked.operation, asked.tenant, asked.request_id)
         async with (
@@ -309,7 +329,7 @@ class WorkRoutes(Routes):
             call.made = answer.made
 
     def _decoder(self, asked: _Asked) -> TextDecoder:
-        """A decoder that has told the text of the tokens that were answered already."""
+        """Return a decoder that has already decoded the prompt's answered tokens."""
         tokens = asked.job.tokens
         start = max(len(tokens) - asked.answered_tokens * TOKEN_BYTES, 0)
         decoder = self._node.spec.tokenizer.decoder(tokens[:start])

@@ -56,9 +56,11 @@ def routes(node: Node, metrics: Metrics) -> list[Route]:
 
 
 def router_of(node: Node, guard: Guard) -> HttpRouter:
-    """What answers for a node, which must be running when the first request comes.
+    """Return the router of a node's routes.
 
-    guard: knows who may call; it must be running too.
+    Args:
+        node: A node that runs when the first request arrives.
+        guard: Authenticator of callers, which runs then, too.
     """
     metrics = Metrics(node)
     page = (NodeLiveRoutes(node, metrics), PageRoutes())  # for browsers, no part of the API
@@ -71,10 +73,14 @@ log = logging.getLogger(__name__)
 
 
 def run(settings: NodeSettings, announce: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT, and return when all has ended in order.
+    """Serve until SIGTERM or SIGINT, and return when everything is closed.
 
-    announce: called with the URL once the node answers there.
-    Raises a TierKVError whose sentence says what to correct, with nothing left open.
+    Args:
+        settings: The node's settings.
+        announce: Called with the URL once the node answers there.
+
+    Raises:
+        TierKVError: The node could not start, or failed; nothing is left open.
     """
     make_room_for(settings.node.max_connections)
     with open_listeners(settings.node, asks_callers=bool(settings.auth.file)) as listeners:
@@ -157,7 +163,7 @@ def open_listeners(settings: NodeSection, *, asks_callers: bool) -> Iterator[lis
 
 
 def _why_left(node: Node) -> str:
-    """Of a process that ends while a thread of it hangs in the system."""
+    """Return the reason for ending the process while one of its threads hangs in the system."""
     failure, limit_s = node.service.failure, node.settings.node.close_limit_s
     why = "" if failure is None else f", which closes since it has failed ({failure})"
     return (

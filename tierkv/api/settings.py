@@ -24,7 +24,7 @@ NO_STORAGE = "none"
 
 
 class Role(Enum):
-    """Which half of the work a node takes; any node generates by itself."""
+    """The half of the work that a node takes; any node can generate from a prompt by itself."""
 
     PREFILL = "prefill"  # computes prompts and publishes them
     DECODE = "decode"  # claims published prompts and goes on
@@ -40,20 +40,21 @@ class Role(Enum):
 
 
 class NodeSection(ListenSection, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the node is and how it is reached.
+    """The node and its addresses.
 
-    role: which half of the work it takes: prefill, decode or both.
-    name: for people, in logs, tickets and metrics; role@host:port where it is empty.
+    role: half of the work that the node takes: prefill, decode or both.
+    name: a name for people, in logs, tickets and metrics; role@host:port where it is empty.
     engine: name of the engine that computes: reference. No engine computes where engine_socket is
-        set.
-    device: what computes and holds the Device tier: "cpu", "cuda", or "cuda:1" for the second GPU.
-    close_limit_s: how long all else may take after the drain. A store or a device that does not
-        leave the node's memory by then, such as a disk that hangs, is left behind: exit status 1.
-    unix_socket: path of a socket to listen on as well; "" for none.
+    set.
+    device: the device that computes and holds the Device tier: "cpu", "cuda", or "cuda:1" for the
+    second GPU.
+    close_limit_s: seconds that closing may take after the drain. The process then ends with exit
+    status 1, even if a store or a device, such as a disk that hangs, still uses the node's memory.
+    unix_socket: path of a Unix socket to listen on in addition; "" for none.
     listens_tcp: False listens on the Unix socket only.
-    engine_socket: path of the Unix socket at which engines in other processes come, whose KV it
-        keeps instead of its own model's; "" for none. Its directory should be private.
-        cache.host_blocks says for how many blocks of a prompt there is room.
+    engine_socket: path of the Unix socket to which engines in other processes connect; the node
+    keeps their KV instead of its own model's; "" for none. Its directory should be private.
+    cache.host_blocks is the number of blocks of a prompt for which there is room.
     """
 
     role: Role = Role.BOTH

@@ -34,8 +34,13 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
 
 
 class MediaBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An image, audio clip or video whose placeholder tokens are `num_tokens` of the prompt from
-    token `start` on. hash: of its whole content and shape, 16 to 64 bytes in hexadecimal."""
+    """An image, audio clip or video of a prompt.
+
+    Attributes:
+        hash: Hash of the whole content and its shape: 16 to 64 bytes in hexadecimal.
+        start: Position in the prompt of the first placeholder token.
+        num_tokens: Number of placeholder tokens.
+    """
 
     start: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
     num_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -106,10 +111,13 @@ class LookupBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class GenerateBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """use_cache: False computes every token and leaves nothing cached.
+    """A request to generate tokens.
 
-    stream: answer with tokens as server-sent events while they come. answered_tokens: number of the
-    prompt's last tokens that are an answer whose text is known: a stream's text goes on there.
+    Attributes:
+        use_cache: False computes every token and leaves nothing cached.
+        stream: True answers with tokens as server-sent events while they are generated.
+        answered_tokens: Number of tokens at the prompt's end that are an earlier part of the
+            answer; the text of a stream continues after them.
     """
 
     request_id: str | None = None
@@ -297,8 +305,11 @@ class PrefillAnswer(GenerateAnswer, frozen=True, kw_only=True):
 
 
 class LookupAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the prompt's leading tokens are; disjoint. storage_tokens is null if the store did
-    not answer."""
+    """The numbers of leading prompt tokens by tier; no token counts twice.
+
+    Attributes:
+        storage_tokens: null if the store did not answer.
+    """
 
     request_id: str
     num_tokens: int
@@ -378,7 +389,12 @@ class PrefetchState(Enum):
 
 
 class PrefetchAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """fetched_tokens: so many came from storage to the host, from token `first_token` on."""
+    """The state of a prefetch.
+
+    Attributes:
+        first_token: Position of the first fetched token.
+        fetched_tokens: Number of tokens fetched from storage to the host.
+    """
 
     prefetch_id: str
     state: PrefetchState
@@ -399,7 +415,11 @@ class BackupBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class BackupAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """stored_tokens: so many first tokens are in storage. `done`: that is every whole block."""
+    """The state of a backup.
+
+    Attributes:
+        stored_tokens: Number of leading tokens that are in storage; with `done`, every whole block.
+    """
 
     backup_id: str
     state: PrefetchState
@@ -416,7 +436,11 @@ class PinBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class PinAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """num_tokens: so many first tokens of the prompt are pinned, whole blocks of them."""
+    """A pin.
+
+    Attributes:
+        num_tokens: Number of leading tokens of the prompt that are pinned, in whole blocks.
+    """
 
     pin_id: str
     num_tokens: int
@@ -443,13 +467,19 @@ class TicketState(Enum):
     INCOMPLETE = "incomplete"  # a block of it is gone
     CLAIMED = "claimed"
     EXPIRED = "expired"
-    INCOMPATIBLE = "incompatible"  # made by a node whose KV cannot be used here
+    INCOMPATIBLE = "incompatible"  # this node cannot use the KV of the ticket's producer
     DAMAGED = "damaged"  # the ticket is not what was written
 
 
 class TicketAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """present_blocks: of num_blocks, the first so many are in storage; null where nobody looked.
-    expires_at: Unix seconds. detail: the reason, in words, "" if there is none."""
+    """The state of a ticket.
+
+    Attributes:
+        present_blocks: Number of leading blocks, of num_blocks, that are in storage; null if
+            storage was not searched.
+        expires_at: Unix seconds.
+        detail: The reason in words, "" if there is none.
+    """
 
     ticket_id: str
     state: TicketState
@@ -545,10 +575,14 @@ class WakeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class BlockAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One cached block. space: its fingerprint, "" for the node's own. index: in its prompts.
+    """One cached block.
 
-    device, host: absent, incoming or ready. is_held: by a request or pin, so it cannot be evicted.
-    is_stored: storage was told of it.
+    Attributes:
+        space: The space's fingerprint, "" for the node's own.
+        index: Position of the block in its prompts, in blocks.
+        device, host: absent, incoming or ready.
+        is_held: A request or a pin holds the block, so the block cannot be evicted.
+        is_stored: The node believes that storage has the block.
     """
 
     digest: str
@@ -570,10 +604,12 @@ class BlocksAnswer(msgspec.Struct, frozen=True):
 
 
 class ConfigAnswer(msgspec.Struct, frozen=True):
-    """settings: by table; secrets are masked.
+    """The configuration of a node.
 
-    roots: by space, what the first block of a prompt has for its parent, in hexadecimal: with it
-    whoever reads events knows the digests of a prompt's blocks. "" is the node's own space.
+    Attributes:
+        settings: Settings by table; secrets are masked.
+        roots: Parent digest of a prompt's first block, in hexadecimal, by space; "" is the node's
+            own space. A reader of events needs it to compute the digests of a prompt's blocks.
     """
 
     settings: dict[str, dict[str, Any]]

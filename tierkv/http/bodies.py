@@ -23,15 +23,15 @@ JSON = "application/json"
 MSGPACK = "application/msgpack"
 OCTETS = "application/octet-stream"
 REQUEST_ID_HEADER = "X-Request-Id"
-SERVER = "tierkv"  # in every answer: aiohttp would tell its version, and Python's
+SERVER = "tierkv"  # in every answer; aiohttp's default would show its version and Python's
 REQUEST_ID = web.RequestKey("request_id", str)
 
 _ENCODINGS = ("identity", "gzip", "deflate")
 
 LARGE_BYTES = 256 << 10  # decoded in 1 to 3 ms; a longer body is decoded in a thread
 
-# Visible ASCII: safe in a header and on a line of a log. Not a dot or two: clients leave these out
-# of a path, and would ask another route.
+# Visible ASCII: safe in a header and on a line of a log. No "." or "..": clients remove these from
+# a path, and would call another route.
 ID_PATTERN = r"^(?!\.{1,2}$)[!-~]{1,256}$"
 _ID = re.compile(ID_PATTERN)
 
@@ -41,7 +41,7 @@ class BodyError(BadRequestError):
 
 
 class FieldError(BadRequestError):
-    """A body that can be read, but whose fields are not what the route takes."""
+    """The body can be decoded, but its fields do not fit the route."""
 
 
 class MediaTypeError(BadRequestError):
@@ -77,7 +77,7 @@ class BodyReader:
         parameters.
 
         Args:
-            request: A request whose body nobody has read.
+            request: A request whose body is still unread.
             kind: Type to decode as.
             finish: Function that makes the result of the decoded body, in the same thread.
 
@@ -111,7 +111,10 @@ class BodyReader:
             return await aside(work)
 
     async def read_optional(self, request: web.BaseRequest, kind: type[T]) -> T:
-        """As `read`; without a body, or with an empty one, `kind` with its defaults."""
+        """Decode the request's body as `read` does.
+
+        A missing or empty body is `kind` with its defaults.
+        """
         if not request.can_read_body or not (raw := await self._receive(request)):
             return kind()
         return decode(raw, kind, content_type=_media_type(request, kind))
@@ -149,7 +152,11 @@ class BodyReader:
         return raw
 
     def count(self, request: web.BaseRequest, num_bytes: int) -> None:
-        """Count so many bytes more for `request`, until its `release`.
+        """Add `num_bytes` to the count of `request`, until its `release`.
+
+        Args:
+            request: The request that uses the bytes.
+            num_bytes: Number of further bytes.
 
         Raises:
             RequestTooLargeError: The request has more bytes than there is room for at any time.
@@ -181,15 +188,19 @@ def release(request: web.BaseRequest) -> None:
 
 
 def _media_type(request: web.BaseRequest, kind: type) -> str:
-    """Raises MediaTypeError if it is none that `kind` can be read from."""
+    """Return the content type of the request's body.
+
+    Raises:
+        MediaTypeError: `kind` cannot be read from this type or this encoding.
+    """
     content_type = request.content_type
     if content_type not in (JSON, MSGPACK):
-        # aiohttp says octets of a header that is missing or cannot be read, too.
+        # aiohttp reports octets also for a header that is missing or cannot be read.
         given = request.headers.get("Content-Type", "")
         if not (given.lower().startswith(OCTETS) and _has_tokens(kind)):
             raise MediaTypeError(f"send {JSON} or {MSGPACK}, not {given[:80]!r}")
     encoding = request.headers.get("Content-Encoding", "identity")
-    if encoding.lower() not in _ENCODINGS:  # aiohttp leaves those it does not know as they are
+    if encoding.lower() not in _ENCODINGS:  # aiohttp does not decode unknown encodings
         raise MediaTypeError(f"bodies are encoded with gzip or deflate, not {encoding[:80]!r}")
     return content_type
 
@@ -197,8 +208,16 @@ def _media_type(request: web.BaseRequest, kind: type) -> str:
 def from_query(
     request: web.BaseRequest, kind: type[T], more: Mapping[str, bytes] | None = None
 ) -> T:
-    """The query parameters, and `more`, as `kind`. Raises FieldError, also for a parameter that is
-    given twice: see `_refuse_twins`."""
+    """Decode the query parameters and `more` as `kind`.
+
+    Args:
+        request: The request.
+        kind: Type to decode as.
+        more: Fields that are no query parameters.
+
+    Raises:
+        FieldError: A field does not fit `kind`, or a parameter is given twice: see `_refuse_twins`.
+    """
     if len(request.query) > len(set(request.query)):
         raise FieldError("a query parameter is given twice")
     try:
@@ -208,7 +227,7 @@ def from_query(
 
 
 def is_set(request: web.BaseRequest, flag: str) -> bool:
-    """Whether the query has this flag, be it alone or with a value that does not deny it."""
+    """Return True if the query has `flag`, alone or with a value other than "false" and "0"."""
     return request.query.get(flag, "false").lower() not in ("false", "0")
 
 
@@ -267,7 +286,7 @@ def _no_twins(pairs: list[tuple[str, object]]) -> None:
 
 
 def answer(request: web.BaseRequest, value: object, *, status: int = 200) -> web.Response:
-    """`value` as JSON, or as msgpack if that is what the request accepts."""
+    """Return a response with `value` as JSON, or as msgpack if the request accepts it."""
     if wants_msgpack(request):
         body, content_type = msgspec.msgpack.encode(value), MSGPACK
     else:
@@ -276,7 +295,7 @@ def answer(request: web.BaseRequest, value: object, *, status: int = 200) -> web
 
 
 def headers_of(request: web.BaseRequest, content_type: str) -> dict[str, str]:
-    """What every answer has."""
+    """Return the headers that every answer has."""
     return {
         "Content-Type": content_type,
         "Server": SERVER,
@@ -293,21 +312,21 @@ def is_id(text: str) -> bool:
 
 
 def check_id(text: str, field: str) -> str:
-    """`text`, or FieldError if it cannot be an id: ids go to headers and logs."""
+    """Return `text` if it can be an id in headers and logs; else raise FieldError."""
     if not is_id(text):
         raise FieldError(f"{field} must have 1 to 256 visible ASCII characters, and not be . or ..")
     return text
 
 
 def name_request(request: web.BaseRequest, given: str | None) -> str:
-    """Make `given` the request's id, if there is one; returns the id."""
+    """Make `given`, if there is one, the request's id; return the request's id."""
     if given is not None:
         request[REQUEST_ID] = check_id(given, "request_id")
     return request[REQUEST_ID]
 
 
 def first_id(request: web.BaseRequest) -> str:
-    """The id of the request's header if it has a good one, or a new one."""
+    """Return the id of the request's header, or a new id if the header has no valid one."""
     given = request.headers.get(REQUEST_ID_HEADER)
     if given is not None and is_id(given):
         return given
@@ -316,17 +335,17 @@ def first_id(request: web.BaseRequest) -> str:
 
 EVENT_STREAM = "text/event-stream"
 _EVENT_ID = re.compile(r"([0-9]{1,18})-([0-9]{1,18})")
-_WRITE_TIMEOUT_S = 30.0  # a client that takes nothing for so long has gone
+_WRITE_TIMEOUT_S = 30.0  # seconds without a read after which the client counts as gone
 
 
 def last_event(request: web.BaseRequest) -> tuple[int, int] | None:
-    """Which event a client that comes back has seen last, by an id such as `epoch-number`."""
+    """Return the epoch and number in the Last-Event-ID header, None if there is no valid one."""
     known = _EVENT_ID.fullmatch(request.headers.get("Last-Event-ID", ""))
     return (int(known[1]), int(known[2])) if known else None
 
 
 def event_stream(request: web.BaseRequest) -> web.StreamResponse:
-    """An answer that is an event stream."""
+    """Return a response that is an event stream."""
     return web.StreamResponse(
         headers={
             **headers_of(request, EVENT_STREAM),
@@ -337,7 +356,7 @@ def event_stream(request: web.BaseRequest) -> web.StreamResponse:
 
 
 async def open_stream(request: web.BaseRequest) -> web.StreamResponse:
-    """The head of an event stream, on its way."""
+    """Return an event stream after sending its head."""
     response = event_stream(request)
     await response.prepare(request)
     return response
@@ -346,7 +365,11 @@ async def open_stream(request: web.BaseRequest) -> web.StreamResponse:
 async def write(
     response: web.StreamResponse, chunk: bytes, *, timeout_s: float = _WRITE_TIMEOUT_S
 ) -> None:
-    """Raises ConnectionError if the client has gone or takes nothing."""
+    """Write `chunk` to `response`.
+
+    Raises:
+        ConnectionError: The client has closed the connection, or has read nothing for `timeout_s`.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             await response.write(chunk)

@@ -1,6 +1,7 @@
-"""Who may call, and whether a call is one of theirs: access levels, the auth file with its digests
-of tokens, names of certificates and users of the machine, and the inner names that keep tenants'
-ids apart.
+"""Callers and their authentication.
+
+Access levels; the auth file with its digests of tokens, names of certificates and users of the
+machine; and the inner names that keep the ids of tenants apart.
 
 The file is JSON, holds no secret, and is replaced as a whole: a reader sees the old or the new one.
 """
@@ -36,9 +37,9 @@ from tierkv.threads import aside
 
 
 class Access(IntEnum):
-    """What a route needs and a caller has; each includes those before it."""
+    """The access level that a route needs and a caller has; each includes the levels before it."""
 
-    PUBLIC = 0  # probes: no caller is asked who it is
+    PUBLIC = 0  # probes: callers are not authenticated
     READ = 1  # look: lookup, stats, explain
     WRITE = 2  # do work in one's own tenant: requests, publish, claim, pins
     ADMIN = 3  # the node as a whole: tiers, quotas, blocks of all, life cycle
@@ -57,9 +58,9 @@ class Principal:
     access: Access
 
 
-# Who calls a node that asks nobody, which only listens on loopback or was told to be insecure.
+# The caller of a node without authentication, which listens on loopback only or is set insecure.
 ANYONE = Principal("anyone", "", Access.ADMIN)
-# Who calls a public route: nobody was asked, so nobody is known.
+# The caller of a public route, which is not authenticated.
 NOBODY = Principal("nobody", "", Access.PUBLIC)
 
 
@@ -97,7 +98,12 @@ class RoleName(Enum):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One caller. name: in logs. tenant: whose blocks it works with; "" is the node's own."""
+    """One caller.
+
+    Attributes:
+        name: Name of the caller in logs.
+        tenant: Tenant that owns the blocks of this caller; "" is the node's own.
+    """
 
     name: str
     role: RoleName
@@ -136,7 +142,11 @@ class UserRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class AuthFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Raises ConfigError if two rows claim the same credential."""
+    """The content of an auth file.
+
+    Raises:
+        ConfigError: Two rows have the same credential.
+    """
 
     version: Literal[1] = 1
     tokens: tuple[TokenRow, ...] = ()
@@ -158,8 +168,12 @@ def _distinct(what: str, keys: list[str]) -> None:
 
 
 def read(path: Path) -> AuthFile:
-    """Raises ConfigError, naming the file, if it cannot be read, can be written by others than its
-    owner, or is not what it should be."""
+    """Return the content of the auth file at `path`.
+
+    Raises:
+        ConfigError: The file cannot be read, is not valid, or can be written by other users than
+            its owner; the sentence names the file.
+    """
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -226,7 +240,7 @@ _UNKNOWN = "the token is not known here, or has expired"
 
 
 def new_token() -> tuple[Token, str]:
-    """A token and its id: `tkv_{id}_{secret}`. The id is public, the secret has 256 random bits."""
+    """Return a token and its id: `tkv_{id}_{secret}`, with a public id and 256 random bits."""
     token_id = secrets.token_hex(_ID_BYTES)
     return Token(f"{_PREFIX}_{token_id}_{secrets.token_urlsafe(_SECRET_BYTES)}"), token_id
 
@@ -242,12 +256,12 @@ class _Key:
     expires_at: float | None
 
 
-# Compared with where the id is unknown, so that this takes as long as a wrong secret does.
+# The digest for an unknown id, so that its comparison takes as long as that of a wrong secret.
 _NO_KEY = bytes(64)
 
 
 class Keyring:
-    """What one auth file says, ready to be asked. It never changes: a new file is a new keyring."""
+    """The credentials of one auth file, indexed for lookup; immutable."""
 
     def __init__(self, content: AuthFile) -> None:
         self._tokens = {row.id.encode(): _key(row) for row in content.tokens}
@@ -255,8 +269,16 @@ class Keyring:
         self._users = {row.uid: row.principal() for row in content.users}
 
     def by_token(self, token: bytes, *, now: float) -> Principal:
-        """now: Unix seconds. Raises UnauthenticatedError; why is not said, which helps nobody
-        who has a good token."""
+        """Return the caller that owns `token`.
+
+        Args:
+            token: The token.
+            now: Unix seconds.
+
+        Raises:
+            UnauthenticatedError: The token is unknown or has expired. One sentence for all cases,
+                since an attacker alone would gain by the difference.
+        """
         _, _, rest = token.partition(b"_")
         key = self._tokens.get(rest[: 2 * _ID_BYTES])
         expected = key.digest if key else _NO_KEY
@@ -268,7 +290,7 @@ class Keyring:
         return key.principal
 
     def by_certificate(self, names: Iterable[str]) -> Principal | None:
-        """The caller of the first name that is known, such as `DNS:prefill-1`."""
+        """Return the caller of the first name that is known, such as `DNS:prefill-1`."""
         return next((found for name in names if (found := self._certificates.get(name))), None)
 
     def by_uid(self, uid: int) -> Principal | None:
@@ -286,8 +308,15 @@ _IN_WORDS = re.compile(f"'(?:{_TICKET.pattern}|{_REQUEST.pattern})")
 
 
 def request_name(space: str, request_id: str) -> str:
-    """What the scheduler calls a request: tenants may use the same ids. space: the cache's name of
-    the tenant. Raises BadRequestError."""
+    """Return the scheduler's name of a request, because two tenants may use the same id.
+
+    Args:
+        space: The cache's name of the tenant.
+        request_id: The id that the caller gave.
+
+    Raises:
+        BadRequestError: The id looks like an inner name.
+    """
     if space:
         return f"{space}/{request_id}"
     if _REQUEST.match(request_id):
@@ -296,8 +325,15 @@ def request_name(space: str, request_id: str) -> str:
 
 
 def ticket_name(ticket_id: str, tenant: str) -> str:
-    """What a ticket is called on all nodes: tenants may use the same ids. Raises
-    BadRequestError."""
+    """Return the name of a ticket on all nodes, because two tenants may use the same id.
+
+    Args:
+        ticket_id: The id that the caller gave.
+        tenant: The tenant; "" is the node's own.
+
+    Raises:
+        BadRequestError: The id looks like an inner name.
+    """
     if tenant:
         return f"{hashlib.sha256(tenant.encode()).hexdigest()[:32]}:{ticket_id}"
     if _TICKET.match(ticket_id):
@@ -306,7 +342,7 @@ def ticket_name(ticket_id: str, tenant: str) -> str:
 
 
 def as_given(sentence: str) -> str:
-    """`sentence` with inner names replaced by the ids that callers gave."""
+    """Return `sentence` with inner names replaced by the ids that callers gave."""
     return _IN_WORDS.sub("'", sentence)
 
 
@@ -319,9 +355,11 @@ _COMMON_NAME = "commonName"
 
 
 class Guard:
-    """Says who calls. Use it inside `running()`; outside of it, every caller is unknown.
+    """The authenticator of callers. Use it inside `running()`; outside, every caller is unknown.
 
-    file: the auth file; None asks nobody who they are.
+    Args:
+        file: The auth file; None authenticates no caller.
+        reload_s: Seconds between two checks whether the file has changed.
     """
 
     def __init__(self, file: Path | None, *, reload_s: float = 1.0) -> None:
@@ -346,8 +384,14 @@ class Guard:
             yield
 
     def principal_of(self, request: web.BaseRequest) -> Principal:
-        """Raises UnauthenticatedError. A token decides where there is one; else the certificate of
-        the connection; else the user at the other end of a Unix socket."""
+        """Return the caller of `request`.
+
+        A token decides if there is one; else the certificate of the connection; else the user at
+        the other end of a Unix socket.
+
+        Raises:
+            UnauthenticatedError: The caller is unknown.
+        """
         if self._file is None:
             return ANYONE
         keyring = self._keyring
@@ -359,7 +403,11 @@ class Guard:
         return _by_connection(request, keyring)
 
     def principal_of_token(self, token: str) -> Principal:
-        """As `principal_of`, of a token that came otherwise. Raises UnauthenticatedError."""
+        """Return the caller that owns `token`, which came on another way than in an HTTP request.
+
+        Raises:
+            UnauthenticatedError: The token is missing, unknown or expired.
+        """
         if self._file is None:
             return ANYONE
         if self._keyring is None or not token:
@@ -380,7 +428,7 @@ class Guard:
 
 
 def _token_of(given: list[str]) -> bytes:
-    """The token of the one Authorization header. Compared as bytes, so any character may come."""
+    """Return the token of the one Authorization header, as bytes, because any byte may come."""
     if len(given) > 1:
         raise UnauthenticatedError("there are several Authorization headers", was_given=True)
     found = _BEARER.fullmatch(given[0].encode("utf-8", "surrogateescape"))

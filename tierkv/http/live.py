@@ -2,8 +2,8 @@
 
     figures(), twice a second -> one ring of encoded samples -> every open page, at its own pace
 
-The figures are samples of /metrics. The ring is filled whether somebody looks or not, so that who
-opens the page sees the last minutes. What is told besides (`news`) is for one caller only.
+The figures are samples of /metrics. The ring is filled even while no page is open, so that a new
+page shows the last minutes. Other events (`news`) are for one caller only.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 EVERY_S = 0.5
 MOST_SAMPLES = 1200  # ten minutes, some 0.5 MB
 REFRESH_S = 2.0
-_TAKE_S = 10.0  # a browser that takes nothing for so long is dropped; it comes back by itself
+_TAKE_S = 10.0  # seconds without a read after which a browser is dropped; it reconnects by itself
 
 News = Callable[[], Iterable[tuple[str, bytes]]]
 
@@ -59,8 +59,8 @@ def figures_of(metrics: Iterable[Metric], families: Collection[str]) -> dict[str
 
 @cache  # of label values that the process itself has chosen
 def _name(name: str, labels: tuple[tuple[str, str], ...]) -> str:
-    told = ",".join(f'{key}="{value}"' for key, value in labels)
-    return f"{name}{{{told}}}" if told else name
+    pairs = ",".join(f'{key}="{value}"' for key, value in labels)
+    return f"{name}{{{pairs}}}" if pairs else name
 
 
 class LiveFeed:
@@ -148,11 +148,11 @@ class LiveFeed:
                         epoch, number = self._epoch, 0
                         lines.append(b"event: names\ndata: " + msgspec.json.encode(self._names))
                     if number < self._last:
-                        told = list(self._ring)[-(self._last - number) :]
+                        samples = list(self._ring)[-(self._last - number) :]
                         number = self._last
                         lines.append(
                             b"id: %d-%d\nevent: samples\ndata: [%b]"
-                            % (epoch, number, b",".join(told))
+                            % (epoch, number, b",".join(samples))
                         )
                     lines += [f"event: {name}\ndata: ".encode() + data for name, data in news()]
                     await write(response, b"\n\n".join([*lines, b""]), timeout_s=_TAKE_S)
@@ -189,7 +189,7 @@ _HEADERS = {
 
 @cache
 def _file(name: str) -> bytes | None:
-    """None if the page has no such file; only what is listed can be asked for."""
+    """Return a file of the page, None if there is no such file; only listed files are read."""
     listed = {path.name: path for path in _FOLDER.iterdir() if path.suffix in _TYPES}
     return listed[name].read_bytes() if name in listed else None
 

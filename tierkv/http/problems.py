@@ -40,15 +40,15 @@ from tierkv.pd.tickets import HandoffProblem
 
 
 class UnknownIdError(BadRequestError):
-    """There is nothing of this id, or it is another tenant's: both get the same words."""
+    """The id is unknown or another tenant's: both cases have the same words."""
 
 
 class WrongStateError(BadRequestError):
-    """What the id names is there, but this cannot be done with it now."""
+    """The id is known, but the state of its object does not allow this now."""
 
 
 class TooManyError(BadRequestError):
-    """There are as many of these as there may be: wait until one is gone."""
+    """The limit of such objects is reached: wait until one is removed."""
 
 
 class NotReadyError(TierKVError):
@@ -67,8 +67,8 @@ log = logging.getLogger(__name__)
 
 PROBLEM_JSON = "application/problem+json"
 _RETRY_AFTER_S = 1
-# Of hand-offs that a producer or a store failed at: another claim may go well, at once or when the
-# prompt is prefilled again.
+# Reasons of hand-offs that a producer or a store has failed: another claim may succeed, at once or
+# after the prompt is prefilled again.
 PASSING_REASONS = frozenset(
     problem.value
     for problem in (
@@ -88,9 +88,13 @@ class WrongRoleError(BadRequestError):
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """code: stable, for programs. reason: of a hand-off that failed, stable too.
+    """The body of an error answer.
 
-    tier, needed, available: which one has no room, how many blocks were asked for and are there.
+    Attributes:
+        code: A stable name of the error, for programs.
+        reason: A stable name of the reason of a failed hand-off.
+        tier: The tier that has no room.
+        needed, available: Blocks that the request needs, and that the tier has.
     """
 
     title: str
@@ -148,7 +152,7 @@ HTTP_CODES = {
     405: "method_not_allowed",
     413: "body_too_large",
 }
-# Raised for a request that was read, but is no more ours than what could not be read.
+# Errors of requests that can be read but are not HTTP as this server speaks it.
 FRAMING = (web.HTTPVersionNotSupported, web.HTTPExpectationFailed)
 INTERNAL = (500, "internal_error", "tierkv has a bug")
 
@@ -159,7 +163,13 @@ def problem_of(
     *,
     what_is_here: str = "GET /openapi.json tells what there is",
 ) -> Problem:
-    """What an error means for the client. The text of an unexpected error is not told."""
+    """Return the answer's body for `error`; the text of an unexpected error is left out.
+
+    Args:
+        request: The request that failed.
+        error: Its error.
+        what_is_here: End of the sentence about an unknown path, in the answer to it.
+    """
     row = status, code, title = _row(error)
     if row == INTERNAL:
         detail = "Something unexpected happened; the log has the details."
@@ -181,12 +191,12 @@ def problem_of(
 
 
 def _row(error: Exception) -> tuple[int, str, str]:
-    """Status, code, title."""
+    """Return status, code and title of `error`."""
     if isinstance(error, web.HTTPException):
         return error.status, HTTP_CODES.get(error.status, f"http_{error.status}"), error.reason
     if isinstance(error, AnswerError):
         return error.status, error.code, error.title
-    if isinstance(error, MemoryError):  # of one body; what it had is free again
+    if isinstance(error, MemoryError):  # of one body, whose memory is free again
         error = TooMuchInWorkError("this process has no memory for that now")
     for kind, status, code, title in ERRORS:
         if isinstance(error, kind):
@@ -197,7 +207,7 @@ def _row(error: Exception) -> tuple[int, str, str]:
 
 
 def _sentence(request: web.BaseRequest, error: web.HTTPException, what_is_here: str) -> str:
-    """What is wrong, and what would be right."""
+    """Return the sentence for an error of aiohttp: the fault, and the remedy if one is known."""
     path = request.path[:200]
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return f"the body has more than {request.client_max_size} bytes, the most that is taken"
@@ -232,7 +242,7 @@ def _allowed(error: web.HTTPMethodNotAllowed) -> str:
 
 
 def _challenge(error: Exception, found: Problem) -> str | None:
-    """What RFC 6750 asks the header WWW-Authenticate to say; None if there is to be none."""
+    """Return the end of the WWW-Authenticate header by RFC 6750, None without such a header."""
     if found.status == HTTPStatus.UNAUTHORIZED:
         is_new = isinstance(error, UnauthenticatedError) and not error.was_given
         return "" if is_new else ', error="invalid_token"'
@@ -244,7 +254,13 @@ def fail(
     error: Exception,
     told: Callable[[web.BaseRequest, Exception], Problem] = problem_of,
 ) -> web.Response:
-    """The answer that tells of `error` what `told` makes of it; what nobody expected is logged."""
+    """Return the answer to `error`, and log the error if it is unexpected.
+
+    Args:
+        request: The request that failed.
+        error: Its error.
+        told: Makes the body of the answer.
+    """
     log_if_unexpected(request, error)
     if isinstance(error, FRAMING):
         return framing_problem(error.status, request[REQUEST_ID])
@@ -253,7 +269,7 @@ def fail(
 
 
 def problem_response(found: Problem, headers: Mapping[str, str]) -> web.Response:
-    """A problem, or one with more to it, on its way."""
+    """Return the response for a problem, whose type may have more fields."""
     response = web.Response(
         body=msgspec.json.encode(found),
         status=found.status,
@@ -282,7 +298,7 @@ PROBLEMS = {
 
 
 def framing_problem(status: int, request_id: str) -> web.Response:
-    """One of the statuses above, else 500."""
+    """Return the response for a status of PROBLEMS; any other status becomes 500."""
     body = _body(status, request_id)
     response = problem_response(body, {REQUEST_ID_HEADER: request_id})
     response.force_close()
@@ -290,7 +306,7 @@ def framing_problem(status: int, request_id: str) -> web.Response:
 
 
 def overload_answer(request_id: str) -> bytes:
-    """A whole answer, for a connection that is not served."""
+    """Return a whole answer as bytes, for a connection that is not served."""
     status = HTTPStatus.SERVICE_UNAVAILABLE
     body = msgspec.json.encode(_body(status, request_id))
     head = (

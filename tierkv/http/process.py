@@ -25,16 +25,18 @@ from tierkv.threads import aside, start_thread, start_threads
 T = TypeVar("T")
 
 TICK_S = 0.05
-_SHORT_S = 0.01  # any loop is late by so much
-_ITEMS = 64  # each of which takes some 20 us
+_SHORT_S = 0.01  # a delay that any loop has
+_ITEMS = 64  # of some 20 us each
 _TICKS = 1200  # one minute
 
 
 class Heartbeat:
-    """Measures how late the event loop is, while `running()`: 20 times a second.
+    """A measurement, 20 times a second, of the event loop's delay, made while `running()`.
 
-    on_beat: called with the seconds by which a beat was late, and with how many of these, at most,
-    the loop's thread had a core for; in the rest it waited for one, or in a system call.
+    Attributes:
+        on_beat: Called at each beat with the seconds by which the beat was late, and with the most
+            of these seconds for which the loop's thread can have had a core. In the rest the thread
+            waited for a core, or in a system call.
     """
 
     def __init__(self, on_beat: Callable[[float, float], None] = lambda *_: None) -> None:
@@ -50,7 +52,7 @@ class Heartbeat:
 
     @property
     def age_s(self) -> float | None:
-        """Since the last beat; None before the first."""
+        """Seconds since the last beat; None before the first."""
         return None if self._last is None else asyncio.get_running_loop().time() - self._last
 
     @property
@@ -76,13 +78,19 @@ class Heartbeat:
             self.on_beat(late_s, min(late_s, time.thread_time() - worked_s))
 
 
-_MOST_LOOKS = 8  # where the loop is late for half of the time, that is all but 1/256 of it
+_MOST_LOOKS = 8  # a loop that is late half of the time is excused for all but 1/256 of it
 
 
 @asynccontextmanager
 async def patient_timeout(beat: Heartbeat, seconds: float) -> AsyncIterator[asyncio.Timeout]:
-    """As asyncio.timeout, but extended, up to 8 times, by the time for which this process' own loop
-    was late: a peer is not to blame for that. `beat` must be running."""
+    """Limit the body as asyncio.timeout does, plus delays of this process' own loop.
+
+    A peer is not to blame for these delays. The limit is extended at most 8 times.
+
+    Args:
+        beat: The running heartbeat of this loop.
+        seconds: The limit.
+    """
     async with asyncio.timeout(None) as scope:
         looks = _Looks(beat, scope, seconds)
         try:
@@ -92,7 +100,13 @@ async def patient_timeout(beat: Heartbeat, seconds: float) -> AsyncIterator[asyn
 
 
 class _Looks:
-    """timer: of the next one. No closure: one that names itself is a cycle for each call."""
+    """The extensions of one patient timeout.
+
+    A closure that names itself would be a reference cycle for each call.
+
+    Attributes:
+        timer: Timer of the next extension.
+    """
 
     def __init__(self, beat: Heartbeat, scope: asyncio.Timeout, seconds: float) -> None:
         self._beat, self._scope = beat, scope
@@ -110,7 +124,7 @@ class _Looks:
 
 
 async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
-    """Yield `items`, 64 in each turn of the event loop: for lists whose length callers choose."""
+    """Yield `items`, 64 per turn of the event loop, for lists of a length that callers choose."""
     for number, item in enumerate(items, 1):
         yield item
         if number % _ITEMS == 0:
@@ -121,8 +135,10 @@ log = logging.getLogger(__name__)
 
 
 class CallUnderWay:
-    """One call under way, from `async with` to its end: asyncio.timeout without a clock, of which
-    each request makes one, and which took 6 us."""
+    """One call under way, from `async with` to its end: asyncio.timeout without a clock.
+
+    Each request makes one, and asyncio.timeout takes 6 us.
+    """
 
     __slots__ = ("_is_cut_off", "_num_cancels", "_task", "_working")
 
@@ -149,16 +165,17 @@ class CallUnderWay:
             raise self._working.cut_off() from error
 
     def cut_off(self) -> None:
-        """End it, if that was not asked before."""
+        """End the call, once."""
         if not self._is_cut_off:
             self._is_cut_off = True
             self._task.cancel()
 
 
 class Working:
-    """The calls under way, for an end in order.
+    """The calls under way, for an orderly shutdown.
 
-    cut_off: makes the error that is raised in a call whose time is up.
+    Args:
+        cut_off: Makes the error that is raised in a call whose time is up.
     """
 
     def __init__(self, cut_off: Callable[[], TierKVError]) -> None:
@@ -171,14 +188,14 @@ class Working:
         return len(self.calls)
 
     def call(self) -> CallUnderWay:
-        """One call, for `async with`. It raises what `cut_off` makes when its time is up."""
+        """Open one call, for `async with`; a call that is cut off raises the error of `cut_off`."""
         return CallUnderWay(self)
 
     def changed(self) -> None:
         self._changed.set()
 
     def hurry(self) -> None:
-        """Wait for nobody's work any more."""
+        """Make `idle` cut off all calls at once."""
         self._is_hurried = True
         self.changed()
 
@@ -247,25 +264,29 @@ async def serve(  # noqa: PLR0913 - each is the node's or the gateway's own
 ) -> None:
     """Run `served` while it is `listening`, which yields its URL, until `told` is set.
 
-    Then it drains: it is unready and takes no more work; what runs may end within the grace time,
-    and is cut off then. `served.hurry` cuts it off at once. The address answers from the first
-    moment to the last, so a probe is told, not left to guess.
+    `served` then drains: it is unready and takes no more work. Running work may end within the
+    grace time and is cut off after it; `served.hurry` cuts it off at once. The address answers
+    until the end, so that probes get an answer.
 
     Args:
-        announce: called with the URL once it answers there.
-        on_closing: called when no work is left, or should be; possibly twice.
-        told: set by a signal; see `told_to_end`.
+        served: The node or gateway.
+        name: The name in the log.
+        listening: Opens the address while it is entered.
+        announce: Called with the URL once it answers there.
+        grace_s: Seconds for which running work may go on.
+        on_closing: Called when no work is left or the grace time is over; possibly twice.
+        told: The event that a signal sets; see `told_to_end`.
     """
     await start_threads()
     async with listening as url, served.running():
         gc.collect()
-        gc.freeze()  # what the start made stays: no collection need look at it again
+        gc.freeze()  # objects of the start stay alive, so no collection need visit them
         log.info("%s is ready at %s", name, url)
         announce(url)
         try:
             await told.wait()
             log.info("%s drains, for up to %g s", name, grace_s)
-            # Then it closes, even if some work does not end when it is cut off.
+            # Closing begins after the grace time, even if some work does not end when cut off.
             asyncio.get_running_loop().call_later(grace_s, on_closing)
             served.drain()
             await served.idle(grace_s=grace_s)
@@ -275,17 +296,20 @@ async def serve(  # noqa: PLR0913 - each is the node's or the gateway's own
 
 
 class LastResort:
-    """Ends the process `limit_s` seconds after `start`, whatever its loop and its threads do then:
-    whoever stops it relies on the limit. What is stored is whole or invisible at any moment."""
+    """A watchdog thread that ends the process `limit_s` seconds after `start`.
+
+    The process ends even if its loop and its threads hang, since the supervisor that stops it
+    relies on the limit. Stored values are whole or invisible at any moment.
+    """
 
     def __init__(self, limit_s: float) -> None:
-        self.why: Callable[[], str] = lambda: "closing hangs"  # what the log says then
+        self.why: Callable[[], str] = lambda: "closing hangs"  # the sentence of the log entry
         self._limit_s = limit_s
         self._is_started, self._is_over = threading.Event(), threading.Event()
         start_thread(self._watch, "tierkv-last-resort")
 
     def start(self) -> None:
-        """Begin to count. Once more, it does nothing."""
+        """Begin to count; a second call does nothing."""
         self._is_started.set()
 
     def cancel(self) -> None:
@@ -307,10 +331,17 @@ _Seen = tuple[tuple[int, int, int] | None, ...]
 async def watching(
     files: Sequence[Path], reload: Callable[[], Awaitable[None]], *, every_s: float
 ) -> AsyncIterator[None]:
-    """Call `reload` before the body, and again whenever one of `files` has changed meanwhile.
+    """Call `reload` before the body, and again after each change of one of `files`.
 
-    Raises what the first call raises. A ConfigError of a later one is logged, and `reload` is
-    called again after the next change."""
+    Args:
+        files: The files to watch.
+        reload: Reads the files.
+        every_s: Seconds between two looks at the files.
+
+    Raises:
+        ConfigError: The first `reload` has failed. An error of a later one is logged, and `reload`
+            is called again after the next change.
+    """
     seen = await aside(_look, files)  # first, or a change while reading would be missed
     await reload()
     async with supervised({"tierkv-watch": lambda: _watch(files, reload, seen, every_s)}):
@@ -337,7 +368,7 @@ def _look(files: Sequence[Path]) -> _Seen:
 
 
 def _identity(file: Path) -> tuple[int, int, int] | None:
-    """Differs after each write, and for another file of that name."""
+    """Return a value that differs after each write, and for another file of that name."""
     try:
         found = file.stat()
     except OSError:

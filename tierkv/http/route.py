@@ -28,7 +28,7 @@ Handler = Callable[[web.BaseRequest], Awaitable[object]]
 Fail = Callable[[web.BaseRequest, Exception], web.Response]
 Count = Callable[[str, int], None]
 
-NO_ROUTE = "none"  # what answers to paths that there are not are counted under
+NO_ROUTE = "none"  # the path in metrics of answers to unknown paths
 _IN_PATH = web.RequestKey("in_path", dict[str, str])
 _MARK = "tierkv_routes"
 _NAME = re.compile(r"\{(\w+)(?::([^}]+))?\}")
@@ -36,10 +36,10 @@ _SPOKEN = (HttpVersion11, HttpVersion10)
 
 
 class Disconnect(Enum):
-    """What happens to the work of a client that has gone."""
+    """The fate of a request's work when its client has closed the connection."""
 
-    CANCEL = "cancel"  # it is stopped, and what it held is given back
-    DETACH = "detach"  # it goes on to its end: others may wait for the result
+    CANCEL = "cancel"  # the work stops, and its blocks are released
+    DETACH = "detach"  # the work goes on: other calls may wait for its result
 
 
 async def _unbound(_: web.BaseRequest) -> object:
@@ -48,15 +48,20 @@ async def _unbound(_: web.BaseRequest) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Put it on a method as a decorator; `routes_of` then tells the rows of an object. The method
-    returns what is to be encoded, or a whole response.
+    """A row of the route table, and the decorator that puts the row on a method.
 
-    path: {name} is one part of it, {name:.+} all the rest. body, answer: msgspec types, None where
-    there is none.
-    query: names of query parameters with their types. is_stream: the answer may also be
-    text/event-stream. is_body_optional: none is as good as {}. content_type: of the answer, where
-    it is not JSON or msgpack. name: of the class and the method. summary: the first paragraph of
-    the method's docstring.
+    `routes_of` returns the rows of an object. The method returns a value to encode, or a whole
+    response.
+
+    Attributes:
+        path: The path; {name} is one segment of it, {name:.+} all the rest.
+        body, answer: msgspec types, None without a body or an answer.
+        query: Names of query parameters with their types.
+        is_stream: The answer may also be text/event-stream.
+        is_body_optional: A missing body is read as {}.
+        content_type: Content type of an answer that is neither JSON nor msgpack.
+        name: Names of the class and of the method.
+        summary: The first paragraph of the method's docstring.
     """
 
     method: str
@@ -76,13 +81,13 @@ class Route:
     handler: Handler = _unbound
 
     def __call__(self, method: M) -> M:
-        # Of several, the last one is put on first.
+        # Python applies the last of several decorators first.
         vars(method).setdefault(_MARK, []).insert(0, self)
         return method
 
 
 def routes_of(owner: object) -> list[Route]:
-    """The rows of the owner's methods, in the order in which its class has them."""
+    """Return the rows of the owner's methods, in the order of its class."""
     kind = type(owner)
     return [
         replace(
@@ -98,17 +103,22 @@ def routes_of(owner: object) -> list[Route]:
 
 
 def in_path(request: web.BaseRequest, name: str) -> str:
-    """What the request's path has for {name}."""
+    """Return the part of the request's path that {name} stands for."""
     return request[_IN_PATH][name]
 
 
 class HttpRouter:
-    """Answers requests from the table: names each, asks who calls, runs the row's handler, and
-    turns whatever that raises into an answer.
+    """A router that answers requests from the route table.
 
-    guard: says who calls; it must be running. fail: makes the answer to an error. count: called
-    with each answer's path, as in the table, and status. id_chars: the id of a request's header is
-    cut to so many.
+    The router names each request, authenticates its caller, runs the row's handler, and turns an
+    error of the handler into an answer.
+
+    Args:
+        table: The routes.
+        guard: Authenticator of callers, which must be running.
+        fail: Makes the answer to an error.
+        count: Called with the path, as in the table, and the status of each answer.
+        id_chars: Characters at which the id of a request's header is cut.
     """
 
     def __init__(
@@ -134,7 +144,11 @@ class HttpRouter:
         self._pattern = re.compile("|".join(one.pattern for one in self._patterned.values()))
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Raises ConnectionError if the client has gone."""
+        """Return the answer to `request`.
+
+        Raises:
+            ConnectionError: The client has closed the connection.
+        """
         request[bodies.REQUEST_ID] = bodies.first_id(request)[: self._id_chars]
         path = NO_ROUTE
         response: web.StreamResponse
@@ -156,7 +170,7 @@ class HttpRouter:
                 response = bodies.answer(request, found, status=row.status)
         except ConnectionError:
             raise
-        except Exception as error:  # noqa: BLE001 - what nobody expected is logged by `fail`
+        except Exception as error:  # noqa: BLE001 - `fail` logs an unexpected error
             response = self._fail(request, error)
         finally:
             bodies.release(request)
@@ -164,8 +178,10 @@ class HttpRouter:
         return response
 
     def _admit(self, request: web.BaseRequest, place: _Path | None) -> Route:
-        """The row, if there is one and its caller may use it. To be told that there is none needs
-        READ, so that a stranger cannot find out which routes there are."""
+        """Return the row of the request, if there is one and its caller may use it.
+
+        The answer that there is no such row needs READ, so that a stranger cannot list the routes.
+        """
         if request.version not in _SPOKEN:
             raise web.HTTPVersionNotSupported
         row = place.rows.get(request.method) if place else None
@@ -195,8 +211,9 @@ class HttpRouter:
 class _Path:
     """One path of the table, the `number`-th, with the rows of its methods.
 
-    pattern: of what is asked for, as one group of the pattern of all. names: what the path has in
-    braces, with the group of each.
+    Attributes:
+        pattern: Pattern of the path, as one group of the pattern of all paths.
+        names: Names in braces in the path, with the group of each.
     """
 
     def __init__(self, path: str, number: int) -> None:
@@ -216,7 +233,7 @@ async def _expected(request: web.BaseRequest) -> None:
     if request.headers["Expect"].lower() != "100-continue":
         raise web.HTTPExpectationFailed
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    request.writer.output_size = 0  # of the answer, of which this is no part
+    request.writer.output_size = 0  # counts bytes of the answer, and this is no part of it
 
 
 Json = dict[str, Any]
@@ -289,7 +306,7 @@ def _operation(row: Route, media_of: dict[type, Json]) -> Json:
         "x-on-disconnect": row.on_disconnect.value,
         "parameters": _parameters(row),
         "responses": _responses(row, media_of),
-        # {}: a node that asks nobody who they are.
+        # {}: a node without authentication.
         "security": [] if row.access is Access.PUBLIC else [{"token": []}, {"certificate": []}, {}],
     }
     if row.body is not None:
@@ -334,7 +351,7 @@ def _responses(row: Route, media_of: dict[type, Json]) -> Json:
     if row.is_stream:
         content[
             EVENT_STREAM
-        ] = {}  # a schema is taken for the whole by some, for one event by others
+        ] = {}  # tools differ in reading a schema: of the stream, or of one event
     status = HTTPStatus(row.status)
     good: Json = {"description": status.phrase, "headers": {"X-Request-Id": {"schema": _ID}}}
     if content:

@@ -46,11 +46,15 @@ _WHY_NOT = {
 
 
 def bind(settings: ListenSection, *, asks_callers: bool = False) -> socket.socket:
-    """A socket that listens on the settings' address.
+    """Return a socket that listens on the address of `settings`.
 
-    asks_callers: every caller must say who it is.
-    Raises ConfigError if the address cannot be had, or if others than this machine can reach it,
-    nobody asks them who they are, and that is not allowed.
+    Args:
+        settings: The address.
+        asks_callers: Every caller is authenticated.
+
+    Raises:
+        ConfigError: The address cannot be used; or other machines can reach it, callers are not
+            authenticated, and allow_insecure_bind is not set.
     """
     where = f"{settings.host}:{settings.port}"
     try:
@@ -83,10 +87,13 @@ def bind(settings: ListenSection, *, asks_callers: bool = False) -> socket.socke
 
 @contextmanager
 def unix_listener(path: Path) -> Iterator[socket.socket]:
-    """A socket at `path` that only its owner can connect to; the path is removed at the end.
+    """Yield a socket at `path` that only its owner can connect to; remove the path at the end.
 
-    One that a dead process has left there is replaced. Raises ConfigError if the path cannot be
-    had. To be used before threads start: it changes the umask for a moment.
+    A socket that a dead process has left there is replaced. Use it before threads start, because it
+    changes the umask for a moment.
+
+    Raises:
+        ConfigError: The path cannot be used.
     """
     _remove_dead(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -134,7 +141,7 @@ def is_loopback(address: str) -> bool:
 
 
 def url_of(listener: socket.socket, *, has_tls: bool = False) -> str:
-    """Where a client finds it: http://host:port, https://host:port, or unix:/path."""
+    """Return the URL of `listener`: http://host:port, https://host:port, or unix:/path."""
     name = listener.getsockname()
     if listener.family == socket.AF_UNIX:
         return f"unix:{name}"
@@ -144,7 +151,7 @@ def url_of(listener: socket.socket, *, has_tls: bool = False) -> str:
 
 
 def make_room_for(connections: int) -> None:
-    """Let this process have so many connections, as far as the system allows it to."""
+    """Raise the limit of open files for `connections` connections, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + _OTHER_FILES
     if hard != resource.RLIM_INFINITY:
@@ -225,7 +232,7 @@ def _load_certificates(context: ssl.SSLContext, settings: TlsSection) -> None:
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 MAX_LINE_BYTES = 8_192
-MAX_FIELD_BYTES = 16_384  # another number than a line's: by it the two errors are told apart
+MAX_FIELD_BYTES = 16_384  # unlike MAX_LINE_BYTES, so that aiohttp's two errors differ
 MAX_FIELDS = 100
 _LAST_ANSWERS_S = 2.0  # for answers that are on their way when the work is done
 _LINGER_S = 10.0  # how long a refused body is read
@@ -349,7 +356,7 @@ class _Http(web.RequestHandler):
         )
         self._shared = shared
         self._is_counted = False
-        self._body: StreamReader | None = None  # of the last request whose head has come
+        self._body: StreamReader | None = None  # body of the last request with a complete head
         self._is_answered = True
         self._head_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None

@@ -11,21 +11,26 @@ _MAX_PORT = 65_535
 
 
 class ListenSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where to listen, and how much to take.
+    """The address to listen on, and limits of requests and connections.
 
-    host: the address to listen on. port: 0 takes a free one.
-    allow_insecure_bind: listen on other than loopback addresses although nobody is asked who they
-        are; for a private network.
-    drain_grace_s: how long running requests may go on after SIGTERM.
-    max_body_bytes: a longer request body is refused; counted after decompression.
-    max_prompt_tokens: of one prompt; a longer one is refused before its tokens are packed.
-    max_work_bytes: of the bodies of all requests under way; what would be more is refused with 503.
-    max_connections: one more is answered with 503 and closed.
-    idle_timeout_s: a connection without a request for so long is closed. Above the 60 s for which
-        load balancers commonly keep theirs, so that it is they who close an idle one.
-    head_timeout_s: how long the head of a request may take to arrive, and a TLS handshake.
-    body_timeout_s: how long a request's body may take to arrive.
-    send_timeout_s: a client that takes nothing of its answer for so long is cut off.
+    host: address to listen on.
+    port: port to listen on; 0 takes a free one.
+    allow_insecure_bind: listen on other than loopback addresses although callers are not
+    authenticated; for a private network.
+    drain_grace_s: seconds for which running requests may go on after SIGTERM.
+    max_body_bytes: most bytes of a request body, counted after decompression; a longer one is
+    refused.
+    max_prompt_tokens: most tokens of one prompt; a longer one is refused before its tokens are
+    packed.
+    max_work_bytes: most bytes of the bodies of all requests under way; above it a request is
+    refused with 503.
+    max_connections: most connections; one more is answered with 503 and closed.
+    idle_timeout_s: seconds after which a connection without a request is closed. The default is
+    above the 60 s of common load balancers, so that the balancer closes an idle connection first.
+    head_timeout_s: seconds in which the head of a request must arrive, and a TLS handshake must
+    end.
+    body_timeout_s: seconds in which a request's body must arrive.
+    send_timeout_s: seconds after which a client that reads nothing of its answer is cut off.
     """
 
     host: str = "127.0.0.1"
@@ -55,8 +60,11 @@ class ListenSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class AuthSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """file: who may call, as `tierkv token` writes it; "" asks nobody who they are.
-    reload_s: how often is looked whether it has changed."""
+    """Authentication of callers.
+
+    file: file of the callers, as `tierkv token` writes it; "" authenticates no caller.
+    reload_s: seconds between two checks whether the file has changed.
+    """
 
     file: str = ""
     reload_s: Fixed[float] = 1.0
