@@ -1,9 +1,9 @@
-"""Whose turn it is: by priority, then by tenant, then by arrival.
+"""The order of waiting requests: by priority, then by tenant, then by arrival.
 
-Within one priority, tenants are served in turn by the blocks they were given: the one that was
-given least goes next. Within a tenant, the first that came. A priority that was passed over
-MAX_PASSED_OVER times by those that came later gives one turn, whatever the others' priority, so
-that it is slow and never stopped, and a backlog of low priority does not stop those above.
+Within one priority, the tenant that was given the fewest blocks goes next. Within a tenant,
+requests go in order of arrival. A priority that was passed over MAX_PASSED_OVER times by later
+requests gets one turn ahead of all others: low priorities are slow, but never stopped, and their
+backlog does not stop higher ones.
 """
 
 from __future__ import annotations
@@ -22,11 +22,15 @@ MAX_PASSED_OVER = 32
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A request that is not admitted yet. fetched: what was brought from storage for it.
+    """A request that is not admitted yet.
 
-    wait: for blocks that another request computes; timer: ends it. give_up_at: when the last such
-    wait of this request ends, seconds on the loop's clock, None before the first. parked_at: when
-    the last one began.
+    Attributes:
+        fetched: the blocks that were fetched from storage for it.
+        wait: the wait for blocks that another request computes.
+        timer: ends `wait`.
+        give_up_at: end of the last such wait, in seconds of the loop's clock; None before the
+            first.
+        parked_at: start of the last such wait.
     """
 
     spec: RequestSpec
@@ -48,7 +52,7 @@ class Waiting:
         return self.spec.priority
 
     def park(self, wait: PromiseWait, now: float, on_timeout: Callable[[], None]) -> None:
-        """Stay aside until the wait is over, in one way or another."""
+        """Stand aside until the wait is over."""
         if self.give_up_at is None:
             self.give_up_at = now + wait.patience_s
         self.wait, self.parked_at = wait, now
@@ -57,7 +61,7 @@ class Waiting:
         self.timer = asyncio.get_running_loop().call_later(max(left_s, 0.0), on_timeout)
 
     def unpark(self) -> PromiseWait | None:
-        """Go on; what it waited for, if it did."""
+        """Stop standing aside; return the wait that has ended, None if there was none."""
         wait, self.wait = self.wait, None
         if wait is not None:
             wait.promise.num_waiting -= 1
@@ -77,9 +81,14 @@ class Waiting:
 
 @dataclass(slots=True)
 class _Level:
-    """Those of one priority. queues: of each tenant the numbers of those that wait for a turn, a
-    heap, in which those that have left stay till they come up. num_passed: how many were served
-    before the first of them that came later."""
+    """The waiting requests of one priority.
+
+    Attributes:
+        queues: by tenant, a heap of the numbers of requests that wait for a turn. Numbers of
+            requests that have left stay until they reach the top.
+        num_passed: requests of higher priority admitted ahead of the next one here although they
+            came later.
+    """
 
     queues: dict[str, list[int]] = field(default_factory=dict)
     num_passed: int = 0
@@ -90,10 +99,9 @@ class _Level:
 
 
 class WaitingLine:
-    """The line. What a turn costs grows with the tenants that wait, not with those that wait.
+    """The line of waiting requests. A turn's cost grows with the waiting tenants, not the requests.
 
-    Those that wait for blocks that another request computes stand aside, and come back to their old
-    place.
+    Requests that wait for blocks of another request stand aside, and return to their old place.
     """
 
     def __init__(self) -> None:
@@ -118,7 +126,7 @@ class WaitingLine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody waits, and nothing is left of those that stood aside."""
+        """True if no request waits, and no entry of a wait aside is left."""
         return not self._line and not self._aside
 
     def find(self, request_id: str) -> Waiting | None:
@@ -128,7 +136,7 @@ class WaitingLine:
         return tenant in self._num_of_tenant
 
     def join(self, waiting: Waiting) -> None:
-        """At the end; no other in the line may have its request's id."""
+        """Add a request at the end; no other request in the line may have the same id."""
         assert waiting.spec.request_id not in self._by_id, "who admits has looked"
         waiting.number = self._num_ever
         self._num_ever += 1
@@ -147,7 +155,7 @@ class WaitingLine:
         self._holding = None
 
     def _queue(self, waiting: Waiting) -> None:
-        """It waits for a turn from now on, in its old place."""
+        """Let the request wait for a turn, in its old place."""
         level = self._levels.get(waiting.priority)
         if level is None:
             level = self._levels[waiting.priority] = _Level()
@@ -164,17 +172,17 @@ class WaitingLine:
         self._holding = None
 
     def forget(self, tenant: str) -> None:
-        """A tenant that is no more."""
+        """Forget the blocks given to a tenant that was closed."""
         self._given.pop(tenant, None)
 
     def given(self, tenant: str, num_blocks: int) -> None:
-        """A request of `tenant` was admitted with so many blocks."""
+        """Count a request of `tenant` that was admitted with `num_blocks` blocks."""
         before = self._given.get(tenant, 0)
         self._served = max(self._served, before)
         self._given[tenant] = before + num_blocks
 
     def admitted(self, waiting: Waiting) -> None:
-        """It leaves; those of lower priority that came before it have been passed over."""
+        """Remove an admitted request; count it for lower priorities with an older next request."""
         for priority, level in self._levels.items():
             if priority == waiting.priority:
                 level.num_passed = 0
@@ -183,8 +191,11 @@ class WaitingLine:
         self.leave(waiting)
 
     def next(self, may_go: Callable[[Waiting], bool]) -> Waiting | None:
-        """Who goes next. One that may not refuses the turn for its whole tenant: those behind it
-        wait too, or a big request would starve behind small ones of its own; and nobody else."""
+        """Return the next request to admit, None if there is none.
+
+        If `may_go` is False for a request, its whole tenant has no turn, since a big request would
+        otherwise starve behind small ones of its own tenant. Other tenants are not affected.
+        """
         found = {priority: self._firsts(level) for priority, level in self._levels.items()}
         self._levels = {one: level for one, level in self._levels.items() if found[one]}
         order = list(self._levels)
@@ -202,7 +213,7 @@ class WaitingLine:
         return None
 
     def _firsts(self, level: _Level) -> list[tuple[int, int]]:
-        """What each tenant that waits for a turn was given, and the number of its first."""
+        """Return (blocks given, number of the first request) by tenant that waits for a turn."""
         firsts = []
         for tenant, numbers in list(level.queues.items()):
             while numbers and not self._waits_for_turn(numbers[0]):
@@ -222,19 +233,22 @@ class WaitingLine:
     def stand_aside(
         self, waiting: Waiting, wait: PromiseWait, now: float, on_timeout: Callable[[], None]
     ) -> None:
-        """It waits for blocks that another request computes; those behind it go on."""
+        """Let the request wait for blocks that another one computes; requests behind it go on."""
         waiting.park(wait, now, on_timeout)
         heapq.heappush(self._aside.setdefault(wait.promise, []), (wait.stop, waiting.number))
 
     def come_back(self, waiting: Waiting) -> PromiseWait | None:
-        """It waits no more; what it waited for, if it did."""
+        """Return the request to its old place.
+
+        Return the wait that has ended, None if there was none.
+        """
         wait = waiting.unpark()
         if wait is not None:
             self._queue(waiting)
         return wait
 
     def whose_wait_is_over(self) -> list[Waiting]:
-        """Those aside whose blocks are there, or will not come."""
+        """Return the requests aside whose blocks are computed, or will not be."""
         found: list[Waiting] = []
         for promise, heap in list(self._aside.items()):
             while heap and (promise.is_over or heap[0][0] <= promise.first):
@@ -249,8 +263,11 @@ class WaitingLine:
     # What they hold
 
     def let_go_of_last(self, tenant: str | None = None) -> bool:
-        """Let the last in line, of this tenant or of all, that holds what was fetched for it give
-        that up; whether there was one."""
+        """Release the fetched blocks of the last request in line that holds some.
+
+        Returns:
+            True if there was such a request, of `tenant` or, for None, of any.
+        """
         if self._holding is None:
             self._holding = [one for one in self.ordered() if one.holds_fetched]
         for one in reversed(self._holding):
@@ -263,14 +280,14 @@ class WaitingLine:
         return False
 
     def ordered(self) -> list[Waiting]:
-        """All of them, by priority, tenant and arrival: it sorts."""
+        """Return all requests, sorted by priority, tenant and arrival."""
         return sorted(
             self._line.values(),
             key=lambda one: (-one.priority, self._given.get(one.tenant, 0), one.number),
         )
 
     def findings(self) -> list[str]:
-        """What is wrong, in words."""
+        """Return violated invariants as sentences."""
         wrong = [
             f"request {one.spec.request_id!r} waits for blocks without an end"
             for one in self

@@ -1,4 +1,4 @@
-"""Brings the rest of a prompt from storage to the host before its request is admitted."""
+"""Fetch the rest of a prompt from storage to the host before its request is admitted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NOT_IN_STORAGE = GetOutcome(GetStatus.MISS, "not in storage")  # which has said 
 
 
 class Source(Protocol):
-    """Where blocks beyond the local match come from: see StorageIO, which is one."""
+    """A source of blocks beyond the local match, such as `StorageIO`."""
 
     async def count_present(self, keys: Sequence[StoredKey]) -> int: ...
 
@@ -44,11 +44,14 @@ class Source(Protocol):
 
 @dataclass(slots=True)
 class Landed:
-    """How far a fetch has come.
+    """The progress of a fetch.
 
-    lease, tail: of what the prompt has here by now. num_tokens: those of them that came from
-    storage. direct: the prompt's tokens that came from another node's memory.
-    problem: why there is no more; None if it goes on, or all is there.
+    Attributes:
+        lease: the full blocks of the prompt that are cached here by now.
+        tail: the prompt's tail, if it is cached here by now.
+        num_tokens: tokens of these blocks and this tail that came from storage.
+        direct: tokens of the prompt that came from another node's memory.
+        problem: the reason why the fetch stopped early; None while it goes on, or if all is here.
     """
 
     lease: Lease
@@ -60,7 +63,12 @@ class Landed:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """kept: which of the slots the index has taken. has_ended: the others are free again."""
+    """One group of blocks on its way.
+
+    Attributes:
+        kept: mask of the slots that the index has accepted.
+        has_ended: True once all other slots are free again.
+    """
 
     keys: Sequence[StoredKey]
     slots: Ids
@@ -73,7 +81,7 @@ class _Group:
 
 
 class FetchGroups:
-    """source: where blocks come from."""
+    """Fetches of consecutive blocks in groups, from `source` into host slots."""
 
     def __init__(self, tiers: Tiers, source: Source) -> None:
         self._tiers = tiers
@@ -82,9 +90,11 @@ class FetchGroups:
         self._taken: Counter[str] = Counter()  # slots that are not in the index yet, by space
 
     async def take(self, count: int, space: Space) -> Ids | None:
-        """1 to `count` host slots, after copies that make room for them, or that hold the host's
-        slots as long as they are on their way; None if there are none of these either. They count
-        in the space's quota until `settled`."""
+        """Return 1 to `count` host slots, or None if there are none and no copy will free any.
+
+        Wait for copies that make room on the host, and for offloads that hold host slots. The slots
+        count in the quota of `space` until `settled` is called for them.
+        """
         tiers = self._tiers
         while True:
             try:
@@ -98,7 +108,7 @@ class FetchGroups:
             await tiers.work.next_change()
 
     def settled(self, slots: Ids, space: Space) -> None:
-        """What `take` gave is in the index, or free again."""
+        """Stop counting `slots` as reserved: each is in the index, or free again."""
         self._taken[space.name] -= len(slots)
         if not self._taken[space.name]:
             del self._taken[space.name]
@@ -112,11 +122,17 @@ class FetchGroups:
         *,
         num_first: int = GROUP_BLOCKS,
     ) -> None:
-        """Fetch `keys`, which follow what `landed` has, in order.
+        """Fetch `keys`, which follow the blocks of `landed`, in order.
 
-        Two groups are on their way at a time, so that the store does not wait while one is taken
-        in. num_first: blocks in the first one. on_arrival: called with each that was. What is
-        missing is `landed.problem`.
+        Two groups are on their way at a time, so that the store has work while one is inserted into
+        the index. If blocks are missing, `landed.problem` has the reason.
+
+        Args:
+            prompt: the prompt of the blocks.
+            landed: the progress, updated with each group.
+            keys: the stored keys to fetch.
+            on_arrival: called after each group that is complete in the index.
+            num_first: number of blocks in the first group.
         """
         space = self._index.spaces.root_of(prompt).space
         before: asyncio.Task[bool] | None = None
@@ -150,8 +166,10 @@ class FetchGroups:
         before: asyncio.Task[bool] | None,
         on_arrival: Callable[[], None],
     ) -> bool:
-        """Fetch one group and put it into the index behind the one `before` it; whether all of it
-        is there."""
+        """Fetch one group and insert it behind the group `before`.
+
+        Return whether all of it arrived.
+        """
         tiers, index = self._tiers, self._index
         keys, slots, kept = group.keys, group.slots, group.kept
         outcomes = await self._source.fetch(keys, slots)
@@ -199,7 +217,7 @@ class FetchGroups:
 
 
 def _direct(outcomes: Sequence[GetOutcome], keys: Sequence[StoredKey], start: int) -> list[range]:
-    """The tokens, of those from `start` on, that came from another node's memory."""
+    """Return the tokens, from `start` on, that came from another node's memory."""
     stops = list(accumulate((key.num_tokens for key in keys), initial=start))
     return [
         range(stops[at], stops[at + 1]) for at, result in enumerate(outcomes) if result.is_direct
@@ -207,7 +225,7 @@ def _direct(outcomes: Sequence[GetOutcome], keys: Sequence[StoredKey], start: in
 
 
 async def _arrived(group: asyncio.Task[bool] | None) -> bool:
-    """Whether all of a group is in the index, once that is known; of none before the first: yes."""
+    """Wait for the end of `group` and return whether all of it is in the index; True for None."""
     if group is None:
         return True
     if not group.done():
@@ -216,7 +234,7 @@ async def _arrived(group: asyncio.Task[bool] | None) -> bool:
 
 
 class SharedTails:
-    """What a prompt shares beyond its last whole block, with prompts that ended in that block."""
+    """Stored tails of other prompts that share the first tokens of a prompt's next block."""
 
     def __init__(self, tiers: Tiers, storage: StorageIO) -> None:
         self._tiers = tiers
@@ -225,11 +243,15 @@ class SharedTails:
     async def find(
         self, prompt: Prompt, at: Lease, *, missing: Collection[bytes]
     ) -> SharedTail | None:
-        """The stored tail under `at`, which covers the prompt's first blocks, that shares most.
+        """Return the stored tail under `at` that shares most tokens with the prompt.
 
-        None if none shares more than what is cached here. One small read.
+        Return None if no tail shares more tokens than are cached here. The search costs one small
+        read.
 
-        missing: digests that are known not to be in storage, whatever is listed.
+        Args:
+            prompt: the prompt to extend.
+            at: a lease of the prompt's first blocks.
+            missing: digests that are known not to be in storage, even if they are listed there.
         """
         wanted = prompt.block(at.num_blocks)
         here = self._cached_tokens(prompt, at.num_blocks)
@@ -249,15 +271,19 @@ class SharedTails:
         return found if found is not None and found.num_shared > here else None
 
     def _cached_tokens(self, prompt: Prompt, block: int) -> int:
-        """How many tokens of `block` are cached here, all of what is before it being so."""
+        """Return the number of cached tokens of `block`, 0 if a block before it is not cached."""
         match = self._tiers.index.match(prompt)
         if match.num_blocks > block:
             return prompt.block_size
         return match.partial.num_tokens if match.partial and match.num_blocks == block else 0
 
     async def fetch(self, prompt: Prompt, at: Lease, found: SharedTail, slots: Ids) -> Lease | None:
-        """Bring the tail into the one host slot of `slots`, and into the index under `at`; a lease
-        of it. None, and the slot is free again, if it is gone or not what it should be."""
+        """Fetch the tail into the one host slot of `slots` and insert it under `at`.
+
+        Return its lease.
+
+        Return None, with the slot free again, if the store has no valid value for it.
+        """
         tiers, index = self._tiers, self._tiers.index
         is_kept = False
         tiers.slots.lend(Tier.HOST, slots)
@@ -279,7 +305,7 @@ class SharedTails:
 
 
 def _ending_in(prompt: Prompt, num_blocks: int, tail: Tail) -> Prompt:
-    """The prompt's first blocks and then `tail`."""
+    """Return the prompt made of the first `num_blocks` blocks of `prompt`, followed by `tail`."""
     tokens = prompt.tokens[: num_blocks * prompt.block_token_bytes] + tail.tokens
     extras = {block: extra for block, extra in prompt.extras.items() if block < num_blocks}
     if tail.extra:
@@ -294,16 +320,20 @@ _FATES = {GetStatus.DAMAGED: Fate.DAMAGED, GetStatus.FAILED: Fate.FAILED}
 
 @dataclass(slots=True)
 class Fetched:
-    """What is on the host now because it was asked for.
+    """The result of a fetch, held on the host until `release`.
 
-    tokens: the prompt's tokens that came from storage for this call. earlier: those that came for
-        the same request before it, if its owner says so. direct: those of either that came
-        straight from another node's memory.
-    began_at, matched_at, ended_at: on the monotonic clock, its beginning, when it was known what is
-        where, and its end.
-    first_problem: why it ended before the end of the prompt, None if it did not.
-    It stays on the host until `release`, which the owner calls once the request is admitted, or
-    earlier: then it may be evicted, and the request matches less.
+    The owner calls `release` once the request is admitted, or earlier: then the blocks may be
+    evicted, and the request matches fewer tokens.
+
+    Attributes:
+        tokens: tokens of the prompt that came from storage for this call.
+        first_problem: the reason why the fetch ended before the end of the prompt; None if it did
+            not.
+        earlier: tokens that came for the same request before this call, if the owner sets them.
+        direct: the part of `tokens` and `earlier` that came from another node's memory.
+        began_at: start of the fetch, in seconds of the monotonic clock.
+        matched_at: time at which the locations of all blocks were known.
+        ended_at: end of the fetch.
     """
 
     tokens: range
@@ -322,21 +352,24 @@ class Fetched:
 
     @property
     def lacked_room(self) -> bool:
-        """Whether the host had no room for the rest."""
+        """True if the host had no room for the rest."""
         return self.first_problem is NO_ROOM
 
     def release(self) -> None:
-        """Let it be evicted again. More than once is as good as once."""
+        """Allow eviction of the blocks again. Further calls do nothing."""
         if not self.is_released:
             self.is_released = True
             self._release()
 
 
 class Fetcher:
-    """One fetch per block at a time: who wants a block that is on its way waits for it.
+    """Fetches of one node, at most one per block at a time: other callers wait for its end.
 
-    estimator: learns from each fetch how fast storage is.
-    source: where blocks come from, if not from `storage` alone.
+    Args:
+        tiers: the tiers to fetch into.
+        storage: the storage tier.
+        estimator: learns the speed of storage from each fetch.
+        source: source of blocks, if not `storage` alone.
     """
 
     def __init__(
@@ -352,23 +385,23 @@ class Fetcher:
 
     @property
     def num_held(self) -> int:
-        """Results that have not been released yet."""
+        """Number of results that have not been released yet."""
         return self._shared.num_held
 
     @property
     def num_in_flight(self) -> int:
-        """Blocks that are being asked for or fetched."""
+        """Number of blocks that are being looked up or fetched."""
         return sum(len(run.keys) for run in self._shared.in_flight)
 
     def findings(self) -> list[str]:
-        """What is wrong, in words, when nothing is on its way."""
+        """Return violated invariants as sentences; call only when no fetch runs."""
         wrong = []
         if self.num_in_flight:
             wrong.append(f"nothing runs, but {self.num_in_flight} blocks are marked as in flight")
         return wrong + self._shared.estimator.findings()
 
     def is_fetching(self, key: StoredKey, block: int) -> bool:
-        """Whether `key`, of the prompt's block `block`, is being asked for or fetched."""
+        """Return whether `key`, of the prompt's block `block`, is being looked up or fetched."""
         return self._shared.busy([key], block) is not None
 
     async def fetch(
@@ -381,24 +414,24 @@ class Fetcher:
         is_part: bool = False,
         known: Beyond | None = None,
     ) -> Fetched:
-        """Bring what storage has of `prompt` beyond the local match, in order, without a gap.
+        """Fetch the blocks of `prompt` beyond the local match from storage, in order without a gap.
 
-        Whatever goes wrong with storage ends the fetch early and is told in `first_problem`; it
-        never raises for it. The result is what has arrived when nothing of `budget` is left, or
-        earlier, where computing is estimated to be faster. The fetch itself goes on until the
-        budget's deadline: so the tier is known, and later requests find what comes. Host slots that
-        the store still uses then stay taken until it is done. Cancelling it leaves nothing held.
+        A problem with storage ends the fetch early and is reported in `first_problem`, never
+        raised. The result has what has arrived when `budget` is used up, or earlier if computing is
+        estimated to be faster. The fetch itself goes on until the budget's deadline, so that the
+        speed of the tier is learned and later requests find the blocks; host slots in use by the
+        store stay taken until the store is done. Cancelling the call leaves nothing held.
 
         Args:
-            prompt: whose blocks are wanted.
-            budget: of the request.
-            on_arrival: called with how many of the prompt's first blocks are on the host, while
-                more are fetched.
-            promised: all keys of the prompt, where a ticket says that they are stored: storage is
-                not asked whether they are.
-            is_part: whether this is a part of what its caller brings, who tells the estimator how
-                long all of that takes.
-            known: what storage said a moment ago, which is not asked again.
+            prompt: the prompt of the wanted blocks.
+            budget: the request's remaining seconds of waiting.
+            on_arrival: called with the number of the prompt's first blocks on the host, while more
+                are being fetched.
+            promised: all keys of the prompt, if a ticket states that they are stored: then storage
+                is not asked for their presence.
+            is_part: True if the caller fetches in several calls and reports the total time to the
+                estimator.
+            known: a recent answer of storage, which is used instead of a new question.
         """
         one = _Fetch(self._shared, prompt, budget, promised, on_arrival, is_part, known)
         try:
@@ -420,7 +453,7 @@ class Fetcher:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """Keys that one fetch asks for: `keys` are those from block `start` of its prompt on."""
+    """Keys of one fetch: `keys` are those from block `start` of its prompt on."""
 
     start: int
     keys: Sequence[StoredKey]
@@ -428,7 +461,7 @@ class _Run:
 
 
 class _Shared:
-    """What all fetches of a node share: whom they ask, what is known of it, what is on its way."""
+    """The state that all fetches of a node share: sources, estimates, and runs in flight."""
 
     def __init__(
         self, tiers: Tiers, storage: StorageIO, source: Source, estimator: Estimator
@@ -444,8 +477,13 @@ class _Shared:
         self.ended_early = LogThrottle(log, "fetch ended early (x%d): %s")
 
     def busy(self, keys: Sequence[StoredKey], start: int) -> asyncio.Future[None] | None:
-        """Who fetches one of `keys`, of blocks from `start` on. A key fixes all before it, so two
-        runs have blocks in common if they have the first that both could have."""
+        """Return the end of a run that fetches one of `keys`, of blocks from `start` on.
+
+        None if none does.
+
+        A key fixes all tokens before it, so two runs have blocks in common exactly if they agree on
+        the first block that both could have.
+        """
         for run in self.in_flight:
             at = max(run.start, start)
             if (
@@ -457,8 +495,10 @@ class _Shared:
         return None
 
     def claim(self, keys: Sequence[StoredKey], start: int) -> _Run:
-        """Mark `keys` as being fetched, by a call here, not by a ticket: who wants one of them
-        waits until `finish`."""
+        """Mark `keys` as being fetched until `finish`.
+
+        Other fetches of one of them wait until then.
+        """
         run = _Run(start, keys, asyncio.get_running_loop().create_future())
         self.in_flight.append(run)
         return run
@@ -477,7 +517,7 @@ class _Shared:
         began_at: float,
         matched_at: float,
     ) -> Fetched:
-        """What `lease` holds, for the caller of a fetch."""
+        """Return the result of a fetch, which holds `lease` until it is released."""
         self.num_held += 1
         return Fetched(
             tokens,
@@ -497,13 +537,16 @@ class _Shared:
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """One call of `Fetcher.fetch`, in a task of its own; its caller waits for `outcome`.
+    """One call of `Fetcher.fetch`, in a task of its own; the caller waits for `outcome`.
 
-    is_part, known: see `Fetcher.fetch`.
-    is_whole: all that storage has of it is here, but for the first tokens of another one's tail.
-    fate: why it goes no further, where that is not the store's answer. question: what the rule said
-    when storage was to be asked. is_late: the request went on without it. began_at, matched_at: on
-    the monotonic clock, and when it was known what the tiers and storage have; 0 before that.
+    Attributes:
+        is_part, known: see `Fetcher.fetch`.
+        is_whole: True once all that storage has is here, a shared tail of another prompt aside.
+        fate: the reason why the fetch stopped, if that is not an answer of the store.
+        question: the decision under which storage was asked.
+        is_late: True once the request went on without this fetch.
+        began_at: start, in seconds of the monotonic clock.
+        matched_at: time at which the locations of all blocks were known; 0 before that.
     """
 
     shared: _Shared
@@ -569,8 +612,10 @@ class _Fetch:
         self._tell(lease)
 
     def go_on_alone(self) -> None:
-        """Let the request go on with what has arrived. The fetch goes on until its deadline:
-        then it is known how fast the tier is, and later requests find what has come."""
+        """Give the request what has arrived; go on fetching until the deadline.
+
+        The rest of the fetch shows the speed of the tier, and later requests find its blocks.
+        """
         if self.outcome.done():
             return
         if not self.is_whole:
@@ -601,7 +646,7 @@ class _Fetch:
         self.outcome.set_result(fetched)
 
     def _ends(self, fate: Fate, reason: str) -> None:
-        """It goes no further, for a reason that is not the store's answer."""
+        """Note that the fetch stops for a reason that is not an answer of the store."""
         status = GetStatus.MISS if fate is Fate.NOT_WORTH_IT else GetStatus.FAILED
         self.landed.problem, self.fate = GetOutcome(status, reason), fate
 
@@ -635,8 +680,10 @@ class _Fetch:
             await self._fetch_shared_tail(keys)
 
     async def _match(self) -> tuple[Sequence[StoredKey], int]:
-        """Return the keys that the tiers lack, and how many of them storage has; sets `question`
-        where storage was asked."""
+        """Return the keys that the tiers lack, and the number of them that storage has.
+
+        Sets `question` if storage was asked.
+        """
         shared = self.shared
         keys = await self._wait_for_others()
         if not keys:
@@ -663,7 +710,7 @@ class _Fetch:
         return keys, present
 
     async def _wait_for_others(self) -> Sequence[StoredKey]:
-        """The keys beyond the local match, once none of them is being fetched by another call."""
+        """Return the keys beyond the local match, once no other call fetches any of them."""
         shared, landed = self.shared, self.landed
         index, keys = shared.tiers.index, self.promised
         while True:
@@ -693,7 +740,7 @@ class _Fetch:
             await asyncio.shield(busy)
 
     async def _ask(self, keys: Sequence[StoredKey]) -> int:
-        """Return how many of `keys` the tier has, and note how long it took to say so."""
+        """Return the number of `keys` that the tier has, and note the seconds until its answer."""
         now, tier = asyncio.get_running_loop().time, self.shared.estimator.tier
         began, found = now(), None
         try:
@@ -709,7 +756,7 @@ class _Fetch:
         return found
 
     def _wanted(self, keys: Sequence[StoredKey], question: Decision) -> Sequence[StoredKey]:
-        """Return which of `keys`, the first or none, to fetch."""
+        """Return the first of `keys` that are worth fetching; [] if none are."""
         estimator, end = self.shared.estimator, self.landed.lease.num_blocks + len(keys)
         end_token = min(end * self.prompt.block_size, self.prompt.num_tokens)
         tokens = end_token - self.landed.lease.num_blocks * self.prompt.block_size
@@ -732,8 +779,10 @@ class _Fetch:
         return keys
 
     def _without_sample(self, keys: Sequence[StoredKey], sample: int) -> Sequence[StoredKey]:
-        """The first of `keys`, after which at least `sample` tokens of the prompt are computed; the
-        estimate is told how many they are."""
+        """Return the first of `keys`, so that at least `sample` tokens of the prompt are computed.
+
+        The estimator gets the number of tokens to expect as a sample.
+        """
         if not sample:
             return keys
         size, num_tokens = self.prompt.block_size, self.prompt.num_tokens
@@ -764,8 +813,10 @@ class _Fetch:
             self.on_arrival(self.landed.lease.num_blocks)
 
     async def _fetch_shared_tail(self, keys: Sequence[StoredKey]) -> None:
-        """Bring a tail that another prompt left where this one goes on, if storage has one. If
-        that is the tail of its own, the last of `keys`, storage does not have it."""
+        """Fetch another prompt's tail that shares the next tokens of this one, if storage has one.
+
+        If that tail would be the last of `keys`, storage is known not to have it.
+        """
         shared, landed = self.shared, self.landed
         index, start = shared.tiers.index, landed.lease.num_blocks
         if self.known is not None and self.known.blocks.stop == start:
@@ -807,7 +858,7 @@ class _Fetch:
     # What it came to
 
     def _learn_transfer(self, *, is_late: bool) -> None:
-        """Tell the estimator how fast what was fetched has come."""
+        """Report the speed of this transfer to the estimator."""
         transfer, self.transfer = self.transfer, None
         if transfer is not None:
             estimator, problem = self.shared.estimator, self.landed.problem
@@ -817,7 +868,7 @@ class _Fetch:
             estimator.tier.end(transfer, now, is_late=is_late)
 
     def _learn(self) -> None:
-        """Note it for `explain`, and for the log."""
+        """Record the problem of this fetch for `explain`, and log it."""
         tiers, landed, problem = self.shared.tiers, self.landed, self.landed.problem
         tiers.decisions.recompute_late += self.fate is Fate.LATE
         if problem is None:
@@ -835,11 +886,11 @@ class _Fetch:
 
 
 def _is_gap(problem: GetOutcome) -> bool:
-    """Whether storage does not have the next block."""
+    """Return whether the problem is that storage does not have the next block."""
     return problem.status is GetStatus.MISS and problem is not NO_ROOM
 
 
 def _let_go(outcome: asyncio.Future[Fetched]) -> None:
-    """What was fetched for a caller that has gone."""
+    """Release the result of a fetch after its caller was cancelled."""
     if not outcome.cancelled():
         outcome.result().release()

@@ -1,5 +1,8 @@
-"""One request, from what an engine asks for to its end: on its way, in line, or with blocks;
-and what it promises to compute, for others to wait for."""
+"""One request from its specification to its end, and its promise to compute blocks.
+
+A request is on its way, in line, or admitted with blocks. Other requests can wait for the blocks
+that it promises to compute.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +39,17 @@ _MAX_CAUTION = 6
 
 @dataclass(slots=True)
 class Decisions:
-    """Counts since the start, one for each run of blocks that was decided on.
+    """Counts since the start; each counts runs of blocks.
 
-    load_host: brought to the device from the host. fetch_storage: brought from storage.
-    wait_device: waited for, while another request computes them. wait_storage: waited for, while
-    another request's fetch brings them. recompute_device: computed, although another request was
-    at it. recompute_storage: computed, although storage had them, or was not even asked, since
-    that was estimated to be slower. recompute_late: computed, since storage was too slow.
+    Attributes:
+        load_host: loaded to the device from the host.
+        fetch_storage: fetched from storage.
+        wait_device: waited for while another request computed them.
+        wait_storage: waited for while another request's fetch brought them.
+        recompute_device: computed although another request was computing them.
+        recompute_storage: computed because storage was estimated to be slower, with or without
+            asking it.
+        recompute_late: computed because storage was too slow.
     """
 
     load_host: int = 0
@@ -55,10 +62,12 @@ class Decisions:
 
 
 class Promise(msgspec.Struct, eq=False):
-    """Blocks [first, stop) of `prompt`, which its request computes. first grows with each commit.
+    """Blocks [first, stop) of `prompt`, which its request computes; `first` grows with each commit.
 
-    begun: seconds on the loop's clock; from then on it computes. begun_at: the block it began with.
-    num_waiting: requests that wait for it.
+    Attributes:
+        begun: start of the computation, in seconds of the loop's clock.
+        begun_at: index of the block that the computation began with.
+        num_waiting: number of requests that wait for this promise.
     """
 
     prompt: Prompt
@@ -73,8 +82,12 @@ class Promise(msgspec.Struct, eq=False):
 
 @dataclass(frozen=True, slots=True)
 class PromiseWait:
-    """For a promise to reach block `stop`; for `patience_s` seconds at the most. is_sooner: than
-    computing the same, which takes `compute_s`, as far as is known."""
+    """A wait for a promise to reach block `stop`, of at most `patience_s` seconds.
+
+    Attributes:
+        is_sooner: True if the wait is expected to be no longer than `compute_s`.
+        compute_s: estimated seconds to compute the same blocks.
+    """
 
     promise: Promise
     stop: int
@@ -88,14 +101,17 @@ class PromiseWait:
 
 
 class Computing:
-    """All promises. on_progress: called when a promise has come further that somebody waits for.
+    """All promises of a node.
 
-    prefill: what computing takes; each promise that is kept shows it. As long as no engine tells
-    it, nobody waits.
+    A promise is found by the tree node and the tokens of its next block: a request that matches up
+    to that node and goes on with the same block shares at least that block. An owner may be slow,
+    fail or leave, so every wait has a deadline of its own.
 
-    A promise is found by where the next of its blocks hangs in the tree: who has matched up to
-    there and goes on with the same block shares at least that one. An owner may be slow, fail or
-    leave, so every wait has an end of its own.
+    Args:
+        prefill: the estimate of computing times; each kept promise is an observation for it. As
+            long as no engine reports its speed, no request waits.
+        on_progress: called when a promise with waiting requests has advanced or ended.
+        decisions: the counts to update.
     """
 
     def __init__(
@@ -117,8 +133,16 @@ class Computing:
         return [promise for promises in self._promises.values() for promise in promises]
 
     def begin(self, node: TreeNode, first: int, prompt: Prompt, now: float) -> Promise | None:
-        """A request starts to compute `prompt` from block `first` on, below `node`'s end; None if
-        there is no full block to compute."""
+        """Begin and return the promise of a request that computes `prompt` from block `first` on.
+
+        Return None if there is no full block to compute.
+
+        Args:
+            node: the node whose end is at block `first`.
+            first: index of the first block to compute.
+            prompt: the request's prompt.
+            now: seconds on the loop's clock.
+        """
         if first >= prompt.num_blocks:
             return None
         promise = Promise(prompt, first, prompt.num_blocks, now, _key(node, first, prompt), first)
@@ -137,7 +161,7 @@ class Computing:
             others.append(promise)
 
     def advance(self, promise: Promise, node: TreeNode, first: int) -> None:
-        """Its blocks up to `first` can be matched; `node` ends there."""
+        """Move the promise to block `first`: blocks before it can be matched; `node` ends there."""
         if promise.is_over or first <= promise.first:
             return
         if first >= promise.stop:
@@ -152,13 +176,15 @@ class Computing:
             self._on_progress()
 
     def brought(self, promise: Promise, first: int) -> None:
-        """Its blocks up to `first` were not computed, but came from elsewhere after its start: what
-        its request takes for the others shows how fast it is, not what it took for these."""
+        """Note that blocks up to `first` came from elsewhere after the start and were not computed.
+
+        The speed of the engine is observed from this moment on, over the rest of the blocks.
+        """
         promise.begun_at = max(promise.begun_at, min(first, promise.stop))
         promise.begun = asyncio.get_running_loop().time()
 
     def end(self, promise: Promise) -> None:
-        """Its request computes no more of it, for whatever reason. Twice is as good as once."""
+        """End a promise, kept or not. Further calls do nothing."""
         if promise.is_over:
             return
         promise.is_over = True
@@ -168,9 +194,10 @@ class Computing:
             self._on_progress()
 
     def _observe(self, promise: Promise) -> None:
-        """What it took shows how fast the engine is, if it was most of the prompt, or is a sample:
-        the few tokens after a long match take as long as everything else that a request has to wait
-        for."""
+        """Report the promise's computing time if it is of half of the prompt or more, or a sample.
+
+        The few tokens after a long match would mostly show the other delays of a request.
+        """
         num_blocks = promise.stop - promise.begun_at
         if not num_blocks:
             return
@@ -187,8 +214,11 @@ class Computing:
             promises.remove(promise)
 
     def find(self, match: Match, prompt: Prompt, stop: int) -> tuple[Promise, int] | None:
-        """The promise that shares most of the prompt's blocks [match.num_blocks, stop), and up to
-        which block it does; None if there is none."""
+        """Return the promise with most of the prompt's blocks [match.num_blocks, stop).
+
+        Returns:
+            The promise and the block up to which it has the same tokens; None if there is none.
+        """
         at = match.num_blocks
         if not self._promises or at >= stop or match.node.end != at:
             return None
@@ -202,7 +232,10 @@ class Computing:
     def possible_wait(
         self, match: Match, prompt: Prompt, stop: int, now: float
     ) -> PromiseWait | None:
-        """What could be waited for instead of computing it again. Changes nothing."""
+        """Return the wait that could replace computing the next blocks; None if there is none.
+
+        The call changes nothing.
+        """
         if not self._promises or not self.prefill.is_told:
             return None
         found = self.find(match, prompt, stop)
@@ -217,22 +250,23 @@ class Computing:
         return PromiseWait(promise, shared, patience_s, left_s <= compute_s, compute_s)
 
     def is_worth_it(self, wait: PromiseWait) -> bool:
-        """Whether it is better than to compute.
+        """Return whether the wait is better than computing.
 
-        A wait that comes to nothing costs what its owner was expected to need still, which is less
-        than computing the same here, and HEDGE of the latter. After each such wait in a row twice
-        as many chances are passed by, so that owners who never deliver cost ever less. Nobody waits
-        while all that were lost have cost more than the others brought (see Regret).
+        A lost wait costs the seconds that its owner was still expected to need, which is less than
+        computing the same blocks here, plus HEDGE of the latter. After each lost wait in a row,
+        twice as many chances are skipped, so that owners that never deliver cost ever less. No
+        request waits while all lost waits have cost more than the successful ones saved (see
+        Regret).
         """
         return wait.is_sooner and not self._skip and self._regret.seconds > 0
 
     def passed_by(self, wait: PromiseWait) -> None:
-        """A request has started without it."""
+        """Note that a request has started without this wait."""
         self._skip -= bool(self._skip and wait.is_sooner)
         self._decisions.recompute_device += 1
 
     def waits(self) -> None:
-        """A request waits from now on."""
+        """Note that a request begins to wait."""
         self._decisions.wait_device += 1
 
     def note_wait(self, wait: PromiseWait, waited_s: float, *, was_worth_it: bool) -> None:
@@ -245,7 +279,7 @@ class Computing:
             self._skip = (1 << self._lost) - 1
 
     def findings(self, num_running: int) -> list[str]:
-        """What is wrong with the promises, in words."""
+        """Return violated invariants of the promises as sentences."""
         promises = self.promises()
         wrong = []
         if len(promises) != self.num_promises:
@@ -274,7 +308,7 @@ def _key(node: TreeNode, block: int, prompt: Prompt) -> _Key:
 
 
 def _shared(promise: Promise, prompt: Prompt, at: int, stop: int) -> int:
-    """How many full blocks from `at` on are the same in both prompts, at most up to `stop`."""
+    """Return the number of equal full blocks of both prompts from block `at` on, up to `stop`."""
     width = prompt.block_token_bytes
     start = at * width
     shared = common_blocks(promise.prompt.tokens, start, prompt.tokens, start, stop - at, width)
@@ -286,11 +320,14 @@ def _shared(promise: Promise, prompt: Prompt, at: int, stop: int) -> int:
 
 
 class Arrival:
-    """A wait for storage or another node, for `async with`. If the request is aborted, or the node
-    drains, the body is cancelled where it waits, and RequestAbortedError or ShuttingDownError
-    raised; also if that is in the moment in which it has ended, and then what it brought is let go.
+    """A wait of a request for storage or another node, as an async context manager.
 
-    let_go: set by the body when it has brought something.
+    If the request is aborted, or the node drains, the body is cancelled and the block raises
+    RequestAbortedError or ShuttingDownError. If the body has ended in the same moment, the error is
+    raised all the same, after a call of `let_go`.
+
+    Attributes:
+        let_go: releases the result of the body; set by the body.
     """
 
     def __init__(self, by_id: dict[str, Arrival], request_id: str, space: str) -> None:
@@ -302,7 +339,7 @@ class Arrival:
         self._refused: TierKVError | None = None
 
     def refuse(self, error: TierKVError) -> None:
-        """Nothing more comes of it; the first reason counts."""
+        """End the wait with `error`; only the first call counts."""
         if self._refused is None:
             self._refused = error
             self._scope.reschedule(asyncio.get_running_loop().time())
@@ -334,8 +371,10 @@ class Arrival:
 
 @dataclass(slots=True)
 class Arrivals:
-    """Requests that wait for storage or for another node, by id. Each can be aborted; a second one
-    with the same id is refused."""
+    """Requests that wait for storage or another node, by id.
+
+    Each can be aborted; a second request with the same id is refused.
+    """
 
     _by_id: dict[str, Arrival] = field(default_factory=dict)
 
@@ -343,11 +382,14 @@ class Arrivals:
         return len(self._by_id)
 
     def wait(self, spec: RequestSpec) -> Arrival:
-        """One request's, for `async with`. Raises DuplicateRequestError on entry."""
+        """Return the context manager of the wait for `spec`.
+
+        Its entry raises DuplicateRequestError if a request with the same id waits already.
+        """
         return Arrival(self._by_id, spec.request_id, spec.prompt.space)
 
     def abort(self, request_id: str) -> bool:
-        """Whether there was one."""
+        """End the wait of this request with RequestAbortedError; return whether there was one."""
         arrival = self._by_id.get(request_id)
         if arrival is None:
             return False
@@ -355,7 +397,10 @@ class Arrivals:
         return True
 
     def drain(self) -> None:
-        """They would be refused when they came to wait for room: they hear of it now."""
+        """End all waits with ShuttingDownError now.
+
+        Admission would refuse the requests later anyway.
+        """
         for arrival in self._by_id.values():
             arrival.refuse(ShuttingDownError("this node is shutting down"))
 
@@ -364,16 +409,20 @@ class Arrivals:
 
 
 class RequestSpec(msgspec.Struct, frozen=True):
-    """What an engine asks for.
+    """An engine's specification of one request.
 
-    max_new_tokens: room for as many generated tokens is reserved at admission, so that a running
-        request can never wait for another one's blocks.
-    needs_logits: leave at least one token to compute, which a node needs unless another one has
-        already told it the next token.
-    uses_cache: False computes everything, as a node without any cache would.
-    priority: of those that wait, the higher goes first.
-    most_cached_tokens: use no more cached tokens than these: the others did not load.
-    num_blocks: that it takes at admission.
+    Attributes:
+        request_id: unique among the requests that run or wait.
+        prompt: the tokens, at least one.
+        max_new_tokens: number of generated tokens to reserve room for at admission, so that a
+            running request never waits for blocks of another one.
+        needs_logits: leave at least one token to compute. A node needs that unless it got the next
+            token from another node.
+        uses_cache: False computes everything, as a node without a cache would.
+        priority: among waiting requests, a higher one is admitted first.
+        most_cached_tokens: upper limit of cached tokens to use, set after loading the rest has
+            failed.
+        num_blocks: number of blocks to reserve at admission; computed.
     """
 
     request_id: str
@@ -400,11 +449,14 @@ class RequestSpec(msgspec.Struct, frozen=True):
 
 
 class Matched(msgspec.Struct, frozen=True):
-    """Where the tokens that need not be computed were found; disjoint, tails included.
+    """Numbers of cached tokens by the tier they were found in; disjoint, tails included.
 
-    device counts blocks on their way there for another request too. storage counts what was brought
-    here for this request, be it on the host or the device by now; direct likewise, of what came
-    straight from another node's memory.
+    Attributes:
+        device_tokens: on the device, or on their way there for another request.
+        host_tokens: on the host.
+        storage_tokens: fetched from storage for this request, wherever they are by now.
+        direct_tokens: fetched from another node's memory for this request, wherever they are by
+            now.
     """
 
     device_tokens: int = 0
@@ -421,8 +473,11 @@ NOTHING = Matched()
 
 
 class RequestState(Enum):
-    """RUNNING until PREEMPTED (its blocks went back to the cache, `Scheduler.resume` gets them
-    again as a new request) or ENDED."""
+    """State of an admitted request: RUNNING, until it is PREEMPTED or ENDED.
+
+    The blocks of a PREEMPTED request are back in the cache; `Scheduler.resume` admits it again as a
+    new request.
+    """
 
     RUNNING = "running"
     PREEMPTED = "preempted"
@@ -430,9 +485,14 @@ class RequestState(Enum):
 
 
 class TenantUse(msgspec.Struct):
-    """What one tenant's requests have. num_running, num_blocks: of those that run. num_with_blocks,
-    num_private: of those that have ended with copies at work, too; num_private blocks are theirs
-    alone, and not the index's."""
+    """Requests and blocks of one tenant.
+
+    Attributes:
+        num_running: running requests.
+        num_blocks: blocks in the tables of running requests.
+        num_with_blocks: running requests, and ended ones with copies at work.
+        num_private: blocks of these requests that are not in the index.
+    """
 
     num_running: int = 0
     num_blocks: int = 0
@@ -441,25 +501,29 @@ class TenantUse(msgspec.Struct):
 
 
 class Request(msgspec.Struct, eq=False):
-    """An admitted request. Owned by the scheduler; engines read it.
+    """An admitted request. The scheduler owns it; engines read it.
 
-    prompt: the tokens that are committed; before the first commit, what it was admitted for.
-    block_table: int32 device blocks, in order, for the prompt and max_new_tokens more.
-    use: what all requests of its tenant have.
-    cached_tokens: the first so many tokens have KV in the table once `gate` is open.
-    written: events, not over yet when last looked at, of the kernels that write what was committed.
-    is_damaged: such a kernel failed, so nothing more of the request is cached.
-    pinned: the end of its path while it is preempted.
-    refused: blocks of the table before the end of the lease that are its own all the same: others
-        had put theirs into the index. has_given_tail: the first one after it is the index's.
-    room: what block_table is the first part of, once it has grown.
-    is_aborted: nobody wants it any more; its engine ends it as soon as its kernels allow.
-    promise: the blocks that it computes, for others to wait for.
-    missed: why it did not find all of its prompt at admission (see `admission.MISS_REASONS`), "" if
-        it did. missed_since: what became of the first block that was missing, if that is known.
-    num_coming: prompt tokens that it lacks, but may get from storage yet.
-    ticket_at, matched_at, fetched_at: on the monotonic clock, when its ticket had come, when it was
-        known what storage has, and when that had come; 0 where there was no such wait.
+    Attributes:
+        prompt: the committed tokens; before the first commit, the prompt of `spec`.
+        block_table: int32 device blocks, in order, for the prompt and max_new_tokens more.
+        use: the counts of the request's tenant.
+        cached_tokens: number of first tokens that have KV in the table once `gate` is open.
+        written: events of the kernels that write committed tokens, not done when last checked.
+        is_damaged: True if such a kernel failed; nothing more of the request is cached then.
+        pinned: the end of the request's path while it is preempted.
+        refused: indices of table blocks before the end of the lease that are private, since the
+            index already had blocks of other requests there.
+        has_given_tail: True if the first block after the lease belongs to the index.
+        room: the array that `block_table` is a prefix of, once it has grown.
+        is_aborted: True if the result is not wanted any more; the engine ends the request as soon
+            as its kernels allow.
+        promise: the blocks that it computes and other requests may wait for.
+        missed: the reason why not all of its prompt was found at admission (see
+            `admission.MISS_REASONS`), "" if all was.
+        missed_since: the event that removed the first missing block, if known.
+        num_coming: prompt tokens that are missing, but may still come from storage.
+        ticket_at, matched_at, fetched_at: seconds of the monotonic clock at which the ticket came,
+            the content of storage was known, and the fetch ended; 0 without such a wait.
     """
 
     spec: RequestSpec
@@ -494,18 +558,20 @@ class Request(msgspec.Struct, eq=False):
 
     @property
     def space(self) -> str:
-        """Its tenant's."""
+        """Name of the tenant's space."""
         return self.spec.prompt.space
 
     @property
     def whole_prompt(self) -> Prompt:
-        """What it was admitted for, and what was committed beyond that."""
+        """The prompt of `spec`, with the tokens that were committed beyond it."""
         asked, committed = self.spec.prompt, self.prompt
         return committed if committed.num_tokens >= asked.num_tokens else asked
 
     def grow(self, slots: Ids) -> None:
-        """Add private blocks at the end of the table, whose array has room for as many again, so
-        that a request that grows block by block does not copy it each time."""
+        """Add private blocks at the end of the table.
+
+        The array doubles when it is full, so that growth block by block does not copy it each time.
+        """
         start = len(self.block_table)
         stop = start + len(slots)
         if self.room is None or len(self.room) < stop:
@@ -519,20 +585,25 @@ class Request(msgspec.Struct, eq=False):
 
     @property
     def num_private(self) -> int:
-        """How many blocks of the table are its own, and not the index's."""
+        """Number of blocks of the table that are not in the index."""
         own = len(self.block_table) - self.lease.num_blocks - self.has_given_tail
         return own + len(self.refused)
 
     def private_slots(self) -> Ids:
-        """Those blocks of the table."""
+        """Return the blocks of the table that are not in the index."""
         own = self.block_table[self.lease.num_blocks + self.has_given_tail :]
         if not self.refused:
             return own
         return np.concatenate([self.block_table[list(self.refused)], own])
 
     def check_tokens(self, tokens: bytes) -> None:
-        """Raise BadRequestError unless `tokens`, packed, can be a commit of this request, and
-        what `check_wanted` raises."""
+        """Raise an error unless `tokens`, packed, can be a commit of this request.
+
+        Raises:
+            BadRequestError: the tokens are no valid commit.
+            OwnershipError: the request has ended.
+            RequestAbortedError: the request should end.
+        """
         self.check_wanted()
         wanted = self.spec.prompt.tokens
         if tokens is wanted and not self.computed_tokens:  # as mostly: there is room for it
@@ -545,8 +616,13 @@ class Request(msgspec.Struct, eq=False):
             raise BadRequestError("a commit starts with the request's own tokens, none left out")
 
     def findings(self, index: Index, *, has_failed: bool = False) -> list[str]:
-        """What is wrong with a request that is listed as running, in words. has_failed: a load of
-        its blocks has, which others may have brought to other slots since."""
+        """Return violated invariants of a request that is listed as running, as sentences.
+
+        Args:
+            index: the index to compare the block table with.
+            has_failed: True if a load of its blocks failed; other requests may have loaded the
+                blocks to other slots since.
+        """
         wrong, who = [], f"request {self.request_id!r}"
         if self.state is not RequestState.RUNNING:
             wrong.append(f"{who} is listed as running, but {self.state.value}")
@@ -574,7 +650,7 @@ class Request(msgspec.Struct, eq=False):
             raise OwnershipError(f"request {self.request_id!r} {how}")
 
     def check_wanted(self) -> None:
-        """Raise OwnershipError if it has ended, RequestAbortedError if it should end."""
+        """Raise OwnershipError if the request has ended, RequestAbortedError if it should end."""
         if self.state is not RequestState.RUNNING:
             self.check_running()
         if self.is_aborted:
@@ -585,7 +661,12 @@ _NO_USE = TenantUse()
 
 
 class Running:
-    """by_id: in the order of admission. ending: kernels or copies may still touch their blocks."""
+    """The requests that have blocks, and their counts by tenant.
+
+    Attributes:
+        by_id: running requests in the order of admission.
+        ending: ended requests with blocks that kernels or copies may still touch.
+    """
 
     def __init__(self) -> None:
         self.by_id: dict[str, Request] = {}
@@ -600,16 +681,16 @@ class Running:
         return request in self.ending or self.by_id.get(request.request_id) is request
 
     def of_tenant(self, space: str) -> TenantUse:
-        """To be read only."""
+        """Return the counts of a tenant, to be read only."""
         return self._of_tenant.get(space, _NO_USE)
 
     def use_of(self, space: str) -> TenantUse:
-        """What a request of this tenant counts itself in, once it is added."""
+        """Return the counts that a new request of this tenant joins when it is added."""
         use = self._of_tenant.get(space)
         return TenantUse() if use is None else use
 
     def has_tenant(self, space: str) -> bool:
-        """Whether requests of a tenant run, or have ended with copies at work."""
+        """Return whether requests of a tenant run, or have ended with copies at work."""
         return space in self._of_tenant
 
     def add(self, request: Request) -> None:
@@ -622,13 +703,13 @@ class Running:
         use.num_private += num_blocks - request.lease.num_blocks
 
     def remove(self, request: Request) -> None:
-        """It does not run any more; it has its blocks still."""
+        """Stop counting the request as running; it keeps its blocks."""
         del self.by_id[request.spec.request_id]
         request.use.num_running -= 1
         request.use.num_blocks -= len(request.block_table)
 
     def freed(self, request: Request, num_private: int) -> None:
-        """It has given back all of its blocks, of which so many were its own."""
+        """Note that the request has returned all of its blocks, `num_private` of them private."""
         use = request.use
         use.num_private -= num_private
         use.num_with_blocks -= 1
@@ -636,7 +717,7 @@ class Running:
             del self._of_tenant[request.spec.prompt.space]
 
     def findings(self) -> list[str]:
-        """What is wrong with the counts, in words."""
+        """Return errors in the counts as sentences."""
         found: dict[str, TenantUse] = {}
         for one in self:
             use = found.setdefault(one.space, TenantUse())

@@ -1,5 +1,4 @@
-"""Requests from their admission, in fair order, to their end: what they leave in the cache while
-they run, and when they end."""
+"""The scheduler: admission of requests in fair order, their commits, and their end."""
 
 from __future__ import annotations
 
@@ -42,13 +41,18 @@ __all__ = ["Scheduler", "SchedulerStats"]
 
 
 class Scheduler:
-    """Requests wait in the order that `WaitingLine` says; the first is admitted as soon as it fits.
+    """Admits requests in the order of `WaitingLine`; the first is admitted as soon as it fits.
 
-    None overtakes the first, and whoever waits is the first some day, so none starves. Blocks for
-    the whole request are taken at admission; `extend` takes more later, before anybody is admitted.
-    limits: of each tenant; "" is the service's own. Those of tenants not named are `default`.
-    prefill: what computing takes; a request waits for blocks that another one is computing where
-        that is estimated to be sooner (see Computing), while those behind it go on.
+    No request overtakes the first, and each becomes the first at some time, so none starves. Blocks
+    for the whole request are reserved at admission. `extend` adds more later, and goes before all
+    admissions.
+
+    Args:
+        tiers: the tiers whose device blocks the requests use.
+        limits: limits by tenant; "" is the service's own.
+        default: limits of all other tenants.
+        prefill: estimate of computing times. A request waits for blocks that another one computes
+            if that is estimated to be sooner (see Computing), while requests behind it go on.
     """
 
     def __init__(
@@ -111,7 +115,7 @@ class Scheduler:
 
     @property
     def ending_requests(self) -> Sequence[Request]:
-        """Requests that have ended, whose blocks kernels or copies may still touch."""
+        """Requests that have ended with blocks that kernels or copies may still touch."""
         return tuple(self._running.ending)
 
     async def until_idle(self) -> None:
@@ -120,7 +124,7 @@ class Scheduler:
             await self.tiers.work.next_change()
 
     def drain(self) -> None:
-        """Take no new requests; those waiting are refused, those running go on."""
+        """Refuse new and waiting requests with ShuttingDownError; running ones go on."""
         self._is_draining = True
         for waiting in list(self._waiting):
             self._waiting.leave(waiting)
@@ -128,7 +132,7 @@ class Scheduler:
                 waiting.outcome.set_exception(ShuttingDownError("this node is shutting down"))
 
     def limit(self, tenant: str, limits: Limits) -> None:
-        """What `tenant`, a fingerprint's short name, may have running from now on."""
+        """Set the limits of `tenant`, a fingerprint's short name, from now on."""
         self._limits.set(tenant, limits)
         self.tiers.work.capacity_changed()  # those that run and want more may have it, too
 
@@ -136,15 +140,15 @@ class Scheduler:
         return self._limits.are_set(tenant)
 
     def forget_turns(self, tenant: str) -> None:
-        """A tenant without requests is no more, or is closed for a while."""
+        """Forget the turns of a tenant without requests, which is closed."""
         self._waiting.forget(tenant)
 
     def forget_limits(self, tenant: str) -> None:
-        """It has the default ones again."""
+        """Give the tenant the default limits again."""
         self._limits.forget(tenant)
 
     def is_used_by(self, tenant: str) -> bool:
-        """Whether requests of this tenant run, wait, end, or are to be resumed."""
+        """Return whether requests of this tenant run, wait, end, or are to be resumed."""
         return (
             self._waiting.has_tenant(tenant)
             or self._running.has_tenant(tenant)
@@ -156,9 +160,11 @@ class Scheduler:
         return self._admissions.is_paused
 
     def pause(self, *, why: str = "asked") -> None:
-        """Admit nobody until `unpause` for the same reason; requests may come and wait, those
-        running go on. What was fetched for those that wait is held no longer: a sleep or a shrink
-        would wait for it, and they for the end of that."""
+        """Stop admissions until `unpause` is called with the same reason.
+
+        New requests can join the line, and running ones go on. Fetched blocks of waiting requests
+        are released: a sleep or a shrink would wait for them, and they for its end.
+        """
         self._admissions.pauses.add(why)
         for waiting in list(self._waiting):
             waiting.release_fetched()
@@ -168,7 +174,7 @@ class Scheduler:
         self._pump()
 
     def findings(self) -> list[str]:
-        """What is wrong with the requests, in words, [] if nothing is."""
+        """Return violated invariants of the requests as sentences."""
         running = self._running
         wrong = running.findings() + self._waiting.findings()
         wrong += self.computing.findings(sum(1 for _ in running))
@@ -183,7 +189,7 @@ class Scheduler:
         return wrong + self._preempted_findings()
 
     def _preempted_findings(self) -> list[str]:
-        """Of those that wait to be resumed, and of the soft pins, which are theirs or asked for."""
+        """Return violated invariants of preempted requests and of all soft pins."""
         state, ends = RequestState.PREEMPTED, self.tiers.pins.soft_ends
         wrong = [
             f"request {one.request_id!r} is listed as preempted, but {one.state.value}"
@@ -202,7 +208,7 @@ class Scheduler:
         return wrong
 
     def check(self, spec: RequestSpec) -> None:
-        """Raise what `admit` would raise at once, so that nothing is fetched for it in vain."""
+        """Raise the errors that `admit` would raise at once, before a fetch for the request."""
         if self._is_draining:
             raise ShuttingDownError("this node is shutting down")
         if spec.request_id in self._running.by_id or self._waiting.find(spec.request_id):
@@ -210,12 +216,20 @@ class Scheduler:
         self._limits.check(spec)
 
     async def admit(self, spec: RequestSpec, fetched: Fetched | None = None) -> Request:
-        """Wait for the request's turn and blocks; then its loads are on the way.
+        """Wait for the request's turn and blocks; its loads are on their way on return.
 
-        fetched: what was brought from storage for this request. It is released here, whatever
-        happens: at the latest on return, and before that if requests that only wait hold each
-        other up by what they had fetched. Raises DuplicateRequestError, RequestTooLargeError,
-        ShuttingDownError, RequestAbortedError. Cancelling it leaves nothing behind.
+        Cancelling the call leaves nothing behind.
+
+        Args:
+            spec: the request.
+            fetched: blocks fetched from storage for it. They are released on return or error, and
+                earlier if waiting requests block each other by their fetched blocks.
+
+        Raises:
+            DuplicateRequestError: a request with this id runs or waits already.
+            RequestTooLargeError: no wait would make the request fit.
+            ShuttingDownError: the node is shutting down.
+            RequestAbortedError: the request was aborted while it waited.
         """
         try:
             self.check(spec)
@@ -252,9 +266,14 @@ class Scheduler:
             raise
 
     async def load_ahead(self, prompt: Prompt) -> None:
-        """Bring to the device what the host has of `prompt`, for a request that is to come; return
-        when it is there. Nothing happens if there is no room, or somebody waits for it. Raises
-        TransferError; cancelling the wait does not touch the copy."""
+        """Load the blocks of `prompt` from the host to the device, ahead of its request.
+
+        Return when they have arrived. Do nothing if there is no room, or a request waits for room.
+        Cancelling the call does not touch the copy.
+
+        Raises:
+            TransferError: the copy failed.
+        """
         if self.is_paused or self._is_draining or self._waiting or self._growth.extending:
             return
         try:
@@ -265,17 +284,24 @@ class Scheduler:
             await movement.done()
 
     def take_device(self, prompt: Prompt, count: int) -> Ids:
-        """Device slots for blocks of `prompt` that somebody else brings, within its tenant's quota.
-        Raises OutOfBlocksError with none taken."""
+        """Return device slots, within the tenant's quota, for blocks that the caller will bring.
+
+        Args:
+            prompt: the prompt of the blocks.
+            count: number of slots.
+
+        Raises:
+            OutOfBlocksError: there are not `count` slots; none is taken.
+        """
         self.index.at(monotonic())
         return self._starts.take(self.index.spaces.root_of(prompt).space, count)
 
     def abort(self, request_id: str) -> bool:
-        """Nobody wants this request any more; whether there was one.
+        """Abort this request; return whether there was one.
 
-        One that waits is refused with RequestAbortedError. One that runs may have kernels at work,
-        of which only its engine knows: its next commit or extend raises RequestAbortedError, and
-        its blocks go when the engine ends it. One that is preempted is abandoned.
+        A waiting request is refused with RequestAbortedError. A running one may have kernels at
+        work, known to its engine only: its next commit or extend raises RequestAbortedError, and
+        its blocks are freed when the engine ends it. A preempted one is abandoned.
         """
         waiting = self._waiting.find(request_id)
         if waiting is not None and not waiting.outcome.done():
@@ -299,13 +325,20 @@ class Scheduler:
     # Growing and ending
 
     async def commit(self, request: Request, tokens: bytes, *, after: Sequence[Event] = ()) -> None:
-        """Tell that KV of the first tokens is in the block table: `tokens`, packed, from the
-        prompt's start on, at least those of the last commit. Full blocks can be matched by others
-        as soon as `after`, the events of the kernels that write them, are done; that is not
-        waited for.
+        """Note that the KV of `tokens` is in the block table, or will be once `after` is done.
 
-        Raises TransferError if a load the request depends on failed, RequestAbortedError, and
-        BadRequestError, with nothing changed, if the tokens are not the request's.
+        Other requests can match the full blocks as soon as the events in `after` are done; the call
+        does not wait for them.
+
+        Args:
+            request: the running request.
+            tokens: packed tokens from the prompt's start on, at least those of the last commit.
+            after: events of the kernels that write the blocks.
+
+        Raises:
+            TransferError: a load that the request depends on failed.
+            RequestAbortedError: the request should end.
+            BadRequestError: the tokens are not the request's; nothing has changed.
         """
         request.check_tokens(tokens)
         if request.loads:
@@ -324,9 +357,18 @@ class Scheduler:
             self._insert(request, prompt)
 
     async def brought(self, request: Request, num_tokens: int, *, num_direct: int) -> None:
-        """Its first `num_tokens` prompt tokens are in the block table: those that it lacked came
-        from storage after its start, `num_direct` of them from another node's memory. Raises what
-        `commit` does."""
+        """Commit the first `num_tokens` prompt tokens.
+
+        The tokens that were missing at the start came from storage since.
+
+        Args:
+            request: the running request.
+            num_tokens: number of first tokens that are in the block table.
+            num_direct: number of these that came from another node's memory.
+
+        Raises:
+            TierKVError: any error of `commit`.
+        """
         prompt, lease = request.spec.prompt, request.lease
         start = lease.num_blocks
         if request.promise is not None:
@@ -337,11 +379,14 @@ class Scheduler:
         self._starts.brought(request, num_tokens, num_direct=num_direct)
 
     def brought_all(self, request: Request) -> None:
-        """Nothing more of its prompt comes from storage: it computes the rest, or has ended."""
+        """Note that no more of the prompt comes from storage.
+
+        The request computes the rest, or has ended.
+        """
         self._starts.brought_all(request)
 
     async def _all_arrived(self, request: Request) -> None:
-        """Return when what it matched is on the device, and the index knows it."""
+        """Return when the matched blocks are on the device and ready in the index."""
         for movement in request.loads:
             await movement.done()
         # The movement is done a moment before its bookkeeping; both must be.
@@ -354,7 +399,7 @@ class Scheduler:
             self._insert(request, prompt)
 
     async def _written(self, request: Request, events: Sequence[Event]) -> None:
-        """Return when `events` are over. If one failed, nothing of the request is cached."""
+        """Return when `events` are done. If one failed, nothing more of the request is cached."""
         for event in events:
             try:
                 await self.tiers.mover.poller.done(event)
@@ -362,8 +407,10 @@ class Scheduler:
                 request.is_damaged = True
 
     def _insert(self, request: Request, prompt: Prompt) -> None:
-        """Give the index the full blocks of `prompt` that it lacks, and copy down what the rules
-        want. Blocks that others put there meanwhile stay private to the request."""
+        """Insert the full blocks of `prompt` into the index, and copy them down as the rules want.
+
+        Blocks that the index already has from other requests stay private to this one.
+        """
         lease, stop, tiers = request.lease, prompt.num_blocks, self.tiers
         first = lease.num_blocks
         is_computed = prompt.num_tokens <= request.computed_tokens and not request.is_damaged
@@ -383,13 +430,23 @@ class Scheduler:
         tiers.copies.write_down(lease.node, end)
 
     def extend(self, request: Request, num_tokens: int) -> Coroutine[None, None, None]:
-        """More room in the block table; see Growth.extend."""
+        """Add room to the block table; see Growth.extend."""
         return self._growth.extend(request, num_tokens)
 
     def preempt(self, request: Request, *, after: Sequence[Event] = ()) -> None:
-        """Give all blocks back for a while. What was committed goes to the host, if it has room,
-        and is the last to be evicted until `resume` or `abandon`; so long its tenant stays open.
-        `after` is as in `end`. Raises RequestAbortedError: `end` it then."""
+        """Return all blocks of a request until it is resumed.
+
+        The committed blocks go to the host, if it has room, and are evicted last until `resume` or
+        `abandon`. The tenant stays open until then.
+
+        Args:
+            request: the running request.
+            after: events of the kernels that may still use the blocks.
+
+        Raises:
+            OwnershipError: the request has ended.
+            RequestAbortedError: the request was aborted: call `end` instead.
+        """
         request.check_wanted()
         self._end(request, RequestState.PREEMPTED, after)
         self._preempted.add(request)
@@ -401,11 +458,19 @@ class Scheduler:
         max_new_tokens: int,
         fetch: Callable[[RequestSpec], Awaitable[Fetched]] | None = None,
     ) -> Request:
-        """Wait for blocks again, for the whole prompt and `max_new_tokens` more, as the request of
-        the same id, with all that is still cached; what is not, the engine computes. Raises what
-        `admit` raises, and OwnershipError if it is not preempted, or is abandoned meanwhile.
+        """Admit a preempted request again, under the same id, and return the new request.
 
-        fetch: brings what storage has of it, once what it left is in the cache.
+        Cached blocks are used; the engine computes the rest.
+
+        Args:
+            request: the preempted request.
+            max_new_tokens: number of tokens to reserve room for beyond the prompt.
+            fetch: fetches the rest from storage; called once the blocks left by the request are
+                cached.
+
+        Raises:
+            OwnershipError: the request is not preempted, or was abandoned during the wait.
+            TierKVError: any error of `admit`.
         """
         if request.state is not RequestState.PREEMPTED:
             raise OwnershipError(f"request {request.request_id!r} is not preempted")
@@ -432,7 +497,11 @@ class Scheduler:
         return resumed
 
     def abandon(self, request: Request) -> None:
-        """A preempted request will not come back: its blocks are blocks like others."""
+        """Give up a preempted request: its blocks are evicted like others.
+
+        Raises:
+            OwnershipError: the request is not preempted.
+        """
         if request.state is not RequestState.PREEMPTED:
             raise OwnershipError(f"request {request.request_id!r} is not preempted")
         request.state = RequestState.ENDED
@@ -442,11 +511,15 @@ class Scheduler:
             request.pinned = None
 
     def end(self, request: Request, *, after: Sequence[Event] = ()) -> None:
-        """Give everything back. What was committed stays cached, the tail included.
+        """Return all blocks of the request. Committed blocks stay cached, the tail included.
 
-        after: events of the kernels that may still use the blocks. Until they are done, and until
-        every copy into the request's blocks has ended, none of its blocks can go to anybody.
-        Raises OwnershipError if the request has ended already.
+        Args:
+            request: the running request.
+            after: events of the kernels that may still use the blocks. No block is reused before
+                they are done and every copy into the request's blocks has ended.
+
+        Raises:
+            OwnershipError: the request has ended already.
         """
         self._end(request, RequestState.ENDED, after)
 
@@ -499,7 +572,10 @@ class Scheduler:
         self.tiers.work.capacity_changed()
 
     def _keep_tail(self, request: Request) -> TreeNode | None:
-        """Cache the tail, if it is whole; where it is then."""
+        """Cache the tail, if all of it was computed.
+
+        Return its node, None if it cannot be cached.
+        """
         prompt = request.prompt
         at = prompt.num_blocks
         is_whole = request.computed_tokens == prompt.num_tokens and not request.is_damaged
@@ -517,7 +593,7 @@ class Scheduler:
 
 
 def _is_done(event: Event, *, failed: bool = False) -> bool:
-    """failed: what to say of one that has failed."""
+    """Return whether `event` is done, and `failed` for one that has failed."""
     try:
         return event.is_done
     except TransferError:

@@ -1,5 +1,4 @@
-"""Slots of the tiers, who holds those that the index does not have, and the tasks that may still
-touch them."""
+"""Slots of the tiers, owners of slots outside the index, and tasks that may still touch slots."""
 
 from __future__ import annotations
 
@@ -25,16 +24,19 @@ WRITE_SHARE = 0.02
 
 @dataclass(slots=True)
 class Allowance:
-    """Seconds that requests in need of room may wait for writes to a store: WRITE_SHARE of the time
-    that goes by, and MOST_AT_ONCE_S at first. When none are left, blocks that the store has not
-    taken are dropped, so that engines do not go at the store's speed."""
+    """Seconds that requests in need of room may wait for writes to a store.
+
+    The allowance is WRITE_SHARE of the elapsed time, and MOST_AT_ONCE_S at first and at most. When
+    it is used up, blocks that the store has not written are dropped, so that a slow store does not
+    slow down engines.
+    """
 
     seconds: float = MOST_AT_ONCE_S
     is_waiting: bool = False
     _seen_at: float | None = None
 
     def look(self, now: float) -> bool:
-        """Return whether one may wait from now on, or go on waiting."""
+        """Update the allowance at `now`; return whether a request may begin or go on to wait."""
         went_by = now - (now if self._seen_at is None else self._seen_at)
         self._seen_at = now
         spent = went_by if self.is_waiting else 0.0
@@ -43,11 +45,11 @@ class Allowance:
 
 
 class Work:
-    """Every copy runs in a task of this object and ends in bookkeeping, whether or not anybody
-    still waits for it.
+    """The tasks of all copies. Each ends in bookkeeping, even if no caller waits for it.
 
-    num_late: pieces that a store has had for longer than they are waited for. num_changes: counts
-    up with each `capacity_changed`.
+    Attributes:
+        num_late: writes that a store has not finished within STORE_PATIENCE_S.
+        num_changes: number of calls of `capacity_changed`.
     """
 
     def __init__(self) -> None:
@@ -63,10 +65,14 @@ class Work:
 
     @asynccontextmanager
     async def running(self, num_lent: Callable[[], tuple[int, int]]) -> AsyncIterator[None]:
-        """Leaving waits for every copy under way, however long a store or device takes to leave
-        the slots: their memory goes next. It says what it waits for.
+        """Run the tasks in the body; at the end, wait for every copy under way.
 
-        num_lent: how many device and host slots movements hold outside the index.
+        The wait has no limit, since the memory of the slots is freed next; it is logged every
+        CLOSING_PATIENCE_S.
+
+        Args:
+            num_lent: returns the numbers of device and host slots that movements hold outside the
+                index.
         """
         try:
             async with task_group() as self._tasks:
@@ -88,8 +94,11 @@ class Work:
                 self._changed.set()
 
     async def next_change(self) -> None:
-        """Return after the next time slots may have become available. Raises ShuttingDownError
-        when there will be none any more."""
+        """Return after the next time that slots may have become available.
+
+        Raises:
+            ShuttingDownError: the node has shut down.
+        """
         if self._changed is None:
             self._changed = asyncio.Event()
         if not self._is_closed:
@@ -110,23 +119,36 @@ class Work:
             listener()
 
     def is_at_work(self, space: str | None = None) -> bool:
-        """Whether copies are under way whose end makes room, in this space or in any. What is
-        asked of storage for a request makes none: it comes to be held for that request."""
+        """Return whether copies are under way that make room at their end, in `space` or in any.
+
+        Fetches from storage for a request do not count: their blocks are held for that request.
+        """
         return bool(self._at_work if space is None else self._at_work[space])
 
     def start(
         self, work: Coroutine[None, None, None], name: str, *, space: str | None = None
     ) -> None:
-        """Run `work` in a task that this object owns and waits for. Raises ShuttingDownError once
-        something has failed that stops the service. space: whose blocks can go at its end."""
+        """Run `work` in a task that this object owns and waits for.
+
+        Args:
+            work: the coroutine to run.
+            name: name of the task.
+            space: the space whose blocks can be evicted at the end of the task; None if it makes no
+                room.
+
+        Raises:
+            ShuttingDownError: a failure is stopping the service.
+        """
         task = self.started(work, name)
         if space is not None:
             self._at_work[space] += 1
             task.add_done_callback(lambda _: self._work_ended(space))
 
     def begin(self, space: str) -> Callable[[], None]:
-        """A copy is under way without a task here, whose end makes room; call what is returned
-        then."""
+        """Count a copy without a task that makes room at its end.
+
+        Return the function to call then.
+        """
         self.num_tasks += 1
         self._at_work[space] += 1
 
@@ -140,9 +162,11 @@ class Work:
         return end
 
     def begin_storing(self, space: str) -> Callable[[], None]:
-        """A store has been given blocks which can go when it is done with them; call what is
-        returned then. STORE_PATIENCE_S long they are waited for, and count in `num_late` after
-        that: a store may be slower than any engine."""
+        """Count a write to a store that makes room at its end; return the function to call then.
+
+        After STORE_PATIENCE_S the write is not waited for any more, and counts in `num_late`: a
+        store may be slower than any engine.
+        """
         is_late = False
 
         def late() -> None:
@@ -170,7 +194,7 @@ class Work:
             self.capacity_changed()
 
     def started(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
-        """As `start`; the task, for who may want to cancel it."""
+        """Run `work` as `start` does, and return the task for a caller that may cancel it."""
         assert self._tasks is not None, "the tiers are running"
         try:
             task = self._tasks.create_task(work, name=name)
@@ -192,9 +216,16 @@ _NO_SLOTS: Ids = np.zeros(0, np.int32)
 
 @dataclass(slots=True)
 class Leaving:
-    """Slots of a tier that go, those from `first` on: who takes some gets others, so that those who
-    wait for room cannot keep them in use for ever. slots: those that are out of use by now.
-    stores_first: whether blocks are still stored before they go, where the rule says so."""
+    """Slots of a tier, from `first` on, that go out of use.
+
+    A caller that allocates some of them gets other slots instead, so that requests that wait for
+    room do not keep them in use for ever.
+
+    Attributes:
+        first: the first slot to go out of use.
+        slots: the slots that are out of use by now.
+        stores_first: True if blocks are still stored before they go, if the rule says so.
+    """
 
     first: int
     slots: list[Ids] = field(default_factory=list)
@@ -206,7 +237,12 @@ class Leaving:
 
 
 class Slots:
-    """pools: by tier. leaving: slots of tiers that shrink, or are being emptied."""
+    """The slots of device and host, and their owners outside the index.
+
+    Attributes:
+        pools: free slots by tier.
+        leaving: slots of tiers that shrink, or are being emptied.
+    """
 
     def __init__(self, device_pool: BlockPool, host_pool: BlockPool, work: Work) -> None:
         self.pools = {Tier.DEVICE: device_pool, Tier.HOST: host_pool}
@@ -231,12 +267,12 @@ class Slots:
         del lent[next(i for i, other in enumerate(lent) if other is slots)]
 
     def retire(self, tier: Tier, slots: Ids) -> None:
-        """Taken slots, of those that leave, go out of use."""
+        """Take allocated slots of a leaving range out of use."""
         self.lend(tier, slots)
         self.leaving[tier].slots.append(slots)
 
     def num_lent(self) -> tuple[int, int]:
-        """Of the device, of the host."""
+        """Return the numbers of lent slots of the device and of the host."""
         return len(self.lent(Tier.DEVICE)), len(self.lent(Tier.HOST))
 
     def lent(self, tier: Tier) -> Ids:
@@ -248,16 +284,16 @@ class Slots:
 
     @property
     def num_gone(self) -> int:
-        """Host slots that are nobody's as soon as a store is done with them."""
+        """Number of evicted host slots that become free once a store is done with them."""
         return len(self._gone)
 
     @property
     def num_being_stored(self) -> int:
-        """How many of the index's host slots a store reads."""
+        """Number of the index's host slots that a store reads."""
         return self._num_reads - len(self._gone)
 
     def begin_reading(self, slots: Ids) -> None:
-        """A store reads these host slots until `end_reading`."""
+        """Note that a store reads these host slots until `end_reading`."""
         self._readers()[slots] += 1
         self._num_reads += len(slots)
 
@@ -271,7 +307,10 @@ class Slots:
         self._work.capacity_changed()  # also where they are the index's still: now they may go
 
     def free_of(self, tier: Tier, slots: Ids) -> Ids:
-        """Which of `slots`, that the index has given up, are nobody's now; the others will be."""
+        """Return those of the evicted `slots` that are free now.
+
+        The rest is freed after its store ends.
+        """
         if tier is Tier.DEVICE or not self._num_reads:
             return slots
         is_read = self._readers()[slots] > 0
@@ -279,7 +318,7 @@ class Slots:
         return slots[~is_read]
 
     def _readers(self) -> Ids:
-        """How many read each host slot; the tier may have grown."""
+        """Return the number of readers by host slot, with entries for slots added by growth."""
         more = self.pools[Tier.HOST].capacity - len(self._reads)
         if more > 0:
             self._reads = np.concatenate([self._reads, np.zeros(more, np.int32)])

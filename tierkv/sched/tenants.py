@@ -19,9 +19,12 @@ from tierkv.sched.tiers import Tiers
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much of one tenant may run at once; None is no limit of its own.
+    """Limits of one tenant's running requests; None means no limit of its own.
 
-    requests: running ones. blocks: device blocks that they hold together. request_blocks: of each.
+    Attributes:
+        requests: most running requests.
+        blocks: most device blocks that they hold together.
+        request_blocks: most device blocks of each.
     """
 
     requests: int | None = None
@@ -39,21 +42,23 @@ class Limits:
         object.__setattr__(self, "are_none", not given)
 
     def allow(self, running: int, blocks: int) -> bool:
-        """Whether so many requests with so many blocks are within the limits."""
+        """Return whether `running` requests with `blocks` blocks together are within the limits."""
         return (self.requests is None or running <= self.requests) and (
             self.blocks is None or blocks <= self.blocks
         )
 
     def allow_request(self, blocks: int) -> bool:
-        """Whether a request with so many blocks may run when no other does."""
+        """Return whether a request with `blocks` blocks may run when no other does."""
         return self.allow(1, blocks) and (
             self.request_blocks is None or blocks <= self.request_blocks
         )
 
 
 class TenantLimits:
-    """By tenant, a fingerprint's short name; "" is the service's own. Those of tenants not named
-    are `default`."""
+    """Limits by tenant, a fingerprint's short name; "" is the service's own.
+
+    Tenants that are not named have the limits `default`.
+    """
 
     def __init__(
         self,
@@ -80,7 +85,13 @@ class TenantLimits:
         self._limits.pop(tenant, None)
 
     def check(self, spec: RequestSpec) -> None:
-        """Raise RequestTooLargeError if no waiting would admit it; limits change while it waits."""
+        """Refuse a request that would not fit if it ran alone.
+
+        Limits can change while a request waits, so the check is repeated then.
+
+        Raises:
+            RequestTooLargeError: no wait would make the request fit.
+        """
         num_blocks, pool = spec.num_blocks, self._device_pool
         if num_blocks > pool.capacity:
             raise RequestTooLargeError(
@@ -106,9 +117,17 @@ MOST_ADAPTERS = 64  # of one tenant, open at a time
 
 
 class Tenants:
-    """fingerprints: by space, the service's own under "". is_in_use: whether requests of a space
-    run, wait, or are on their way. on_close: told of a space that is no more. max_tenants: how many
-    spaces of tenants by name are open at once."""
+    """The open fingerprints of a node.
+
+    Args:
+        tiers: the tiers that hold their blocks.
+        fingerprints: by space, the service's own under "".
+        is_in_use: returns whether requests of a space run, wait, or are on their way.
+        on_close: called with each space that was closed.
+        max_tenants: most spaces of tenants by name that are open at once.
+        quota: device and host blocks of each tenant without a quota of its own.
+        eviction: eviction policies of new spaces.
+    """
 
     def __init__(  # noqa: PLR0913 - what it looks at, whom it tells, and three settings
         self,
@@ -136,8 +155,11 @@ class Tenants:
         self.closed: set[str] = set()  # spaces of which storage may have blocks still
 
     def known_space_of(self, tenant: str) -> str | None:
-        """As `space_of`, but opens nothing: None if the tenant has no space now, and has none that
-        was given a quota before it was closed to make room."""
+        """Return the space of a tenant as `space_of` does, but open nothing.
+
+        Return None if the tenant has no open space, nor one with a set quota that was closed to
+        make room.
+        """
         own = self._fingerprints[DEFAULT]
         if tenant == own.tenant:
             return DEFAULT
@@ -145,11 +167,19 @@ class Tenants:
         return short if short in self._fingerprints or short in self._set_quotas else None
 
     def space_of(self, tenant: str, adapter: str = "") -> str:
-        """The space of a tenant's prompts, of those computed with an adapter, opened on first use
-        with the quota that the tenant has then. When there are too many, the one
-        that was not asked for longest and is not in use is closed, its blocks forgotten; many of
-        them in a task, unless it is asked for meanwhile. Raises OutOfBlocksError if all are in
-        use."""
+        """Return the space of a tenant's prompts with this adapter, and open it on first use.
+
+        A new space has the tenant's current quota. If too many spaces are open, the least recently
+        used one without requests is closed and its blocks are forgotten. If these are many, that
+        happens in a task, unless the space is asked for again before its end.
+
+        Args:
+            tenant: name of the tenant.
+            adapter: name of the adapter, "" for none.
+
+        Raises:
+            OutOfBlocksError: all open spaces are in use.
+        """
         own = self._fingerprints[DEFAULT]
         if tenant == own.tenant and adapter in {"", own.adapter}:
             return DEFAULT
@@ -168,7 +198,10 @@ class Tenants:
         return fingerprint.short
 
     def _make_room(self, wanted: tuple[str, str]) -> None:
-        """A tenant with as many adapters as one may have makes room among its own."""
+        """Close a space if there are too many.
+
+        A tenant with MOST_ADAPTERS adapters closes one of its own.
+        """
         tenant, adapter = wanted
         candidates = [one for one in self._by_tenant if adapter and one[1] and one[0] == tenant]
         if len(candidates) < MOST_ADAPTERS:
@@ -199,8 +232,16 @@ class Tenants:
             self._close(key, space)
 
     def open(self, fingerprint: Fingerprint, quota: Quota) -> str:
-        """Serve `fingerprint`, too; the space of its prompts. It keeps its quota as with
-        `set_quota`. Raises ConfigError, BadRequestError if it is open already."""
+        """Serve `fingerprint` too, and return the space of its prompts.
+
+        Args:
+            fingerprint: the fingerprint to open.
+            quota: its quota, kept as with `set_quota`.
+
+        Raises:
+            ConfigError: its layout differs, or its root is the service's own.
+            BadRequestError: it is open already.
+        """
         name = self._open(fingerprint, quota)
         self._set_quotas[name] = quota
         return name
@@ -216,17 +257,26 @@ class Tenants:
         return space.name
 
     def close(self, name: str) -> int:
-        """Forget a space, what was set for it, and all its blocks; how many copies that were. What
-        Storage has of it stays. Raises BadRequestError, with nothing changed, while it is in use.
-        All in one turn of the loop: `retire` lets it go round."""
+        """Forget a space, its settings and all its blocks; return the number of forgotten copies.
+
+        Stored values stay in storage. All blocks go in one turn of the loop; `retire` needs many
+        short ones.
+
+        Raises:
+            BadRequestError: the space is in use or not open; nothing has changed.
+        """
         self._check_unused(name)
         key = next((one for one, space in self._by_tenant.items() if space == name), None)
         self._set_quotas.pop(name, None)
         return self._close(key, name)
 
     async def retire(self, name: str) -> int:
-        """As `close`, a slice in a turn of the loop. Raises BadRequestError, with nothing changed
-        if it is in use, and not closed if it is again before the end."""
+        """Close a space as `close` does, a slice in a turn of the loop.
+
+        Raises:
+            BadRequestError: the space is in use, with nothing changed, or came into use before the
+                end: then it stays open.
+        """
         root = self._check_unused(name)
         before = sum(root.space.used)
         for _ in forgetting(self._tiers, [root, *self._index.spaces.retired(name)]):
@@ -237,7 +287,7 @@ class Tenants:
         return before
 
     def _check_unused(self, name: str) -> TreeNode:
-        """Its root. Raises BadRequestError if it is not there to be closed."""
+        """Return the root of a space. Raise BadRequestError if the space cannot be closed."""
         if name == DEFAULT or name not in self._fingerprints:
             raise BadRequestError(f"no fingerprint {name!r} is open beside the service's own")
         if why := self._why_not_to_close(name):
@@ -269,7 +319,7 @@ class Tenants:
         return before
 
     def findings(self) -> list[str]:
-        """What is wrong, in words."""
+        """Return violated invariants as sentences."""
         wrong, open_spaces = [], {space.name for space in self._index.spaces.all()}
         if open_spaces != self._fingerprints.keys():
             wrong.append("the fingerprints that are served are not those that have blocks")
@@ -281,19 +331,21 @@ class Tenants:
         return wrong
 
     def has_quota_set(self, name: str) -> bool:
-        """Whether a space was given a quota, which it keeps though it may be closed now."""
+        """Return whether a quota was set for a space, open or closed."""
         return name in self._set_quotas
 
     def quota_of(self, name: str) -> Quota:
-        """Also of a space that was given one and is closed now."""
+        """Return the quota of a space, also of a closed one with a quota of its own."""
         kept = self._set_quotas.get(name)
         return self._index.spaces.root_named(name).space.quota if kept is None else kept
 
     def set_quota(self, name: str, quota: Quota) -> None:
-        """The most device and host blocks that `name` may have from now on, None for any. What it
-        has beyond goes as far as nobody holds it, if that is much in a task, and the rest as soon
-        as it wants more. It stays so if the space is closed to make room for another tenant's, and
-        opened again."""
+        """Set the most device and host blocks that `name` may have; None means no limit.
+
+        Unheld blocks beyond the quota are evicted, in a task if they are many; held ones go as soon
+        as the space wants more. The quota stays set if the space is closed to make room for another
+        tenant and opened again.
+        """
         check_quota(quota)
         if name in self._set_quotas and name not in self._fingerprints:
             self._set_quotas[name] = quota
@@ -306,7 +358,10 @@ class Tenants:
         self._tiers.work.capacity_changed()
 
     def _shrink(self, space: Space) -> bool:
-        """One turn's worth; whether there is more."""
+        """Evict the blocks of one turn of the loop beyond the quota.
+
+        Return whether there are more.
+        """
         have_more = [self._tiers.eviction.shrink_to_quota(tier, space) for tier in Tier]
         return any(have_more)
 

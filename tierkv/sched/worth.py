@@ -1,9 +1,9 @@
-"""Storage or compute: how fast a tier and the engine are, and the one rule about waiting.
+"""Storage or compute: the speeds of a tier and the engine, and the rule about waiting.
 
-A request waits for storage only if computing what is missing takes longer than the fetch is
-expected to, and at most as long as computing, or twice the estimate, and a small slack. A tier is
-two moving averages: the seconds of a round trip and the bytes a second. A store that fails is the
-breaker's affair (`storage/guard.py`).
+A request waits for storage only if computing the missing tokens is estimated to take longer than
+the fetch. The wait is at most as long as computing, or twice the estimate, and a small slack. The
+speed of a tier is two moving averages: the seconds of a round trip and the bytes a second. Failures
+of a store are handled by the breaker (`storage/guard.py`).
 """
 
 from __future__ import annotations
@@ -48,9 +48,12 @@ HEDGE = 0.25
 
 
 class FetchPolicy(Enum):
-    """BEST_EFFORT fetches what is estimated to be faster than computing, and gives up in time.
-    WAIT_COMPLETE fetches all there is, as long as some of it arrives before each deadline.
-    DEADLINE fetches, until its time is up."""
+    """The rule for how long a request waits for storage.
+
+    BEST_EFFORT fetches only if that is estimated to be faster than computing, and gives up in time.
+    WAIT_COMPLETE fetches all there is, as long as some of it arrives before each deadline. DEADLINE
+    fetches until the deadline.
+    """
 
     BEST_EFFORT = "best_effort"
     WAIT_COMPLETE = "wait_complete"
@@ -59,15 +62,18 @@ class FetchPolicy(Enum):
 
 @dataclass(slots=True)
 class Regret:
-    """Seconds that requests may still wait in vain for blocks that others compute: what waits have
-    saved, less what they have cost, and SHARE of what computing takes on top."""
+    """Seconds that requests may still lose by waiting for blocks of other requests.
+
+    The balance is the seconds that waits have saved, less the seconds that lost waits have cost,
+    plus SHARE of the computing time.
+    """
 
     seconds: float = 0.0
     usual_s: float = 0.0  # what computing one of the larger requests took lately
     largest_s: float = 0.0
 
     def allow(self, compute_s: float) -> None:
-        """One more request begins that computes for `compute_s`."""
+        """Add the allowance of one more request, which computes for `compute_s` seconds."""
         if 0 < compute_s < float("inf"):
             self.usual_s = max(compute_s, self.usual_s * _FADING)
             grown = max(compute_s - self.largest_s, 0.0)
@@ -75,8 +81,10 @@ class Regret:
             self.add(SHARE * compute_s + MOST_IN_VAIN * grown)
 
     def add(self, seconds: float) -> None:
-        """Count seconds that were saved, or lost. One wait that was far too long does not count for
-        ever."""
+        """Add seconds that were saved, or lost if negative.
+
+        The balance is limited, so that one wait that was far too long does not count for ever.
+        """
         most = MOST_IN_VAIN * self.usual_s
         self.seconds = max(-most, min(self.seconds + seconds, most))
 
@@ -94,8 +102,10 @@ class Line:
     is_of_one_size: bool = False  # all samples are, but for rounding
 
     def add(self, units: float, seconds: float) -> None:
-        """Add a sample. One that is far off begins anew: an average over an engine before and after
-        a change would be wrong for a long time."""
+        """Add a sample. One that is far off discards all samples before it.
+
+        An average over an engine before and after a change would be wrong for a long time.
+        """
         least = most = self.seconds(units)
         if self.x and self.is_of_one_size:
             # Until the fixed part can be told from the rest, nothing is a surprise that lies
@@ -119,7 +129,7 @@ class Line:
         return self.weight > 0
 
     def seconds(self, units: float) -> float:
-        """Return what `units` are expected to take; 0 as long as nothing is known."""
+        """Return the seconds that `units` are expected to take; 0 as long as nothing is known."""
         if not self.weight:
             return 0.0
         mean_x, mean_y = self.x / self.weight, self.y / self.weight
@@ -134,16 +144,22 @@ class Line:
         return fixed + slope * units if fixed > 0 else units * mean_y / mean_x
 
     def at_least(self, units: float) -> float:
-        """Return as `seconds`, but as long as the fixed part cannot be told from the rest, with all
-        or with nothing of it, whichever is less."""
+        """Return the lower bound of `seconds`.
+
+        While the samples do not separate the fixed part from the rest, the bound is the lesser of
+        the values with all and with nothing of it.
+        """
         expected = self.seconds(units)
         is_open = self.is_known and self.is_of_one_size
         return min(expected, self.y / self.weight) if is_open else expected
 
 
 class PrefillSpeed:
-    """What computing takes, by tokens: as the engine tells, or else as requests were observed to
-    take from their admission to the commit of their last block."""
+    """Estimated seconds of computing, by tokens.
+
+    The engine reports them; otherwise they are observed, from a request's admission to the commit
+    of its last block.
+    """
 
     def __init__(self) -> None:
         self._fitted = Line()
@@ -166,29 +182,36 @@ class PrefillSpeed:
         return bool(self._observed) or self._fitted.is_known
 
     def seconds(self, tokens: int) -> float:
-        """Return what `tokens` are expected to take; 0 as long as nothing is known."""
+        """Return the seconds that `tokens` are expected to take; 0 as long as nothing is known."""
         return self._line.seconds(tokens)
 
     def at_least(self, tokens: int) -> float:
-        """Return as `seconds`, but no more than is sure (`Line.at_least`). A prompt much longer
-        than all that was seen takes at least as long as a somewhat longer one, and half of that:
-        the last tokens, which attend to all before them, take up to twice as long as the first."""
+        """Return the lower bound of `seconds` (see `Line.at_least`).
+
+        A prompt much longer than all observed ones takes at least as long as a somewhat longer one,
+        and half of that counts: the last tokens, which attend to all before them, take up to twice
+        as long as the first.
+        """
         known = self.most_tokens
         seconds = self._line.at_least(min(tokens, _REACH * known))
         return seconds if tokens < _REACH / 2 * known else seconds / 2
 
     @property
     def seconds_of_one_more(self) -> float:
-        """What a prompt takes longer that has one token more, in the mean of many."""
+        """Seconds that one more token adds to a prompt, averaged over many tokens."""
         return max(self.seconds(2 * _MANY_TOKENS) - self.seconds(_MANY_TOKENS), 0.0) / _MANY_TOKENS
 
     def sample_tokens(self, tokens: int, fetch_s: float) -> int:
-        """Return how many of `tokens` to compute although storage has them, 0 for most.
+        """Return the number of `tokens` to compute although storage has them, mostly 0.
 
         A node that finds all of its prompts in storage would not learn the speed of its engine, or
-        wait too long for a tier that is slower than thought. The first samples are a few tokens. A
-        larger one is taken only while `fetch_s` lies between what computing is sure and what it is
-        expected to take.
+        wait too long for a tier that is slower than estimated. The first samples are a few tokens.
+        A larger one is chosen only while `fetch_s` lies between the lower bound and the estimate of
+        computing.
+
+        Args:
+            tokens: number of missing tokens that storage has.
+            fetch_s: estimated seconds to fetch them.
         """
         if self._num_chosen >= _MAX_SAMPLES:
             return 0
@@ -202,7 +225,7 @@ class PrefillSpeed:
         return min(max(sample, 1), tokens)
 
     def tell(self, tokens: int, seconds: float) -> None:
-        """Take the engine's word; what was observed counts no longer."""
+        """Note that the engine reports `seconds` for `tokens`; observations count no longer."""
         if not self.is_told:
             self._fitted, self.is_told = Line(), True
             self._observed.clear()
@@ -227,12 +250,13 @@ class PrefillSpeed:
 
 @dataclass(slots=True)
 class TierSpeed:
-    """Two moving averages of one tier, and what is under way.
+    """Two moving averages of one tier, and the fetches under way.
 
-    round_trip_s: seconds until a question is answered; 0 while unknown.
-    found_share: the share of late questions that found something.
-    num_tries: fetches under way that find out how fast the tier is. num_late: fetches under way
-        that have outlasted their requests.
+    Attributes:
+        round_trip_s: seconds until a question is answered; 0 while unknown.
+        found_share: share of recent questions that found something.
+        num_tries: fetches under way that measure the speed of the tier.
+        num_late: fetches under way that have outlasted their requests.
     """
 
     round_trip_s: float = 0.0
@@ -247,17 +271,19 @@ class TierSpeed:
 
     @property
     def is_known(self) -> bool:
-        """Whether bytes a second were measured."""
+        """True if the bytes a second were measured."""
         return self._seconds > 0
 
     def forget(self) -> None:
-        """Know nothing: the tier is another one, or has come back."""
+        """Forget all measurements: the tier was replaced, or is available again."""
         self.round_trip_s = self._bytes = self._seconds = 0.0
         self.found_share, self.try_at = 1.0, -math.inf
 
     def transfer_s(self, num_bytes: float) -> float:
-        """Return what a transfer behind all queued bytes is expected to take; the round trip alone
-        while nothing is known."""
+        """Return the expected seconds of a transfer of `num_bytes` behind all queued bytes.
+
+        While nothing is known, that is the round trip alone.
+        """
         if not self._seconds:
             return self.round_trip_s
         if not self._bytes:
@@ -265,9 +291,13 @@ class TierSpeed:
         return self.round_trip_s + (num_bytes + self.queued_bytes) * self._seconds / self._bytes
 
     def note_answer(self, seconds: float, *, has_found: bool | None = None) -> None:
-        """Note that a question was answered after `seconds`; has_found: whether the tier had
-        anything, None if that says nothing. A much shorter one counts alone: the tier is quick
-        again."""
+        """Note that a question was answered.
+
+        Args:
+            seconds: time until the answer. A much shorter one than usual replaces the average: the
+                tier is quick again.
+            has_found: True if the tier had anything; None leaves `found_share` as it is.
+        """
         if not self.round_trip_s or seconds < self.round_trip_s / _SURPRISE - _TICK_S:
             self.round_trip_s = max(seconds, 1e-6)
         else:
@@ -276,13 +306,17 @@ class TierSpeed:
             self.found_share += _FOUND_SHARE * (has_found - self.found_share)
 
     def note_silence(self, seconds: float) -> None:
-        """Note that a question was not answered within `seconds`: it takes twice as long, for all
-        that is known."""
+        """Note that a question was not answered within `seconds`.
+
+        The estimate becomes twice as long.
+        """
         self.round_trip_s = max(self.round_trip_s, 2 * seconds)
 
     def note_transfer(self, num_bytes: float, seconds: float) -> None:
-        """Note that so many bytes came in `seconds`, one round trip included. Large transfers
-        count more than small ones."""
+        """Note that `num_bytes` came in `seconds`, one round trip included.
+
+        Large transfers count more than small ones.
+        """
         moving_s = max(seconds - self.round_trip_s, seconds / 10, 1e-6)
         if self._bytes and num_bytes:
             expected_s = num_bytes * self._seconds / self._bytes
@@ -293,18 +327,24 @@ class TierSpeed:
         self._seconds = self._seconds * _DECAY + moving_s
 
     def begin(self, num_bytes: float, now: float) -> Transfer:
-        """Fetch `num_bytes` from now on: others queue behind them."""
+        """Queue a transfer of `num_bytes`; later ones are estimated to wait behind it."""
         transfer = Transfer(num_bytes, now, self.queued_bytes, self.arrived_bytes)
         self.queued_bytes += num_bytes
         return transfer
 
     def arrived(self, transfer: Transfer, num_bytes: float) -> None:
-        """Note that `num_bytes` of it are here by now."""
+        """Note that `num_bytes` of the transfer have arrived in all."""
         self.arrived_bytes += num_bytes - transfer.arrived_bytes
         transfer.arrived_bytes = num_bytes
 
     def end(self, transfer: Transfer, now: float, *, is_late: bool) -> None:
-        """No more of it comes. is_late: because it took too long."""
+        """End a transfer.
+
+        Args:
+            transfer: the transfer; no more of its bytes will arrive.
+            now: seconds on the loop's clock.
+            is_late: True if it ended because it took too long.
+        """
         self.queued_bytes -= transfer.num_bytes
         if transfer.arrived_bytes >= transfer.num_bytes or is_late:
             # Of what was queued before it, only what came: if nothing did, the tier is slow.
@@ -315,8 +355,12 @@ class TierSpeed:
 
 @dataclass(slots=True)
 class Transfer:
-    """One fetch's bytes on their way. queued_before, arrived_before: of all others, when it began:
-    bytes that were queued, and that had come since the start."""
+    """The bytes of one fetch on their way.
+
+    Attributes:
+        queued_before: bytes of other transfers that were queued when this one began.
+        arrived_before: bytes that had arrived since the start when this one began.
+    """
 
     num_bytes: float
     began: float
@@ -325,17 +369,19 @@ class Transfer:
     arrived_bytes: float = 0.0
 
     def whole_s(self, now: float) -> float:
-        """Return the seconds until all of it is here, if it goes on as since it began."""
+        """Return the seconds until all of it has arrived, at its average speed until now."""
         took_s = now - self.began
         return took_s * (self.num_bytes / max(self.arrived_bytes, 1.0) - 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the rule says about some missing tokens.
+    """The result of the rule for some missing tokens.
 
-    wait_s: seconds that a request may wait from now on. is_asked: False where it computes at once
-    and storage is not asked at all. is_try: the tier is unknown, or estimated to be slower.
+    Attributes:
+        wait_s: seconds that the request may wait from now on.
+        is_asked: False if the request computes at once and storage is not asked at all.
+        is_try: True if the tier is unknown, or estimated to be slower.
     """
 
     wait_s: float
@@ -348,21 +394,25 @@ class Decision:
 
 @dataclass(slots=True)
 class Estimator:
-    """The rule of one node. bytes_per_token: KV bytes of a token."""
+    """The rule of one node.
+
+    Attributes:
+        bytes_per_token: KV bytes of a token.
+    """
 
     bytes_per_token: float
     prefill: PrefillSpeed = field(default_factory=PrefillSpeed)
     tier: TierSpeed = field(default_factory=TierSpeed)
 
     def findings(self) -> list[str]:
-        """Return what is wrong, in words, when nothing is on its way."""
+        """Return violated invariants as sentences; call only when no fetch runs."""
         queued = self.tier.queued_bytes
         if abs(queued) < 1:
             return []
         return [f"nothing runs, but {queued:.0f} bytes are counted as queued for fetches"]
 
     def compute_s(self, tokens: int) -> float:
-        """Return what computing `tokens` is expected to take."""
+        """Return the seconds that computing `tokens` is expected to take."""
         if not self.prefill.is_known:
             return max(tokens / _UNKNOWN_TOKENS_PER_S, _UNKNOWN_S)
         return self.prefill.seconds(tokens)
@@ -370,13 +420,13 @@ class Estimator:
     def judge(
         self, tokens: int, now: float, *, is_answered: bool = False, is_claim: bool = False
     ) -> Decision:
-        """Decide whether to wait for `tokens` missing tokens, and how long.
+        """Decide whether and how long to wait for `tokens` missing tokens.
 
         Args:
-            tokens: how many of the prompt's tokens are missing here.
-            now: the time on the loop's clock.
-            is_answered: the tier has said that it has them.
-            is_claim: they were published for this request.
+            tokens: number of the prompt's tokens that are missing here.
+            now: seconds on the loop's clock.
+            is_answered: True if the tier has confirmed that it has them.
+            is_claim: True if they were published for this request.
         """
         tier, compute_s = self.tier, self.compute_s(tokens)
         if is_claim and not self.prefill.is_known:
