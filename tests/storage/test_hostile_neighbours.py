@@ -137,7 +137,7 @@ async def test_a_node_of_a_cluster_that_is_named_alone_says_how_to_name_it(
 ) -> None:
     store = opened(module_cluster.masters[:1])
     async with store.running():
-        with pytest.raises(StoreUnavailableError, match=r"name that with redis\+cluster://"):
+        with pytest.raises(StoreUnavailableError, match=r"name the cluster with redis\+cluster://"):
             await store.exists(OURS)
 
 

@@ -133,7 +133,7 @@ async def test_a_server_that_wants_a_certificate_of_ours(certificates: Path) -> 
             "certificate {d}/cert.pem with {d}/text cannot be used",
         ),
         (lambda d: TlsFiles(certificate=f"{d}/cert.pem"), "a certificate with its key"),
-        (lambda d: TlsFiles(key=f"{d}/key.pem"), "key {d}/key.pem is of use with its certificate"),
+        (lambda d: TlsFiles(key=f"{d}/key.pem"), "key {d}/key.pem needs its certificate"),
     ],
 )
 async def test_tls_files_that_are_of_no_use(

@@ -801,7 +801,7 @@ class FileStore(BaseStore):
                 removed = await self._writers.run(lambda: files.sweep(stop))
                 _log.debug("%s: removed %d expired values", self.url, removed)
             except OSError as error:
-                _log.warning("%s: expired values stay for now: %s", self.url, error)
+                _log.warning("%s: expired values cannot be removed yet: %s", self.url, error)
             await asyncio.sleep(self._settings.sweep_interval_s)
 
     def _opened(self) -> ValueFiles:
@@ -820,7 +820,11 @@ class FileStore(BaseStore):
         except OSError as error:
             raise self._refusal(error) from error
         if scratch.refused is not None:
-            _log.warning("%s is only read for now: %s", self.url, scratch.refused.strerror)
+            _log.warning(
+                "%s takes no writes, and values are only read: %s",
+                self.url,
+                scratch.refused.strerror,
+            )
         return scratch
 
     def _refusal(self, error: OSError) -> StoreUnavailableError:

@@ -333,7 +333,7 @@ class Scratch:
                 return
             there = next(path for path in self._writers.parents if path.exists())
             if os.stat(there).st_dev != self._device:
-                raise OSError(errno.ENODEV, "the file system it was on is not mounted")
+                raise OSError(errno.ENODEV, "the store's file system is not mounted")
             os.makedirs(self._writers, mode=0o700, exist_ok=True)
             gone = self._lock_fd
             self._directory, self._lock_fd = _make(self._writers)

@@ -285,7 +285,7 @@ class GuardedStore(StoreWrapper):
         except TierKVError:
             raise
         except Exception as error:
-            _log.warning("%s raised what no store may", self.url, exc_info=error)
+            _log.warning("%s raised an error that is no TierKVError", self.url, exc_info=error)
             text = f"{self.url} failed: {type(error).__name__}: {error}"
             raise StoreUnavailableError(text) from error
 
@@ -340,7 +340,7 @@ class GuardedStore(StoreWrapper):
         if self._reads.num_waiting >= _MAX_WAITING_READS:
             self._num_refused += 1
             raise StoreUnavailableError(
-                f"{self.url} has {self._reads.num_waiting} operations waiting"
+                f"{self.url} has {self._reads.num_waiting} waiting operations: try again later"
             )
         await self._reads.take()
         try:

@@ -153,7 +153,7 @@ class _Attached:
             elif not self.is_detached.is_set():
                 raise
             else:
-                _log.warning("%s was detached and did not close well: %s", self.store.url, error)
+                _log.warning("%s failed while closing: %s", self.store.url, error)
         self._is_over.set()
 
 
@@ -221,7 +221,10 @@ class Places:
             if known is (self._own.get(route) if route else self._common):
                 return
             if not known.is_detached.is_set():
-                raise ConfigError(f"{store.url} is attached already: open one more for this place")
+                raise ConfigError(
+                    f"{store.url} is attached in another place already: attach a store object of "
+                    "its own here"
+                )
             await known.is_left.wait()
         if self._tasks is None:
             raise StoreUnavailableError(_CLOSED)

@@ -314,7 +314,9 @@ class LayerGate:
             try:
                 events = _events(submission, max(deadline - time.monotonic(), 0.0))
             except TimeoutError as error:
-                raise GateTimeoutError(f"layer {layer} was not on its way in time") from error
+                raise GateTimeoutError(
+                    f"the load of layer {layer} was not submitted within {timeout_s:g} s"
+                ) from error
             stream.wait(events[layer], max(deadline - time.monotonic(), 0.0))
 
     def is_open(self, layer: int) -> bool:

@@ -96,7 +96,7 @@ class Slices:
         self.size = self.parts[0].shard.size
         self._scheme = scheme
         if len(self.parts) != self.size:
-            raise LayoutError(f"{len(self.parts)} slices are not those of {self.size} ranks")
+            raise LayoutError(f"{len(self.parts)} slices were given for {self.size} ranks")
         others = [n for n in dict.fromkeys(peer_sizes) if n != self.size and self._can_be(n)]
         self.peer_sizes = tuple(others)
         self.foreign_sizes = tuple(

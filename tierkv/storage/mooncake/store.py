@@ -271,7 +271,9 @@ class MooncakeValues:
             if content == before:
                 return content
             content, before = self._client.get(name), content
-        raise StoreUnavailableError(f"{self._url} has another {name} each time it is asked")
+        raise StoreUnavailableError(
+            f"{name} was replaced in {self._url} during each of {_MOST_READS} reads: try again"
+        )
 
     def put(self, items: Sequence[PutItem], given_up: Event) -> list[PutOutcome]:
         """Write values.

@@ -492,7 +492,8 @@ def understood(reply: Reply | Unanswered, command: Sequence[object]) -> Reply:
             )
         if reply.code in {"MOVED", "CROSSSLOT"}:
             raise StoreUnavailableError(
-                f"this Redis is one of a cluster, name that with redis+cluster:// ({reply.message})"
+                f"this Redis is part of a cluster ({reply.message}): name the cluster with "
+                "redis+cluster://"
             )
         if reply.code == "WRONGTYPE":
             raise StoreCorruptError(f"{command[1]!s} is not a string: {reply.message}")
@@ -508,5 +509,5 @@ def cut(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
 
 def expect(kind: type[T], reply: object) -> T:
     if not isinstance(reply, kind):
-        raise StoreUnavailableError(f"a Redis server does not answer {reply!r:.80} to this")
+        raise StoreUnavailableError(f"the Redis server's answer {reply!r:.80} is unexpected")
     return reply

@@ -308,7 +308,7 @@ class ConnectionPool:
             wire.close(Unanswered("is closed"))
             raise
         if wire.is_lost:
-            raise StoreUnavailableError(f"{self._url} closed the connection it had just taken")
+            raise StoreUnavailableError(f"{self._url} closed a new connection without a reason")
         wire.is_ready = True
         return wire
 

@@ -88,7 +88,9 @@ class SentinelLocator:
             self._sentinels.remove(sentinel)
             self._sentinels.insert(0, sentinel)
             return address
-        raise StoreUnavailableError(f"no sentinel of {self._url} helps: {'; '.join(failures)}")
+        raise StoreUnavailableError(
+            f"no sentinel of {self._url} names a master: {'; '.join(failures)}"
+        )
 
     async def _ask(self, sentinel: Address) -> Address:
         settings = self._access.settings

@@ -96,7 +96,7 @@ def parse_redis_url(url: str) -> RedisUrl:
     setup, is_tls = _SCHEMES[parts.scheme]
     is_unix = parts.scheme == "unix"
     if parts.fragment or (parts.query and not is_unix):
-        raise _wrong("part after ? or # means nothing")
+        raise _wrong("part after ? or # has no meaning")
     login, _, hosts = parts.netloc.rpartition("@")
     username, _, password = login.partition(":")
     service, db = "", _db(parts, setup)
@@ -112,7 +112,7 @@ def parse_redis_url(url: str) -> RedisUrl:
         if not service:
             raise _wrong("service, the name that the sentinels know, is missing")
     if setup is Setup.SERVER and len(addresses) > 1:
-        raise _wrong("hosts are several, but it names one server")
+        raise _wrong("scheme is for one server, but it names several hosts")
     return RedisUrl(
         setup=setup,
         addresses=addresses,
@@ -154,7 +154,7 @@ def _db(parts: SplitResult, setup: Setup) -> int:
         case Setup.SERVER if parts.scheme == "unix":
             key, _, text = parts.query.partition("=")
             if parts.query and key != "db":
-                raise _wrong("part after ? means nothing")
+                raise _wrong("part after ? has no meaning")
         case Setup.SERVER:
             text = parts.path.strip("/")
     if not text:
@@ -184,7 +184,9 @@ class TlsFiles:
             ConfigError: a file cannot be used.
         """
         if self.key is not None and self.certificate is None:
-            raise ConfigError(f"the TLS key {self.key} is of use with its certificate only")
+            raise ConfigError(
+                f"the TLS key {self.key} needs its certificate: set storage.redis.tls.certificate"
+            )
         try:
             context = ssl.create_default_context(cafile=self.ca)
         except OSError as error:

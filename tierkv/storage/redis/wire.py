@@ -321,7 +321,7 @@ class WireRequest:
 
     Attributes:
         pieces: the bytes to send, one or several commands.
-        into: buffers for the value of the last command's reply; None for a small reply.
+        into: buffers for the value of the last command's reply; None to return the reply itself.
         num_bytes: size of the value that is sent or asked for.
         outcome: all replies; set once, when the buffers are the caller's again.
         batch: the batch to notify of the outcome.
