@@ -173,9 +173,9 @@ class _Device(CpuDevice):
 def _one_thread(loop: SimulatedLoop) -> Iterator[None]:
     no_time = SimpleNamespace(monotonic=loop.time, sleep=lambda _: None)
     with (
-        patch.object(mover, "ThreadPoolExecutor", _AtOnce),
+        patch.object(mover, "Threads", _AtOnce),
         patch.object(mover, "time", no_time),
-        patch.object(base, "ThreadPoolExecutor", _AtOnce),
+        patch.object(base, "Threads", _AtOnce),
         patch.object(guard, "random", SimpleNamespace(Random=lambda: random.Random(0))),
     ):
         yield
