@@ -1,17 +1,17 @@
 """The seam between a node and the engine that computes for it.
 
-    settings --> EngineSpec              what the engine is: identity, layout, tokenizer
+    settings --> EngineSpec              description: identity, layout, tokenizer
                    | open(service)
                    v
-                 NodeEngine              what the engine does: generate, prefill, decode
+                 NodeEngine              operations: generate, prefill, decode
                    | Session per request
                    v
                  Service                 blocks, block tables, gates, publishes and claims
 
-An engine drives one `Session` per request: it admits or claims, computes what is not cached, waits
-at the request's `LayerGate` before each layer whose KV is still being loaded, commits what it has
-computed, publishes, and ends. Batching, sampling and CUDA graphs are the engine's own. A new engine
-is a module with an `EngineSpec` and a row in `tierkv/engines.py`.
+An engine drives one `Session` per request: it admits or claims, computes all tokens that are not
+cached, waits at the request's `LayerGate` before each layer that still loads cached KV, commits the
+computed tokens, publishes, and ends. Batching, sampling and CUDA graphs are the engine's own. A new
+engine is a module with an `EngineSpec` and a row in `tierkv/engines.py`.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Prefilled:
 
     Attributes:
         generation: The outcome, with the first token.
-        published: The outcome of the publish, None if nobody has waited for it.
+        published: The outcome of the publish, None if the call did not wait for it.
     """
 
     generation: Generation
@@ -196,7 +196,8 @@ class NodeEngine(Protocol):
         """Compute the prompt and its first token, and publish both as a ticket for `decode`.
 
         `job.max_tokens` has no meaning here. Once the prompt is computed, a cancel ends only the
-        wait for the publish; before, claimers that wait for the ticket are told that it fails.
+        wait for the publish. An earlier cancel fails the ticket, and claimers that wait for it are
+        notified.
 
         Args:
             job: The request.
@@ -206,7 +207,7 @@ class NodeEngine(Protocol):
         Raises:
             HandoffError: Storage does not take the prompt.
             DuplicateRequestError: The ticket is another prompt's.
-            TierKVError: What `generate` raises.
+            TierKVError: Any error of `generate`.
         """
         ...
 
@@ -245,12 +246,12 @@ class EngineSpec(Protocol):
 
     @property
     def takes_media(self) -> bool:
-        """Whether prompts may have media."""
+        """True if prompts may have media."""
         ...
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether prompts may name an adapter."""
+        """True if prompts may name an adapter."""
         ...
 
     @property
@@ -272,9 +273,9 @@ class EngineSpec(Protocol):
         ...
 
     def open(self, service: Service) -> NodeEngine:
-        """Return the engine over `service`, whose device has the layout of this spec.
+        """Return the engine over `service`; the device of `service` has the layout of this spec.
 
-        Called before the service runs, on a thread that may block, under the device's
-        `computing()`: the place to load weights.
+        The node calls it before the service runs, on a thread that may block, under the device's
+        `computing()`. Load weights here.
         """
         ...

@@ -114,7 +114,7 @@ class AsyncClient:
         return await self._node.ask("GET", "/version", VersionAnswer)
 
     async def metrics(self) -> str:
-        """What Prometheus scrapes, in its text format."""
+        """Return the metrics in Prometheus' text format."""
         return (await self._node.ask("GET", "/metrics", bytes)).decode("utf-8", "replace")
 
     async def stats(self) -> Stats:
@@ -227,15 +227,15 @@ class AsyncClient:
         return await self._node.ask("DELETE", "/v1/pins/{id}", PinAnswer, name)
 
     async def ticket(self, name: str) -> TicketAnswer:
-        """How a published prompt stands. It does not wait."""
+        """Return the state of a published prompt, without waiting."""
         return await self._node.ask("GET", "/v1/tickets/{id}", TicketAnswer, name)
 
     async def forget_ticket(self, name: str) -> TicketAnswer:
-        """Delete it: nobody will claim it. Its blocks stay until they expire."""
+        """Delete a ticket that will not be claimed; its blocks stay until they expire."""
         return await self._node.ask("DELETE", "/v1/tickets/{id}", TicketAnswer, name)
 
     async def acknowledge(self, name: str) -> TicketAnswer:
-        """Say that it has been claimed: its producer need not keep anything for it."""
+        """Acknowledge a claim, so that the producer of the ticket holds nothing for it any more."""
         return await self._node.ask("POST", "/v1/tickets/{id}/ack", TicketAnswer, name)
 
     # For those who run a node: tiers, quotas, blocks, life cycle, events
@@ -262,21 +262,26 @@ class AsyncClient:
         return await self._node.ask("POST", "/v1/resize", TiersAnswer, body=body)
 
     async def reset(self) -> ResetAnswer:
-        """Forget all cached blocks that nobody holds; storage keeps its own."""
+        """Forget all cached blocks that no request or pin holds; storage keeps its own."""
         return await self._node.ask("POST", "/v1/reset", ResetAnswer)
 
     async def forget_blocks(self, *, storage: bool = False) -> ResetAnswer:
-        """The same as `reset`. storage: what is stored is removed as well."""
+        """Forget all cached blocks as `reset` does; `storage=True` also deletes stored blocks."""
         query = "?storage=true" if storage else ""
         return await self._node.ask("DELETE", "/v1/blocks", ResetAnswer, query=query)
 
     async def blocks(self, *, cursor: str | None = None, limit: int = 100) -> BlocksAnswer:
-        """A page of the cached blocks of all tenants. cursor: of the page before."""
+        """Return a page of the cached blocks of all tenants.
+
+        Args:
+            cursor: Cursor of the page before, None for the first page.
+            limit: Most blocks of the page.
+        """
         query = {"limit": str(limit)} | ({"cursor": cursor} if cursor is not None else {})
         return await self._node.ask("GET", "/v1/blocks", BlocksAnswer, query=f"?{urlencode(query)}")
 
     async def config(self) -> ConfigAnswer:
-        """The node's settings, secrets masked."""
+        """Return the node's settings, with secrets masked."""
         return await self._node.ask("GET", "/v1/config", ConfigAnswer)
 
     async def tiers(self) -> TiersAnswer:
@@ -298,6 +303,9 @@ class AsyncClient:
         return await self._node.ask("DELETE", "/v1/quotas/{id}", QuotaAnswer, tenant)
 
     def events(self, *, after: str = "") -> AbstractAsyncContextManager[EventStream]:
-        """What happens to cached blocks, as it happens. after: the id of the last event that was
-        seen on an earlier connection."""
+        """Open the stream of events of cached blocks.
+
+        Args:
+            after: Id of the last event received on an earlier connection, "" to begin now.
+        """
         return self._node.events("/v1/events", {"Last-Event-ID": after} if after else {})

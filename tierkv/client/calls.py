@@ -82,7 +82,7 @@ _MOST_RETRY_AFTER_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class _Question(Generic[A]):
-    """One call, as `Calls.ask` is told of it."""
+    """The arguments of one `Calls.ask`."""
 
     method: str
     path: str

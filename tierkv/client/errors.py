@@ -1,4 +1,4 @@
-"""What a call can raise: the node's own errors again, and those of the way to it."""
+"""The errors of a call: errors that the node answers with, and errors of the connection."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _UNAVAILABLE = 503
 
 
 class CallError(TierKVError):
-    """A call was not answered by a node. What it asked for may have been done or not."""
+    """A call was not answered by a node. The node may have done the work or not."""
 
 
 class UnreachableError(CallError):
-    """Nobody was reached, so nothing was done: ask again, or another node."""
+    """No node was reached, so no work was done: retry, or call another node."""
 
 
 class BrokenOffError(CallError):
@@ -28,7 +28,12 @@ class DeadlineError(CallError):
 
 
 class NotANodeError(CallError):
-    """What answers is no tierkv node, or not of this version. status: of its answer."""
+    """The answer is not that of a tierkv node of this version.
+
+    Args:
+        message: The fault.
+        status: HTTP status of the answer.
+    """
 
     def __init__(self, message: str, *, status: int) -> None:
         super().__init__(message)
@@ -51,7 +56,7 @@ class RemoteError(TierKVError):
 
     @property
     def code(self) -> str:
-        """Stable: which error it is."""
+        """The stable name of the error."""
         return self.problem.code
 
     @property
@@ -60,7 +65,7 @@ class RemoteError(TierKVError):
 
     @property
     def request_id(self) -> str:
-        """By which the node's log knows the request."""
+        """The id of the request in the node's log."""
         return self.problem.request_id
 
     def __str__(self) -> str:
@@ -68,7 +73,12 @@ class RemoteError(TierKVError):
 
 
 def remote_error(problem: Problem, *, retry_after_s: float | None = None) -> RemoteError:
-    """`problem` as an exception of the class that its code stands for."""
+    """Return `problem` as an exception of the class of its code.
+
+    Args:
+        problem: The node's answer.
+        retry_after_s: Seconds after which the node says to retry, None if it does not.
+    """
     error = _remote_class(_class_of(problem))(problem, retry_after_s=retry_after_s)
     # What errors of some classes carry: HandoffError.reason, OutOfBlocksError.tier ...
     for name in ("reason", "tier", "needed", "available"):

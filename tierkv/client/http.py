@@ -45,10 +45,16 @@ class Reply:
 def client_tls(
     *, ca: Path | None = None, cert: Path | None = None, key: Path | None = None
 ) -> ssl.SSLContext:
-    """What a client needs for https: who signed the node's certificate (else the system's
-    authorities), and its own certificate for a node that asks for one. Reads files.
+    """Return the TLS context of a client for https.
 
-    Raises ConfigError if one cannot be used.
+    Args:
+        ca: File of the authority that signed the node's certificate; None trusts the system's
+            authorities.
+        cert: File of the client's own certificate, for a node that asks for one.
+        key: File of the certificate's key, None if `cert` has it.
+
+    Raises:
+        ConfigError: A file cannot be used.
     """
     try:
         context = ssl.create_default_context(cafile=ca)
@@ -66,15 +72,22 @@ def client_tls(
 
 
 def node_url(given: str) -> str:
-    """`given`, http://, https:// or unix:/path, without a slash at its end. Raises ConfigError,
-    whose words tell no password."""
+    """Return `given` without a slash at its end.
+
+    Args:
+        given: A URL: http://, https:// or unix:/path.
+
+    Raises:
+        ConfigError: `given` is not the URL of a node, or has a password, which the sentence does
+            not show.
+    """
     if given.startswith(f"{_UNIX}/"):
         return given
     if "@" in given:
         raise ConfigError("the URL of a node has no user or password in it: callers have a token")
     try:
         is_one = given.startswith(("http://", "https://")) and bool(URL(given).host)
-    except ValueError:  # no port is as large, say
+    except ValueError:  # such as a port above 65,535
         is_one = False
     if not is_one:
         raise ConfigError(
@@ -84,9 +97,11 @@ def node_url(given: str) -> str:
 
 
 class Http:
-    """Use it inside `running()`. url: see `node_url`.
+    """The connections to one node. Use it inside `running()`.
 
-    max_connections: more calls at a time wait for one; 0 is no limit.
+    Args:
+        url: URL of the node; see `node_url`.
+        max_connections: Most connections; further calls wait for one. 0 is no limit.
     """
 
     def __init__(
@@ -141,7 +156,17 @@ class Http:
     async def ask(
         self, method: str, path: str, body: Body | None, headers: Mapping[str, str]
     ) -> Reply:
-        """Raises a CallError."""
+        """Send a request and return the whole answer.
+
+        Args:
+            method: HTTP method.
+            path: Path and query.
+            body: Parts of the body, None without one.
+            headers: Further headers.
+
+        Raises:
+            CallError: There is no whole answer.
+        """
         async with self.opened(method, path, body, headers) as response:
             return await self.whole(response)
 
@@ -149,8 +174,19 @@ class Http:
     async def opened(
         self, method: str, path: str, body: Body | None, headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The head of the answer; leaving early closes the connection. Raises a CallError if there
-        is none; reading the answer raises what aiohttp does, see `translated`."""
+        """Send a request and yield the answer after its head; leaving early closes the connection.
+
+        Reading the answer raises errors of aiohttp; see `translated`.
+
+        Args:
+            method: HTTP method.
+            path: Path and query.
+            body: Parts of the body, None without one.
+            headers: Further headers.
+
+        Raises:
+            CallError: There is no answer.
+        """
         if self._session is None:
             raise CallError("this client is closed, or was not entered with `async with`")
         headers = {**headers, **tracing.headers()}
@@ -162,7 +198,7 @@ class Http:
                 self._base + path,
                 data=None if body is None else _in_pieces(body),
                 headers=headers,
-                allow_redirects=False,  # a token is for this node only
+                allow_redirects=False,  # the token must not go to another node
             )
         try:
             yield response
@@ -173,7 +209,12 @@ class Http:
                 response.close()
 
     async def whole(self, response: aiohttp.ClientResponse) -> Reply:
-        """Raises a CallError, NotANodeError if it is longer than any answer of a node."""
+        """Read the rest of `response` and return the whole answer.
+
+        Raises:
+            CallError: The connection broke; NotANodeError if the answer is longer than any of a
+                node.
+        """
         raw = bytearray()
         with translated(self.where):
             async for chunk in response.content.iter_any():
@@ -187,7 +228,7 @@ class Http:
 
 
 async def _in_pieces(body: Body) -> AsyncIterator[memoryview]:
-    """aiohttp would write bytes all at once, and so keep a copy of what the peer does not take."""
+    """Yield the body in pieces, because aiohttp would copy all bytes that are not sent yet."""
     for part in body:
         view = memoryview(part)
         for at in range(0, len(view), _PIECE_BYTES):
@@ -196,7 +237,11 @@ async def _in_pieces(body: Body) -> AsyncIterator[memoryview]:
 
 @contextmanager
 def translated(where: str) -> Iterator[None]:
-    """What aiohttp raises, as a CallError or ConfigError."""
+    """Raise errors of aiohttp in the body as CallError or ConfigError.
+
+    Args:
+        where: The node, in words of errors.
+    """
     try:
         yield
     except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
@@ -215,7 +260,7 @@ def translated(where: str) -> Iterator[None]:
 
 
 def _why(error: OSError) -> str:
-    """In the system's words: those of asyncio and aiohttp name the address again."""
+    """Return the system's words for `error`; those of asyncio and aiohttp repeat the address."""
     if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
         return "it speaks no TLS: its URL may begin with http://, not https://"
     if error.errno is None or isinstance(error, (ssl.SSLError, socket.gaierror)):

@@ -40,7 +40,11 @@ class EventReader:
         self._size = 0
 
     def feed(self, chunk: bytes) -> Iterator[ServerEvent]:
-        """Raises ValueError at an event that is too long to be one."""
+        """Add `chunk`, and yield the events that are complete now.
+
+        Raises:
+            ValueError: An event is longer than any that a node sends.
+        """
         for line in self._lines(chunk):
             if line:
                 self._take(line)
@@ -80,7 +84,13 @@ _TOKENS, _DONE, _ERROR = "tokens", "done", "error"
 
 
 class Events:
-    """The events of an open answer. gap_s: how long to wait for the next bytes, None for ever."""
+    """The events of an open answer.
+
+    Args:
+        where: The node, in words of errors.
+        response: The answer.
+        gap_s: Seconds to wait for the next bytes, None without a limit.
+    """
 
     def __init__(self, where: str, response: ClientResponse, gap_s: float | None) -> None:
         self._where = where
@@ -90,8 +100,13 @@ class Events:
         self._ready: deque[ServerEvent] = deque()
 
     async def next(self) -> ServerEvent | None:
-        """None at the end. Raises DeadlineError, BrokenOffError, or NotANodeError for what is no
-        event."""
+        """Return the next event, None at the end.
+
+        Raises:
+            DeadlineError: Nothing came within `gap_s`.
+            BrokenOffError: The connection was lost.
+            NotANodeError: The bytes are no event.
+        """
         while not self._ready:
             with translated(self._where):
                 async with deadline(self._gap_s, self._late):
@@ -110,7 +125,11 @@ class Events:
         return DeadlineError(f"{self._where} told nothing for {self._gap_s} s")
 
     def decoded(self, event: ServerEvent, kind: type[T]) -> T:
-        """The data of `event`. Raises NotANodeError."""
+        """Return the data of `event` as `kind`.
+
+        Raises:
+            NotANodeError: The data does not fit `kind`.
+        """
         try:
             return msgspec.json.decode(event.data, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -134,7 +153,11 @@ class TokenStream(Generic[A]):
 
     @property
     def answer(self) -> A:
-        """What the call answers without a stream. Raises BrokenOffError before the end."""
+        """The answer that the same call would have without a stream.
+
+        Raises:
+            BrokenOffError: The stream has not been read to its end.
+        """
         if self._answer is None:
             raise BrokenOffError("the stream has not been read to its end")
         return self._answer
@@ -143,7 +166,12 @@ class TokenStream(Generic[A]):
         return self
 
     async def __anext__(self) -> TokensEvent:
-        """Raises RemoteError if the node fails on the way, BrokenOffError if it breaks off."""
+        """Return the next tokens.
+
+        Raises:
+            RemoteError: The node has failed in the middle of the work.
+            BrokenOffError: The connection ended before the work did.
+        """
         if self._answer is not None:
             raise StopAsyncIteration
         while (event := await self._events.next()) is not None:
@@ -167,11 +195,14 @@ _END = "end"
 
 
 class NodeEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Something happened to blocks [start, stop) of a prompt.
+    """A change of blocks [start, stop) of a prompt.
 
-    kind: what, or "lost": `events` of them could not be told, so ask for all blocks again.
-    id: to go on after it on another connection. tier: device, host or storage. space: the
-    fingerprint's short name, "" for the node's own. digests: of those blocks whose keys are known.
+    Attributes:
+        kind: Kind of the change, or "lost": `events` events were dropped, so list all blocks again.
+        id: Id with which another connection continues after this event.
+        tier: device, host or storage.
+        space: The fingerprint's short name, "" for the node's own.
+        digests: Digests of those blocks that have known keys.
     """
 
     kind: str = ""
@@ -185,8 +216,10 @@ class NodeEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EventStream:
-    """Iterate over it. It ends when the node drains, and raises BrokenOffError if the connection
-    is lost."""
+    """An iterator over the events of a node; it ends when the node drains.
+
+    Iteration raises BrokenOffError if the connection is lost.
+    """
 
     def __init__(self, events: Events) -> None:
         self._events = events

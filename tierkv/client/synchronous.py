@@ -28,13 +28,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 S = TypeVar("S", bound=AsyncIterable[object])
 
-_OPEN_S = _CLOSE_S = 30.0  # no more than sockets are opened or closed
-_AHEAD = 16  # so many items are read before they are asked for
+_OPEN_S = _CLOSE_S = 30.0  # enough, since only sockets are opened or closed
+_AHEAD = 16  # items read ahead of the caller
 
 
 @dataclass(frozen=True, slots=True)
 class _News(Generic[T]):
-    """An item, or else that the stream is open, or at its end, or why it failed."""
+    """An item of a stream, its opening, its end, or its failure."""
 
     item: T | None = None
     is_end: bool = False
@@ -48,14 +48,14 @@ class _Reading(Generic[T, S]):
         self._client = client
         self._opening = opening
         self._stream: S | None = None
-        self._over: _News[T] | None = None  # the last of the news: there will be no others
+        self._over: _News[T] | None = None  # the last of the news
 
     def __enter__(self) -> Self:
-        # One task reads it all: a deadline must end in the task where it began.
+        # One task reads the whole stream: a deadline must end in the task where it began.
         self._news: asyncio.Queue[_News[T]] = asyncio.Queue(_AHEAD)
         self._task = self._client.begin(self._read())
         try:
-            self._next()  # that it is open
+            self._next()  # waits until it is open
         except BaseException:  # Ctrl-C too: `__exit__` is not called
             self._task.cancel()
             raise
@@ -72,7 +72,7 @@ class _Reading(Generic[T, S]):
         self._over = self._over or _News(error=left)
 
     def __iter__(self) -> Iterator[T]:
-        """Raises what the stream of AsyncClient raises."""
+        """Yield the items of the stream, and raise its errors."""
         while not (news := self._next()).is_end:
             assert news.item is not None, "there are no other news after the first"
             yield news.item
@@ -97,24 +97,36 @@ class _Reading(Generic[T, S]):
 
 
 class SyncStream(_Reading[TokensEvent, TokenStream[A]]):
-    """As TokenStream: `with client.stream_generate(body) as stream: for tokens in stream: ...`"""
+    """The TokenStream of a synchronous client.
+
+    with client.stream_generate(body) as stream:
+        for tokens in stream: ...
+    """
 
     @property
     def answer(self) -> A:
-        """What the call answers without a stream. Raises BrokenOffError before the end."""
+        """The answer that the same call would have without a stream.
+
+        Raises:
+            BrokenOffError: The stream has not been read to its end.
+        """
         if self._stream is None:
             raise BrokenOffError("the stream has not been read to its end")
         return self._stream.answer
 
 
 class SyncEvents(_Reading[NodeEvent, EventStream]):
-    """As EventStream: `with client.events() as events: for event in events: ...`"""
+    """The EventStream of a synchronous client.
+
+    with client.events() as events:
+        for event in events: ...
+    """
 
 
 def _waiting(
     method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, A]],
 ) -> Callable[Concatenate[Client, P], A]:
-    """The same method, which returns when the answer is there."""
+    """Return a method like `method` that blocks until the answer has arrived."""
 
     @functools.wraps(method)
     def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> A:
@@ -134,9 +146,9 @@ def _streaming(
 
 
 class Client:
-    """As AsyncClient, with methods that wait. Any thread may use it, several at a time.
+    """An AsyncClient with methods that block. Several threads may use it at a time.
 
-    Use it with `with`, or call `close` at the end. Ctrl-C during a call cancels it.
+    Use it with `with`, or call `close` at the end. Ctrl-C during a call cancels the call.
     """
 
     def __init__(  # noqa: PLR0913 - those of AsyncClient
@@ -196,7 +208,7 @@ class Client:
             return future.result()
         except LoopClosedError as error:
             raise CallError(str(error)) from error
-        except BaseException:  # Ctrl-C: nobody waits for the answer any more
+        except BaseException:  # Ctrl-C: the answer is not wanted any more
             future.cancel()
             raise
 
@@ -240,7 +252,7 @@ class Client:
     acknowledge = _waiting(AsyncClient.acknowledge)
 
     def events(self, *, after: str = "") -> SyncEvents:
-        """As AsyncClient.events."""
+        """Open the stream of events of cached blocks; see AsyncClient.events."""
         return SyncEvents(self, self._client.events(after=after))
 
     drain = _waiting(AsyncClient.drain)

@@ -104,7 +104,7 @@ class NodeCalls:
         self._pools = {
             node: Http(
                 node.url,
-                token=None,  # each call says whose
+                token=None,  # each call brings its own
                 tls=tls,
                 uds=None,
                 max_connections=_UNBOUNDED,
@@ -126,8 +126,11 @@ class NodeCalls:
         return self._beat.late_s
 
     async def trouble(self, node: BackendNode) -> str | None:
-        """What is wrong with a node, in its own words, "" if nothing is; None if it takes no work.
-        Raises AttemptError if it does not answer its probe."""
+        """Return the node's own words for its faults, "" without a fault; None if it takes no work.
+
+        Raises:
+            AttemptError: The node does not answer its probe.
+        """
         reply = await self._probe(node, "/readyz?verbose")
         if reply.status != HTTPStatus.OK:
             return None

@@ -59,7 +59,7 @@ class OverloadedError(GatewayError):
 
 
 class TooManyWaitingError(OverloadedError):
-    """As many prompts wait as may."""
+    """The queue of waiting prompts is full."""
 
     status = 429
     code = "too_many_requests"
@@ -67,7 +67,7 @@ class TooManyWaitingError(OverloadedError):
 
 
 class NoNodesError(GatewayError):
-    """No node is left that could do this."""
+    """No node is left for this request."""
 
     status = 503
     code = "no_nodes"
@@ -120,7 +120,7 @@ class Failure(Problem, frozen=True, kw_only=True):
 
 
 def failure_of(request: web.BaseRequest, error: Exception) -> Failure:
-    """What an error means for the caller."""
+    """Return the body of the answer to `error`."""
     found = problem_of(request, error, what_is_here="prompts go to POST /v1/completions")
     kind = (
         "server_error"
@@ -130,5 +130,5 @@ def failure_of(request: web.BaseRequest, error: Exception) -> Failure:
     if found.status == HTTPStatus.TOO_MANY_REQUESTS:
         kind = "rate_limit_error"
     param = error.param if isinstance(error, InvalidRequestError) else None
-    told = OpenAIError(message=found.detail, type=kind, param=param, code=found.code)
-    return Failure(**asdict(found), error=told)
+    inner = OpenAIError(message=found.detail, type=kind, param=param, code=found.code)
+    return Failure(**asdict(found), error=inner)

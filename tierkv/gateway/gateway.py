@@ -31,7 +31,7 @@ from tierkv.http.process import CallUnderWay, Heartbeat, Working
 
 
 class Admission:
-    """First come, first served."""
+    """The slots of running prompts, given in the order of arrival."""
 
     def __init__(self, limits: LimitsSection) -> None:
         self._limits = limits
@@ -40,7 +40,7 @@ class Admission:
         self.num_running = 0
 
     def check(self, num_prompts: int) -> None:
-        """Raise TooManyWaitingError if so many more can neither run nor wait."""
+        """Raise TooManyWaitingError if `num_prompts` more can neither run nor wait."""
         free = self._limits.max_running - self.num_running - self.num_waiting
         if num_prompts > max(free, 0) + max(self._limits.max_queued - self.num_waiting, 0):
             raise TooManyWaitingError(
@@ -49,7 +49,11 @@ class Admission:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Room for one prompt. Raises OverloadedError if none came free in time."""
+        """Hold a slot for one prompt while the body runs.
+
+        Raises:
+            OverloadedError: No slot was released within `queue_timeout_s`.
+        """
         self.num_waiting += 1
         try:
             async with asyncio.timeout(self._limits.queue_timeout_s):
@@ -125,7 +129,7 @@ class GatewayMetrics:
                 self.failed.labels(node.url, why)
 
     def figures(self) -> dict[str, float]:
-        """What the live page draws."""
+        """Return the figures that the live page draws."""
         return figures_of(self._exposition.registry.collect(), _FIGURES)
 
     async def render(self, accept: str) -> tuple[bytes, str]:

@@ -86,13 +86,16 @@ class BackendNode:
         self.num_failures = 0
 
     def says_unready(self) -> None:
-        """It takes no work until a probe says otherwise."""
+        """Give the node no work until a probe reports that it is ready."""
         self._is_ready = False
 
     @asynccontextmanager
     async def within(self, seconds: float) -> AsyncIterator[None]:
-        """Raises TimeoutError if the body takes longer, delays of the gateway's own loop not
-        counted, or when `cut_off_waits` cuts it off."""
+        """Limit the body to `seconds`, not counting delays of the gateway's own loop.
+
+        Raises:
+            TimeoutError: The body took longer, or `cut_off_waits` has cut it off.
+        """
         async with patient_timeout(self._beat, seconds) as scope:
             self._waits[scope] = asyncio.get_running_loop().time()
             try:
@@ -101,15 +104,17 @@ class BackendNode:
                 del self._waits[scope]
 
     def cut_off_waits(self, now: float, *, silent_s: float) -> None:
-        """Cut off waits for it that have lasted `silent_s`: a machine that is gone does not close
-        its connections."""
+        """Cut off waits for the node that have lasted `silent_s` seconds.
+
+        A machine that is gone does not close its connections.
+        """
         for scope, since in self._waits.items():
             if now - since >= silent_s and not scope.expired():
                 scope.reschedule(now)
 
     @contextmanager
     def working(self, tokens: int) -> Iterator[None]:
-        """Counts a request of so many tokens while the body runs."""
+        """Count a request of `tokens` tokens as running at the node while the body runs."""
         self.running += 1
         self.outstanding_tokens += tokens
         try:
@@ -120,7 +125,11 @@ class BackendNode:
 
 
 class Nodes:
-    """All nodes. Raises ConfigError if there is none, or one twice."""
+    """All nodes of a gateway.
+
+    Raises:
+        ConfigError: There is no node, or one is named twice.
+    """
 
     def __init__(self, section: GatewaySection, health: HealthSection, beat: Heartbeat) -> None:
         self.all = [

@@ -24,19 +24,30 @@ _DEFAULT_TOKENS = 16
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """continuous_usage_stats: what load generators of vLLM ask for; usage is told once, last."""
+    """Options of a streamed answer.
+
+    Attributes:
+        include_usage: True sends the token usage once, at the end of the stream.
+        continuous_usage_stats: Accepted and without effect, because load generators of vLLM send
+            it.
+    """
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
 
 
 class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both kinds of completions may ask.
+    """The fields that text completions and chats share.
 
-    Fields that the reference model cannot serve are known, and refused unless they change nothing;
-    null is as if left out. seed: without one, a random seed; the same seed gives the same answer.
-    Not of OpenAI: top_k, where 0 and -1 are all; min_tokens, before which no stop text counts;
-    ignore_eos and skip_special_tokens, which change nothing for a model that has neither.
+    Fields that the reference model cannot serve are accepted only with a value that changes
+    nothing; null is as if left out.
+
+    Attributes:
+        seed: Seed of the sampling; without one, a random seed. The same seed gives the same answer.
+        top_k: Not a field of OpenAI; 0 and -1 stand for all tokens.
+        min_tokens: Not a field of OpenAI; no stop text counts before that number of tokens.
+        ignore_eos, skip_special_tokens: Not fields of OpenAI; without effect for a model that has
+            no such tokens.
     """
 
     model: str | None = None
@@ -64,12 +75,12 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def most_tokens(self) -> int:
-        """How many tokens to generate."""
+        """The most tokens to generate."""
         return _DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def length_field(self) -> str:
-        """The field that says so."""
+        """The name of the field that sets `most_tokens`."""
         return "max_tokens"
 
     @property
@@ -78,11 +89,15 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def of_most_likely(self) -> int:
-        """Of how many of the most likely tokens one is sampled; 0: of all."""
+        """The number of most likely tokens from which one is sampled; 0 stands for all tokens."""
         return 0 if self.top_k in (None, -1) else self.top_k or 0
 
     def stops(self) -> tuple[str, ...]:
-        """The stop strings. Raises InvalidRequestError."""
+        """Return the stop texts.
+
+        Raises:
+            InvalidRequestError: There are too many stop texts, or one is empty or too long.
+        """
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(stops) > _MOST_STOPS:
             raise InvalidRequestError(f"at most {_MOST_STOPS} stop texts", param="stop")
@@ -93,7 +108,7 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return stops
 
     def check(self) -> None:
-        """Raise InvalidRequestError if what it asks for cannot be had."""
+        """Raise InvalidRequestError if a field has a value that the gateway does not support."""
         is_greedy = self.temperature == 0 or self.top_k == 1
         min_p = 0 if is_greedy else self.min_p
         self.refuse_unless(
@@ -121,7 +136,11 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise InvalidRequestError("stream_options need stream", param="stream_options")
 
     def refuse_unless(self, *fields: tuple[str, object, object]) -> None:
-        """Raise InvalidRequestError for a field whose value is given and is not the last one."""
+        """Raise InvalidRequestError for a field with another value than None and the neutral one.
+
+        Args:
+            fields: Name, value and neutral value of each field.
+        """
         for field, value, neutral in fields:
             if value is not None and value != neutral:
                 raise InvalidRequestError(
@@ -265,8 +284,10 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """What is generated for one prompt, or a piece of it: of a completion its text, of a chat a
-    message if it is whole, else a delta."""
+    """The answer to one prompt, or a piece of it.
+
+    A completion has a text. A whole answer of a chat has a message, and a piece of it has a delta.
+    """
 
     text: str | msgspec.UnsetType = msgspec.UNSET
     index: int
@@ -277,7 +298,11 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """usage: null in pieces of a stream."""
+    """A whole answer, or a piece of a streamed one.
+
+    Attributes:
+        usage: The token usage; null in pieces of a stream.
+    """
 
     id: str
     object: str
@@ -289,7 +314,11 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What all pieces of one answer have. created: Unix seconds."""
+    """The fields that all pieces of one answer share.
+
+    Attributes:
+        created: Unix seconds.
+    """
 
     id: str
     created: int

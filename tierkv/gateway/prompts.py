@@ -45,8 +45,10 @@ class Job:
         return count(self.tokens)
 
     def body(self, fields: Mapping[str, object], after: Sequence[int] = ()) -> Body:
-        """A body in msgpack: `fields`, and as `tokens` the prompt and the tokens `after` it. The
-        prompt is not copied, however many nodes get it."""
+        """Return a body in msgpack: `fields`, and as `tokens` the prompt and the tokens `after` it.
+
+        The prompt is not copied, however many nodes get it.
+        """
         packed_after = pack(after)
         head = msgspec.msgpack.encode({**fields, "tokens": b""})
         assert head.endswith(_NO_BYTES), "the last value is empty"
@@ -54,7 +56,10 @@ class Job:
         return head.removesuffix(_NO_BYTES) + _BYTES.pack(0xC6, size), self.tokens, packed_after
 
     def work(self, fields: Mapping[str, object], after: Sequence[int] = ()) -> Body:
-        """As `body`, with the sampling, and streamed."""
+        """Return a body with `fields` and the sampling, which asks for a streamed answer.
+
+        See `body`.
+        """
         sampling = {"temperature": self.temperature, "top_k": self.top_k, "seed": self.seed}
         return self.body({**sampling, "stream": True, **fields}, after)
 

@@ -1,18 +1,18 @@
-"""Gets one prompt's tokens from the nodes, whatever happens to these on the way.
+"""The relay of one prompt: gets its tokens from the nodes, even if nodes fail.
 
 A text becomes tokens at a node, and tokens become text at the node that generates them: the gateway
 knows no vocabulary.
 
-A node that dies in the middle is replaced by asking another one to generate from the prompt *and
-the tokens delivered so far*: what comes next depends only on these, the seed and the position, as
-nodes promise, so the answer is the one that the first node would have given, and no token is
-generated twice. The published blocks make that cheap. For an engine whose sampling has other
-state, one would have to generate again from the start and skip what has been delivered.
+When a node fails in the middle, the gateway asks another node to generate from the prompt *and the
+tokens delivered so far*. Nodes promise that the next tokens depend only on these, the seed and the
+position. Therefore the answer is the one that the first node would have given, and no token is
+generated twice. The published blocks make this cheap. An engine whose sampling has other state
+would have to generate again from the start and skip the delivered tokens.
 
-Where two nodes share a prompt, one computes and publishes it, the other claims it and goes on. Both
-are asked at the same time, so that the second is waiting, or fetching already, while the first
-computes. The ticket's name is ours: whoever publishes under it, and whoever claims it, any node can
-be replaced by another one of its kind before the first token of the second node.
+Where two nodes share a prompt, one computes and publishes it, and the other claims it and goes on.
+Both are called at the same time, so that the second waits or fetches while the first computes. The
+gateway chooses the ticket's name, so each of the two nodes can be replaced by another node of its
+role before the first token of the second node.
 """
 
 from __future__ import annotations
@@ -108,8 +108,19 @@ Say = Callable[[str], Awaitable[None]]
 
 
 class PromptAnswer:
-    """num_tokens: generated ones, up to the one that completed a stop text. finish_reason is None
-    until the end. min_tokens: no stop text begins before so many."""
+    """The answer to one prompt.
+
+    Attributes:
+        num_tokens: Number of generated tokens, up to the one that completed a stop text.
+        cached_tokens: Number of prompt tokens that were cached.
+        finish_reason: None until the end.
+
+    Args:
+        job: The prompt and its sampling.
+        backend: The nodes.
+        stops: The stop texts.
+        min_tokens: Number of tokens before which no stop text begins.
+    """
 
     def __init__(
         self, job: Job, backend: Backend, stops: Sequence[str], *, min_tokens: int
@@ -191,23 +202,23 @@ class Done(msgspec.Struct):
     """The summary that ends a node's stream, as far as the gateway reads it."""
 
     matched: _Matched
-    finish_reason: FinishReason = "length"  # older nodes do not tell it
+    finish_reason: FinishReason = "length"  # older nodes do not send it
 
 
 class Delivery:
-    """The tokens of one prompt, and which nodes have failed it. Owned by one `relay.run`."""
+    """The tokens of one prompt, and the nodes that have failed it. Owned by one `relay.run`."""
 
     def __init__(self, job: Job, backend: Backend) -> None:
         self.job = job
         self.backend = backend
         self.tokens: list[int] = []
-        self._pieces: list[str] = []  # the text of each token
-        self._held_back = (0, "")  # what a node said beside its pieces, behind so many tokens
-        self.cached_tokens: int | None = None  # of the prompt, when a node first told
+        self._pieces: list[str] = []  # text of each token
+        self._held_back = (0, "")  # offset and text of an event without tokens
+        self.cached_tokens: int | None = None  # of the prompt, at the first node that answered
         self.has_stopped = False  # the model has ended the text
         self.is_claimed = False  # a decode node has begun to answer
-        self.speakers: set[BackendNode] = set()  # whose tokens these are
-        self.is_divided = False  # a node cannot use another's KV: may be of another model
+        self.speakers: set[BackendNode] = set()  # nodes that gave these tokens
+        self.is_divided = False  # a node cannot use another's KV, and may have another model
         self._failed: set[BackendNode] = set()
         self.num_attempts = 0
         self._num_calls = 0
@@ -215,11 +226,13 @@ class Delivery:
         self._changed = asyncio.Event()
         self._started = asyncio.get_running_loop().time()
 
-    # For who delivers
+    # For the task that delivers
 
     async def news(self, sent: int) -> Sequence[str]:
-        """Wait for tokens from number `sent` on, or for the end of the work: then there may be
-        none. Returns the text of each."""
+        """Wait for tokens from number `sent` on, and return the text of each.
+
+        The result may be empty at the end of the work.
+        """
         if len(self.tokens) == sent:
             self._changed.clear()
             await self._changed.wait()
@@ -237,7 +250,7 @@ class Delivery:
     def wake(self, _: object = None) -> None:
         self._changed.set()
 
-    # For who gets them
+    # For the tasks that read nodes
 
     @property
     def is_done(self) -> bool:
@@ -247,15 +260,23 @@ class Delivery:
         return asyncio.get_running_loop().time()
 
     def next_id(self) -> str:
-        """A unique id for one call: a node may still be ending an earlier one, and a caller may use
-        its own id twice."""
+        """Return a unique id for one call.
+
+        A node may still be ending an earlier call, and a caller may use its own id twice.
+        """
         self._num_calls += 1
         return f"{self.job.request_id}.{self._nonce}.{self._num_calls}"
 
     def accept(self, node: BackendNode, offset: int, told: _Tokens) -> int:
-        """Take tokens that follow the first `offset`; returns the offset after them.
+        """Take tokens that follow the first `offset` tokens, and return the offset after them.
 
-        Raises NodeFailedError if another node gave other ones, or they have no text.
+        Args:
+            node: The node that sent the tokens.
+            offset: Number of tokens before the event.
+            told: The event.
+
+        Raises:
+            NodeFailedError: Another node gave other tokens, or the event lacks the text of a token.
         """
         tokens, pieces = told.tokens, told.pieces
         if len(pieces) != len(tokens):
@@ -280,8 +301,16 @@ class Delivery:
         return NodeFailedError(f"{node.url} {what}")
 
     def note(self, node: BackendNode, error: AttemptError) -> None:
-        """An attempt has failed. Raises GatewayError if it was the last."""
-        # Who has computed the prompt and could not hand it over can go on with it.
+        """Note that an attempt at `node` has failed.
+
+        Args:
+            node: The node.
+            error: The failure.
+
+        Raises:
+            GatewayError: It was the last attempt.
+        """
+        # A node that has computed the prompt but could not hand it over can go on with it.
         if not (isinstance(error, HandoffRefusedError) and node in self.speakers):
             self._failed.add(node)
         why = {NodeFailedError: "node_failed", NodeBusyError: "node_busy"}
@@ -290,7 +319,11 @@ class Delivery:
         self.spend(error)
 
     def spend(self, error: AttemptError) -> None:
-        """Count an attempt. Raises GatewayError if it was the last."""
+        """Count an attempt that failed with `error`.
+
+        Raises:
+            GatewayError: It was the last attempt.
+        """
         self.num_attempts += 1
         log.warning("request %s, attempt %d: %s", self.job.request_id, self.num_attempts, error)
         if self.num_attempts >= self.backend.settings.limits.max_attempts:
@@ -301,18 +334,23 @@ class Delivery:
             ) from error
 
     def fresh(self, nodes: Sequence[BackendNode]) -> list[BackendNode]:
-        """Nodes to choose from, without those that have failed this prompt."""
+        """Return the usable ones of `nodes` that have not failed this prompt."""
         return usable(nodes, self.now(), self._failed)
 
     def usable(self, nodes: Sequence[BackendNode]) -> list[BackendNode]:
-        """The fresh nodes; when all have failed this prompt, all get another chance."""
+        """Return the fresh nodes; if all have failed this prompt, give all another chance."""
         if not (left := self.fresh(nodes)):
             self._failed.clear()
             left = self.fresh(nodes)
         return left
 
     def some_of(self, nodes: Sequence[BackendNode]) -> list[BackendNode]:
-        """As `usable`, at least one. Raises AttemptError, which is spent, or GatewayError."""
+        """Return at least one of `nodes`, as `usable` does.
+
+        Raises:
+            AttemptError: No node is left; the attempt is counted.
+            GatewayError: It was the last attempt.
+        """
         if not (left := self.usable(nodes)):
             self.spend(AttemptError("no node answers, or all of them are draining"))
             raise AttemptError("no node is left")
@@ -348,7 +386,7 @@ class Delivery:
             raise self._blame(node, f"answers nonsense: {error}") from error
 
     def learn(self, node: BackendNode, done: Done, after: Sequence[int] = ()) -> None:
-        """Note what was cached, and that the node holds the prompt and the tokens `after` it."""
+        """Note the number of cached tokens, and that `node` holds the prompt and `after`."""
         found = done.matched.device + done.matched.host
         found += done.matched.storage + done.matched.direct
         if self.cached_tokens is None:
@@ -356,14 +394,19 @@ class Delivery:
         self.backend.remember(node, self.job.tokens, after)
 
 
-_TICKET_PART = 0.9  # of the time that a claim has for its first token
-_LONGEST_CLAIM_S = 3600.0  # what a node takes
+_TICKET_PART = 0.9  # share of the deadline of the first token that a claim may wait for its ticket
+_LONGEST_CLAIM_S = 3600.0  # the most that a node accepts
 
-Failure = TierKVError  # as a value: which of several matters is decided where all are seen
+Failure = TierKVError  # passed as a value: `hand_over` sees all failures and chooses one
 
 
 async def hand_over(delivery: Delivery, held: Held) -> None:
-    """Get all tokens. Raises AttemptError, noted, or GatewayError; both calls have ended then."""
+    """Get all tokens from a prefill node and a decode node; both calls have ended on return.
+
+    Raises:
+        AttemptError: A call has failed; the failure is noted.
+        GatewayError: It was the last attempt.
+    """
     ticket_id = delivery.next_id()
     async with task_group() as tasks:
         prefill = tasks.create_task(expected(_prefill(delivery, ticket_id, held)))
@@ -372,7 +415,7 @@ async def hand_over(delivery: Delivery, held: Held) -> None:
         failure: Failure | None = None
         while running and failure is None and not decode.done():
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            # A prefill that ends badly is no matter once its ticket was claimed.
+            # A failure of the prefill does not matter once its ticket was claimed.
             if prefill in done and not delivery.is_claimed:
                 failure = prefill.result()
         if decode.done():
@@ -387,7 +430,7 @@ async def hand_over(delivery: Delivery, held: Held) -> None:
 
 
 async def _prefill(delivery: Delivery, ticket_id: str, held: Held) -> None:
-    """Have some node publish the prompt; one that fails is replaced, each is asked once."""
+    """Make some node publish the prompt; a node that fails is replaced, and each is called once."""
     failure = AttemptError("no prefill node is left")
     tried: set[BackendNode] = set()
     while True:
@@ -409,7 +452,7 @@ async def _prefill(delivery: Delivery, ticket_id: str, held: Held) -> None:
 async def _prefill_at(delivery: Delivery, node: BackendNode, ticket_id: str, held: Held) -> None:
     job = delivery.job
     body = job.work({"request_id": delivery.next_id(), "ticket_id": ticket_id})
-    # What storage has is on this node's way, too; only what is near need not be waited for.
+    # Tokens in storage take time, too; only tokens in the node's memory take none.
     with node.working(max(job.num_tokens - held.get(node.url, 0), 1)):
         done = await delivery.read(node, "/v1/prefill", body, offset=0)
     delivery.learn(node, done)
@@ -419,7 +462,7 @@ async def _prefill_at(delivery: Delivery, node: BackendNode, ticket_id: str, hel
 
 
 async def _decode(delivery: Delivery, ticket_id: str, held: Held) -> None:
-    """Have some node claim the ticket; one that fails before its first token is replaced."""
+    """Make some node claim the ticket; a node that fails before its first token is replaced."""
     job, first_token_s = delivery.job, delivery.backend.settings.deadlines.first_token_s
     while True:
         nodes = delivery.fresh(delivery.backend.nodes.decoding())
@@ -447,20 +490,24 @@ async def _decode(delivery: Delivery, ticket_id: str, held: Held) -> None:
         return
 
 
-# A decode node that holds all but so many tokens of a prompt computes them itself, as in the next
-# turn of a conversation: about what a hand-off costs in calls and storage (reference model, CPU).
+# A decode node that lacks at most this many tokens of a prompt, as in the next turn of a
+# conversation, computes them itself: a hand-off costs as much (reference model, CPU).
 _FEW_TOKENS = 64
 _TOO_LARGE = "request_too_large"
 _INCOMPATIBLE = HandoffProblem.INCOMPATIBLE.value
 
 
 async def run(delivery: Delivery) -> None:
-    """Return when all tokens are there. Raises GatewayError."""
+    """Return when all tokens are delivered.
+
+    Raises:
+        GatewayError: The attempts or the time are used up, or the request is not valid.
+    """
     can_hand_off = True
 
     def late() -> OutOfTimeError:
-        told, wanted = len(delivery.tokens), delivery.job.max_tokens
-        return OutOfTimeError(f"{told} of {wanted} tokens came in time")
+        came, wanted = len(delivery.tokens), delivery.job.max_tokens
+        return OutOfTimeError(f"{came} of {wanted} tokens came in time")
 
     async with deadline(delivery.backend.settings.deadlines.request_s, late):
         while not delivery.is_done:
@@ -469,15 +516,19 @@ async def run(delivery: Delivery) -> None:
                     await _tokenize(delivery)
                 await _attempt(delivery, can_hand_off=can_hand_off)
             except HandoffRefusedError as error:
-                can_hand_off = False  # what one node has to do alone
+                can_hand_off = False  # one node does all of it
                 delivery.is_divided |= error.reason == _INCOMPATIBLE
             except AttemptError:
                 await delivery.pause()
 
 
 async def _tokenize(delivery: Delivery) -> None:
-    """Have some node say what tokens the prompt's text is. Raises AttemptError, noted, or
-    GatewayError."""
+    """Make some node turn the prompt's text into tokens.
+
+    Raises:
+        AttemptError: The call has failed; the failure is noted.
+        GatewayError: It was the last attempt, or the prompt is not valid.
+    """
     most = delivery.backend.settings.gateway.max_prompt_tokens
     nodes = delivery.some_of(delivery.backend.nodes.all)
     node = min(nodes, key=lambda one: one.running)
@@ -504,9 +555,9 @@ async def _attempt(delivery: Delivery, *, can_hand_off: bool) -> None:
     held = await delivery.backend.who_holds(job, everybody)
     alone: BackendNode | None
     if delivery.tokens:
-        # Where nothing can be handed over, who has computed the prompt goes on, be it who it is.
-        those = decoding if decoding and can_hand_off else everybody
-        how, alone = "resumed", choose_prefill(those, job.num_tokens, held)
+        # Without a hand-off, the node that has computed the prompt goes on, whatever its role.
+        candidates = decoding if decoding and can_hand_off else everybody
+        how, alone = "resumed", choose_prefill(candidates, job.num_tokens, held)
     elif job.max_tokens == 1 or not (can_hand_off and prefilling and decoding):
         how, alone = "one_node", choose_prefill(everybody, job.num_tokens, held)
     else:
@@ -520,8 +571,11 @@ async def _attempt(delivery: Delivery, *, can_hand_off: bool) -> None:
 
 
 def _who_may_go_on(delivery: Delivery) -> list[BackendNode]:
-    """All nodes; but if nodes turned out to be of different models, only those whose tokens were
-    delivered: with another one's, the answer would be no model's."""
+    """Return the nodes that may continue the answer.
+
+    These are all nodes, unless nodes turned out to have different models. Then only nodes that gave
+    delivered tokens may continue, because a mixed answer would be no model's.
+    """
     everybody = delivery.backend.nodes.all
     if delivery.is_divided and delivery.speakers:
         return [node for node in everybody if node in delivery.speakers]
@@ -534,7 +588,7 @@ def _can_do_alone(
     num_tokens: int,
     held: Held,
 ) -> BackendNode | None:
-    """A node that decodes and need not be handed this prompt, if there is one."""
+    """Return a node that decodes and needs no hand-off of this prompt, if there is one."""
     if num_tokens > _FEW_TOKENS:
         knowing = [node for node in decoding if num_tokens - held.get(node.url, 0) <= _FEW_TOKENS]
         least = min((node.running for node in decoding), default=0)
@@ -546,7 +600,7 @@ def _can_do_alone(
 
 
 async def _generate(delivery: Delivery, node: BackendNode, held: Held) -> None:
-    """Have one node go on from what has been delivered, and do all the rest."""
+    """Make one node generate all tokens that follow the delivered ones."""
     job, offset = delivery.job, len(delivery.tokens)
     left = job.max_tokens - offset
     asked = {"request_id": delivery.next_id(), "max_tokens": left, "answered_tokens": offset}

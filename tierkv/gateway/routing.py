@@ -53,8 +53,10 @@ class PrefixMemory:
         self._most = most_chunks
 
     def remember(self, tokens: bytes, url: str, life: int) -> None:
-        """The node at `url`, in that life of it, has the packed tokens, of which only the first
-        65,536 count."""
+        """Note that the node at `url`, in this life of it, has the packed tokens.
+
+        Only the first 65,536 tokens count.
+        """
         alone = ((url, life),)
         for digest in _chain(tokens[:REMEMBERED_BYTES]):
             others = tuple([one for one in self._seen.get(digest, ()) if one[0] != url])
@@ -64,9 +66,11 @@ class PrefixMemory:
             self._seen.popitem(last=False)
 
     def matched(self, tokens: bytes, lives: Mapping[str, int]) -> dict[str, int]:
-        """How many leading tokens each node should have, if it has forgotten nothing.
+        """Return the number of leading tokens that each node has, if it has evicted nothing.
 
-        lives: the life that each node is in, by URL; what it had in an earlier one is gone.
+        Args:
+            tokens: The packed tokens.
+            lives: The current life of each node, by URL; tokens of an earlier life are gone.
         """
         found: dict[str, int] = {}
         chunks = 0

@@ -121,8 +121,10 @@ class CompletionRoutes:
 
         await self._run(answers, say)
         finishes = [answer.finish_reason for answer in answers]
-        told = writer.head.whole(["".join(text) for text in texts], finishes, usage_of(answers))
-        return bodies.answer(writer.request, told)
+        completion = writer.head.whole(
+            ["".join(text) for text in texts], finishes, usage_of(answers)
+        )
+        return bodies.answer(writer.request, completion)
 
     async def _stream(
         self, writer: _Writer, answers: Sequence[PromptAnswer], *, with_usage: bool
@@ -135,7 +137,7 @@ class CompletionRoutes:
         async def produce() -> Exception | None:
             try:
                 await self._run(answers, say)
-            except Exception as error:  # noqa: BLE001 - what nobody expected is logged
+            except Exception as error:  # noqa: BLE001 - an unexpected error is logged
                 return error
             return None
 
@@ -162,7 +164,11 @@ class CompletionRoutes:
         return await writer.end()
 
     async def _run(self, answers: Sequence[PromptAnswer], say: SayTo) -> None:
-        """Run all prompts; the first that fails ends the others. Raises GatewayError."""
+        """Run all prompts; the first that fails ends all of them.
+
+        Raises:
+            GatewayError: A prompt has failed.
+        """
         async with task_group() as tasks:
             async for index, answer in in_turns(enumerate(answers)):
                 tasks.create_task(self._run_one(index, answer, say))
@@ -205,7 +211,11 @@ class _Writer:
         await self.write_line(msgspec.json.encode(piece))
 
     async def write_line(self, line: bytes) -> None:
-        """Raises ConnectionError if the client has gone or takes nothing."""
+        """Send `line` as one event.
+
+        Raises:
+            ConnectionError: The client has closed the connection or reads nothing.
+        """
         if self._response is None:
             self._response = await open_stream(self.request)
         await write(self._response, b"data: %b\n\n" % line)
@@ -217,9 +227,11 @@ class _Writer:
 
 
 def router_of(gateway: Gateway, guard: Guard) -> HttpRouter:
-    """What answers for a gateway, which must be running when the first request comes.
+    """Return the router of a gateway's routes.
 
-    guard: knows who may call; it must be running too.
+    Args:
+        gateway: A gateway that runs when the first request arrives.
+        guard: Authenticator of callers, which runs then, too.
     """
     kinds = [kind(gateway) for kind in (CompletionRoutes, ProbeRoutes, GatewayLiveRoutes)]
     table = [row for owner in (*kinds, PageRoutes()) for row in routes_of(owner)]
@@ -286,7 +298,7 @@ class ProbeRoutes:
 
 
 class GatewayLiveRoutes:
-    """What the live page is told."""
+    """The data of the live page."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -323,10 +335,14 @@ class GatewayLiveRoutes:
 
 
 def run(settings: GatewaySettings, announce: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT, and return when all has ended in order.
+    """Serve until SIGTERM or SIGINT, and return when everything is closed.
 
-    announce: called with the URL once the gateway answers there.
-    Raises a TierKVError whose sentence says what to correct, with nothing left open.
+    Args:
+        settings: The gateway's settings.
+        announce: Called with the URL once the gateway answers there.
+
+    Raises:
+        TierKVError: The gateway could not start; nothing is left open.
     """
     gateway, section = Gateway(settings), settings.gateway
     make_room_for(section.max_connections)

@@ -14,17 +14,21 @@ from tierkv.http.settings import AuthSection, ListenSection, TlsSection
 
 
 class GatewaySection(ListenSection, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the gateway listens and which nodes are behind it.
+    """The gateway's address and the nodes behind it.
 
-    prefill, decode, both: URLs of the nodes, a list or one text with spaces or commas between.
-    model: what the one model is called at /v1/models.
-    node_token: a bearer token for the nodes; belongs into the environment.
-    node_ca: who signed the nodes' certificates (PEM), for https; "" trusts whom the system does.
-    node_cert, node_key: the gateway's own, for nodes that ask for one. Read once, at the start.
-    forward_authorization: hand the caller's own Authorization header on to the nodes, so that
-        these decide who it is and which tenant it works in; node_token is then for probes only.
-    allow_insecure_bind: not needed with an auth file, or with forward_authorization, where nodes
-        ask.
+    prefill, decode, both: URLs of the nodes by role, each a list or one text with spaces or commas
+    between them.
+    model: name of the one model at /v1/models.
+    node_token: bearer token for the nodes; put it into the environment.
+    node_ca: file of the authority (PEM) that signed the nodes' certificates, for https; "" trusts
+    the system's authorities.
+    node_cert, node_key: files of the gateway's own certificate and key, for nodes that ask for one.
+    Read once, at the start.
+    forward_authorization: send the caller's own Authorization header to the nodes, so that the
+    nodes authenticate the caller and choose its tenant; node_token is then for probes only.
+    allow_insecure_bind: listen on other than loopback addresses although callers are not
+    authenticated. Not needed with an auth file, or with forward_authorization to nodes that
+    authenticate.
     """
 
     port: int = 8000
@@ -46,11 +50,13 @@ class GatewaySection(ListenSection, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the gateway takes at once.
+    """Limits on the prompts that the gateway takes at once.
 
-    max_running: prompts at the nodes; max_queued: more that wait here, above which callers get
-        429; queue_timeout_s: after waiting for so long they get 503.
-    max_batch: prompts of one call. max_attempts: how often a prompt is tried, at any nodes.
+    max_running: most prompts at the nodes at a time.
+    max_queued: most prompts that wait in the gateway; above it callers get 429.
+    queue_timeout_s: seconds after which a waiting prompt gets 503.
+    max_batch: most prompts of one call.
+    max_attempts: most attempts for a prompt, at all nodes together.
     """
 
     max_running: int = 64
@@ -66,12 +72,14 @@ class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class DeadlineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long things may take, in seconds.
+    """Deadlines, in seconds.
 
-    request_s: a prompt from its first attempt to its last token. connect_s: to reach a node.
-    first_token_s: until a node says anything to a prefill, claim or generate.
-    stall_s: between two tokens of a stream. lookup_s: the question who holds a prefix; who has
-        not answered by then is judged by what the gateway remembers.
+    request_s: time of a prompt from its first attempt to its last token.
+    connect_s: time to connect to a node.
+    first_token_s: time until a node sends the first event of a prefill, claim or generate.
+    stall_s: time between two tokens of a stream.
+    lookup_s: time in which nodes must answer which prefix they hold; for a node that has not
+    answered, the gateway uses its own memory of earlier prompts.
     """
 
     request_s: float = 600.0
@@ -85,12 +93,15 @@ class DeadlineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class HealthSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When a node gets no work, in seconds.
+    """The rules by which a node gets no work, in seconds.
 
-    probe_interval_s, probe_timeout_s: of asking /readyz. eject_s: after a failure a node gets no
-        work for so long, doubled with each further one, up to eject_most_s; a good probe ends it.
-    gone_after_probes: after so many probes in a row without an answer, streams of the node that
-        bring nothing are cut off, and go on elsewhere.
+    probe_interval_s: time between two probes of /readyz.
+    probe_timeout_s: time in which a probe must be answered.
+    eject_s: time without work after a failure; each further failure doubles it, and a good probe
+    ends it.
+    eject_most_s: longest time without work after failures.
+    gone_after_probes: number of probes in a row without an answer, after which silent streams of
+    the node are cut off and go on at another node.
     """
 
     probe_interval_s: float = 1.0
@@ -115,15 +126,20 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 def urls_of(given: str | tuple[str, ...]) -> tuple[str, ...]:
-    """The URLs, without a slash at their ends. Raises ConfigError if one is none."""
+    """Return the URLs in `given`, without a slash at their ends.
+
+    Raises:
+        ConfigError: One of them is not the URL of a node.
+    """
     several = given.replace(",", " ").split() if isinstance(given, str) else given
     return tuple(node_url(url) for url in several)
 
 
 def node_tls(section: GatewaySection) -> ssl.SSLContext | None:
-    """For https to the nodes; None where the system's authorities will do. Reads files.
+    """Return the TLS context for https to the nodes; None for the system's authorities.
 
-    Raises ConfigError if one cannot be used.
+    Raises:
+        ConfigError: A file of `section` cannot be used.
     """
     ca, cert, key = (
         Path(name) if name else None

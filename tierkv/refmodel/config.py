@@ -1,4 +1,4 @@
-"""What the reference model is made of: its sizes, its seed, and the KV layout that follows."""
+"""The settings of the reference model (its sizes and its seed), and the KV layout that follows."""
 
 from __future__ import annotations
 
@@ -92,6 +92,6 @@ class ModelConfig:
         )
 
     def shards(self, block_size: int) -> ShardScheme:
-        """How tensor-parallel ranks split a block of `layout(block_size)`: by KV heads."""
+        """Return the split of a block of `layout(block_size)` over ranks, by KV heads."""
         heads = {"key": self.num_kv_heads, "value": self.num_kv_heads}
         return ShardScheme(self.layout(block_size), heads)

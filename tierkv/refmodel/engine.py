@@ -50,16 +50,16 @@ class ModelRun:
         self.job = job
         self.prompt = unpack(job.tokens)
         self.tokens: list[int] = []
-        self.num_fed = 0  # so many tokens have their KV in the blocks
+        self.num_fed = 0  # number of tokens with KV in the blocks
         self.is_loaded = False  # every layer's cached tokens have been waited for
         self.logits: Floats | None = None  # of the last call
-        self.call_s: float | None = None  # what that took to compute, None if it waited for loads
+        self.call_s: float | None = None  # seconds of that call, None if it waited for loads
         self.started = self.admitted = started
         self.first_token: float | None = None
         self._given: tuple[int, ...] = ()
 
     def begin(self) -> None:
-        """It has blocks, perhaps others than before: go on from what is cached in them."""
+        """Start from the cached tokens of the request, which has new blocks."""
         self.num_fed = self.session.request.cached_tokens
         self.tokens = list(self._given)
         self.is_loaded = False
@@ -68,14 +68,14 @@ class ModelRun:
         self.cached_tokens = self.num_fed
 
     def go_on_from(self, first_tokens: Sequence[int]) -> None:
-        """These were generated elsewhere."""
+        """Continue after `first_tokens`, which another node has generated."""
         self._given = tuple(first_tokens)
         self.tokens = list(first_tokens)
         self.tell()
 
     @property
     def fed(self) -> bytes:
-        """The tokens whose KV is in the blocks, packed: all but the last generated one."""
+        """All tokens with KV in the blocks, packed: all but the last generated one."""
         return (self.job.tokens + pack(self.tokens))[: self.num_fed * TOKEN_BYTES]
 
     def next_chunk(self, size: int) -> Tokens1D:
@@ -94,7 +94,7 @@ class ModelRun:
         self.tell()
 
     def tell(self) -> None:
-        """Let who listens know of all tokens there are."""
+        """Report all tokens so far to the listener of the job."""
         if self.job.on_tokens is not None:
             self.job.on_tokens(self.tokens)
 
@@ -305,8 +305,11 @@ class ReferenceEngine:
         run.session.end(after=self._computed(), reason=reason)
 
     def _computed(self) -> tuple[Event, ...]:
-        """What the kernels submitted so far end with; nothing on a device that is lost, where none
-        runs any more, so that requests can still be ended."""
+        """Return the event at the end of the kernels submitted so far.
+
+        There is none on a lost device, where no kernel runs any more, so that requests can still
+        end.
+        """
         try:
             return (self._service.device.compute_stream.record(),)
         except DeviceFailedError:
@@ -319,7 +322,7 @@ class ReferenceEngine:
         assert self._thread is not None, "the engine is running"
         try:
             call = self._thread.submit(self._call_model, run, tokens)
-        except RuntimeError:  # it has ended before this request, as on a node that failed
+        except RuntimeError:  # the thread has ended, as on a node that failed
             why = self._service.failure or "this node is shutting down"
             raise ShuttingDownError(why) from None
         future = asyncio.wrap_future(call)
@@ -364,7 +367,11 @@ def _forget(call: Future[None]) -> None:
 
 
 def _first_tokens(ticket: Ticket) -> Sequence[int]:
-    """Raises HandoffError if the ticket names none, or some that this model does not have."""
+    """Return the first tokens of `ticket`.
+
+    Raises:
+        HandoffError: The ticket has no first token, or one that this model does not have.
+    """
     if not ticket.first_tokens:
         raise HandoffError(
             HandoffProblem.INCOMPLETE.value, "the ticket does not say the first token"

@@ -47,7 +47,7 @@ def sample(logits: npt.NDArray[np.float32], sampling: Sampling, position: int) -
     if sampling.is_greedy:
         return best
     wide = logits.astype(np.float64)
-    with np.errstate(over="ignore"):  # a tiny temperature takes the others to -inf, as it should
+    with np.errstate(over="ignore"):  # a tiny temperature makes all other logits -inf
         weights = np.exp((wide - wide[best]) / sampling.temperature)
     if sampling.top_k:
         ranked = np.argsort(-wide, kind="stable")  # equals stay in order of their ids
@@ -90,10 +90,16 @@ BFLOAT16 = "bfloat16"
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """Where a sequence's tokens lie: token p is row p % block_size of block ids[p // block_size].
+    """The places of a sequence's tokens in the planes.
 
-    ids: int64 [n] of the array module xp (NumPy or CuPy), distinct, all within the planes.
-    token_shape: (num_kv_heads, head_dim), one token's elements in a plane, of type kv_dtype.
+    Token p is row p % block_size of block ids[p // block_size].
+
+    Attributes:
+        xp: The array module, NumPy or CuPy.
+        ids: int64 [n] of `xp`, distinct, all within the planes.
+        block_size: Tokens per block.
+        token_shape: (num_kv_heads, head_dim) of one token in a plane.
+        kv_dtype: Element type of the planes.
     """
 
     xp: ModuleType
@@ -174,8 +180,8 @@ TILE = 16
 
 # At the default sizes every gemm is one that OpenBLAS runs on the calling thread (rows * columns *
 # depth up to 262,144), so the bits do not depend on the number of threads either. One gemm for the
-# whole context took 1.3 s for 10,000 tokens instead of 1.9, but 17.7 s when its threads had to wait
-# for each other on a busy machine (2 cores of an EPYC, NumPy 2.4).
+# whole context is faster (1.3 s instead of 1.9 s for 10,000 tokens), but takes 17.7 s where its
+# threads wait for each other on a busy machine.
 CHUNK = 256
 
 
@@ -196,7 +202,10 @@ class Span:
 
     @property
     def live(self) -> slice:
-        """The rows of [num_tiles * TILE] that are tokens of the span; the others are padding."""
+        """The rows of [num_tiles * TILE] that are tokens of the span.
+
+        All other rows are padding.
+        """
         lead = self.start % TILE
         return slice(lead, lead + self.end - self.start)
 
@@ -207,7 +216,7 @@ class Span:
 
     @property
     def context_rows(self) -> int:
-        """How many positions the chunks up to the last tile's have."""
+        """The number of positions in all chunks up to that of the last tile."""
         return -(-self.padded_end // CHUNK) * CHUNK
 
     def stacks(self, height: int) -> Iterator[slice]:
@@ -216,11 +225,11 @@ class Span:
             yield slice(at, min(at + height, self.num_tiles))
 
 
-# A gain is the deviation of a product whose input has root mean square 1. These make an untrained
-# model that depends on its context and does not soon repeat itself: attention is sharp, and adds
-# more than the embedding brought. The bias, shared by a query and its key, becomes under RoPE a
-# preference for near tokens: zeroing the K and V of the last 8 of 4,000 tokens changed the greedy
-# 30 that follow in 9 cases of 9 (3 seeds, 3 pieces of source code), and without it in 3.
+# A gain is the deviation of a product with an input of root mean square 1. These gains make an
+# untrained model that depends on its context and does not soon repeat itself: attention is sharp,
+# and adds more than the embedding brought. The bias, shared by a query and its key, becomes under
+# RoPE a preference for near tokens: zeroing the K and V of the last 8 of 4,000 tokens changed the
+# greedy 30 that follow in 9 cases of 9 (3 seeds, 3 pieces of source code), and without it in 3.
 _EMBEDDING_GAIN = 1.0
 _QUERY_KEY_GAIN = 2.0
 _QUERY_KEY_BIAS = 3.0
@@ -325,10 +334,14 @@ class _Uniform:
 
 @dataclass(frozen=True, slots=True)
 class RankHeads:
-    """layout: of the rank's planes. kv_heads: the KV heads whose K and V it holds.
+    """The heads of one tensor-parallel rank.
 
-    rows: of each such head's group * TILE query rows, those of the rank's own query heads. With
-    more ranks than KV heads, neighbours hold the same KV head and share its query heads.
+    With more ranks than KV heads, neighbours hold the same KV head and share its query heads.
+
+    Attributes:
+        layout: Layout of the rank's planes.
+        kv_heads: KV heads of which the rank holds K and V.
+        rows: The rank's own rows among the group * TILE query rows of each such head.
     """
 
     layout: Layout
@@ -342,7 +355,16 @@ class RankHeads:
 
 
 def split_heads(config: ModelConfig, block_size: int, num_ranks: int) -> tuple[RankHeads, ...]:
-    """Raises LayoutError if the heads are not so many equal shares."""
+    """Return the heads of each rank.
+
+    Args:
+        config: Sizes of the model.
+        block_size: Tokens per block.
+        num_ranks: Number of ranks.
+
+    Raises:
+        LayoutError: The heads cannot be split into `num_ranks` equal shares.
+    """
     kv, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
     if num_ranks < 1 or config.num_heads % num_ranks:
         raise LayoutError(f"{config.num_heads} query heads cannot be split over {num_ranks} ranks")
@@ -367,14 +389,19 @@ _EPSILON = np.float32(1e-6)
 
 
 class ReferenceModel:
-    """A transformer whose K and V are nowhere but in the planes that each call brings.
+    """A transformer that has its K and V only in the planes that each call brings.
 
-    It keeps nothing of a sequence, so calls may run at the same time in several threads.
-    block_size: tokens per block of the planes, any positive number.
-    xp: the planes' array module, NumPy or CuPy; CuPy's current stream does all the work.
-    tensor_parallel: ranks over whose planes the heads are split; the result is the same, in every
-        bit. Each rank attends over its own planes.
-    Raises LayoutError if block_size is not positive, or the heads cannot be split so.
+    It keeps no state of a sequence, so calls may run at the same time in several threads.
+
+    Args:
+        config: Sizes of the model.
+        block_size: Tokens per block of the planes, any positive number.
+        xp: The planes' array module, NumPy or CuPy; CuPy's current stream does all the work.
+        tensor_parallel: Number of ranks that share the heads; the result is the same in every bit.
+            Each rank attends over its own planes.
+
+    Raises:
+        LayoutError: block_size is not positive, or the heads cannot be split over the ranks.
     """
 
     def __init__(
@@ -490,7 +517,10 @@ class ReferenceModel:
         return queries, keys.reshape(flat)[span.live], values.reshape(flat)[span.live]
 
     def _attend(self, queries: Floats, keys: Floats, values: Floats, span: Span) -> Floats:
-        """As `queries`, of some of the KV heads: each query's mean of the values it may see."""
+        """Return each query's mean of the values it may see, for some of the KV heads.
+
+        The result has the shape of `queries`.
+        """
         c, xp = self.config, self._xp
         chunked = (len(keys), -1, CHUNK, c.head_dim)
         key_chunks, value_chunks = keys.reshape(chunked), values.reshape(chunked)
@@ -537,7 +567,11 @@ class ReferenceModel:
 
 
 def check_planes(planes: Sequence[PlaneArray], layout: Layout) -> None:
-    """Raises LayoutError unless `planes` are the layout's, all of as many blocks."""
+    """Check `planes` against `layout`.
+
+    Raises:
+        LayoutError: A plane does not fit, or the planes differ in their number of blocks.
+    """
     if len(planes) != len(layout.planes):
         raise LayoutError(f"the model has {len(layout.planes)} planes, not {len(planes)}")
     for plane, array in zip(layout.planes, planes, strict=True):
@@ -550,7 +584,16 @@ def check_planes(planes: Sequence[PlaneArray], layout: Layout) -> None:
 
 
 def check_tokens(tokens: npt.NDArray[np.integer], start: int, *, max_positions: int) -> None:
-    """Raises BadRequestError unless `tokens` are bytes at positions that the model has."""
+    """Check the tokens of a call.
+
+    Args:
+        tokens: The tokens.
+        start: Position of the first token.
+        max_positions: Number of positions of the model.
+
+    Raises:
+        BadRequestError: A token is no byte, or a position is beyond the model's.
+    """
     if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
         raise BadRequestError("tokens must be a list of one integer or more")
     if tokens.min() < 0 or tokens.max() >= VOCAB_SIZE:
@@ -565,9 +608,16 @@ def check_tokens(tokens: npt.NDArray[np.integer], start: int, *, max_positions: 
 def used_blocks(
     block_table: npt.NDArray[np.integer], *, num_tokens: int, block_size: int, num_blocks: int
 ) -> npt.NDArray[np.int64]:
-    """The ids that hold the first `num_tokens` tokens.
+    """Return the ids of the blocks that hold the first `num_tokens` tokens.
 
-    Raises BadRequestError if the table is too short, or one of them is out of range or repeated.
+    Args:
+        block_table: The block ids of the sequence, in order.
+        num_tokens: Number of tokens.
+        block_size: Tokens per block.
+        num_blocks: Blocks of the planes.
+
+    Raises:
+        BadRequestError: The table is too short, or an id is out of range or repeated.
     """
     needed = -(-num_tokens // block_size)
     if block_table.ndim != 1 or not np.issubdtype(block_table.dtype, np.integer):
