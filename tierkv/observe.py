@@ -244,13 +244,13 @@ async def prefixes(index: Index) -> tuple[list[Prefix], int]:
 def _largest(found: list[Prefix]) -> list[Prefix]:
     least = _LEAST_SHARE * sum(one.total for one in found if one.parent < 0)
     places: dict[int, int] = {-1: -1}
-    told: list[Prefix] = []
+    largest: list[Prefix] = []
     for at, one in enumerate(found):
         if one.total >= least and one.depth < _MOST_DEPTH and one.parent in places:
-            places[at] = len(told)
+            places[at] = len(largest)
             one.parent = places[one.parent]
-            told.append(one)
-    return told
+            largest.append(one)
+    return largest
 
 
 def stats(scheduler: Scheduler, mover: Mover, storage: StorageIO | None, handoff: Handoff) -> Stats:

@@ -210,7 +210,7 @@ async def both(first: Awaitable[T], second: Awaitable[U]) -> tuple[T, U]:
 async def expected(work: Awaitable[T]) -> T | TierKVError:
     """Return the result of `work`, or the TierKVError that it raises as a value.
 
-    It is for a task that may fail without cancelling its group.
+    A task that fails in this way does not cancel its group.
     """
     try:
         return await work
@@ -289,9 +289,7 @@ def run_until_stopped(work: Coroutine[object, object, T]) -> T:
             stopped = True
             task.cancel()
 
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # the thread that receives signals
+        if threading.current_thread() is threading.main_thread():  # which receives signals
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop)
         return await work
 

@@ -21,7 +21,7 @@ _NUM_OF_LIBUV = 4
 
 
 class Threads(ThreadPoolExecutor):
-    """A pool whose threads have all started when it is made, so that `submit` never fails for one.
+    """A pool that starts all its threads when it is made: a later `submit` never fails for one.
 
     Raises:
         ConfigError: The system starts no further thread.

@@ -95,7 +95,7 @@ class Embedded:
 
     @property
     def is_open(self) -> bool:
-        """Whether the service takes calls."""
+        """True if the service takes calls."""
         return self._thread.is_open
 
     @property
@@ -107,7 +107,7 @@ class Embedded:
     # Finished calls
 
     def poll(self) -> list[Call[Any]]:
-        """Return the finished calls whose result nobody has taken, each once."""
+        """Return the finished calls whose result has not been taken, each once."""
         return self._thread.exchange.poll()
 
     def wait(self, timeout_s: float) -> bool:
@@ -141,11 +141,10 @@ class Embedded:
         priority: int = 0,
         until: Until = Until.LOADED,
     ) -> Call[Admitted]:
-        """Get blocks for a request, and load what is cached of the prompt into them.
+        """Get blocks for a request, and load the cached part of the prompt into them.
 
-        A request waits while there is no room, in fair order. The result names the blocks that do
-        not load and has all the others: nothing need be asked again for them. A call that is
-        refused or cancelled leaves nothing behind.
+        Requests wait in fair order while there is no room. The result names the blocks that do not
+        load, and has all other blocks. A call that is refused or cancelled leaves nothing behind.
         """
         check_text(request_id=request_id)
         check_count(max_new_tokens=max_new_tokens)
@@ -262,7 +261,7 @@ class Embedded:
     def resume(
         self, request_id: str, *, max_new_tokens: int, until: Until = Until.LOADED
     ) -> Call[Admitted]:
-        """Wait for blocks again, with all that is still cached of the committed tokens.
+        """Wait for blocks again, with everything that is still cached of the committed tokens.
 
         A request whose call is cancelled stays preempted, and can be resumed again or aborted.
         """
@@ -433,7 +432,11 @@ def check_choice(kind: type[Enum], **values: Enum) -> None:
 
 
 def check_deadline(deadline_s: float | None) -> None:
-    """Seconds, or None for the one that is set."""
+    """Check that a deadline is a number of seconds, or None for the default.
+
+    Raises:
+        BadRequestError: it is not.
+    """
     if deadline_s is None:
         return
     if not isinstance(deadline_s, Real):
@@ -443,7 +446,11 @@ def check_deadline(deadline_s: float | None) -> None:
 
 
 def events(after: Sequence[Event]) -> tuple[Event, ...]:
-    """A copy that nobody changes."""
+    """Return an immutable copy of `after`.
+
+    Raises:
+        BadRequestError: an item is not an event.
+    """
     if not isinstance(after, list | tuple):
         raise _wrong("after", "a sequence of events", after)
     for event in after:
@@ -453,7 +460,15 @@ def events(after: Sequence[Event]) -> tuple[Event, ...]:
 
 
 def token_ids(name: str, values: Sequence[int]) -> tuple[int, ...]:
-    """A copy that nobody changes, of plain integers, whatever kind they came as."""
+    """Return an immutable copy of `values`, as plain integers.
+
+    Args:
+        name: name of the argument, for the error.
+        values: integers of any type, 0 <= value < 2**31.
+
+    Raises:
+        BadRequestError: a value is not a token id.
+    """
     try:
         copy = tuple(values)
     except TypeError:
@@ -465,7 +480,15 @@ def token_ids(name: str, values: Sequence[int]) -> tuple[int, ...]:
 
 
 def texts(name: str, values: Mapping[str, str] | None) -> dict[str, str]:
-    """A copy that nobody changes; empty for None."""
+    """Return a copy of `values`; empty for None.
+
+    Args:
+        name: name of the argument, for the error.
+        values: texts by text.
+
+    Raises:
+        BadRequestError: a name or a value is not a text.
+    """
     if values is None:
         return {}
     if not isinstance(values, Mapping):

@@ -68,18 +68,23 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _CLOSE_S = 60.0
-_MOST_CALLS = 1 << 20  # all are this cache's own, and what they hold is bounded
+_MOST_CALLS = 1 << 20  # only this cache makes calls, and promises are bounded
 
 
 @dataclass(slots=True)
 class Found:
-    """What can be loaded; nobody changes one.
+    """The blocks that can be loaded. Immutable once returned.
 
-    num_tokens: beyond those that the engine has. first_tokens: what a ticket says comes after the
-    prompt. problem: why there is not more, if anything went wrong. blocks: for each group, which
-    positions in the prompt are to be loaded, in its own block size. num_there: of all the prompt's
-    tokens, those the engine has included, so many are on the host. storage_tokens: so many of the
-    last ones came from storage for this lookup (a NodeHost does not say).
+    Attributes:
+        num_tokens: number of tokens beyond those that the engine has.
+        first_tokens: tokens that follow the prompt, from its ticket.
+        problem: why there are not more tokens; None if nothing went wrong.
+        blocks: for each group, positions in the prompt of the blocks to load, in its own block
+            size.
+        num_there: number of the prompt's leading tokens on the host, those that the engine has
+            included.
+        storage_tokens: number of the last tokens that came from storage for this lookup; 0 from a
+            NodeHost.
     """
 
     num_tokens: int
@@ -92,12 +97,14 @@ class Found:
 
 @dataclass(slots=True)
 class Polled:
-    """What has ended since the last poll.
+    """The copies and publishes that have ended since the last poll.
 
-    loaded: keys whose load is over, with (), or, if it failed, for each group the positions of its
-    blocks in the prompt. saved: keys no save of which is under way any more: their blocks may be
-    reused. stored: by key, how many blocks became visible to lookups. published: by key, the ticket
-    or why there is none.
+    Attributes:
+        loaded: keys with an ended load, each with (), or, after a failure, with the positions of
+            each group's blocks in the prompt.
+        saved: keys without a save under way: their blocks may be reused.
+        stored: by key, the number of blocks that became visible to lookups.
+        published: by key, the ticket or the error that prevented it.
     """
 
     loaded: list[tuple[str, tuple[tuple[int, ...], ...]]] = field(default_factory=list)
@@ -107,7 +114,10 @@ class Polled:
 
 
 class LocalHost:
-    """The host tier in this process, on a thread of its own. `NodeHost` is one in another."""
+    """The host tier in this process, on a thread of its own.
+
+    `NodeHost` is one in another process.
+    """
 
     def __init__(
         self,
@@ -116,7 +126,7 @@ class LocalHost:
         settings: EngineCacheSettings,
         embed: EmbedSettings,
     ) -> None:
-        self.life: int | None = None  # ranks hold nothing up: their memory comes from here
+        self.life: int | None = None  # none: the memory of ranks comes from this process
         self._thread = ServiceThread(build, embed)
         self.calls = self._thread.exchange
         self._sizes = sizes
@@ -124,18 +134,22 @@ class LocalHost:
 
     @property
     def is_open(self) -> bool:
-        """Whether the tier answers calls."""
+        """True if the tier answers calls."""
         return self._thread.is_open
 
     def open(self, _fingerprint: Fingerprint, _groups: Sequence[CacheGroup]) -> None:
-        """Start the thread, and return when there is memory. Raises ConfigError,
-        StoreUnavailableError."""
+        """Start the thread, and return when the memory is allocated.
+
+        Raises:
+            ConfigError: a setting is wrong, or there is no room.
+            StoreUnavailableError: the store cannot be used.
+        """
         self._thread.open()
         sizes, settings = self._sizes, self._settings
         opening = self._thread.run("begin", lambda service: sizes.open(service, settings))
         try:
             self._side: HostSide = opening.wait(_CLOSE_S)
-        except BaseException:  # Ctrl-C too: nobody calls `close` on a tier that did not open
+        except BaseException:  # Ctrl-C too: `close` is not called after a failed `open`
             self._thread.close()
             raise
         self.slots, self.most_reserved = self._side.slots, self._side.most_reserved
@@ -151,7 +165,7 @@ class LocalHost:
         return self.calls.submit(method.__name__, "", work)
 
     def poll(self) -> list[Call[Any]]:
-        """Return the calls that have been answered and that nobody has taken."""
+        """Return the answered calls whose result has not been taken."""
         return self.calls.poll()
 
     def wait(self, timeout_s: float) -> bool:
@@ -172,7 +186,7 @@ class LocalHost:
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """What a plan copies of one group. positions: of its blocks in the prompt."""
+    """The blocks of one group that a plan copies, and their positions in the prompt."""
 
     group: int
     positions: Sequence[int]
@@ -183,8 +197,13 @@ class _Part:
 
 @dataclass(slots=True, eq=False)
 class _Publish:
-    """A ticket on its way. number: of the publish on the service's side. first_tokens: once the
-    whole prompt is given to saves."""
+    """A publish under way.
+
+    Attributes:
+        ticket: id of the ticket.
+        number: number of the publish on the service's side.
+        first_tokens: tokens that follow the prompt; None until the whole prompt is given to saves.
+    """
 
     ticket: str
     number: int
@@ -193,11 +212,23 @@ class _Publish:
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """What is known of one request. nothing: the answer where there is nothing to hold, which stays
-    until `asks_again_at` on the monotonic clock. limit: so many tokens at most are offered, since a
-    load of what comes after them failed. saved: by group, so many blocks from the first on it has
-    saved, of the prompt saved_of. publish: of a ticket that is not finished; published: the one
-    that is. is_of_old: the cache was reset since, and nothing of the request is kept."""
+    """The state of one request.
+
+    Attributes:
+        prompt: the prompt of its lookups.
+        ticket: the ticket of its lookups.
+        call: the lookup under way.
+        promise: the promise it holds.
+        nothing: the answer if there is nothing to hold; valid until `asks_again_at`.
+        asks_again_at: seconds on the monotonic clock.
+        limit: number of tokens offered at most, since a load of the tokens behind them failed.
+        saved: by group, the number of leading blocks of `saved_of` that are saved.
+        saved_of: the prompt of its saves.
+        num_saves: number of saves under way.
+        publish: the publish of an unfinished ticket.
+        published: id of the finished ticket.
+        is_of_old: True if the cache was reset since: nothing of the request is kept.
+    """
 
     prompt: Prompt
     ticket: str | None
@@ -214,7 +245,7 @@ class _Known:
     is_of_old: bool = False
 
     def goes_on_with(self, prompt: Prompt) -> bool:
-        """Whether this is the prompt that was saved, or one of both begins with the other."""
+        """Return True if `prompt` is the saved prompt, or one of the two begins with the other."""
         mine = self.saved_of
         if mine is None or mine is prompt:
             return True
@@ -223,7 +254,7 @@ class _Known:
             return False
         if mine.extras == prompt.extras:
             return True
-        whole = min(mine.num_blocks, prompt.num_blocks)  # a tail's say of media may be less
+        whole = min(mine.num_blocks, prompt.num_blocks)  # a tail may name fewer media
         return all(
             mine.extras.get(at) == prompt.extras.get(at)
             for at in mine.extras.keys() | prompt.extras.keys()
@@ -231,8 +262,10 @@ class _Known:
         )
 
     def has_nothing_beyond(self, have_tokens: int) -> bool:
-        """Whether that was the answer to who had so many, or fewer, tokens: a preempted request
-        has lost its own."""
+        """Return True if `nothing` is still the answer to a request that has `have_tokens` tokens.
+
+        A preempted request has lost its own tokens, and asks again with fewer.
+        """
         nothing = self.nothing
         is_so = nothing is not None and have_tokens >= nothing.num_there
         return is_so and time.monotonic() < self.asks_again_at
@@ -240,7 +273,7 @@ class _Known:
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """A plan under way. parts: one for each group. missing: ranks that owe a report."""
+    """A plan under way: one part for each group, and in `missing` the ranks that owe a report."""
 
     key: str
     known: _Known
@@ -256,13 +289,7 @@ class EngineCache:
     """Host and storage tiers for an engine's own device blocks.
 
     All methods but `open`, `close` and `read_events` belong to one thread, the engine's scheduler;
-    they take microseconds and do no I/O. What a key names is the engine's request.
-
-    groups: of the engine's blocks, in the engine's order. The fingerprint's layout, and the block
-        size of every prompt, are those of the first group of full attention.
-    store: makes the store, on the service's thread; None for a host tier alone.
-    planes: of a rank in this process, which `poll` asks itself. ranks: where those in other
-    processes get their host slots. num_ranks: that report each plan, where there is no `ranks`.
+    they take microseconds and do no I/O. A key names a request of the engine.
     """
 
     def __init__(  # noqa: PLR0913 - what a service is made of
@@ -284,13 +311,30 @@ class EngineCache:
         kv_events: EventsSection | None = None,
         name: str = "tierkv",
     ) -> None:
-        """cache: the rules of the tiers; its sizes are `host_bytes` and no device. node: the tiers
-        are another process's, which has what is said here of memory, store, routers and their
-        rules. kv_events: where routers are told what the tiers hold, by the engine's own hashes
-        where it gives them.
+        """Build the cache; `open` starts it.
 
-        Raises ConfigError if the groups are not the fingerprint's, there is no room for two blocks
-        of each, or the ranks' shards do not make them up.
+        Args:
+            fingerprint: fingerprint of the engine's blocks.
+            groups: groups of the engine's blocks, in the engine's order. The fingerprint's layout,
+                and the block size of every prompt, are those of the first group of full attention.
+            host_bytes: bytes of the host tier.
+            cache: rules of the tiers; their sizes are `host_bytes` and no device.
+            node: another process with the tiers, which has its own memory, store, events and rules.
+            store: makes the store, on the service's thread; None for a host tier alone.
+            planes: planes of a rank in this process, which `poll` asks itself.
+            ranks: socket that hands ranks in other processes their host slots.
+            num_ranks: number of ranks that report each plan, without `ranks`.
+            settings: limits of the host tier.
+            handoff: settings of tickets.
+            storage: options of the storage tier.
+            embed: limits of the service's thread.
+            kv_events: addresses that events are published at, under the engine's own hashes where
+                it gives them.
+            name: name of this node.
+
+        Raises:
+            ConfigError: the groups are not those of the fingerprint, there is no room for two
+                blocks of each, or the ranks' shards do not make up the groups.
         """
         self.groups = as_groups(groups)
         self._main = main_group(self.groups)
@@ -356,11 +400,11 @@ class EngineCache:
         # By group: host slots for saves, taken.
         self._reserve = [array("i") for _ in self.groups]
         self._wanted: Call[list[list[int]]] | None = None
-        # Copied, and not yet told: by key, of which prompt.
+        # Copied blocks that `keep` does not know yet: key, prompt, blocks.
         self._copied: list[tuple[str, tuple[Prompt, list[Copied]]]] = []
-        self._jobs: dict[Call[Any], list[str]] = {}  # the keys that each is about
+        self._jobs: dict[Call[Any], list[str]] = {}  # the keys of each call
         self._polled = Polled()
-        self.num_unsaved_blocks = 0  # for which there was no host slot in that moment
+        self.num_unsaved_blocks = 0  # blocks without a free host slot when they were saved
 
     # Opening and closing
 
@@ -374,8 +418,12 @@ class EngineCache:
         self.close()
 
     def open(self) -> None:
-        """Start the service's thread, or reach the node; return when there is memory. Raises
-        ConfigError, StoreUnavailableError."""
+        """Start the service's thread, or reach the node; return when the memory is mapped.
+
+        Raises:
+            ConfigError: a setting is wrong, there is no room, or there is no node.
+            StoreUnavailableError: the store cannot be used.
+        """
         self._host.open(self._fingerprint, self.groups)
         try:
             if self._planes is not None:
@@ -387,12 +435,12 @@ class EngineCache:
             if self._socket is not None:
                 shared = [slots for slots in self._host.slots if isinstance(slots, SharedSlots)]
                 self._socket.open(self._layouts, shared, life=self._host.life)
-        except BaseException:  # Ctrl-C too: nobody calls `close` on what did not open
+        except BaseException:  # Ctrl-C too: `close` is not called after a failed `open`
             self.close()
             raise
 
     def close(self) -> None:
-        """Wait for the copies under way, give everything back, close. Any number of times."""
+        """Wait for the copies under way, give everything back, and close. May be called again."""
         if not self._host.is_open:
             return
         if self._planes is not None:
@@ -416,13 +464,23 @@ class EngineCache:
         expires_s: float | None = None,
         external_ids: Sequence[Sequence[ExternalId | None]] = (),
     ) -> Found | None:
-        """How many tokens of `prompt` beyond the first `have_tokens` can be loaded, the whole of it
-        allowed; None: ask again in the next step. No device block is needed.
+        """Return how many tokens of `prompt` beyond `have_tokens` can be loaded; None to ask again.
 
-        What is promised is held on the host until it is loaded, `release`d, or has expired. The
-        sum of promises is bounded: who finds no room is told to ask again until there is.
-        ticket: wait for this one, and for all that it promises. external_ids: for each group, what
-        the engine calls its blocks from the first on, for events about what is brought for this.
+        After None, ask again in the next step. No device block is needed, and the whole prompt may
+        be found. Promised blocks are held on the host until they are loaded, `release`d or expired.
+        The sum of promises is bounded: the answer is None until there is room.
+
+        Args:
+            key: the request.
+            prompt: its prompt.
+            have_tokens: number of leading tokens that the engine has.
+            ticket: id of a ticket to wait for, with everything that it promises.
+            expires_s: seconds until the promise expires; None for the setting.
+            external_ids: for each group, the engine's names of its blocks from the first on, for
+                events about blocks that this lookup brings.
+
+        Raises:
+            BadRequestError: external ids are not given for each group.
         """
         if external_ids and len(external_ids) != len(self.groups):
             raise BadRequestError(f"external ids are given for each of {len(self.groups)} groups")
@@ -465,7 +523,10 @@ class EngineCache:
     def _ask(
         self, known: _Known, expires_s: float, names: Sequence[Sequence[ExternalId | None]]
     ) -> HostPromise | None:
-        """The promise, once it is there; until then `known.nothing` is what there is."""
+        """Return the promise once it is made.
+
+        Until then None, with the answer in `known.nothing`.
+        """
         call = known.call
         if call is None:
             known.nothing = None
@@ -483,7 +544,7 @@ class EngineCache:
             return None
 
     def count(self, key: str, prompt: Prompt, have_tokens: int = 0) -> Found | None:
-        """As `lookup`, but nothing is fetched or held: what there is now, storage included."""
+        """Return what `lookup` would find now, storage included; nothing is fetched or held."""
         asked, call = self._counts.get(key, (None, None))
         if call is None or asked != prompt:
             call = self._host.call(HostSide.count, prompt)
@@ -504,13 +565,20 @@ class EngineCache:
         block_ids: Sequence[Sequence[int]],
         first_blocks: Sequence[int] = (),
     ) -> Plan | None:
-        """The plan that brings promised blocks into the engine's blocks; None if there is no
-        promise any more, or nothing to load. One load uses a promise up.
+        """Return the plan that copies promised blocks into the engine's blocks.
 
-        block_ids: for each group, the engine's blocks for the positions from `first_blocks` on (()
-        for 0 in all groups), NO_BLOCK where it wants none; `Found.blocks` says which are promised.
-        The tail's block is a whole block of which the first tokens are right. Raises
-        DeviceFailedError once a rank is lost.
+        None if there is no promise any more, or nothing to load. One load uses a promise up. The
+        block of a tail is a whole block with its first tokens right.
+
+        Args:
+            key: the request.
+            block_ids: for each group, the engine's blocks for the positions from `first_blocks` on,
+                NO_BLOCK for a position it does not want; `Found.blocks` has the promised positions.
+            first_blocks: first position of each group; () for 0 in all groups.
+
+        Raises:
+            DeviceFailedError: a rank is lost.
+            BadRequestError: a position was not promised.
         """
         self._check_ranks()
         known = self._known.get(key)
@@ -547,20 +615,29 @@ class EngineCache:
         first_tokens: Sequence[int] = (),
         external_ids: Sequence[Sequence[ExternalId | None]] = (),
     ) -> Plan | None:
-        """The plan that copies computed blocks of `prompt` to the host, the tail included; None if
-        nothing is to be copied. Others find them once their copies are done.
+        """Return the plan that copies computed blocks of `prompt` to the host, the tail included.
 
-        block_ids: for each group, the engine's blocks for the positions from `first_blocks` on (()
-        for 0 in all groups), NO_BLOCK where it has none. Blocks that this request has saved are
-        left out, so that it may give all it has in each step; those for which there is no host slot
-        now are not saved, nor any of the group after them. A prompt that neither begins with the
-        one that this key has saved, nor is its beginning, is another request's: the key is
-        released first.
-        ticket: publish the prompt under this id, from the first save on that names it: claimers
-        fetch what is saved while the rest is computed. The save that reaches the prompt's end in
-        the first group of full attention is the last, and says what `first_tokens` follow; `poll`
-        tells when the ticket is there. external_ids: for each group, what the engine calls its
-        blocks, which events about them repeat. Raises DeviceFailedError once a rank is lost.
+        None if nothing is to be copied. Lookups find the blocks once the copies are done. Blocks
+        that this request has saved are left out, so it may give all its blocks in each step. A
+        block without a free host slot is not saved, nor are the blocks of its group after it. If
+        neither this prompt nor the one saved under the key begins with the other, it is another
+        request's: the key is released first.
+
+        Args:
+            key: the request.
+            prompt: its prompt.
+            block_ids: for each group, the engine's blocks for the positions from `first_blocks` on,
+                NO_BLOCK for a position without one.
+            first_blocks: first position of each group; () for 0 in all groups.
+            ticket: id to publish the prompt under, from the first save with it on: claimers fetch
+                saved blocks while the rest is computed. The save that reaches the prompt's end in
+                the first group of full attention is the last; `poll` returns the ticket.
+            first_tokens: tokens that follow the prompt, given with the last save.
+            external_ids: for each group, the engine's names of its blocks, which events repeat.
+
+        Raises:
+            DeviceFailedError: a rank is lost.
+            BadRequestError: the blocks do not fit the prompt or the groups.
         """
         self._check_ranks()
         given = self._given(block_ids, first_blocks)
@@ -624,7 +701,7 @@ class EngineCache:
         positions: Sequence[int],
         blocks: array[int],
     ) -> _Part | None:
-        """What of these blocks is to be copied, into slots of the reserve."""
+        """Return the part of these blocks to copy, into reserved slots; None if there is none."""
         full = prompt.num_tokens // self.groups[group].block_size
         saved = known.saved.get(group, 0)
         if positions[0] < saved:
@@ -650,7 +727,7 @@ class EngineCache:
     def _given(
         self, block_ids: Sequence[Sequence[int]], first_blocks: Sequence[int]
     ) -> list[tuple[int, Sequence[int], array[int]]]:
-        """For each group of which there are any: its number, positions and blocks."""
+        """Return number, positions and blocks of each group that has any."""
         if len(block_ids) != len(self.groups) or len(first_blocks) not in (0, len(block_ids)):
             raise BadRequestError(
                 f"there are {len(self.groups)} groups: block ids of {len(block_ids)}, and first "
@@ -678,8 +755,7 @@ class EngineCache:
         return first + len(block_ids[main]) >= prompt.num_blocks + bool(prompt.tail_tokens)
 
     def cancel(self, plan: Plan) -> None:
-        """This plan was given to no rank, and will not be. What it was to load may be looked up
-        again."""
+        """Drop a plan that was given to no rank. The blocks of a load may be looked up again."""
         step = self._steps.pop(plan.number, None)
         if step is None:
             return
@@ -691,8 +767,14 @@ class EngineCache:
             self._save_over(step)
 
     def fence(self, block_ids: Iterable[int], group: int | None = None) -> tuple[int, ...]:
-        """Which of these device blocks a plan under way still reads or writes; () if they may be
-        given to others. group: whose blocks they are; None where all groups share one pool."""
+        """Return the device blocks among `block_ids` that a plan under way still reads or writes.
+
+        () if all may be reused.
+
+        Args:
+            block_ids: device blocks.
+            group: the group of the blocks; None if all groups share one pool.
+        """
         if self._touched is None:
             self._touched = [set() for _ in self.groups]
             for step in self._steps.values():
@@ -702,8 +784,10 @@ class EngineCache:
         return tuple(block for block in block_ids if any(block in one for one in touched))
 
     def release(self, key: str) -> None:
-        """The request is over, or was aborted: nothing is held for it any more. Saves under way
-        go on, and what they save is kept. Any number of times."""
+        """Release everything that is held for a request. May be called again.
+
+        Saves under way go on, and their blocks are kept.
+        """
         self._release(key, "the request ended before its whole prompt was saved")
 
     def _release(self, key: str, reason: str) -> None:
@@ -723,7 +807,11 @@ class EngineCache:
             self._free(known.promise)
 
     def poll(self, finished: Iterable[Finished] = ()) -> Polled:
-        """What has ended. finished: what ranks in other processes have reported."""
+        """Return the copies and publishes that have ended.
+
+        Args:
+            finished: reports of ranks in other processes.
+        """
         for report in finished:
             self._report(report)
         for report in self._planes.finished() if self._planes is not None else ():
@@ -741,35 +829,41 @@ class EngineCache:
     # What is known of all
 
     def hold_calls(self) -> None:
-        """From now on, what these methods ask of the service's thread waits for `flush`."""
+        """Let later calls to the service's thread wait for `flush`."""
         self._host.calls.holds = True
 
     def flush(self) -> None:
-        """Once in a step: have done what was asked since the last time."""
+        """Send the waiting calls to the service's thread; call it once in each step."""
         self._host.calls.flush()
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until `poll` or `lookup` may have news, or for `timeout_s`; which of both. For an
-        engine that has nothing else to do: poll first."""
+        """Block until a call has been answered, or for `timeout_s` seconds; return True if one has.
+
+        For an engine that has nothing else to do: poll first.
+        """
         return self._host.wait(timeout_s)
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """The engine took so long to compute so many prompt tokens; see Service.note_prefill."""
+        """Record that `num_tokens` prompt tokens took `seconds`; see Service.note_prefill."""
         self._host.call(HostSide.note_prefill, num_tokens, seconds)
 
     def read_events(self) -> list[CacheEvent]:
-        """What happened to cached blocks since the last time, from any thread. Of too many the
-        oldest are missing, as their numbers show."""
+        """Return the events of cached blocks since the last call, from any thread.
+
+        If there are too many, the oldest are missing, as their numbers show.
+        """
         return self._host.take_events()
 
     def stats(self) -> Call[Stats]:
         return self._host.call(HostSide.stats)
 
     def reset(self) -> Call[int]:
-        """Forget all that is cached on the host and not held; storage keeps its values. How many
-        copies are left. Saves under way are not kept, nor what requests that are known now save
-        until they are released; their tickets do not come."""
-        self._keep_copied()  # forgotten with the rest
+        """Forget all blocks on the host that are not held; the call's result is the copies left.
+
+        Storage keeps its values. Saves under way are not kept, nor are later saves of known
+        requests until they are released; their tickets are not published.
+        """
+        self._keep_copied()  # the copied blocks are forgotten with the rest
         for known in [*self._known.values(), *(step.known for step in self._steps.values())]:
             known.is_of_old = True
             publish = known.publish
@@ -778,7 +872,7 @@ class EngineCache:
         return self._host.call(HostSide.forget)
 
     def verify(self) -> Call[list[str]]:
-        """Recount slots, leases and promises; what is wrong, in words."""
+        """Recount slots, leases and promises; the call's result is a sentence for each error."""
         return self._host.call(HostSide.verify)
 
     # Inside
@@ -791,7 +885,7 @@ class EngineCache:
         parts: list[_Part],
         promise: HostPromise | None = None,
     ) -> Plan:
-        """The plan of these parts, which is under way now: a load of `promise`, or a save."""
+        """Begin a plan of these parts: a load of `promise`, or a save."""
         blocks = b"".join([part.blocks for part in parts])
         slots = b"".join([part.slots for part in parts])
         counts: tuple[int, ...] = ()
@@ -813,7 +907,7 @@ class EngineCache:
             raise DeviceFailedError(failure)
 
     def _fail_lost(self, lost: dict[int, str]) -> None:
-        """What lost ranks owe has failed; the others' reports are waited for."""
+        """Report the plans that lost ranks owe as failed; other ranks still report theirs."""
         for step in list(self._steps.values()):
             for rank in step.missing & lost.keys():
                 self._report(Finished(step.plan.number, rank, lost[rank]))
@@ -828,7 +922,7 @@ class EngineCache:
             self._end(step)
 
     def _end(self, step: _Step) -> None:
-        """Every rank has reported this plan."""
+        """End a plan that every rank has reported."""
         del self._steps[step.plan.number]
         self._touched = None
         if step.promise is not None:
@@ -863,7 +957,7 @@ class EngineCache:
         self._save_over(step)
 
     def _not_saved(self, step: _Step) -> None:
-        """Its slots are free, and its blocks are given to the next save."""
+        """Free the slots of a save, and let the next save copy its blocks."""
         saved = step.known.saved
         for part in step.parts:
             self._reserve[part.group].extend(part.slots)
@@ -879,7 +973,7 @@ class EngineCache:
             self._polled.saved.append(step.key)
 
     def _finish_if_saved(self, known: _Known) -> None:
-        """Have the ticket written once the last save is kept: calls are carried out in order."""
+        """Write the ticket once the last save is kept: calls are carried out in order."""
         publish = known.publish
         if publish is None or publish.first_tokens is None or known.num_saves:
             return
@@ -889,7 +983,7 @@ class EngineCache:
         self._host.call(HostSide.finish, number, first_tokens)
 
     def _keep_copied(self) -> None:
-        """Have lookups find what was copied since the last time: one call for all."""
+        """Let lookups find the blocks copied since the last time, with one call for all."""
         if self._copied:
             copied, self._copied = self._copied, []
             call = self._host.call(HostSide.keep, [what for _, what in copied])
@@ -934,8 +1028,13 @@ class EngineCache:
 def _slices_of(
     whole: Layout, shards: Sequence[Layout], storage: StorageOptions | None
 ) -> Sequence[Layout]:
-    """The shards, if blocks of `whole` are stored as slices of them; () if it is all of them side
-    by side, or each of them. Raises ConfigError if they are not what `storage.scheme` makes."""
+    """Return the shards, if blocks of `whole` are stored as slices of them.
+
+    () if `whole` is the shards side by side, or each of the shards.
+
+    Raises:
+        ConfigError: the shards are not those that `storage.scheme` makes.
+    """
     if len(shards) < 2 or whole.digest in (shards[0].digest, side_by_side(shards).digest):  # noqa: PLR2004 - one rank has all
         return ()
     scheme = storage.scheme if storage is not None else None

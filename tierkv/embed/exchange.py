@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class QueueFullError(TierKVError):
-    """So many calls are open already: take what has finished with `poll`, and ask again."""
+    """Too many calls are open: take finished calls with `poll`, and ask again."""
 
 
 class AbortedError(TierKVError):
@@ -39,8 +39,12 @@ class Answer(Enum):
 class Call(Generic[T]):
     """One question to the service. Any thread may look at it.
 
-    kind: the name of the method that made it. request_id: "" if it is about none. span: what makes
-    the work for it part of the caller's span; None if nothing is traced.
+    Attributes:
+        number: number of the call in its exchange.
+        kind: name of the method that made it.
+        request_id: id of the request it is about; "" for none.
+        span: the caller's tracing context, which the work becomes part of; None if nothing is
+            traced.
     """
 
     __slots__ = ("_bell", "_callbacks", "_exchange", "_result", "answer", "error", "kind", "number",
@@ -63,7 +67,12 @@ class Call(Generic[T]):
         return self.answer is not Answer.ASK_AGAIN
 
     def result(self) -> T:
-        """What came out. Raises `error` if it was refused, GateTimeoutError if it is not done."""
+        """Return the result.
+
+        Raises:
+            TierKVError: the call was refused; this is its `error`.
+            GateTimeoutError: the call is not done.
+        """
         if self.answer is Answer.ASK_AGAIN:
             raise GateTimeoutError(f"{self} is not done yet: ask again")
         self._exchange.take(self)
@@ -72,8 +81,12 @@ class Call(Generic[T]):
         return cast("T", self._result)
 
     def wait(self, timeout_s: float) -> T:
-        """Block this thread, not that of a loop, until there is a result. Raises GateTimeoutError
-        after `timeout_s`; the call itself goes on then."""
+        """Block this thread until there is a result. The thread must not run an event loop.
+
+        Raises:
+            GateTimeoutError: there is none after `timeout_s` seconds; the call goes on.
+            TierKVError: the call was refused.
+        """
         bell = threading.Event()
         self.when_done(bell.set)
         self._exchange.flush()
@@ -82,8 +95,10 @@ class Call(Generic[T]):
         return self.result()
 
     async def finished(self) -> T:
-        """For an engine with an event loop of its own: the result, awaited on that loop. A cancel
-        ends the wait, not the call."""
+        """Wait for the result on the engine's own event loop.
+
+        A cancel ends the wait, not the call.
+        """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
@@ -101,25 +116,27 @@ class Call(Generic[T]):
         return self.result()
 
     def when_done(self, tell: Callable[[], None]) -> None:
-        """Call `tell` once there is an answer: here if there is one, on the loop's thread if not.
-        It must be quick and not raise."""
+        """Call `tell` once there is an answer: at once if there is one, or on the loop's thread.
+
+        `tell` must be quick and must not raise.
+        """
         self._callbacks.append(tell)
         if self.is_done:
             self.run_callbacks()
 
     def cancel(self) -> None:
-        """Give the call up, unless it is done. What it had taken is given back."""
+        """Give the call up, unless it is done. Everything the call holds is given back."""
         self._exchange.cancel(self)
 
     def settle(self, result: T | None, error: TierKVError | None) -> None:
-        """For the exchange."""
+        """Set the answer. Only the exchange calls this."""
         self._result = result
         self.error = error
         self.answer = Answer.READY if error is None else Answer.REFUSED
         self.run_callbacks()
 
     def run_callbacks(self) -> None:
-        """Each runs once, whichever thread comes first."""
+        """Run each callback once, on the thread that comes first."""
         while self._callbacks:
             try:
                 tell = self._callbacks.popleft()
@@ -135,11 +152,14 @@ Work = Callable[..., Any]
 
 
 class Exchange:
-    """All open calls: those pending, and those done that nobody has taken.
+    """All open calls: pending calls, and finished calls whose result has not been taken.
 
-    wake: tells the loop's thread to `take_work`; must not block. max_calls: more are refused.
-    holds: whether what is asked waits for `flush`, so that an engine wakes the other thread once in
-    a step and not for every call, each time some 30 us; who waits for a call flushes.
+    With `holds`, new calls wait for `flush`: an engine then wakes the loop's thread once in a step,
+    not for every call, which takes 30 us each time. A method that waits for a call flushes first.
+
+    Args:
+        max_calls: number of open calls beyond which new ones are refused.
+        wake: makes the loop's thread call `take_work`; must not block.
     """
 
     def __init__(self, max_calls: int, wake: Callable[[], None]) -> None:
@@ -157,8 +177,15 @@ class Exchange:
     # The engine's side
 
     def submit(self, kind: str, request_id: str, work: Work) -> Call[Any]:
-        """Ask. The call is refused at once, and never polled, if too many are open or the service
-        has ended."""
+        """Add a call.
+
+        It is refused at once, and never polled, if too many are open or the service ended.
+
+        Args:
+            kind: name of the method that makes it.
+            request_id: id of the request it is about; "" for none.
+            work: the work for the loop's thread.
+        """
         call: Call[Any] = Call(self, next(self._numbers), kind, request_id)
         if self.failure is not None:
             call.settle(None, self.failure)
@@ -171,7 +198,9 @@ class Exchange:
         self._inbox.append((call, work))
         if not self.holds:
             self._wake()
-        if self.failure is not None:  # it ended meanwhile, and may not have seen this call
+        if (
+            self.failure is not None
+        ):  # the service ended in between, perhaps without seeing this call
             self.finish(call, error=self.failure)
         return call
 
@@ -181,15 +210,20 @@ class Exchange:
             self._wake()
 
     def poll(self) -> list[Call[Any]]:
-        """The calls that have finished and whose result nobody has taken, each once, in the order
-        in which they finished. Never blocks."""
+        """Return the finished calls whose result has not been taken, each once. Never blocks.
+
+        The calls are in the order in which they finished.
+        """
         if not self._finished:
             return []
         done = [call for call in list(self._finished.values()) if call.is_done]
         return [call for call in done if self._finished.pop(call.number, None) is not None]
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until `poll` would return something, or for `timeout_s`; whether it would."""
+        """Block until `poll` has a call to return, or for `timeout_s` seconds.
+
+        Return True if it has.
+        """
         deadline = time.monotonic() + timeout_s
         self.flush()
         while True:
@@ -215,17 +249,17 @@ class Exchange:
     # The loop's side
 
     def take_work(self) -> tuple[Call[Any], Work] | None:
-        """The next call, None if there is none now."""
+        """Return the next call and its work; None if there is none now."""
         return self._inbox.popleft() if self._inbox else None
 
     def take_cancel(self) -> int | None:
-        """The number of the next call to be cancelled, None if there is none now."""
+        """Return the number of the next call to be cancelled; None if there is none now."""
         return self._cancels.popleft() if self._cancels else None
 
     def finish(
         self, call: Call[Any], *, result: object = None, error: TierKVError | None = None
     ) -> None:
-        """Answer; of several answers the first counts. Any thread."""
+        """Answer a call from any thread; only the first answer counts."""
         if self._pending.pop(call.number, None) is None:
             return
         self._finished[call.number] = call  # before it is done, so that taking it removes it
@@ -236,20 +270,25 @@ class Exchange:
         return list(self._pending.values())
 
     def refuse(self, error: TierKVError) -> None:
-        """Every later call is refused with `error`; those pending go on."""
+        """Refuse every later call with `error`; pending calls go on."""
         if self.failure is None:
             self.failure = error
 
     def fail(self, error: TierKVError) -> None:
-        """Every pending call is refused with `error`, and every later one, if none was before."""
+        """Refuse every pending call with `error`, and every later one.
+
+        After `refuse`, later calls keep the error given there.
+        """
         self.refuse(error)
         for call in self.pending():
             self.finish(call, error=error)
         self._bell.set()
 
     def fork(self, error: TierKVError) -> None:
-        """In a forked child, whose loop thread does not exist: refuse everything, touch no lock,
-        since a thread that is not here may have held it."""
+        """Refuse everything in a forked child, whose loop thread does not exist.
+
+        No lock is touched: a thread of the parent may have held it.
+        """
         self.failure = error
         for call in self.pending():
             call.answer, call.error = Answer.REFUSED, error

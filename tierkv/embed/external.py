@@ -79,10 +79,10 @@ _ANSWER_S = 5.0  # between a connection and its hello
 _ASK_AGAIN_S = 0.05
 _ACCEPT_AGAIN_S = 1.0
 _NEVER_S = 1e8  # a promise to an engine expires there, where its load is planned
-_SETTLE_S = 1.0  # after the last process let go: a GPU's driver ends its copies a little later
+_SETTLE_S = 1.0  # after the last process's end: a GPU's driver ends its copies a little later
 _GRACE_S = 5.0  # for calls under way when an engine closes
 _MOST_CALLS = 1 << 20
-_NUMBER_BITS = 48  # of the numbers that an engine gives its publishes
+_NUMBER_BITS = 48  # bits of the numbers that an engine gives its publishes
 _METHODS: dict[str, Callable[..., Awaitable[Any]]] = {
     one.__name__: one
     for one in (
@@ -94,7 +94,14 @@ _METHODS: dict[str, Callable[..., Awaitable[Any]]] = {
 
 
 class EngineHello(msgspec.Struct, frozen=True, tag="engine"):
-    """name: for people. key: by which the node knows who may come."""
+    """The first record of an engine.
+
+    Attributes:
+        fingerprint: fingerprint of its blocks.
+        groups: its groups of blocks.
+        name: name for log lines.
+        key: token that admits the engine.
+    """
 
     fingerprint: Fingerprint
     groups: tuple[CacheGroup, ...]
@@ -103,8 +110,15 @@ class EngineHello(msgspec.Struct, frozen=True, tag="engine"):
 
 
 class NodeMemory(msgspec.Struct, frozen=True, tag="node"):
-    """Of each group the slots and their bytes, with a descriptor for each, and one more: who holds
-    that may copy. most_reserved: see HostSizes; an answer to `reserve` says what it is by then."""
+    """The host slots of each group, sent with one descriptor for each group and one more.
+
+    A process that holds the last descriptor may copy.
+
+    Attributes:
+        num_slots: number of slots of each group.
+        block_bytes: bytes of a slot of each group.
+        most_reserved: see HostSizes; the answer to `reserve` has the value of that time.
+    """
 
     num_slots: tuple[int, ...]
     block_bytes: tuple[int, ...]
@@ -112,7 +126,7 @@ class NodeMemory(msgspec.Struct, frozen=True, tag="node"):
 
 
 class EngineRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """Why this engine cannot be served here."""
+    """The reason why this engine cannot be served here."""
 
     reason: str
 
@@ -125,7 +139,7 @@ _TYPES: dict[str, Any] = {one.__name__: one for one in (Copied, HeldRun, Kept)}
 
 
 def _packed(value: Any, numbers: dict[object, int]) -> Any:  # noqa: ANN401, PLR0911 - any of them
-    """numbers: of promises, which the other side knows by these."""
+    """Return `value` as plain msgpack values. `numbers` has the number of each promise."""
     if isinstance(value, HostPromise):
         return {"number": numbers[value]}
     if isinstance(value, (array, range)):
@@ -193,11 +207,16 @@ def _memory(record: bytes, num_descriptors: int) -> NodeMemory:
 
 
 class NodeHost:
-    """The node's `HostSide` for one engine: for `EngineCache(node=)`. What it asks is answered
-    later, so that a lookup asks again as ever, and a save or load is planned here at once.
+    """The node's `HostSide` for one engine: for `EngineCache(node=)`.
 
-    path: of the node's `node.engine_socket`. key: a token of an admin, if the node has an auth
-    file. deadline_s: how long the node may take to be there.
+    Calls are answered later, so a lookup asks again as usual. Saves and loads are planned here at
+    once.
+
+    Args:
+        path: path of the node's socket, its `node.engine_socket`.
+        name: name for the node's log lines.
+        key: an admin's token, if the node has an auth file.
+        deadline_s: seconds to wait for the node to appear.
     """
 
     def __init__(
@@ -219,19 +238,27 @@ class NodeHost:
         self._thread: threading.Thread | None = None
 
     def open(self, fingerprint: Fingerprint, groups: Sequence[CacheGroup]) -> None:
-        """Raises ConfigError if there is no such node, or it caches for other engines."""
+        """Connect to the node, and map its host slots.
+
+        Args:
+            fingerprint: fingerprint of the engine's blocks.
+            groups: its groups of blocks.
+
+        Raises:
+            ConfigError: there is no such node, or it keeps blocks of another kind.
+        """
         link = self._reach()
         self._open.callback(link.close)
         try:
             hello = EngineHello(fingerprint, tuple(groups), self._name, self._key)
             link.send(seal(MAGIC, VERSION, hello))
             record, descriptors = link.receive_descriptors()
-            self._open.callback(close_all, descriptors)  # those that nobody has taken over
+            self._open.callback(close_all, descriptors)  # those that no host slots own
             answer = _memory(record, len(descriptors))
         except (LinkClosedError, StoreCorruptError) as error:
             self._open.close()
             raise ConfigError(f"the node at {self._path} did not answer: {error}") from error
-        except BaseException:  # Ctrl-C too: nobody closes what did not open
+        except BaseException:  # Ctrl-C too: `close` is not called after a failed `open`
             self._open.close()
             raise
         self.life = descriptors[-1]  # closed with all that is open
@@ -266,7 +293,7 @@ class NodeHost:
         *args: P.args,
         **named: P.kwargs,
     ) -> Call[T]:
-        """Ask the node for what this method of `HostSide` does. Never blocks."""
+        """Ask the node to call a method of its `HostSide`. Never blocks."""
         assert not named, "a call has arguments by place alone"
         name = method.__name__
         body = msgspec.msgpack.encode([name, _packed(args, self._numbers)])
@@ -282,23 +309,30 @@ class NodeHost:
         return self.calls.submit(name, "", frame)
 
     def poll(self) -> list[Call[Any]]:
-        """The calls that have been answered and that nobody has taken."""
+        """Return the answered calls whose result has not been taken."""
         return self.calls.poll()
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until `poll` has something to return, or for `timeout_s`; whether it has."""
+        """Block until `poll` has a call to return, or for `timeout_s` seconds.
+
+        Return True if it has.
+        """
         return self.calls.wait(timeout_s)
 
     def take_events(self) -> list[CacheEvent]:
-        """Raises BadRequestError: events are the node's, about what all engines share."""
+        """Refuse: events belong to the node, since they are about what all engines share.
+
+        Raises:
+            BadRequestError: always.
+        """
         raise BadRequestError("ask the node for events: GET /v1/events")
 
     def close(self) -> None:
-        """Let the node have all back. No rank of this process may copy any more."""
+        """Give everything back to the node. No rank of this process may copy any more."""
         if self._thread is None:
             return
         deadline = time.monotonic() + _GRACE_S
-        for call in self.calls.pending():  # what was saved is to be kept
+        for call in self.calls.pending():  # saved blocks are to be kept
             with suppress(TierKVError):
                 call.wait(max(deadline - time.monotonic(), 0.0))
         self.calls.refuse(ShuttingDownError("this engine's cache is closed"))
@@ -387,10 +421,11 @@ class NodeHost:
 
 
 class EngineListener:
-    """Where engines on this machine reach this node's host tier.
+    """The socket that engines on this machine use to reach this node's host tier.
 
-    path: of the socket, for this user's processes alone. why_not: of a key, why who says it is not
-    served, "" if it is.
+    Args:
+        path: path of the socket, open to processes of this user alone.
+        why_not: returns why an engine with this key is not served; "" if it is.
     """
 
     def __init__(self, path: str, why_not: Callable[[str], str] = lambda _: "") -> None:
@@ -402,7 +437,11 @@ class EngineListener:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Raises ConfigError if nobody can listen there."""
+        """Listen for engines in the body.
+
+        Raises:
+            ConfigError: the path cannot be bound.
+        """
         self._listener = listen(self._path)
         self._listener.settimeout(0)
         try:
@@ -413,7 +452,7 @@ class EngineListener:
                 os.unlink(self._path)
 
     async def first(self) -> EngineHello:
-        """The first engine's, which waits until the tier for its blocks is there."""
+        """Return the hello of the first engine, which waits until a tier for its blocks exists."""
         while self._first is None:
             self._first = await self._hello()
         return self._first[1]
@@ -422,7 +461,7 @@ class EngineListener:
     async def serving(
         self, side: HostSide, sizes: HostSizes, settings: EngineCacheSettings
     ) -> AsyncIterator[None]:
-        """Let engines of these sizes' fingerprint use the tier, in the body."""
+        """Let engines with the fingerprint of `sizes` use the tier, in the body."""
         self._sizes, self._settings = sizes, settings
         async with task_group() as group:
             accepting = group.create_task(self._accept(side), name="tierkv-engines")
@@ -438,7 +477,7 @@ class EngineListener:
                 come = await self._hello()
 
     async def _hello(self) -> tuple[socket.socket, EngineHello] | None:
-        """Of the next that comes; None if it is no engine, or none that may."""
+        """Return the next connection and its hello; None if it is no engine, or a refused one."""
         try:
             end, _ = await asyncio.get_running_loop().sock_accept(self._listener)
         except OSError as error:  # such as too many open files
@@ -469,7 +508,7 @@ class EngineListener:
         return hello
 
     async def _serve(self, come: tuple[socket.socket, EngineHello], side: HostSide) -> None:
-        """Until the engine has gone, and none of its processes copies any more."""
+        """Serve an engine until it is gone, and none of its processes copies any more."""
         (end, hello), loop = come, asyncio.get_running_loop()
         try:
             mine, theirs = socket.socketpair()
@@ -497,14 +536,16 @@ class EngineListener:
                 writer.close()
             log.info("engine %s has gone; its ranks may still copy", hello.name)
             with suppress(ConnectionError):  # as its end
-                await loop.sock_recv(mine, 1)  # ends when the last of them has let go
+                await loop.sock_recv(
+                    mine, 1
+                )  # ends when the last process has closed its descriptor
             await asyncio.sleep(_SETTLE_S)
             await engine.give_back()
             self._num_here -= 1
             log.info("engine %s has gone, and all it held is given back", hello.name)
 
     def _share(self) -> list[int]:
-        """By group, host slots for saves that an engine may have ready now."""
+        """Return, by group, the host slots for saves that one engine may have ready now."""
         return self._sizes.most_reserved(self._settings, self._num_here)
 
     def _welcome(
@@ -514,7 +555,10 @@ class EngineListener:
         theirs: socket.socket,
         most_reserved: Sequence[int],
     ) -> bool:
-        """Hand an engine the memory; False if its blocks are not this tier's, or it has gone."""
+        """Hand an engine the memory.
+
+        Return False if its blocks are of another kind, or it is gone.
+        """
         end, hello = come
         link, sizes = Link(end), self._sizes
         hosts = [host for host in side.slots if isinstance(host, SharedSlots)]
@@ -538,7 +582,7 @@ class EngineListener:
 
 
 def _difference(mine: Fingerprint, theirs: Fingerprint) -> str:
-    """Why an engine of `theirs` cannot be served, "" if it can."""
+    """Return why an engine of `theirs` cannot be served; "" if it can."""
     if mine.root() == theirs.root():
         return ""
     had, asked = mine.readable(), theirs.readable()
@@ -554,21 +598,28 @@ def _difference(mine: Fingerprint, theirs: Fingerprint) -> str:
 
 
 class _Engine:
-    """What one engine holds of the tier, and its calls. number: another one for each that came.
-    told: how many slots for saves it may have ready, as it was told last. share: how many now."""
+    """One engine: its calls, and what it holds of the tier.
+
+    Args:
+        number: number of the connection.
+        name: the engine's name for log lines.
+        side: the tier.
+        allowed: by group, the slots for saves that the engine was last allowed to have ready.
+        share: returns the slots that it may have ready now.
+    """
 
     def __init__(
         self,
         number: int,
         name: str,
         side: HostSide,
-        told: Sequence[int],
+        allowed: Sequence[int],
         share: Callable[[], Sequence[int]],
     ) -> None:
         self._number = number
         self._name = name
         self._side = side
-        self._told = told
+        self._allowed = allowed
         self._share = share
         self._known: dict[int, HostPromise] = {}  # by number
         self._numbers: dict[object, int] = {}
@@ -577,7 +628,7 @@ class _Engine:
         self._last_number = 0
 
     async def answer_all(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Until it closes its end, or says what no engine says."""
+        """Answer calls until the engine closes its end, or sends a frame that is no call."""
         async with task_group() as group:
             try:
                 while True:
@@ -603,7 +654,11 @@ class _Engine:
             _send(writer, [number, error, None])
 
     def _read(self, frame: bytes) -> tuple[int, str, list[Any]]:
-        """Raises BadRequestError if it is no call."""
+        """Return the number, method and arguments of a call.
+
+        Raises:
+            BadRequestError: the frame is no call.
+        """
         try:
             number, (method, packed) = msgspec.msgpack.decode(frame)
             args = _unpacked(packed, self._known)
@@ -650,18 +705,21 @@ class _Engine:
         return _packed(result, self._numbers)
 
     async def _reserve(self, counts: Sequence[int]) -> list[Any]:
-        """counts: what it was told, less what it has. The slots, and what it may have now."""
-        told, self._told = self._told, self._share()
-        parts = zip(counts, told, self._told, strict=True)
-        found = await self._side.reserve([count + now - before for count, before, now in parts])
+        """Return slots for saves, and by group the number that the engine may have ready now.
+
+        `counts` is the number it was allowed before, less the slots it has.
+        """
+        before, self._allowed = self._allowed, self._share()
+        parts = zip(counts, before, self._allowed, strict=True)
+        found = await self._side.reserve([count + now - then for count, then, now in parts])
         for lent, slots in zip(self._lent, found, strict=True):
             lent.update(slots)
-        return [found, self._told]
+        return [found, self._allowed]
 
     def _promised(self, promise: HostPromise, *, is_held: bool) -> list[Any]:
         number = 0
         if is_held:
-            promise.take()  # the engine ends it: nobody here may
+            promise.take()  # only the engine may end it
             self._last_number = number = self._last_number + 1
             self._known[number] = promise
             self._numbers[promise] = number
@@ -669,14 +727,14 @@ class _Engine:
         return [number, promise.num_tokens, _packed(promise.parts, {}), ticket, promise.problem]
 
     async def give_back(self) -> None:
-        """It has gone, and none of its processes copies any more."""
+        """Give back everything the engine holds. None of its processes may copy any more."""
         for held in list(self._known.values()):
             await self._side.free(held)
         await self._side.give(self._lent)
 
 
 def _all_copied(args: list[Any]) -> list[Copied]:
-    """Of a call of `keep`, of all prompts."""
+    """Return the copied blocks of all prompts in a call of `keep`."""
     return [some for _, copied in args[0] for some in copied]
 
 
@@ -688,14 +746,14 @@ async def _frame(reader: asyncio.StreamReader) -> bytes:
 
 
 def _send(writer: asyncio.StreamWriter, answer: list[Any]) -> None:
-    """Unless the engine has gone: uvloop raises where asyncio drops what nobody reads."""
+    """Send an answer, unless the engine is gone: uvloop raises where asyncio drops the bytes."""
     if not writer.is_closing():
         data = msgspec.msgpack.encode(answer)
         writer.write(_LENGTH.pack(len(data)) + data)
 
 
 class ExternalEngines:
-    """The engines of a node that has none of its own, of blocks as the first of them said."""
+    """The engines of a node without one of its own; the first decides the kind of blocks."""
 
     def __init__(self, listener: EngineListener, sizes: HostSizes) -> None:
         self.sizes = sizes
@@ -703,7 +761,7 @@ class ExternalEngines:
 
     @asynccontextmanager
     async def running(self, service: Service) -> AsyncIterator[None]:
-        """Serve them, while the service runs."""
+        """Serve engines while the body runs."""
         settings = EngineCacheSettings()
         self._side = await self.sizes.open(service, settings)
         async with self._listener.serving(self._side, self.sizes, settings):

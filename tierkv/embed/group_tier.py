@@ -1,7 +1,7 @@
-"""One group of an engine's blocks on the host and in storage, by key: beside the radix tree, which
-has the blocks of the first group of full attention.
+"""One group of an engine's blocks on the host and in storage, found by key.
 
-Everything here runs on the service's loop.
+The group lies beside the radix tree, which has the blocks of the first group of full attention. All
+code here runs on the service's loop.
 """
 
 from __future__ import annotations
@@ -31,20 +31,29 @@ from tierkv.transfer.storage_io import StorageIO
 log = logging.getLogger(__name__)
 
 _AT_ONCE = 32  # blocks that one exchange with the store moves, as elsewhere
-_MOST_KNOWN = 64  # prompts whose keys are remembered
+_MOST_KNOWN = 64  # number of prompts with remembered keys
 
 
 def group_fingerprint(whole: Fingerprint, number: int, group: CacheGroup) -> Fingerprint:
-    """Of one group's blocks, which never meet those of another."""
+    """Return the fingerprint of one group's blocks, which differs for each group."""
     return replace(whole, layout=group.layout, group=str(number))
 
 
 @dataclass(slots=True, eq=False)
 class GroupLook:
-    """What can be had of a prompt in one group. prompt: in the group's own blocks. asked: positions
-    of which storage has said whether it has them. stored: by position, a block that it has, and how
-    many of the prompt's tokens it serves. lost: what it was said to have, and did not bring.
-    problem: why it is not asked any more. held: blocks that are kept on the host in this `round`.
+    """The state of a lookup of a prompt in one group.
+
+    Attributes:
+        prompt: the prompt, in blocks of the group's size.
+        keys: keys of the blocks.
+        asked: positions that storage was asked for.
+        tails_asked: positions that storage was asked for tails of.
+        stored: by position, the key of a stored block, and how many of the prompt's tokens it
+            serves.
+        lost: digests of blocks that storage reported and did not return.
+        problem: why storage is not asked any more; None while it is.
+        held: blocks that are kept on the host in this `round`.
+        round: number of times that the held blocks were released.
     """
 
     prompt: Prompt
@@ -103,7 +112,15 @@ class _Valid:
 
 
 class GroupTier:
-    """memory: of this group alone. is_bad: whether a block's loads failed too often."""
+    """The blocks of one group, in memory of its own.
+
+    Args:
+        service: the service.
+        number: number of the group.
+        group: the group.
+        memory: the group's host slots and its way to storage.
+        is_bad: returns True for the digest of a block whose loads failed too often.
+    """
 
     def __init__(
         self,
@@ -132,7 +149,7 @@ class GroupTier:
 
     @property
     def storage(self) -> StorageIO | None:
-        """None while no store is attached."""
+        """The way to storage; None while no store is attached."""
         return self.io if self._service.store is not None else None
 
     # Looking
@@ -153,8 +170,10 @@ class GroupTier:
         return GroupLook(cut, keys)
 
     def valid(self, look: GroupLook, limit: int) -> TokensAt:
-        """For each position before `limit`, how many of the prompt's tokens the host has there; see
-        `CacheGroup.longest`."""
+        """Return how many of the prompt's tokens the host has at each position before `limit`.
+
+        See `CacheGroup.longest`.
+        """
         return _Valid(self, look, limit, _Asked.HOST_ALONE)
 
     def here(self, look: GroupLook, at: int) -> tuple[FlatBlock | None, int]:
@@ -171,10 +190,9 @@ class GroupTier:
         return None, 0
 
     async def longest(self, look: GroupLook, limit: int) -> int:
-        """Return the longest length of at most `limit` tokens at which the group is valid with what
-        host and storage have, as far as storage was asked.
+        """Return the longest length of at most `limit` tokens that host and storage make valid.
 
-        Blocks of which storage has not been asked count as there: see `to_ask`. Tails of other
+        Blocks that storage has not been asked for count as present: see `to_ask`. Tails of other
         prompts are looked for here.
         """
         size = self.group.block_size
@@ -185,12 +203,12 @@ class GroupTier:
                 return length
 
     def to_ask(self, look: GroupLook, limit: int, most: int) -> list[int]:
-        """Return positions whose blocks storage must be asked for, as `limit` tokens need them.
+        """Return the positions that storage must be asked for, as `limit` tokens need them.
 
         Args:
-            look: What is known so far; [] is returned if that is enough.
-            limit: A length in tokens.
-            most: Number of positions, or more if the group needs more: those of a window or a state
+            look: the lookup so far; [] is returned if its answers are enough.
+            limit: a length in tokens.
+            most: number of positions, or more if the group needs more: those of a window or a state
                 end at `limit`.
         """
         try:
@@ -205,7 +223,7 @@ class GroupTier:
         return list(range(max(at + 1 - count, 0), at + 1))
 
     def missing(self, look: GroupLook, positions: Sequence[int]) -> list[int]:
-        """Return those of `positions` whose blocks the host does not have whole."""
+        """Return the `positions` at which the host does not have the whole block."""
         return [at for at in positions if self.here(look, at)[1] < look.keys[at].num_tokens]
 
     def note_answer(self, look: GroupLook, missing: Sequence[int], there: Sequence[bool]) -> None:
@@ -216,8 +234,11 @@ class GroupTier:
                 look.stored[at] = (key, key.num_tokens)
 
     async def _asks_for_tail(self, look: GroupLook, at: int) -> bool:
-        """Look in storage for a tail that serves the beginning of the block at `at`; whether there
-        is one that serves more than was known."""
+        """Look in storage for a tail that serves the beginning of the block at `at`.
+
+        Returns:
+            True if a tail serves more tokens than was known.
+        """
         if (
             not self.group.has_prefixes
             or self.storage is None
@@ -244,8 +265,11 @@ class GroupTier:
     # Bringing and holding
 
     def hold(self, look: GroupLook, num_tokens: int) -> tuple[int, list[FlatBlock]]:
-        """Keep on the host what the first `num_tokens` tokens need, which is there; the first
-        position, and the blocks."""
+        """Keep the blocks that the first `num_tokens` tokens need, all of them on the host.
+
+        Returns:
+            The first position, and the blocks.
+        """
         needed = self.group.needed(num_tokens)
         blocks = []
         for at in needed:
@@ -259,14 +283,17 @@ class GroupTier:
         return needed.start, blocks
 
     def let_go(self, look: GroupLook) -> None:
-        """What was brought for this look may go."""
+        """Release the blocks that are held for this look."""
         look.round += 1
         held, look.held = look.held, []
         self.blocks.release(held)
 
     async def bring(self, look: GroupLook, num_tokens: int) -> str | None:
-        """Bring to the host, and hold, what storage has of what the first `num_tokens` tokens need;
-        why not all of it, if so."""
+        """Bring to the host, and hold, the stored blocks that the first `num_tokens` tokens need.
+
+        Returns:
+            Why a block did not arrive; None if all did.
+        """
         wanted: list[int] = []
         for at in self.group.needed(num_tokens):
             most = min(num_tokens - at * self.group.block_size, self.group.block_size)
@@ -353,8 +380,16 @@ class GroupTier:
     def keep(
         self, prompt: Prompt, positions: Sequence[int], slots: Sequence[int]
     ) -> tuple[int, tuple[int, ...]]:
-        """Let lookups find blocks of `prompt` whose bytes are in these slots; how many that are,
-        and which slots were not needed."""
+        """Let lookups find blocks of `prompt`, whose bytes are in `slots`.
+
+        Args:
+            prompt: the prompt.
+            positions: positions of the blocks, in order.
+            slots: the slot of each block.
+
+        Returns:
+            The number of these blocks, and the slots that were not needed.
+        """
         look, unused = self.look(prompt), []
         pairs = list(zip(positions, slots, strict=True))
         for at, slot in reversed(pairs):  # the first goes last
@@ -372,8 +407,11 @@ class GroupTier:
     # Storing
 
     def _write_down(self, block: FlatBlock) -> None:
-        """Store it if the rule says so by now. One that is to be stored when it is evicted is
-        stored at once: an eviction here waits for nothing."""
+        """Store a block if the rule says so by now.
+
+        A block that is to be stored when it is evicted is stored at once: an eviction here waits
+        for nothing.
+        """
         is_due = self._rule.writes_now(block.hits) or self._rule.policy is WritePolicy.WRITE_BACK
         if is_due and not block.is_stored and self.storage is not None:
             block.is_stored = True
@@ -395,7 +433,7 @@ class GroupTier:
             self._is_storing = False
 
     async def _flush(self, blocks: Sequence[FlatBlock]) -> list[str]:
-        """Store them; what went wrong with those that are not stored now."""
+        """Store blocks, and return why each block that is not stored failed."""
         if any(self.blocks.get(block.key.digest) is not block for block in blocks):
             return ["the cache was deleted meanwhile"] * len(blocks)
         self.blocks.hold(blocks)
@@ -415,7 +453,11 @@ class GroupTier:
         return problems
 
     async def publish(self, blocks: Sequence[FlatBlock]) -> None:
-        """Have all of these, which are held, in storage. Raises StoreUnavailableError."""
+        """Store those of the held `blocks` that storage does not have.
+
+        Raises:
+            StoreUnavailableError: a block was not stored.
+        """
         present = await self.io.are_present([block.key for block in blocks])
         missing = [block for block, there in zip(blocks, present, strict=True) if not there]
         for at in range(0, len(missing), _AT_ONCE):
@@ -431,7 +473,10 @@ class GroupTier:
     # What is known of it
 
     def findings(self, num_holds: int) -> list[str]:
-        """What is wrong, in words, if promises hold so many blocks and nothing is on its way."""
+        """Return a sentence for each error, given that promises hold `num_holds` blocks.
+
+        No copy may be under way.
+        """
         wrong = self.blocks.findings()
         if self._coming or self._is_storing:
             wrong.append(f"group {self.number}: blocks are on their way")
@@ -445,7 +490,7 @@ class GroupTier:
         self._tell(Happening.EVICTED, block)
 
     def runs(self) -> list[BlockRun]:
-        """All its blocks, as events tell them, each by itself."""
+        """Return all blocks of the group, each as a run of its own, for events."""
         return [_run(block, self.number) for block in self.blocks]
 
     def _tell(self, what: Happening, block: FlatBlock) -> None:

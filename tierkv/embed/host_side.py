@@ -63,22 +63,26 @@ from tierkv.transfer.storage_io import are_all_present
 
 log = logging.getLogger(__name__)
 
-_CLOSING_S = 5.0  # what was saved last is stored in that time, or not at all
+_CLOSING_S = 5.0  # for the last saved blocks to be stored; later ones are not
 _FEWEST_SLOTS = 2  # one to be promised and one to be saved
-_MOST_FAILURES = 4096  # blocks whose failed loads are counted
-_MOST_ROUNDS = 4  # in which a lookup is planned anew because storage has lost something meanwhile
-_FEWEST_ASKED = 64  # blocks of a group that storage is asked for at once, at least; each time
-_MORE_ASKED = 4  # so many times more
-_ALL_ASKED = 1024  # so many blocks of all groups are asked for at once, whatever the length
-_FOREIGN_S = 0.1  # no request waits longer to be told why there is nothing
-_LEAST_NAMES = 65_536  # blocks whose names by the engine are remembered, at least
+_MOST_FAILURES = 4096  # number of blocks with counted failures
+_MOST_ROUNDS = 4  # plans of a lookup: storage may lose a block between plan and fetch
+_FEWEST_ASKED = 64  # blocks of a group in the first question to storage, at least
+_MORE_ASKED = 4  # factor by which each further question is larger
+_ALL_ASKED = 1024  # blocks of all groups up to which a prompt is asked for whole
+_FOREIGN_S = 0.1  # longest wait for the reason why there is nothing
+_LEAST_NAMES = 65_536  # engine's names of blocks that are remembered, at least
 
 
 class EngineCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """most_promised: the share of host slots that lookups may hold for requests that wait.
-    expires_s: how long a promise is held before it is loaded. save_blocks: host slots kept ready
-    for saves. max_failures: a block whose loads failed so often is offered to nobody. max_events:
-    that wait to be taken.
+    """Limits of an engine's host tier.
+
+    Attributes:
+        most_promised: share of host slots that lookups may hold for requests that wait.
+        expires_s: seconds that a promise is held before it is loaded.
+        save_blocks: number of host slots kept ready for saves.
+        max_failures: number of failed loads after which a block is offered no more.
+        max_events: number of events that may wait to be taken.
     """
 
     most_promised: float = 0.5
@@ -94,7 +98,7 @@ class EngineCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
 
 def whole_fingerprint(fingerprint: Fingerprint, groups: Sequence[CacheGroup]) -> Fingerprint:
-    """An engine's, with all of its groups."""
+    """Return the fingerprint of an engine, with all of its groups."""
     if len(groups) == 1 and groups[0].kind is GroupKind.FULL:
         return fingerprint  # all keys are what they were
     return replace(fingerprint, groups="; ".join(map(str, groups)))
@@ -102,10 +106,13 @@ def whole_fingerprint(fingerprint: Fingerprint, groups: Sequence[CacheGroup]) ->
 
 @dataclass(frozen=True, slots=True)
 class HostSizes:
-    """What a host tier is made for: groups of blocks, and how many slots each has.
+    """The groups of blocks that a host tier is made for, and the number of slots of each.
 
-    main: the group of the fingerprint's layout. indexed: that group, if it is of full attention and
-    so in the service's index.
+    Attributes:
+        fingerprint: the engine's fingerprint, with all groups.
+        groups: the groups of blocks.
+        num_slots: number of host slots of each group.
+        main: number of the group with the fingerprint's layout.
     """
 
     fingerprint: Fingerprint
@@ -121,10 +128,18 @@ class HostSizes:
         host_bytes: int,
         shards: Sequence[Layout] = (),
     ) -> HostSizes:
-        """shards: of a block in a host slot, side by side, where it is stored otherwise.
+        """Return the sizes of a host tier of `host_bytes` bytes.
 
-        Raises ConfigError if the groups are not the fingerprint's, or there is no room for two
-        blocks of each.
+        Args:
+            fingerprint: the engine's fingerprint.
+            groups: its groups of blocks.
+            host_bytes: bytes of all host slots together.
+            shards: layouts of a block's parts in a host slot, side by side, if blocks are stored in
+                these parts; () otherwise.
+
+        Raises:
+            ConfigError: the groups are not those of the fingerprint, or there is no room for two
+                blocks of each.
         """
         number = main_group(groups)
         main = groups[number]
@@ -143,17 +158,21 @@ class HostSizes:
     def for_blocks(
         cls, fingerprint: Fingerprint, groups: Sequence[CacheGroup], num_blocks: int
     ) -> HostSizes:
-        """With room for so many blocks of a prompt, of all groups."""
+        """Return sizes with room for `num_blocks` blocks of a prompt in all groups."""
         size = groups[main_group(groups)].block_size
         of_block = sum(-(-one.layout.block_bytes * size // one.block_size) for one in groups)
         return cls.of(fingerprint, groups, num_blocks * of_block)
 
     @property
     def indexed(self) -> int | None:
+        """The number of the group in the service's index.
+
+        None if `main` is not of full attention.
+        """
         return self.main if self.groups[self.main].kind is GroupKind.FULL else None
 
     def settings(self, cache: CacheSettings) -> CacheSettings:
-        """The rules of `cache`, for these slots and no device."""
+        """Return the rules of `cache`, with these slots and no device."""
         in_index = 1 if self.indexed is None else self.num_slots[self.main]
         return msgspec.structs.replace(
             cache,
@@ -164,13 +183,15 @@ class HostSizes:
         )
 
     def most_reserved(self, settings: EngineCacheSettings, num_engines: int = 1) -> list[int]:
-        """By group, host slots that each of so many engines has ready for saves at most: together
-        they have no more than a quarter of all."""
+        """Return, by group, the most host slots that one engine has ready for saves.
+
+        All `num_engines` engines together have at most a quarter of the slots.
+        """
         most, parts = settings.save_blocks, 4 * num_engines
         return [max(min(most, count // parts), 1) for count in self.num_slots]
 
     def beside(self) -> list[tuple[Fingerprint, int]]:
-        """Of the groups that are not in the index, for `Service`."""
+        """Return fingerprint and number of slots of each group outside the index, for `Service`."""
         return [
             (group_fingerprint(self.fingerprint, number, group), self.num_slots[number])
             for number, group in enumerate(self.groups)
@@ -178,7 +199,7 @@ class HostSizes:
         ]
 
     async def open(self, service: Service, settings: EngineCacheSettings) -> HostSide:
-        """On the service's loop, once it runs."""
+        """Return the host side of a running service. Call it on the service's loop."""
         side = HostSide(
             service,
             self.groups,
@@ -202,13 +223,19 @@ class HeldRun:
 
 @dataclass(slots=True, eq=False)
 class HostPromise:
-    """Tokens of a prompt that are on the host, held for one request until it has loaded them.
+    """Tokens of a prompt on the host, held for one request until it has loaded them.
 
-    parts: for each group, its blocks' slots, that of the partly shared or last one included.
-    lease, held: what of the index, and of each other group, is held for it.
-    owner: has one entry, which whoever ends the promise takes; taking it is one step for any
-    thread. problem: why there is not more, None if nothing went wrong. storage_tokens: were
-    brought from storage for it.
+    Attributes:
+        num_tokens: number of tokens.
+        parts: slots of the blocks of each group, with the last or partly shared block.
+        lease: lease on the index's blocks.
+        held: held blocks of each other group.
+        ticket: the ticket that was claimed; None without one.
+        problem: why there are not more tokens; None if nothing went wrong.
+        storage_tokens: number of tokens that were brought from storage for this promise.
+        num_blocks: number of blocks that the promise counts for, by group.
+        timer: ends the promise when it expires.
+        owner: has one entry. The code that ends the promise takes it, in one step on any thread.
     """
 
     num_tokens: int
@@ -228,11 +255,11 @@ class HostPromise:
 
     @property
     def is_over(self) -> bool:
-        """Whether it was loaded, given back, or has expired."""
+        """True if the promise was loaded, given back, or has expired."""
         return not self.owner
 
     def take(self) -> bool:
-        """End it, for one's own; False if somebody was faster."""
+        """End the promise, and return True; False if another thread or task has ended it before."""
         if not self.owner:  # mostly; an error costs as much as all of a lookup
             return False
         try:
@@ -243,8 +270,10 @@ class HostPromise:
 
 
 class _OnHost(NamedTuple):
-    """num_tokens: of a prompt that the index has on the host, in the first `stop` blocks of the
-    path to `node`."""
+    """The number of a prompt's tokens that the index has on the host.
+
+    The tokens are in the first `stop` blocks of the path to `node`.
+    """
 
     num_tokens: int
     node: TreeNode | None
@@ -253,8 +282,14 @@ class _OnHost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """Blocks of one group whose bytes are in these slots: their positions in a prompt, and what the
-    engine calls them, () if it does not say."""
+    """Blocks of one group whose bytes have been copied to `slots`.
+
+    Attributes:
+        group: number of the group.
+        positions: positions of the blocks in a prompt.
+        slots: the slot of each block.
+        external_ids: the engine's name of each block; () if it gives none.
+    """
 
     group: int
     positions: Sequence[int]
@@ -264,16 +299,25 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """num_blocks: of each prompt, that lookups find now. unused: by group, slots that were not
-    needed for them."""
+    """The outcome of `HostSide.keep`.
+
+    Attributes:
+        num_blocks: number of blocks of each prompt that lookups find now.
+        unused: by group, the slots that were not needed.
+    """
 
     num_blocks: tuple[int, ...]
     unused: tuple[tuple[int, ...], ...]
 
 
 class _Planned(NamedTuple):
-    """A length that can be had in every group, and why it may not be longer, if anything went
-    wrong. known: what storage said of the index's group; None if it did not say."""
+    """A length that every group can have.
+
+    Attributes:
+        num_tokens: the length.
+        problem: why it is not longer; None if nothing went wrong.
+        known: storage's answer about the index's group; None if it gave none.
+    """
 
     num_tokens: int
     problem: str | None
@@ -284,11 +328,16 @@ class _Planned(NamedTuple):
 class _Bringing:
     """Blocks that are brought for a promise.
 
-    budget: of its lookup. promise: None once it holds them, or its request goes on without them.
-    is_timed: whether all groups are timed together here, and not each by its fetch. here: tokens
-    that the host had before. is_try: they find out how fast storage is. is_late: the request goes
-    on without them. has_answered: storage has said what it has; transfer: of that. is_missing:
-    storage has said that it has no more.
+    Attributes:
+        budget: budget of the lookup.
+        promise: the promise; None once it holds the blocks, or its request goes on without them.
+        is_timed: True if all groups are timed together here, not each by its fetch.
+        here: number of tokens that the host had before.
+        is_try: True if the blocks are brought to find out how fast storage is.
+        is_late: True if the request goes on without the blocks.
+        has_answered: True if storage has said what it has.
+        transfer: the transfer of the blocks that storage has.
+        is_missing: True if storage has said that it has no more.
     """
 
     budget: Budget
@@ -303,11 +352,18 @@ class _Bringing:
 
 
 class HostSide:
-    """groups: of the engine's blocks. main: the one whose blocks are in the service's index, None
-    if none is of full attention.
-    most_promised: by group, blocks that all promises hold together; a larger one goes alone.
-    most_reserved: by group, host slots kept ready for saves. max_failures: see
-    EngineCacheSettings."""
+    """The service's side of an engine's cache.
+
+    Args:
+        service: the service.
+        groups: groups of the engine's blocks.
+        main: number of the group in the service's index; None if no group is of full attention.
+        most_promised: by group, the blocks that all promises hold together; a larger promise is
+            held alone.
+        most_reserved: by group, the host slots kept ready for saves.
+        max_failures: see EngineCacheSettings.
+        max_events: see EngineCacheSettings.
+    """
 
     def __init__(  # noqa: PLR0913 - bounds
         self,
@@ -333,7 +389,9 @@ class HostSide:
         self._max_failures = max_failures
         self._promises: set[HostPromise] = set()
         self._promised_blocks = [0] * len(groups)
-        self._turn = asyncio.Lock()  # of who waits for room to be promised something
+        self._turn = (
+            asyncio.Lock()
+        )  # held by the call that waits for room; the next ones queue behind it
         self._freed = asyncio.Event()
         self._lent: dict[int, Ids] = {}  # slots that are reserved for saves, or being written
         # By group and slot, when it was reserved: what is saved there may be as old as that.
@@ -345,14 +403,14 @@ class HostSide:
 
     @property
     def slots(self) -> list[HostSlots]:
-        """Of each group."""
+        """The host slots of each group."""
         return [
             self._service.host_slots if number == self._main else self._tiers[number].host
             for number in range(len(self._groups))
         ]
 
     def begin(self, service: Service) -> None:
-        """Listen to events from now on."""
+        """Listen to the service's events from now on."""
         events = service.events
         events.groups, events.indexed = self._groups, self._main or 0
         events.beside = lambda: [run for tier in self._tiers.values() for run in tier.runs()]
@@ -362,7 +420,7 @@ class HostSide:
         service.flat_blocks = [tier.blocks for tier in self._tiers.values()]
 
     def take_events(self) -> list[CacheEvent]:
-        """Those since the last time, with the engine's names of their blocks; any thread."""
+        """Return the events since the last call, with the engine's names of blocks. Any thread."""
         return self._events.take()
 
     # Promises
@@ -375,10 +433,20 @@ class HostSide:
         limit: int | None = None,
         external_ids: Sequence[Sequence[ExternalId | None]] = (),
     ) -> HostPromise:
-        """Bring to the host what storage has of `prompt`, and hold what is there then, `limit`
-        tokens at most. external_ids: by group, what the engine calls its blocks from the first on.
-        Raises HandoffError if the ticket does not come or is another prompt's. Cancelling it leaves
-        nothing held."""
+        """Bring to the host what storage has of `prompt`, and hold what is there then.
+
+        A cancelled call holds nothing.
+
+        Args:
+            prompt: the prompt.
+            ticket_id: id of a ticket to wait for; None for none.
+            expires_s: seconds after which the promise expires.
+            limit: number of tokens to hold at most; None for all.
+            external_ids: by group, the engine's names of its blocks from the first on.
+
+        Raises:
+            HandoffError: the ticket does not come, or is for another prompt.
+        """
         for number, names in enumerate(external_ids):
             for at in range(0, len(names), HASHED_BLOCKS):
                 if at:  # others have their turn: a name costs the hash of its block
@@ -409,7 +477,7 @@ class HostSide:
         return promise
 
     def _most_needed(self, prompt: Prompt) -> list[int]:
-        """How many blocks a promise of the whole prompt, or of less, holds at most, by group."""
+        """Return, by group, the most blocks that a promise of the prompt or a part of it holds."""
         most = []
         for group in self._groups:
             whole = group.needed(prompt.num_tokens)
@@ -419,15 +487,18 @@ class HostSide:
         return most
 
     async def count(self, prompt: Prompt) -> HostPromise:
-        """As `promise`, of what is where, with nothing held."""
+        """Return what `promise` would find now; nothing is held."""
         planned = await self._plan(prompt, self._looks(prompt), prompt.num_tokens)
         return HostPromise(planned.num_tokens, problem=planned.problem)
 
     async def _ticket(
         self, ticket_id: str, prompt: Prompt, budget: Budget, deadline_s: float
     ) -> tuple[Ticket, Sequence[StoredKey]]:
-        """Wait for the ticket; return it and the prompt's keys. Raises HandoffError: the engine
-        computes the prompt then."""
+        """Wait for the ticket; return it and the prompt's keys.
+
+        Raises:
+            HandoffError: the ticket does not come; the engine computes the prompt then.
+        """
         handoff = self._handoff()
         try:
             return await wait_for_ticket(
@@ -492,10 +563,10 @@ class HostSide:
         return _Planned(length, problem or _problem_of(looks), None if problem else known)
 
     def _first_asked(self, looks: dict[int, GroupLook], bound: int) -> dict[int, Sequence[int]]:
-        """Positions whose blocks storage is asked for before it has answered anything, by group.
+        """Return, by group, the positions of the first question to storage.
 
-        Beside full attention, which storage may have any part of, these are all positions of a
-        prompt that is not long: the answer then needs no second question.
+        With a group of full attention, of which storage may have any part, a short prompt is asked
+        for whole: the answer then needs no second question.
         """
         tiers = {n: self._tiers[n] for n in looks if self._tiers[n].storage is not None}
         whole = {n: range(-(-bound // tier.group.block_size)) for n, tier in tiers.items()}
@@ -529,8 +600,11 @@ class HostSide:
             tier.note_answer(look, some, there)
 
     async def _longest(self, looks: dict[int, GroupLook], bound: int) -> int:
-        """Find the longest length of at most `bound` tokens that host and storage have in the
-        groups beside the index. Storage is asked for all groups at once, in batches that grow."""
+        """Return the longest length that host and storage have in the groups beside the index.
+
+        The length is at most `bound` tokens. Storage is asked for all groups at once, in batches
+        that grow.
+        """
         length, most = bound, _FEWEST_ASKED
         while True:
             before = -1
@@ -549,7 +623,7 @@ class HostSide:
             most *= _MORE_ASKED
 
     def _longest_here(self, looks: dict[int, GroupLook], bound: int) -> int:
-        """As `_longest`, of the host alone."""
+        """Return the longest length that the host alone has in the groups beside the index."""
         valid = [
             (self._groups[number], self._tiers[number].valid(look, bound))
             for number, look in looks.items()
@@ -564,8 +638,11 @@ class HostSide:
         promise: HostPromise,
         bound: int,
     ) -> str | None:
-        """Bring to the host, and hold for `promise`, the longest length of at most `bound` tokens
-        that can be had in every group; why it is not all of the prompt, if anything went wrong."""
+        """Bring to the host, and hold for `promise`, the longest length that every group can have.
+
+        The length is at most `bound` tokens. Returns why it is not the whole prompt; None if
+        nothing went wrong.
+        """
         bringing = _Bringing(budget, promise)
         if not self._tiers or self._service.store is None:  # a fetch of one group decides by itself
             problem = await self._brought(prompt, keys, bringing, bound)
@@ -581,8 +658,11 @@ class HostSide:
     async def _bring_all_groups(
         self, prompt: Prompt, keys: Sequence[StoredKey], bringing: _Bringing, bound: int
     ) -> str | None:
-        """As `_brought`, if that is estimated to be faster than computing, and while the budget
-        lasts. The work goes on without a request that may compute, so that the tier is known."""
+        """Bring blocks as `_brought` does, if that is estimated to be faster than computing.
+
+        The wait ends with the budget. If the request may compute, the work goes on without it,
+        which measures how fast the tier is.
+        """
         service, budget, promise = self._service, bringing.budget, bringing.promise
         assert promise is not None, "its request waits"
         here, tier = self._all_here(prompt, bound), service.estimator.tier
@@ -594,20 +674,20 @@ class HostSide:
         bringing.is_timed, bringing.here = True, here
         bringing.is_try = verdict.is_try
         tier.num_tries += bringing.is_try
-        told: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        work = self._brought_in_time(prompt, keys, bringing, bound, told)
+        answered: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        work = self._brought_in_time(prompt, keys, bringing, bound, answered)
         task = service.tiers.work.started(work, "tierkv-bring")
 
         def ended(_: asyncio.Task[None] | None) -> None:
             tier.num_tries -= bringing.is_try
             tier.num_late -= bringing.is_late
             bringing.is_try = bringing.is_late = False
-            _tell(told, "this service is closing")  # or has told
+            _tell(answered, "this service is closing")  # no effect if there is an answer
 
         task.add_done_callback(ended)
         try:
             async with budget.limit():
-                problem = await asyncio.shield(told)
+                problem = await asyncio.shield(answered)
         except TimeoutError:
             problem = "storage took too long"
             service.tiers.decisions.recompute_late += 1
@@ -632,10 +712,12 @@ class HostSide:
         keys: Sequence[StoredKey],
         bringing: _Bringing,
         bound: int,
-        told: asyncio.Future[str | None],
+        answered: asyncio.Future[str | None],
     ) -> None:
-        """Bring all groups, and note how fast storage was. With nobody waiting it ends after the
-        deadline for fetches."""
+        """Bring all groups, and note how fast storage was.
+
+        If the request may compute, the work ends after the deadline for fetches.
+        """
         service, time = self._service, asyncio.get_running_loop().time
         tier, began_at = service.estimator.tier, time()
         most_s = service.settings.fetch_deadline_s if bringing.budget.may_compute else None
@@ -651,10 +733,10 @@ class HostSide:
                 tier.note_silence(time() - began_at)
             if bringing.transfer is not None:  # what did not come was waited for, too
                 tier.end(bringing.transfer, time(), is_late=True)
-        _tell(told, problem)
+        _tell(answered, problem)
 
     def _all_here(self, prompt: Prompt, bound: int) -> int:
-        """The longest length of at most `bound` tokens that the host has in every group."""
+        """Return the longest length of at most `bound` tokens that the host has in every group."""
         return self._longest_here(self._looks(prompt), self._on_host(prompt, bound).num_tokens)
 
     async def _brought(
@@ -664,8 +746,11 @@ class HostSide:
         bringing: _Bringing,
         bound: int,
     ) -> str | None:
-        """Bring it and hold it, if somebody waits for it still. What storage turns out to have lost
-        makes it shorter, and is not relied on again."""
+        """Bring blocks, and hold them if the request still waits; return why some did not arrive.
+
+        Blocks that storage reported and has lost make the length shorter, and are not asked for
+        again.
+        """
         looks, problem, estimator = self._looks(prompt), None, self._service.estimator
         time = asyncio.get_running_loop().time
         began_at = time()
@@ -706,7 +791,7 @@ class HostSide:
         return problem
 
     def _note_answer(self, bringing: _Bringing, num_tokens: int, seconds: float) -> None:
-        """Storage has said, `seconds` after it was asked, that it has `num_tokens` tokens more."""
+        """Record that storage answered after `seconds`, and has `num_tokens` tokens more."""
         estimator = self._service.estimator
         estimator.tier.note_answer(seconds, has_found=num_tokens > 0)
         if num_tokens > 0:
@@ -717,8 +802,10 @@ class HostSide:
             bringing.budget.arrived()
 
     async def _foreign(self, prompt: Prompt, num_tokens: int) -> str | None:
-        """Whether what comes after `num_tokens` tokens was stored by a node of another number of
-        ranks and is of no use here, in words."""
+        """Return a sentence if the next block was stored by an engine with another number of ranks.
+
+        Such a block is of no use here. None if there is no such block.
+        """
         storage = self._service.tiers.copies.storage
         if storage is None or self._main is None or len(self._groups) > 1:
             return None
@@ -741,9 +828,17 @@ class HostSide:
         bringing: _Bringing,
         known: Beyond | None = None,
     ) -> AsyncIterator[GetOutcome | None]:
-        """What storage has of a prompt for the index stays on the host in the body; why it is not
-        more, if it is not all. keys: of the prompt and of what follows it, if a ticket promises
-        them. known: what storage said it has. The promise is told how much came."""
+        """Fetch the index's blocks of a prompt, and keep them on the host in the body.
+
+        Yields why not all of them arrived; None if they did. The promise records how many tokens
+        came.
+
+        Args:
+            prompt: the prompt.
+            keys: keys of the blocks that a ticket promises; () without a ticket.
+            bringing: the budget and the promise.
+            known: storage's answer about these blocks; None if it was not asked.
+        """
         service = self._service
         if service.tiers.copies.storage is None or self._main is None or not prompt.num_tokens:
             yield None
@@ -767,7 +862,7 @@ class HostSide:
             fetched.release()
 
     def _on_host(self, prompt: Prompt, bound: int) -> _OnHost:
-        """What the index has on the host of the first `bound` tokens now."""
+        """Return what the index has on the host of the first `bound` tokens now."""
         if self._main is None:
             return _OnHost(bound, None, 0)
         index, size, group = self._service.index, prompt.block_size, self._groups[self._main]
@@ -794,8 +889,10 @@ class HostSide:
     def _hold(
         self, prompt: Prompt, looks: dict[int, GroupLook], promise: HostPromise, num_tokens: int
     ) -> None:
-        """The first `num_tokens` tokens, which the host has in every group. Decided in one step:
-        nothing can go in between."""
+        """Hold for `promise` the first `num_tokens` tokens, which the host has in every group.
+
+        There is no await in here: no block can be evicted in between.
+        """
         promise.num_tokens = num_tokens
         promise.parts = [HeldRun(0, array("i")) for _ in self._groups]
         here = self._on_host(prompt, num_tokens)
@@ -813,8 +910,10 @@ class HostSide:
 
     @asynccontextmanager
     async def _room(self, num_blocks: list[int]) -> AsyncIterator[HostPromise]:
-        """A promise, as soon as there is room for so many blocks of each group among all, first
-        come, first served. If the body fails there is none."""
+        """Wait until `num_blocks` blocks of each group may be promised, and provide a promise.
+
+        Waiting calls are served in order. If the body fails, the promise is released.
+        """
         promise = HostPromise(0)
         async with self._turn:
             while any(self._promised_blocks) and not self._fits(num_blocks):
@@ -824,7 +923,7 @@ class HostSide:
             self._recount(promise, num_blocks)
         try:
             yield promise
-        except BaseException:  # a cancel too: nobody has heard of it
+        except BaseException:  # a cancel too: no caller has the promise
             self._release(promise)
             raise
 
@@ -844,12 +943,18 @@ class HostSide:
             self._release(promise)
 
     async def free(self, promise: HostPromise) -> None:
-        """Nobody wants what was promised; the caller has taken it."""
+        """Release a promise that the request does not need; the caller has taken it."""
         self._release(promise)
 
     async def loaded(self, promise: HostPromise, failed: Sequence[Sequence[int]]) -> None:
-        """The load of a promise is over. failed: by group, positions of blocks that it did not
-        bring; each counts against its block. A ticket of which all came is acknowledged."""
+        """Release a promise whose load has ended.
+
+        A ticket whose prompt loaded whole is acknowledged.
+
+        Args:
+            promise: the promise.
+            failed: by group, positions of blocks that did not load; each counts against its block.
+        """
         for number, positions in enumerate(failed):
             if not positions:
                 continue
@@ -890,7 +995,7 @@ class HostSide:
     # Saves
 
     async def reserve(self, counts: Sequence[int]) -> list[list[int]]:
-        """By group, up to so many host slots for saves, evicting what may go."""
+        """Return, by group, up to `counts` host slots for saves; blocks are evicted for them."""
         found = [
             self._reserve(count)
             if number == self._main
@@ -917,9 +1022,11 @@ class HostSide:
         return found
 
     async def keep(self, saves: Sequence[tuple[Prompt, Sequence[Copied]]]) -> Kept:
-        """Let lookups find these blocks of each prompt. What cannot hang under its parent in the
-        index, because that was evicted meanwhile, is not kept; nor what may have been computed
-        before a deletion."""
+        """Let lookups find the copied blocks of each prompt.
+
+        A block whose parent in the index was evicted in between is not kept, nor is a block that
+        may have been computed before a deletion.
+        """
         num_blocks = [0] * len(saves)
         unused: list[list[int]] = [[] for _ in self._groups]
         for number, (prompt, copied) in enumerate(saves):
@@ -982,7 +1089,7 @@ class HostSide:
         positions: Iterable[int],
         names: Sequence[ExternalId | None],
     ) -> None:
-        """What the engine calls blocks, for events about them."""
+        """Record the engine's names of blocks, for events about them."""
         if group == self._main:
             keys: Sequence[StoredKey] = self._service.tiers.copies.prompt_keys(prompt)
         else:
@@ -992,7 +1099,7 @@ class HostSide:
                 self._service.events.note_name(keys[at].digest, name)
 
     async def give(self, slots: Sequence[Iterable[int]]) -> None:
-        """By group, slots that were reserved, and that nothing writes any more."""
+        """Give back, by group, reserved slots that no copy writes any more."""
         for number, some in enumerate(slots):
             if number != self._main:
                 self._tiers[number].blocks.give(list(some))
@@ -1012,9 +1119,20 @@ class HostSide:
         return handoff
 
     async def publish(self, number: int, prompt: Prompt, ticket_id: str) -> Published:
-        """Store what of `prompt` is not stored yet, out of the host tier, as it is saved, and, once
-        `finish` was called with this number, a ticket. Raises HandoffError,
-        DuplicateRequestError."""
+        """Store the saved blocks of `prompt` that storage does not have, and then a ticket.
+
+        The blocks are stored as they are saved. The ticket follows once `finish` was called with
+        the same number.
+
+        Args:
+            number: number of this publish.
+            prompt: the prompt.
+            ticket_id: id of the ticket.
+
+        Raises:
+            HandoffError: there is no storage, or the prompt was not saved whole.
+            DuplicateRequestError: another prompt's ticket of this id can be claimed.
+        """
         handoff, deadline_s = self._handoff(), self._service.handoff_settings.publish_deadline_s
         with self._saved(prompt) as saved:
             stream = PublishStream(handoff, saved, ticket_id, deadline_s=deadline_s)
@@ -1027,13 +1145,13 @@ class HostSide:
                 del self._publishes[number]
 
     async def finish(self, number: int, first_tokens: Sequence[int]) -> None:
-        """All of the prompt was saved."""
+        """Complete a publish: the whole prompt was saved."""
         if number in self._publishes:
             stream, _ = self._publishes[number]
             stream.finish(first_tokens)
 
     async def fail(self, number: int, reason: str) -> None:
-        """No more of the prompt is saved: there will be no ticket."""
+        """End a publish without a ticket: the rest of the prompt will not be saved."""
         if number in self._publishes:
             stream, _ = self._publishes[number]
             stream.fail(reason)
@@ -1069,8 +1187,11 @@ class HostSide:
         return num_blocks * size
 
     def hold_whole(self, promise: HostPromise, prompt: Prompt) -> None:
-        """Hold for `promise` all that `prompt` needs in every group. Raises HandoffError if the
-        host does not have it."""
+        """Hold for `promise` everything that `prompt` needs in every group.
+
+        Raises:
+            HandoffError: the host does not have all of it.
+        """
         looks, whole = self._looks(prompt), prompt.num_tokens
         found = self._longest_here(looks, self._on_host(prompt, whole).num_tokens)
         if found < whole:
@@ -1083,8 +1204,10 @@ class HostSide:
 
     @asynccontextmanager
     async def slots_of(self, promise: HostPromise, blocks: range) -> AsyncIterator[Ids]:
-        """Keep blocks of the index's group, which `promise` holds, for a store that may still read
-        them when the promise is over."""
+        """Keep held blocks of the index's group, and yield their slots.
+
+        A store may still read the slots when the promise is over.
+        """
         index, lease = self._service.index, promise.lease
         assert lease is not None, "blocks are published that are held"
         slots = index.slots(Tier.HOST, lease.node, blocks.start, blocks.stop)
@@ -1096,13 +1219,16 @@ class HostSide:
             self._service.tiers.work.capacity_changed()
 
     def was_deleted(self, promise: HostPromise) -> bool:
-        """Return whether what `promise` holds of the index's group was deleted meanwhile."""
+        """Return True if the index's blocks that `promise` holds have been deleted."""
         lease = promise.lease
         return lease is not None and self._service.index.spaces.is_retired(lease.node)
 
     async def store_groups(self, promise: HostPromise) -> None:
-        """Store what `promise` holds of the groups beside the index. Raises
-        StoreUnavailableError."""
+        """Store the blocks that `promise` holds of the groups beside the index.
+
+        Raises:
+            StoreUnavailableError: a block was not stored.
+        """
         for number, blocks in promise.held.items():
             await self._tiers[number].publish(blocks)
 
@@ -1112,7 +1238,7 @@ class HostSide:
         return self._service.stats()
 
     async def verify(self) -> list[str]:
-        """As Service.verify, with what is held here."""
+        """Return the findings of Service.verify and of this side's promises and groups."""
         leases = sum(one.lease is not None for one in self._promises)
         wrong = self._service.verify(num_leases=leases)
         counted = [one.num_blocks for one in self._promises if one.num_blocks]
@@ -1125,12 +1251,14 @@ class HostSide:
         return wrong
 
     async def forget(self) -> int:
-        """As Service.forget, of all groups."""
+        """Forget the blocks of all groups that are not held; see Service.forget."""
         return await self._service.forget()
 
     async def give_back(self) -> None:
-        """At the end: promises, and slots that nothing was saved to. What was saved is stored
-        first, if the store takes it soon."""
+        """Release all promises and reserved slots, at the end.
+
+        Saved blocks are stored first, if the store takes them soon.
+        """
         work = self._service.tiers.work
         try:
             async with asyncio.timeout(_CLOSING_S):
@@ -1171,7 +1299,11 @@ class SavedPrompt:
         return self._side.hold_saved(self._promise, self.prompt)
 
     def check_whole(self) -> None:
-        """Hold all of the prompt. Raises HandoffError if the host does not have it."""
+        """Hold all of the prompt.
+
+        Raises:
+            HandoffError: the host does not have all of it.
+        """
         self._side.hold_whole(self._promise, self.prompt)
 
     def offer(self, _ticket_id: str, _ledger: TicketLedger) -> None:
@@ -1193,6 +1325,6 @@ def _problem_of(looks: dict[int, GroupLook]) -> str | None:
     return next((look.problem for look in looks.values() if look.problem), None)
 
 
-def _tell(told: asyncio.Future[str | None], problem: str | None) -> None:
-    if not told.done():
-        told.set_result(problem)
+def _tell(answered: asyncio.Future[str | None], problem: str | None) -> None:
+    if not answered.done():
+        answered.set_result(problem)

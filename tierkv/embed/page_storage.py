@@ -65,21 +65,27 @@ class EnginePages:
         return self._pages
 
     def close(self) -> None:
-        """Hold the memory no more: it is the engine's, which may unmap it now."""
+        """Release the memory, which the engine may unmap now."""
         self._pages = None
 
 
 class PageStorage:
     """The store `url` for pages of an engine, on a thread of its own; `pool` names the pages.
 
-    ttl_s: how long a stored page lives after its last use, None for as long as the store keeps it.
-    deadline_s: after so long a question counts as "not there". Reads and writes have the deadlines
-        of the store's settings.
-    prefix: of all names in the store.
-    codecs: signed or sealed values (`StorageSettings.codecs`); None for a plain checksum.
+    Any thread may call; only `open`, `pool` and `close` wait for the store.
 
-    Any thread may call; nothing here waits for the store except `open`, `pool` and `close`. Raises
-    ConfigError if the URL names no store or a setting is out of range.
+    Args:
+        url: URL of the store.
+        settings: settings of the store.
+        ttl_s: seconds that a stored page lives after its last use; None for as long as the store
+            keeps it.
+        deadline_s: seconds after which a question counts as "not there". Reads and writes have the
+            deadlines of the store's settings.
+        prefix: prefix of all names in the store.
+        codecs: signed or sealed values (`StorageSettings.codecs`); None for a plain checksum.
+
+    Raises:
+        ConfigError: the URL names no store, or a setting is out of range.
     """
 
     def __init__(
@@ -110,7 +116,7 @@ class PageStorage:
 
     @property
     def url(self) -> str:
-        """Where the pages go, without secrets."""
+        """The store's URL, without secrets."""
         return self._store.url
 
     def open(self) -> None:
@@ -124,7 +130,7 @@ class PageStorage:
             raise StoreUnavailableError(f"{self.url} did not open within {_OPEN_S:g} s")
 
     def close(self) -> None:
-        """Wait for the calls under way, and close the store. Any number of times.
+        """Wait for the calls under way, and close the store. May be called again.
 
         Raises:
             StoreUnavailableError: That takes too long: pages may still be read or written.
@@ -133,23 +139,26 @@ class PageStorage:
             raise StoreUnavailableError(f"{self.url} is still being used after {_CLOSE_S:g} s")
 
     def pool(self, identity: Mapping[str, str], *parts: Pages) -> PagePool:
-        """Pages that are shared by all engines whose `identity` is the same.
+        """Return a pool of pages that all engines with the same `identity` share.
 
-        identity: what makes another engine's bytes usable here: model, revision, dtype, layout,
-            page size, ranks. Engines that differ in any of it never see each other's pages.
-        parts: uint8 [num_pages, part_bytes], each row contiguous. Page n is row n of every part,
-            each a value of its own, and counts only when all are there. The engine's memory, which
-            stays mapped until `close` has returned.
+        Args:
+            identity: everything that shapes a page's bytes: model, revision, dtype, layout, page
+                size, ranks. Engines that differ in any of it never see each other's pages.
+            parts: uint8 [num_pages, part_bytes], each row contiguous. Page n is row n of every
+                part, each a value of its own, and counts only when all are stored. The memory is
+                the engine's, and stays mapped until `close` has returned.
 
-        Raises ConfigError if identity names no model, LayoutError if parts are not of that shape,
-        ShuttingDownError if the storage is not open.
+        Raises:
+            ConfigError: identity names no model.
+            LayoutError: a part does not have that shape.
+            ShuttingDownError: the storage is not open.
         """
         pool = PagePool(self, identity, parts)
         self._thread.run(self._begin(pool)).result(_OPEN_S)
         return pool
 
     def storage_io(self, fingerprint: Fingerprint, slices: Sequence[Slice]) -> StorageIO:
-        """Between the store and `slices` of one fingerprint."""
+        """Return the way between the store and `slices` of one fingerprint."""
         names, whole = Names(self._prefix, fingerprint.short), slices[0]
         return StorageIO(
             self._store,
@@ -197,7 +206,7 @@ class PageStorage:
 
 
 class PagePool:
-    """Pages of one identity; made by `PageStorage.pool`, where the arguments are told of."""
+    """Pages of one identity. `PageStorage.pool` makes it, and explains the arguments."""
 
     def __init__(
         self, storage: PageStorage, identity: Mapping[str, str], parts: Sequence[Pages]
@@ -225,36 +234,45 @@ class PagePool:
         return self.io.stats
 
     def close(self) -> None:
-        """Hold the engine's memory no more."""
+        """Release the engine's memory."""
         for memory in self._memory:
             memory.close()
 
     def present(self, keys: Sequence[bytes]) -> Future[list[bool]]:
-        """For each key whether its page is stored; False for all if the store does not say so in
-        time."""
+        """Return for each key whether its page is stored.
+
+        False for all if the store does not answer in time.
+        """
         return self._storage.run(self._present(self._stored(keys)))
 
     def count(self, keys: Sequence[bytes]) -> Future[int]:
-        """How many pages are stored, from the first on and without a gap; 0 if the store does not
-        say so in time."""
+        """Return the number of stored pages before the first gap.
+
+        0 if the store does not answer in time.
+        """
         return self._storage.run(self._count(self._stored(keys)))
 
     def load(self, keys: Sequence[bytes], page_ids: Sequence[int]) -> Future[list[bool]]:
-        """Bring pages into `page_ids`. For each whether every byte is there, checked; the others
-        hold anything. The pages are the caller's again when the future is done."""
+        """Bring pages into `page_ids`, and return for each whether every byte has arrived, checked.
+
+        A page that did not arrive may hold any bytes. The engine must not use the pages before the
+        future is done.
+        """
         return self._storage.run(self._load(self._stored(keys), self._ids(keys, page_ids)))
 
     def store(self, keys: Sequence[bytes], page_ids: Sequence[int]) -> Future[list[bool]]:
-        """Store the pages at `page_ids`. For each whether it is in the store now. The pages stay
-        as they are until the future is done."""
+        """Store the pages at `page_ids`, and return for each whether it is in the store now.
+
+        The engine must not change the pages before the future is done.
+        """
         return self._storage.run(self._save(self._stored(keys), self._ids(keys, page_ids)))
 
     def clear(self) -> Future[int]:
-        """Forget every stored page of this identity, whoever stored it; how many values there were.
+        """Delete every stored page of this identity, of all engines; return the number of values.
 
-        Pages that are being stored are waited for. Until the future is done nothing is stored, and
-        `load` brings nothing. StoreUnavailableError if the store does not answer; pages may be left
-        then.
+        The call waits for pages that are being stored. Until the future is done no page is stored,
+        and `load` brings none. The future raises StoreUnavailableError if the store does not
+        answer; pages may be left then.
         """
         return self._storage.run(self._clear())
 

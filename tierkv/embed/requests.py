@@ -27,14 +27,15 @@ class Until(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The blocks of an admitted request: a snapshot that nobody changes.
+    """The blocks of an admitted request: an immutable snapshot.
 
-    block_table: int32, read-only: the device blocks for the prompt and max_new_tokens more.
-    cached_tokens: The first so many tokens have KV there (once `gate` is open, with
-        Until.ADMITTED); the engine computes from there on.
-    failed_blocks: Blocks of the prompt, counted from 0, that were found in the cache but could not
-        be loaded. All lie behind cached_tokens: the engine computes them with the rest.
-    load_problem: Why these blocks failed; None if there are none.
+    Attributes:
+        block_table: int32, read-only: the device blocks for the prompt and max_new_tokens more.
+        cached_tokens: number of leading tokens with KV in these blocks (once `gate` is open, with
+            Until.ADMITTED); the engine computes from there on.
+        failed_blocks: blocks of the prompt, counted from 0, that were found in the cache but could
+            not be loaded. All lie behind cached_tokens: the engine computes them with the rest.
+        load_problem: why these blocks failed; None if there are none.
     """
 
     request_id: str

@@ -35,10 +35,13 @@ class CloseTimeoutError(TierKVError):
 class EmbedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of an embedded service.
 
-    max_calls: Calls open at a time, including calls that are done and whose result nobody took.
-    load_timeout_s: Seconds after which cached blocks that have not arrived are computed instead.
-    open_deadline_s, close_deadline_s: Seconds that `open` waits for memory and the store, and that
-        `close` waits for copies. grace_s: Seconds that calls may go on once the service closes.
+    Attributes:
+        max_calls: number of open calls, finished calls with an untaken result included.
+        load_timeout_s: seconds after which cached blocks that have not arrived are computed
+            instead.
+        open_deadline_s: seconds that `open` waits for memory and the store.
+        close_deadline_s: seconds that `close` waits for copies.
+        grace_s: seconds that calls may go on once the service closes.
     """
 
     max_calls: int = 4096
@@ -118,7 +121,7 @@ class ServiceThread:
             raise CloseTimeoutError(f"the service did not open within {deadline_s:g} s")
 
     def close(self, deadline_s: float | None = None) -> None:
-        """Take no more calls, let calls under way end, and close the service. Any number of times.
+        """Take no more calls, let calls under way end, and close the service. May be called again.
 
         Calls that are under way after `grace_s` are cancelled; copies are waited for.
 
@@ -127,7 +130,7 @@ class ServiceThread:
 
         Raises:
             CloseTimeoutError: The service was still closing after the deadline.
-            TierKVError: The service had ended with this error, which nobody had heard of.
+            TierKVError: The service had ended with this error, which no call has reported.
         """
         if not self._thread.close(deadline_s):
             raise CloseTimeoutError("the service is still closing: copies or calls do not end")
@@ -137,7 +140,7 @@ class ServiceThread:
 
     @property
     def is_open(self) -> bool:
-        """Whether the service takes calls."""
+        """True if the service takes calls."""
         return self._thread.is_open and self.exchange.failure is None
 
     @property
@@ -201,7 +204,7 @@ class ServiceThread:
             try:
                 yield
                 self.exchange.refuse(ShuttingDownError("this service is closing"))
-                service.drain()  # a call that waits for blocks would wait in vain
+                service.drain()  # a call that waits for blocks would never get any
                 await self._finish_calls()
             except BaseException:  # a cancel is how a failure elsewhere arrives here
                 self._is_failing = True

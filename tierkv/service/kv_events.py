@@ -209,13 +209,13 @@ class KvEventPublisher:
             nodes.extend(node.children.values())
             for tier, first, stop in () if node.is_tail else _ready(node):
                 for run in self._events.runs(node, first, stop):
-                    told = self._events.event(Happening.STORED, tier, run)
-                    self._send(publisher, [self._encoded(told)])
+                    event = self._events.event(Happening.STORED, tier, run)
+                    self._send(publisher, [self._encoded(event)])
             await asyncio.sleep(0)
         for run in self._events.beside():
             if not run.is_tail:
-                told = self._events.event(Happening.STORED, "host", run)
-                self._send(publisher, [self._encoded(told)])
+                event = self._events.event(Happening.STORED, "host", run)
+                self._send(publisher, [self._encoded(event)])
 
     def _encoded(self, event: CacheEvent) -> dict[str, Any]:
         """Return the fields of `event` in the order of the format.
@@ -271,8 +271,8 @@ class KvEventPublisher:
     def _send(self, publisher: Any, events: list[dict[str, Any]]) -> None:  # noqa: ANN401
         """Send a batch without waiting: a subscriber with a full queue misses it and sees a gap."""
         in_order = self._settings.form is EventForm.ARRAY
-        told = [list(event.values()) for event in events] if in_order else events
-        batch = msgspec.msgpack.encode([time.time(), told, _RANK])
+        encoded = [list(event.values()) for event in events] if in_order else events
+        batch = msgspec.msgpack.encode([time.time(), encoded, _RANK])
         number = self._number.to_bytes(_NUMBER_BYTES, "big")
         publisher.send_multipart((self._topic, number, batch))
         self._kept.append((self._number, batch))

@@ -55,11 +55,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Publishing:
-    """One prompt on its way out under one ticket.
+    """One prompt that is published under one ticket.
 
-    stream: where it goes out while it is computed. None: all of it is computed, be it that the
-        stream was told so, that it was told to fail, or that there never was one; `task` goes on.
-    refused: why the task was cancelled, if it was.
+    Attributes:
+        task: the task that publishes; its result is the outcome.
+        stream: the stream that publishes the prompt while it is computed. None once the stream is
+            finished or failed, and without a stream; `task` may still run then.
+        refused: why the task was cancelled; None if it was not.
     """
 
     task: asyncio.Task[Published | TierKVError]
@@ -73,8 +75,12 @@ class Publishing:
         return self.task.cancelled() or isinstance(self.task.result(), TierKVError)
 
     async def published(self) -> Published:
-        """The outcome; a cancel ends the wait alone. Raises HandoffError, StoreUnavailableError,
-        DuplicateRequestError, or why it was given up."""
+        """Return the outcome; a cancel ends the wait alone.
+
+        Raises:
+            HandoffError, StoreUnavailableError, DuplicateRequestError: the publish failed.
+            TierKVError: the publish was given up for this reason.
+        """
         await asyncio.wait([self.task])
         if self.task.cancelled():
             raise self.refused or ShuttingDownError("this node was stopped while publishing")
@@ -84,7 +90,7 @@ class Publishing:
         return outcome
 
     def give_up(self, why: TierKVError) -> None:
-        """There will be no ticket; who waits for the outcome gets `why`."""
+        """Cancel the publish: no ticket will exist, and waiting callers receive `why`."""
         self.refused = self.refused or why
         self.task.cancel()
 
@@ -103,7 +109,10 @@ class Publishings:
     def start(
         self, work: Coroutine[None, None, Published], stream: PublishStream | None = None
     ) -> Publishing:
-        """Run `work`, waited for or not. An expected failure is its outcome, not the service's."""
+        """Run `work` in a task.
+
+        An expected failure is its outcome, and does not end the service.
+        """
         task = self._tasks.create_task(_outcome(work), name="tierkv-publish")
         publishing = Publishing(task, stream)
         self._open.add(publishing)
@@ -132,14 +141,18 @@ async def _outcome(work: Coroutine[None, None, Published]) -> Published | TierKV
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """held_copies: on device and host, that requests, pins and copies under way hold.
-    removed_values: in storage."""
+    """The outcome of `Service.free`.
+
+    Attributes:
+        held_copies: copies on device and host that requests, pins and copies under way hold.
+        removed_values: number of values removed from storage.
+    """
 
     held_copies: int
     removed_values: int
 
 
-_ASLEEP = "sleep"  # a pause of its own: who has paused the node finds it paused after the wake
+_ASLEEP = "sleep"  # a pause of its own: a node that was paused is still paused after `wake`
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +166,18 @@ class GroupMemory:
 class Service:
     """One model's cache on one device. Use it inside `running()`, from one event loop.
 
-    beside: fingerprints of blocks of other layouts, and how many host slots each has; the tiers do
-        not know them, `groups` has their memory; see EngineCache.
-    kv_events: where routers are told what is cached, if anywhere.
+    Args:
+        device: the device of the cache.
+        fingerprint: the service's own fingerprint.
+        settings: sizes and rules of the tiers.
+        handoff: settings of tickets and storage.
+        store: the store; None for none.
+        storage: options of the storage tier.
+        name: name of this node.
+        clock: clock of the service; None for the system's.
+        beside: fingerprint and number of host slots of each group with a layout of its own. The
+            tiers do not know these blocks; `groups` has their memory. See EngineCache.
+        kv_events: addresses that cache events are published at; None for none.
     """
 
     def __init__(  # noqa: PLR0913 - what a service is made of
@@ -187,15 +209,17 @@ class Service:
         self.timelines = Timelines()
         self.is_ready = False
         self.is_draining = False
-        self.failure: str | None = None  # why it closes although nobody asked for that
+        self.failure: str | None = None  # why it closes without being asked
         self.on_failure: Callable[[], None] = lambda: None  # called when `failure` is known
 
     # Opening and closing
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Opens store and memory; at the end waits for every copy, checks the books, frees all.
-        Once more it begins anew, without the tenants of before."""
+        """Open store and memory for the body; at its end wait for every copy, verify, and free all.
+
+        The service may run again afterwards; it then begins without its former tenants.
+        """
         self.is_draining = False
         self.failure = None
         self._made_of.begin_anew()
@@ -245,7 +269,7 @@ class Service:
                 self.groups = ()
 
     def _failed(self, task: str, error: BaseException) -> None:
-        """A task that the service lives by has ended as nobody expected, and all of it will."""
+        """Record that a task failed unexpectedly, and begin to close the service."""
         log.critical(
             "service %s has failed and closes: task %s ended with %r",
             self._made_of.name,
@@ -260,7 +284,7 @@ class Service:
         self.on_failure()
 
     def _adopt(self, parts: Parts) -> None:
-        """What was opened, under the names by which others use it."""
+        """Make the opened parts attributes of the service."""
         self._parts = parts
         self.mover, self.index, self.tiers = parts.mover, parts.index, parts.tiers
         self.scheduler, self.fetcher = parts.scheduler, parts.fetcher
@@ -295,24 +319,29 @@ class Service:
         return self._storage_tier.store
 
     async def attach_storage(self, store: str | Store, *, tenant: str = "") -> None:
-        """Use a store from now on, instead of the one there, if any; see StorageTier.attach.
+        """Use `store` from now on, instead of an attached one; see StorageTier.attach.
 
-        tenant: a name from `open_fingerprint`, or the service's own fingerprint's short form: only
-            its blocks go there. Tickets are in the common store always.
+        Args:
+            store: the store, or its URL.
+            tenant: a name from `open_fingerprint`, or the short form of the service's own
+                fingerprint: only its blocks go to this store. "" for all tenants without a store of
+                their own. Tickets are always in the common store.
         """
         await self._storage_tier.attach(store, tenant)
 
     def detach_storage(self, *, tenant: str = "") -> bool:
-        """Go on without the store; whether there was one. What is under way ends on it, or fails
-        as if the store had gone; requests compute instead."""
+        """Go on without the store, and return True if there was one.
+
+        Operations under way end on it, or fail as if the store were gone; requests compute instead.
+        """
         return self._storage_tier.detach(tenant)
 
     def storage_state(self) -> tuple[StoreState, ...]:
-        """Each attached store, and how it is doing. One that is degraded only slows a node down."""
+        """Return the state of each attached store. A degraded store only slows a node down."""
         return self._storage_tier.state()
 
     def _storage_changed(self) -> None:
-        """Another store is there, or one that may have lost what it had."""
+        """Forget what was stored: the store is another one, or may have lost values."""
         if not self.is_ready:
             return
         self.tiers.copies.storage = self._storage_tier.attached_io
@@ -329,10 +358,16 @@ class Service:
         quota: tuple[int | None, int | None] = (None, None),
         limits: Limits | None = None,
     ) -> str:
-        """Serve another tenant or adapter beside the service's own; it shares nothing with them.
+        """Serve another tenant or adapter beside the service's own; they share no blocks.
 
-        quota: the most device and host blocks it may have, None for any; over it, it evicts its
-        own. Returns the name that its prompts carry as `space`. Its layout must be the service's.
+        Args:
+            fingerprint: its fingerprint, with the layout of the service.
+            quota: the most device and host blocks it may have, None for any number; beyond it, its
+                own blocks are evicted.
+            limits: limits of its running requests; None for none.
+
+        Returns:
+            The name that its prompts carry as `space`.
         """
         space = self.tenants.open(fingerprint, quota)
         if limits is not None:
@@ -340,87 +375,104 @@ class Service:
         return space
 
     def close_fingerprint(self, space: str) -> int:
-        """Serve it no more, and forget its limits; see Tenants.close."""
+        """Stop serving a space, and forget its limits; see Tenants.close."""
         num_copies = self.tenants.close(space)
         self.scheduler.forget_limits(space)
         return num_copies
 
     async def retire_fingerprint(self, space: str) -> int:
-        """As `close_fingerprint`, while others have their turns; see Tenants.retire."""
+        """Close a space in slices, between which the loop runs other tasks; see Tenants.retire."""
         num_copies = await self.tenants.retire(space)
         self.scheduler.forget_limits(space)
         return num_copies
 
     def space_of_tenant(self, tenant: str, adapter: str = "") -> str:
-        """The space of a tenant's prompts, of those computed with an adapter, opened on first use;
-        see Tenants.space_of."""
+        """Return the space of a tenant's prompts for an adapter, opened on first use.
+
+        See Tenants.space_of.
+        """
         return self.tenants.space_of(tenant, adapter)
 
     def quota_of(self, space: str) -> Quota:
-        """Also of a space that was given one and is closed now."""
+        """Return the quota of a space, which may be closed."""
         return self.tenants.quota_of(space)
 
     def set_quota(self, space: str, quota: Quota) -> None:
-        """The most device and host blocks that a space may have; see Tenants.set_quota."""
+        """Set the most device and host blocks that a space may have; see Tenants.set_quota."""
         self.tenants.set_quota(space, quota)
 
     def set_limits(self, space: str, limits: Limits) -> None:
-        """What a space may have running from now on, also after it was closed for others. Raises
-        BadRequestError if it is closed, and was given neither limits nor a quota before that."""
+        """Set the limits of a space's running requests, which outlast its closing.
+
+        Args:
+            space: name of the space.
+            limits: the new limits.
+
+        Raises:
+            BadRequestError: the space is closed, and never had limits or a quota.
+        """
         if not (self.tenants.has_quota_set(space) or self.scheduler.has_limits_set(space)):
             self.index.spaces.root_named(space)
         self.scheduler.limit(space, limits)
 
     def fingerprint_of(self, space: str) -> Fingerprint:
-        """Of a name from `open_fingerprint`, or the service's own for ""."""
+        """Return the fingerprint of a space, or the service's own for ""."""
         return self._fingerprints[space]
 
     def tenant_of(self, space: str) -> str | None:
-        """Whose prompts are in it; None if it is not open any more."""
+        """Return the tenant of a space; None if the space is not open."""
         fingerprint = self._fingerprints.get(space)
         return None if fingerprint is None else fingerprint.tenant
 
     def roots(self) -> dict[str, bytes]:
-        """The digest that the first block of every prompt has for its parent, by space."""
+        """Return, by space, the digest that is the parent of the first block of every prompt."""
         return {space: one.root() for space, one in self._fingerprints.items()}
 
     # Pins, sizes, sleep
 
     def pin(self, name: str, prompt: Prompt, ttl_s: float, *, is_soft: bool = False) -> int:
-        """Keep what is cached of `prompt` for a while; how many blocks. See Pins."""
+        """Keep the cached blocks of `prompt` for `ttl_s` seconds, and return their number.
+
+        See Pins.
+        """
         return self.tiers.pins.pin(name, prompt, ttl_s, is_soft=is_soft)
 
     def unpin(self, name: str) -> bool:
-        """End a pin before its time; whether there was one."""
+        """End a pin before its time, and return True if there was one."""
         return self.tiers.pins.unpin(name)
 
     def stored_under(self, space: str = "") -> str:
-        """What the names of a space's stored blocks begin with, as `tierkv storage` takes it."""
+        """Return the prefix of the names of a space's stored blocks, for `tierkv storage`."""
         return f"{self._made_of.handoff.prefix}:{space or self.fingerprint.short}"
 
     async def resize(self, tier: Tier, capacity: int) -> None:
-        """Let the tier have `capacity` slots, within the memory there is; see Lifecycle.resize."""
+        """Set the number of slots of a tier, within its memory; see Lifecycle.resize."""
         await self._parts.lifecycle.resize(tier, capacity)
 
     def reset(self) -> int:
-        """Forget every cached block that nobody holds, in one turn of the loop; see
-        Lifecycle.reset."""
+        """Forget every cached block that is not held, in one turn of the loop.
+
+        See Lifecycle.reset.
+        """
         return self._parts.lifecycle.reset() + self._forget_flat()
 
     async def forget(self) -> int:
-        """As `reset`, a slice in a turn of the loop. What others use meanwhile may stay."""
+        """Forget every cached block that is not held, a slice in each turn of the loop.
+
+        Blocks that requests use during the call may stay.
+        """
         return await self._parts.lifecycle.forget() + self._forget_flat()
 
     def _forget_flat(self) -> int:
         return sum(blocks.forget() for blocks in self.flat_blocks)
 
     async def free(self, *, clears_storage: bool = False) -> Freed:
-        """Forget all that nobody holds, as `forget`; or delete everything.
+        """Forget all blocks that are not held, as `forget` does; or delete everything.
 
         Args:
             clears_storage: delete every value of this service's fingerprints, and every ticket of
                 their prompts, in every attached store, for all nodes that share it. From the call
-                on nothing that was cached before is matched, fetched, stored or published by this
+                on, no block that was cached before is matched, fetched, stored or published by this
                 service. Requests that run keep their blocks until they end.
 
         Returns:
@@ -468,12 +520,16 @@ class Service:
         return self._parts.lifecycle.is_asleep
 
     async def sleep(self, *, keeps_blocks: bool = True) -> None:
-        """Give the device's memory back until `wake`. Nobody is admitted meanwhile; it waits for
-        requests that run and for pins.
+        """Release the device's memory until `wake`, once running requests and pins have ended.
 
-        keeps_blocks: blocks that are only on the device go to the host first, as far as it has
-        room; the rest, and with False all of them, is forgotten. Cancelling it undoes it. Raises
-        OwnershipError if it sleeps already.
+        No request is admitted until then. A cancelled call has no effect.
+
+        Args:
+            keeps_blocks: True to move blocks that are only on the device to the host, as far as it
+                has room; all other blocks are forgotten.
+
+        Raises:
+            OwnershipError: the device sleeps already.
         """
         lifecycle = self._parts.lifecycle
         with lifecycle.alone(Tier.DEVICE):
@@ -491,10 +547,17 @@ class Service:
                     self._memory.give_planes_back()
 
     async def wake(self, device_blocks: int | None = None) -> None:
-        """Take device memory again, for `device_blocks`, None for as many as before, and admit,
-        unless the node was paused.
-        `planes` is another object then. Raises ConfigError, still asleep, if there is no room, and
-        OwnershipError if it does not sleep."""
+        """Allocate device memory again, and admit requests unless the node was paused.
+
+        `planes` is another object afterwards.
+
+        Args:
+            device_blocks: number of device blocks; None for as many as before.
+
+        Raises:
+            ConfigError: there is no room; the device still sleeps.
+            OwnershipError: the device does not sleep.
+        """
         lifecycle, memory = self._parts.lifecycle, self._memory
         with lifecycle.alone(Tier.DEVICE), memory.changing():
             if not lifecycle.is_asleep:
@@ -518,7 +581,7 @@ class Service:
             self.scheduler.unpause(why=_ASLEEP)
 
     def pause(self) -> None:
-        """Admit nobody until `unpause`; see Scheduler.pause."""
+        """Stop admitting requests until `unpause`; see Scheduler.pause."""
         self.scheduler.pause()
 
     def unpause(self) -> None:
@@ -542,7 +605,7 @@ class Service:
         return self.admit_as(spec)
 
     def admit_as(self, spec: RequestSpec) -> Coroutine[None, None, Request]:
-        """`admit`, for who has the whole of it in one."""
+        """Admit the request that `spec` describes."""
         return self._admit_fetched(spec) if self.fetches(spec) else self.scheduler.admit(spec)
 
     async def _admit_fetched(self, spec: RequestSpec) -> Request:
@@ -563,9 +626,11 @@ class Service:
                 return Budget(deadline_s)
 
     async def with_rest(self, request: Request, budget: Budget) -> Request:
-        """One that was just admitted, with what storage has of it and the host had no room for: now
-        that there are blocks for that, it comes in portions, where it is worth its time. Another
-        one of the same id, without the cache, if a portion does not load."""
+        """Bring the stored blocks of an admitted request that the host had no room for.
+
+        The blocks come in portions, if that is worth its time. If a portion does not load, another
+        request of the same id is admitted and returned, without cached tokens.
+        """
         try:
             await self._bring_rest(request, budget)
         except DeviceFailedError:
@@ -577,7 +642,10 @@ class Service:
         return request
 
     async def _bring_rest(self, request: Request, budget: Budget) -> None:
-        """If it raises, the request has ended."""
+        """Bring the rest in portions if that is worth its time.
+
+        If this raises, the request has ended.
+        """
         missing = request.spec.prompt.num_tokens - request.cached_tokens
         if budget.restrict(missing, is_answered=True).is_asked:
             budget.arrived()
@@ -586,12 +654,16 @@ class Service:
             self.scheduler.brought_all(request)
 
     def fetches(self, spec: RequestSpec) -> bool:
-        """Whether storage is asked for what the tiers lack of a prompt."""
+        """Return True if storage is asked for the part of a prompt that the tiers do not have."""
         return spec.uses_cache and self.tiers.copies.storage is not None
 
     async def fetched(self, spec: RequestSpec, budget: Budget | None = None) -> Fetched:
-        """What storage has of a prompt that the tiers lack, on the host; `admit` releases it.
-        budget: of the request; None for a new one."""
+        """Bring to the host what storage has of a prompt and the tiers do not; `admit` releases it.
+
+        Args:
+            spec: the request.
+            budget: the request's time for storage; None for a new one.
+        """
         self.scheduler.check(spec)
         async with self._arrivals.wait(spec) as arrival:
             fetched = await self.fetcher.fetch(spec.prompt, budget or self.budget())
@@ -601,11 +673,14 @@ class Service:
     def commit(
         self, request: Request, tokens: bytes, *, after: Sequence[Event] = ()
     ) -> Coroutine[None, None, None]:
-        """KV of `tokens` is in the block table once `after` is done; see Scheduler.commit."""
+        """Record that the block table has the KV of `tokens` once `after` is done.
+
+        See Scheduler.commit.
+        """
         return self.scheduler.commit(request, tokens, after=after)
 
     def extend(self, request: Request, num_tokens: int) -> Coroutine[None, None, None]:
-        """More room in the block table; see Scheduler.extend."""
+        """Enlarge the block table; see Scheduler.extend."""
         return self.scheduler.extend(request, num_tokens)
 
     def preempt(self, request: Request, *, after: Sequence[Event] = ()) -> None:
@@ -613,11 +688,11 @@ class Service:
         self.scheduler.preempt(request, after=after)
 
     def abandon(self, request: Request) -> None:
-        """A preempted request will not come back."""
+        """End a preempted request, which will not be resumed."""
         self.scheduler.abandon(request)
 
     def end(self, request: Request, *, after: Sequence[Event] = ()) -> None:
-        """Give everything back; what was committed stays cached. See Scheduler.end."""
+        """Give all blocks of a request back; committed tokens stay cached. See Scheduler.end."""
         self.scheduler.end(request, after=after)
 
     async def resume(self, request: Request, *, max_new_tokens: int) -> Request:
@@ -627,13 +702,16 @@ class Service:
         return await self.scheduler.resume(request, max_new_tokens=max_new_tokens, fetch=fetch)
 
     def abort(self, request_id: str) -> bool:
-        """Nobody wants this request any more; whether there was one. See Scheduler.abort."""
+        """Abort a request, and return True if there was one. See Scheduler.abort."""
         return self._arrivals.abort(request_id) or self.scheduler.abort(request_id)
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """The engine took so long to compute so many prompt tokens. From these the node learns
-        what is worth fetching, or waiting for. Without them it goes by the time from admissions to
-        commits, and nobody waits for blocks that another request is computing."""
+        """Record that the engine took `seconds` to compute `num_tokens` prompt tokens.
+
+        From these times the node learns what is worth fetching or waiting for. Without them it uses
+        the times from admissions to commits, and no request waits for blocks that another one is
+        computing.
+        """
         if num_tokens > 0 and seconds > 0:
             self.estimator.prefill.tell(num_tokens, seconds)
 
@@ -652,10 +730,21 @@ class Service:
     ) -> tuple[Request, Ticket | None]:
         """Wait for a published prompt and get its blocks, every token of them on the way.
 
-        With ClaimPolicy.RECOMPUTE the request may have fewer `cached_tokens`, the rest of which
-        the engine computes, and there may be no ticket; with RECOMPUTE_ALL there is neither.
-        sampling: how the engine would go on; a ticket that says otherwise is incompatible.
-        Raises HandoffError, its reason a HandoffProblem, and what admit does.
+        With ClaimPolicy.RECOMPUTE the request may have fewer `cached_tokens`, the rest of which the
+        engine computes, and there may be no ticket; with RECOMPUTE_ALL there is neither. Raises the
+        errors of `admit`, too.
+
+        Args:
+            request_id: id of the new request.
+            ticket_id: id of the ticket.
+            prompt: the prompt that the ticket must be for.
+            max_new_tokens: number of tokens to reserve room for behind the prompt.
+            policy: what the engine may compute if the prompt does not come whole.
+            deadline_s: seconds to wait for the ticket; None for the setting.
+            sampling: the engine's sampling; a ticket with another one is incompatible.
+
+        Raises:
+            HandoffError: the prompt cannot be claimed; its reason is a HandoffProblem.
         """
         spec = RequestSpec(request_id, prompt, max_new_tokens, needs_logits=False)
         return await self.claim_as(spec, ticket_id, policy, deadline_s, sampling)
@@ -668,7 +757,7 @@ class Service:
         deadline_s: float | None,
         sampling: Mapping[str, str] | None,
     ) -> Coroutine[None, None, tuple[Request, Ticket | None]]:
-        """`claim`, for who has the whole of it in one."""
+        """Claim a ticket for the request that `spec` describes; see `claim`."""
         self._the_handoff()
         if deadline_s is None:
             deadline_s = self._made_of.handoff.claim_deadline_s
@@ -678,11 +767,15 @@ class Service:
 
     @property
     def handoff(self) -> Handoff | None:
-        """None without a storage tier to hand over through."""
+        """The hand-off of prompts; None without a storage tier."""
         return self._parts.handoff if self.tiers.copies.storage is not None else None
 
     def _the_handoff(self) -> Handoff:
-        """Raises HandoffError without a storage tier."""
+        """Return the hand-off of prompts.
+
+        Raises:
+            HandoffError: this node has no storage tier.
+        """
         if self.tiers.copies.storage is None:
             raise HandoffError(
                 HandoffProblem.UNAVAILABLE.value,
@@ -711,8 +804,12 @@ class Service:
         )
 
     def stream(self, request: Request, ticket_id: str) -> PublishStream | None:
-        """Publish the prompt while it is computed; None if the settings say otherwise. See
-        PublishStream."""
+        """Return a stream that publishes the prompt while it is computed.
+
+        None if settings forbid it.
+
+        See PublishStream.
+        """
         handoff, settings = self._the_handoff(), self._made_of.handoff
         if not settings.streams:
             return None
@@ -720,8 +817,15 @@ class Service:
         return PublishStream(handoff, blocks, ticket_id, deadline_s=settings.publish_deadline_s)
 
     async def check_ticket_is_free(self, ticket_id: str, prompt: Prompt) -> None:
-        """Raises DuplicateRequestError if another prompt's ticket of this id can be claimed; see
-        Tickets.check_free. A store that does not answer in time is in nobody's way."""
+        """Check that no ticket of this id for another prompt can be claimed.
+
+        See Tickets.check_free.
+
+        A store that does not answer in time counts as a free ticket.
+
+        Raises:
+            DuplicateRequestError: another prompt's ticket of this id can be claimed.
+        """
         tickets = self._the_handoff().tickets
         with suppress(TimeoutError):
             async with asyncio.timeout(self._made_of.handoff.lookup_deadline_s):
@@ -729,16 +833,24 @@ class Service:
                 await tickets.check_free(ticket_id, keys.all_digests())
 
     async def ticket_state(self, ticket_id: str) -> TicketStatus:
-        """How a ticket stands, of whatever node it is; without waiting for it."""
+        """Return the state of a ticket of any node, without waiting for the ticket."""
         return await look_at(self._the_handoff().tickets, ticket_id)
 
     async def forget_ticket(self, ticket_id: str) -> bool:
-        """Delete a ticket, whole or open; whether there was one. Raises StoreUnavailableError."""
+        """Delete a ticket, whole or open, and return True if there was one.
+
+        Raises:
+            StoreUnavailableError: the store did not answer.
+        """
         return await self._the_handoff().tickets.forget(ticket_id)
 
     async def acknowledge(self, ticket_id: str) -> None:
-        """Say that a ticket was claimed by an engine that did not do so through `claim`. Raises
-        HandoffError if there is none, and StoreUnavailableError."""
+        """Record that an engine has claimed a ticket without `claim`.
+
+        Raises:
+            HandoffError: the ticket does not exist.
+            StoreUnavailableError: the store did not answer.
+        """
         tickets = self._the_handoff().tickets
         ticket = await tickets.read(ticket_id)
         if ticket is None:
@@ -748,13 +860,13 @@ class Service:
         await tickets.acknowledge(ticket)
 
     def issued_tickets(self) -> list[TicketView]:
-        """What became of the last tickets of this node, the newest first."""
+        """Return the last tickets of this node and their outcomes, the newest first."""
         return self._parts.handoff.ledger.views
 
     # Looking
 
     async def lookup(self, prompt: Prompt) -> Lookup:
-        """Where the prompt's tokens are right now. Changes nothing, and promises nothing."""
+        """Return the number of the prompt's tokens on each tier at this moment; nothing is held."""
         index, storage, size = self.index, self.tiers.copies.storage, prompt.block_size
         match = index.match(prompt)
         partial, is_on_device = match.partial, False
@@ -779,11 +891,13 @@ class Service:
     def explain(
         self, prompt: Prompt, *, names_fields: bool = False, stored: range | None = None
     ) -> Explanation:
-        """Which block of `prompt` is where on this node, what is missing first, and why.
+        """Return where each block of `prompt` is on this node, which is missing first, and why.
 
-        names_fields: say in which fields a fingerprint differs under which it is cached. Only for
-        an operator: it tells one tenant about another. stored: blocks that storage has beyond the
-        local match, if it was asked.
+        Args:
+            prompt: the prompt.
+            names_fields: True to name the fields in which a fingerprint that the prompt is cached
+                under differs. For operators alone: it shows a tenant's data to another tenant.
+            stored: blocks that storage has beyond the local match; None if it was not asked.
         """
         match, fetcher = self.index.match(prompt), self.fetcher
         at = match.num_blocks
@@ -806,8 +920,13 @@ class Service:
     async def explain_with_storage(
         self, prompt: Prompt, *, deadline_s: float, names_fields: bool = False
     ) -> Explanation:
-        """`explain`, and what storage has beyond that; without that part if it does not answer
-        within `deadline_s` seconds."""
+        """Explain the prompt as `explain` does, with the blocks that storage has beyond that.
+
+        Args:
+            prompt: the prompt.
+            deadline_s: seconds after which the answer goes without storage.
+            names_fields: see `explain`.
+        """
         storage, match, stored = self.tiers.copies.storage, self.index.match(prompt), None
         if storage is not None:
             with suppress(StoreUnavailableError, TimeoutError):
@@ -818,13 +937,16 @@ class Service:
 
     @property
     def events(self) -> CacheEvents:
-        """What happens to cached blocks, for who subscribes."""
+        """Events of cached blocks, for subscribers."""
         return self.tiers.events
 
     def stats(self) -> Stats:
         return self._parts.stats()
 
     def verify(self, *, num_leases: int = 0) -> list[str]:
-        """Recount leases, slots, states and orphans; what is wrong, in words, [] if nothing is.
-        num_leases: that the caller holds."""
+        """Recount leases, slots, states and orphans, and return a sentence for each error found.
+
+        Args:
+            num_leases: number of leases that the caller holds.
+        """
         return self._parts.verify(num_leases)
