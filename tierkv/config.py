@@ -35,14 +35,20 @@ def load(
     *,
     beside: type | None = None,
 ) -> T:
-    """Settings of type `kind` (a msgspec struct of sections) from `path`, from variables named
-    TIERKV_SECTION__KEY, which win (TIERKV_STORAGE__REDIS__TIMEOUT_S is a nested one), and from
-    `options`, each a section, a key and a value, which win over both.
+    """Return settings of type `kind`: from a file, then variables, then options, which win.
 
-    beside: settings of another role, so that one environment or file serves both roles: a table
-    that only the other one has is left out, once its keys are known to exist there.
-    Raises ConfigError, naming the file and the key, if a file cannot be read, a key is unknown or
-    a value is not of its type.
+    Args:
+        kind: a msgspec struct of sections.
+        path: a TOML file; None for none.
+        environ: variables, of which those named TIERKV_SECTION__KEY are read
+            (TIERKV_STORAGE__REDIS__TIMEOUT_S is a nested one).
+        options: each a section, a key and a value.
+        beside: settings of another role, so that one environment or file serves both roles: a table
+            that only the other role has is left out, once its keys are known to exist there.
+
+    Raises:
+        ConfigError: a file cannot be read, a key is unknown, or a value is not of its type; the
+            message names the file and the key.
     """
     return load_traced(kind, path, environ, options, beside=beside)[0]
 
@@ -104,7 +110,7 @@ def from_mapping(
 
 
 def flat(table: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    """The values of nested tables, by "table.key"."""
+    """Return the values of nested tables, by "table.key"."""
     found: dict[str, Any] = {}
     for key, value in table.items():
         found |= flat(value, f"{at}{key}.") if isinstance(value, Mapping) else {f"{at}{key}": value}
@@ -163,7 +169,7 @@ def _section(table: dict[str, Any], names: Sequence[str], where: str) -> dict[st
 
 
 def settings_in(kind: object) -> dict[str, Any]:
-    """The types of what may be set of `kind`, a type of settings, by name."""
+    """Return the type of each setting in `kind`, a type of settings, by name."""
     hints = get_type_hints(kind, include_extras=True)
     return {
         name: hint
@@ -183,8 +189,10 @@ def names_in(kind: object, at: str = "") -> list[str]:
 
 
 def suggestion(unknown: str, known: Sequence[str]) -> str:
-    """The one of `known` that was probably meant, as the end of a sentence; "" if none is close.
-    A key that exists in another table is meant there."""
+    """Return the name in `known` that was probably meant, as the end of a sentence.
+
+    "" if none is close. A key that exists in another table is meant there.
+    """
     key = unknown.rpartition(".")[2]
     elsewhere = [name for name in known if name.rpartition(".")[2] == key]
     close = elsewhere or difflib.get_close_matches(unknown, known, n=1, cutoff=_CLOSE)

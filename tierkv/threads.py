@@ -72,14 +72,18 @@ class _Aside:
 
     @property
     def pool(self) -> Threads:
-        """The threads, started at the first use. Raises ConfigError."""
+        """The threads, started at the first use.
+
+        Raises:
+            ConfigError: The system starts no further thread.
+        """
         with self._lock:
             if self._pool is None:
                 self._pool = Threads(_NUM_ASIDE, "tierkv-aside")
             return self._pool
 
     def forget(self) -> None:
-        """Start other threads at the next use: those of a fork's parent are not here."""
+        """Start new threads at the next use: a fork's child has none of its parent's threads."""
         self._pool, self._lock = None, threading.Lock()  # a thread of the parent may hold that one
 
 
@@ -88,18 +92,18 @@ os.register_at_fork(after_in_child=_aside.forget)
 
 
 def begin_aside(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Return the future of what `work` returns, run in a thread; see `aside`."""
+    """Run `work` in a thread, and return the future of its result; see `aside`."""
     call = partial(copy_context().run, work)
     return asyncio.get_running_loop().run_in_executor(_aside.pool, call)
 
 
 async def aside(work: Callable[..., T], *args: object) -> T:
-    """Return what `work(*args)` returns, run in a thread; as `asyncio.to_thread`.
+    """Return the result of `work(*args)`, run in a thread, as `asyncio.to_thread` does.
 
     The executor of an event loop starts threads when they are first used, and one more to end.
 
     Raises:
-        ConfigError: Nobody called `start_threads`, and the system starts no further thread.
+        ConfigError: `start_threads` was not called, and the system starts no further thread.
     """
     return await begin_aside(partial(work, *args))
 
@@ -110,7 +114,7 @@ async def start_threads() -> None:
     Raises:
         ConfigError: The system starts no further thread.
     """
-    # libuv ends the process where it cannot start its own threads, which it does at the first use.
+    # libuv starts its own threads at the first use, and ends the process if it cannot.
     trial = Threads(_NUM_OF_LIBUV, "tierkv-lookups")
     await aside(trial.shutdown)
     loop = asyncio.get_running_loop()

@@ -42,8 +42,14 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 @contextmanager
 def exporting(instance: str, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Sends spans to the collector that the environment names, until the body has ended. instance:
-    the name of this node or gateway. Says so and goes on if OpenTelemetry is not installed."""
+    """Send spans to the collector that the environment names, until the body has ended.
+
+    Without OpenTelemetry a warning is logged, and nothing is traced.
+
+    Args:
+        instance: name of this node or gateway.
+        environ: the environment.
+    """
     global _tracer  # noqa: PLW0603 - a process has one
     if not any(environ.get(name) for name in _ENDPOINTS):
         yield
@@ -71,7 +77,7 @@ def exporting(instance: str, environ: Mapping[str, str] = os.environ) -> Iterato
         _tracer = None
         last = threading.Thread(target=provider.shutdown, name="tierkv-last-spans", daemon=True)
         try:
-            last.start()  # a collector that is not there is not waited for
+            last.start()  # a thread, so that a missing collector holds up no end
         except RuntimeError as error:
             log.warning("the last spans are lost: %s", error)
         else:
@@ -79,7 +85,7 @@ def exporting(instance: str, environ: Mapping[str, str] = os.environ) -> Iterato
 
 
 def join() -> None:
-    """Trace with what this process has set up of OpenTelemetry, if anything."""
+    """Trace through the OpenTelemetry setup of this process, if there is one."""
     global _tracer  # noqa: PLW0603 - a process has one
     if _tracer is None and "opentelemetry.sdk.trace" in sys.modules:
         from opentelemetry import trace  # noqa: PLC0415 - it is loaded
@@ -89,8 +95,10 @@ def join() -> None:
 
 
 def span(name: str, **about: Value) -> AbstractContextManager[Any]:
-    """While the body runs; what it starts belongs to it. Yields the span, None if nothing is
-    traced."""
+    """Trace the body as a span, which the spans of its work belong to.
+
+    Yields the span; None if nothing is traced.
+    """
     if _tracer is None:
         return _NOTHING
     return _tracer.start_as_current_span(f"tierkv.{name}", attributes=about)  # type: ignore[no-any-return]
@@ -98,8 +106,14 @@ def span(name: str, **about: Value) -> AbstractContextManager[Any]:
 
 @contextmanager
 def serving(name: str, headers: Mapping[str, str]) -> Iterator[Any]:
-    """The span of one HTTP request that this process answers, under its caller's if it has one.
-    Yields it, None if nothing is traced."""
+    """Trace an HTTP request that this process answers, under its caller's span if it has one.
+
+    Yields the span; None if nothing is traced.
+
+    Args:
+        name: name of the span.
+        headers: headers of the request.
+    """
     if _tracer is None:
         yield None
         return
@@ -123,7 +137,7 @@ def headers() -> dict[str, str]:
 
 
 def here() -> str:
-    """The current span, as a `traceparent` of W3C Trace Context; "" if there is none."""
+    """Return the current span as a `traceparent` of W3C Trace Context; "" if there is none."""
     if "opentelemetry.trace" not in sys.modules:
         return ""
     from opentelemetry.trace.propagation.tracecontext import (  # noqa: PLC0415 - it is loaded
@@ -136,8 +150,11 @@ def here() -> str:
 
 
 def adopt(parent: str) -> None:
-    """Make the rest of this task part of the span `parent`, as a ticket names it, unless a caller
-    has named a span: then that trace has both ends of the hand-off. The span so far is linked."""
+    """Make the rest of this task part of the span `parent`, which a ticket names.
+
+    The former span is linked. A span that a caller has named stays: its trace already has both ends
+    of the hand-off.
+    """
     if _tracer is None or not parent or _has_caller.get():
         return
     from opentelemetry import context as contexts  # noqa: PLC0415 - it is loaded
@@ -151,7 +168,14 @@ def adopt(parent: str) -> None:
 
 
 def tell(name: str, since_s: float, until_s: float | None = None, **about: Value) -> None:
-    """A span that is over. since_s, until_s: on the monotonic clock; until now if it is None."""
+    """Record a span that has ended.
+
+    Args:
+        name: name of the span.
+        since_s: its begin, in seconds on the monotonic clock.
+        until_s: its end on the same clock; None for now.
+        about: attributes of the span.
+    """
     if _tracer is None:
         return
     ahead = time.time() - time.monotonic()

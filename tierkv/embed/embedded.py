@@ -100,8 +100,10 @@ class Embedded:
 
     @property
     def service(self) -> Service:
-        """The service, for what an engine reads: `planes`, `device`, `fingerprint`. Its methods
-        belong to the service's thread."""
+        """The service, for the values that an engine reads: `planes`, `device`, `fingerprint`.
+
+        Its methods belong to the service's thread.
+        """
         return self._thread.service
 
     # Finished calls
@@ -209,11 +211,10 @@ class Embedded:
         return self._thread.run("claim", work, request_id=request_id)
 
     def commit(self, request_id: str, tokens: Tokens, *, after: Sequence[Event] = ()) -> Call[None]:
-        """Note that KV of `tokens`, from the prompt's first on, is in the block table, or will be
-        when `after` is done.
+        """Record that the block table has the KV of `tokens`, or will once `after` is done.
 
-        Refused with TransferError if a load that the tokens build on failed (with Until.ADMITTED):
-        `recover` the request then.
+        `tokens` begin with the prompt's first. The call is refused with TransferError if a load
+        that the tokens build on failed (with Until.ADMITTED): `recover` the request then.
         """
         packed, done = _packed(tokens), events(after)
         return self._in_turn(
@@ -387,7 +388,7 @@ def _prompt(service: Service, tokens: bytes | Prompt) -> Prompt:
 
 
 def _packed(tokens: Tokens) -> bytes:
-    """Bytes as they are: whether they are tokens is checked on the service's thread."""
+    """Return the tokens as bytes; the service's thread checks given bytes."""
     return tokens if isinstance(tokens, bytes) else pack(tokens)
 
 
@@ -401,7 +402,11 @@ class _Waitable(Protocol):
 
 
 def check_text(**values: str) -> None:
-    """Strings that can be written as UTF-8, since they become names in storage."""
+    """Check that texts can be written as UTF-8, since they become names in storage.
+
+    Raises:
+        BadRequestError: a value cannot.
+    """
     for name, value in values.items():
         if not isinstance(value, str):
             raise _wrong(name, "a string", value)
@@ -412,7 +417,11 @@ def check_text(**values: str) -> None:
 
 
 def check_count(**values: int) -> None:
-    """0 or more."""
+    """Check that counts are integers of 0 or more.
+
+    Raises:
+        BadRequestError: a count is not.
+    """
     check_integer(**values)
     for name, value in values.items():
         if value < 0:

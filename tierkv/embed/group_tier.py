@@ -177,7 +177,7 @@ class GroupTier:
         return _Valid(self, look, limit, _Asked.HOST_ALONE)
 
     def here(self, look: GroupLook, at: int) -> tuple[FlatBlock | None, int]:
-        """The block on the host that serves most tokens of position `at`, and how many."""
+        """Return the block on the host that serves most tokens of position `at`, and how many."""
         key = look.keys[at]
         block = self.blocks.get(key.digest)
         if block is not None and not self._is_bad(key.digest):

@@ -23,13 +23,17 @@ T = TypeVar("T")
 
 
 class ForkedError(TierKVError):
-    """This process is a fork, and the service's thread is in the parent process: open a service
-    here, or fork before a service is opened."""
+    """This process is a fork, and the service's thread is in the parent process.
+
+    Open a service here, or fork before a service is opened.
+    """
 
 
 class CloseTimeoutError(TierKVError):
-    """Opening or closing takes longer than its deadline, and goes on in the service's thread. The
-    memory of copies in flight is given back once the copies are done."""
+    """Opening or closing takes longer than its deadline, and goes on in the service's thread.
+
+    The memory of copies in flight is given back once the copies are done.
+    """
 
 
 class EmbedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

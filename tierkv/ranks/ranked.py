@@ -1,12 +1,12 @@
-"""Several ranks as one device: each holds its heads of every block, and a copy is one when all have
-made it.
+"""Several ranks as one device: each holds its heads of every block.
 
     block b, device   rank 0 | planes of heads 0 1 |    rank 1 | planes of heads 2 3 |
     host slot s       rank 0 | its bytes |              rank 1 | its bytes |
 
-The scheduler decides once, for all ranks: a block has the same number everywhere. What a mover asks
-of this device goes to every rank, and an event here is done when it is on all ranks; it fails only
-after the last rank has stopped touching the blocks, and says which rank failed.
+The scheduler decides once, for all ranks: a block has the same number everywhere. This device
+passes
+each copy to every rank. An event here is done when it is done on all ranks; it fails only after the
+last rank has stopped touching the blocks, and names the rank that failed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LATE_S = 5.0
 
 
 def _close(parts: Sequence[Device | Planes | HostSlots | Lane]) -> None:
-    """Each rank's, also if another one's close has raised."""
+    """Close the part of each rank, even if the close of another one has raised."""
     with ExitStack() as stack:
         for part in parts:
             stack.callback(part.close)
@@ -86,9 +86,7 @@ class RankedDevice:
         self.layouts = tuple(scheme.layout(shard) for shard in self.shards)
         self.name = f"{devices[0].name} x{len(devices)}"
         self.compute_stream: Stream = RankedStream([d.compute_stream for d in devices])
-        self.sharing: Sharing | None = (
-            None  # tensor-parallel ranks share their planes with no process
-        )
+        self.sharing: Sharing | None = None  # no process may map the planes of several ranks
         self.quick_copy_bytes = min(device.quick_copy_bytes for device in devices)
         self._pending = _PendingCopies(len(devices), late_s=late_s, now=now)
 
@@ -105,7 +103,7 @@ class RankedDevice:
 
     @property
     def status(self) -> str:
-        """See Device.status; of every rank."""
+        """The status of every rank; see Device.status."""
         return ", ".join(device.status for device in self.devices)
 
     def computing(self) -> AbstractContextManager[None]:
@@ -140,7 +138,7 @@ class RankedDevice:
         return RankedHost(num_slots, parts)
 
     def slices(self, host: HostSlots) -> list[Slice]:
-        """The ranks' parts of `host`, which is this device's."""
+        """Return each rank's part of `host`, which this device has allocated."""
         assert isinstance(host, RankedHost), "a ranked device's slots are ranked"
         parts = zip(self.shards, self.layouts, host.parts, strict=True)
         return [Slice(shard, layout, part) for shard, layout, part in parts]
@@ -190,7 +188,7 @@ class RankedPlanes:
 
 
 class RankedHost:
-    """Slots of which each rank has its part in memory of its own."""
+    """Slots with a part for each rank, in memory of its own."""
 
     def __init__(self, num_slots: int, parts: Sequence[HostSlots]) -> None:
         self.num_slots = num_slots
@@ -217,7 +215,7 @@ class _RankedLane:
             own = BlockCopy(copy.direction, copy.slot_ids, copy.block_ids, after)
             try:
                 by_rank.append(lane.submit(own))
-            except TransferError as error:  # what the ranks before it have begun goes on
+            except TransferError as error:  # copies of the ranks before it go on
                 by_rank.append([FailedEvent(error)] * self._num_layers)
         *layers, last = zip(*by_rank, strict=True)
         settled = self._pending.begin()
@@ -345,7 +343,7 @@ class RankedStream:
         return RankedEvent([stream.record() for stream in self._parts])
 
     def wait(self, event: Event, timeout_s: float) -> None:
-        """Each rank's stream waits for its rank's part."""
+        """Make each rank's stream wait for that rank's part of `event`."""
         deadline = time.monotonic() + timeout_s
         for rank, stream in enumerate(self._parts):
             stream.wait(part_of(event, rank), max(deadline - time.monotonic(), 0.0))

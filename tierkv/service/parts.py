@@ -59,8 +59,10 @@ class Memory:
 
     @asynccontextmanager
     async def running(self, device_blocks: int, host_slots: int) -> AsyncIterator[None]:
-        """Takes it in a thread: pinning takes 0.1 s and more. A cancel waits for its end, so that
-        what was taken is given back."""
+        """Allocate the memory in a thread, since pinning takes 0.1 s and more.
+
+        A cancel waits for the thread, so that allocated memory is given back.
+        """
         with ExitStack() as stack:
             memory = self._taken(device_blocks, host_slots)
             opening = begin_aside(functools.partial(stack.enter_context, memory))
@@ -200,7 +202,7 @@ class MadeOf:
 
 
 class Parts:
-    """Builds the service's parts. Nothing starts before `running()`."""
+    """Builder and owner of the service's parts. Nothing starts before `running()`."""
 
     def __init__(
         self, made_of: MadeOf, mover: Mover, host: HostSlots, storage: StorageTier
@@ -305,8 +307,11 @@ class Parts:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """At the end waits for every task, and recounts: a leak stops here, loudly, as
-        InvariantError."""
+        """Run the parts; at the end wait for every task, and recount.
+
+        Raises:
+            InvariantError: a lease or slot was leaked.
+        """
         async with self.handoff.running(), self.tiers.running():
             yield
         self.tiers.pins.clear()
@@ -327,7 +332,11 @@ class Parts:
 
 
 def check(made_of: MadeOf) -> RankedDevice | None:
-    """Raise ConfigError if device, layout and settings do not fit; the device, if it has ranks."""
+    """Check that device, layout and settings fit; return the device if it has ranks, else None.
+
+    Raises:
+        ConfigError: they do not fit.
+    """
     settings = made_of.settings
     if made_of.fingerprint.layout.block_size != settings.block_size:
         raise ConfigError("the layout and the cache settings name different block sizes")
@@ -342,7 +351,7 @@ def check(made_of: MadeOf) -> RankedDevice | None:
 
 @asynccontextmanager
 async def opened(made_of: MadeOf, memory: Memory, storage: StorageTier) -> AsyncIterator[Parts]:
-    """At the end it waits for every copy, and checks the books; see Parts.running."""
+    """Open the parts; at the end wait for every copy, and recount. See Parts.running."""
     settings, ranks = made_of.settings, check(made_of)
     device = made_of.device
     slicing = device if isinstance(device, SharedCpuDevice) else ranks

@@ -41,11 +41,15 @@ log = logging.getLogger(__name__)
 
 
 class Session:
-    """One request of `service`. Use it from the service's loop; one operation at a time, but for
-    `end`, `abort` and the wait for what is being published.
+    """One request of `service`. Use it from the service's loop.
 
-    ticket: what it claimed, None if it did not. failed_blocks: of the prompt, counted from 0, that
-    were cached but did not load, so that the engine computes them; load_problem: why.
+    One operation runs at a time, but for `end`, `abort` and the wait for a publish.
+
+    Attributes:
+        ticket: the claimed ticket; None without one.
+        failed_blocks: blocks of the prompt, counted from 0, that were cached but did not load, so
+            that the engine computes them.
+        load_problem: why these blocks failed.
     """
 
     def __init__(self, service: Service, spec: RequestSpec) -> None:
