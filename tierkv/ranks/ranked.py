@@ -107,7 +107,10 @@ class RankedDevice:
         return ", ".join(device.status for device in self.devices)
 
     def computing(self) -> AbstractContextManager[None]:
-        """See Device.computing: one thread computes for all ranks, on the first one's device."""
+        """Return the first device's context: one thread computes for all ranks.
+
+        See Device.computing.
+        """
         return self.devices[0].computing()
 
     def findings(self) -> list[str]:
@@ -115,7 +118,10 @@ class RankedDevice:
         return self._pending.findings()
 
     def allocate_planes(self, layout: Layout, num_blocks: int) -> RankedPlanes:
-        """`arrays` of the result are those of rank 0, in its layout's order, then of rank 1..."""
+        """Return planes of all ranks.
+
+        Their `arrays` are those of rank 0, in its layout's order, then those of rank 1, and so on.
+        """
         self._check(layout)
         parts: list[Planes] = []
         try:

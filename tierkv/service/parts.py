@@ -237,7 +237,7 @@ class Parts:
     def _sources(
         self, handoff: HandoffSettings, host: HostSlots, stats: HandoffStats
     ) -> tuple[Source, PeerSource]:
-        """Make what fetches read from, and what other nodes ask and are asked by."""
+        """Return the source of fetches, and the peers that this node exchanges blocks with."""
         io, options = self._storage.io, self._storage.options
         if handoff.direct is DirectPath.OFF or io.slices.size > 1:
             return io, NoPeers()
