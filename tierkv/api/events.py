@@ -35,8 +35,10 @@ class Reader:
 
 
 class EventFeed:
-    """Listens to the cache while somebody reads, and for KEEP_S seconds after. Use it inside
-    `running()`; `close` ends every reading."""
+    """The events of the cache, collected while there is a reader and for KEEP_S seconds after.
+
+    Use it inside `running()`; `close` ends every reading.
+    """
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -66,7 +68,7 @@ class EventFeed:
 
     @asynccontextmanager
     async def reading(self, epoch: int | None, number: int) -> AsyncIterator[Reader]:
-        """A reader of what comes after event `number` of the run `epoch`, or from now on."""
+        """Yield a reader of the events after `number` of the run `epoch`, or from now on."""
         self._listen()
         reader = Reader(self._epoch, self._last)
         if epoch == self._epoch and number <= self._last:
@@ -83,9 +85,12 @@ class EventFeed:
                 self._ending = loop.call_later(KEEP_S, self._stop)
 
     async def next(self, reader: Reader, *, most: int, timeout_s: float) -> list[CacheEvent] | None:
-        """Up to `most` events, in order; none after `timeout_s` seconds without, None at the end.
+        """Return up to `most` events, in order.
 
-        A reader that fell behind the ring goes on with its oldest event, the loss counted.
+        A reader that fell behind the ring continues with its oldest event, and the loss is counted.
+
+        Returns:
+            The events; empty after `timeout_s` seconds without an event, None at the end.
         """
         try:
             async with asyncio.timeout(timeout_s):

@@ -113,7 +113,7 @@ class Exposition:
         GCCollector(registry=self.registry)
 
     async def render(self, accept: str) -> tuple[bytes, str]:
-        """The text format that `accept` asks for, and its content type."""
+        """Return the metrics in the text format that `accept` asks for, and its content type."""
         await self._use.read()
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
@@ -123,7 +123,7 @@ _ESTIMATED_TOKENS = 1024
 
 
 class NodeCollector(Collector):
-    """Reads the node's own counts when it is scraped."""
+    """A collector that reads the node's own counts at each scrape."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -545,7 +545,7 @@ class Metrics:
                 self._answers[route, status] = self._http.labels(route, f"{status}xx")
 
     def count_answer(self, route: str, status: int) -> None:
-        """route: one that is known."""
+        """Count an answer of a known route."""
         self._answers[route, status // 100].inc()
 
     def observe(self, operation: str, generation: Generation) -> None:

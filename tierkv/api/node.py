@@ -52,10 +52,13 @@ _ANSWERS_TTL_S = 300.0
 
 
 class Node:
-    """Everything behind the HTTP interface. Use it inside `running()`, from one event loop.
+    """All parts of a node behind the HTTP interface.
 
-    device, store: for tests; by default those that the settings name.
-    external: engines in other processes, instead of the node's own model.
+    Use it inside `running()`, from one event loop.
+
+    Args:
+        device, store: Parts for tests; by default those that the settings name.
+        external: Engines in other processes, instead of the node's own model.
     """
 
     def __init__(
@@ -148,10 +151,14 @@ class Node:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Opens everything. At the end: cuts off work under way, waits for publishes and copies,
-        recounts blocks and leases, closes everything.
+        """Open all parts of the node, and close them after the body.
 
-        Raises StoreUnavailableError or ConfigError if the store cannot be used.
+        Closing cuts off work under way, waits for publishes and copies, and recounts blocks and
+        leases.
+
+        Raises:
+            StoreUnavailableError: The store does not answer.
+            ConfigError: The store cannot be used.
         """
         try:
             async with (
@@ -191,8 +198,17 @@ class Node:
     def prompt(
         self, tokens: bytes, tenant: str, media: Sequence[MediaItem] = (), adapter: str = ""
     ) -> Prompt:
-        """The prompt of packed tokens, in the space of this tenant and adapter, which shares no
-        block with others. Raises BadRequestError if media lie beyond it."""
+        """Return the prompt of packed tokens, in the space of a tenant and adapter.
+
+        Args:
+            tokens: Packed tokens.
+            tenant: The tenant; "" is the node's own.
+            media: Media of the prompt.
+            adapter: The adapter, "" for none.
+
+        Raises:
+            BadRequestError: A medium lies beyond the prompt.
+        """
         space = self.space(tenant, adapter)
         return Prompt.of(tokens, self.settings.cache.block_size, media, space=space)
 
@@ -200,7 +216,10 @@ class Node:
         return request_name(self.space(tenant), request_id)
 
     def space(self, tenant: str, adapter: str = "") -> str:
-        """The cache's name for the space of a tenant and adapter; "" is the node's own."""
+        """Return the cache's name for the space of a tenant and adapter; "" is the node's own.
+
+        Two spaces share no block.
+        """
         if not (tenant or adapter):
             return ""
         return self.service.space_of_tenant(tenant or self.settings.cache.tenant, adapter)
@@ -328,7 +347,7 @@ class Routes:
         return await self._node.bodies.read(request, kind)
 
     async def _read_prompt(self, request: web.BaseRequest, kind: type[P]) -> P:
-        """The tokens of a long body are packed off the event loop."""
+        """Decode the body of the request, and pack a long list of tokens off the event loop."""
         return await self._node.bodies.read(request, kind, self._pack)
 
     def _pack(self, body: P) -> P:
@@ -342,23 +361,32 @@ class Routes:
         return await self._node.bodies.read_optional(request, kind)
 
     def _request_id(self, request: web.BaseRequest, given: str | None) -> str:
-        """The request's id: of the body, of Idempotency-Key, of X-Request-Id, or a new one."""
+        """Return the request's id: of the body, of Idempotency-Key, of X-Request-Id, or new."""
         if given is None:
             given = request.headers.get(IDEMPOTENCY_HEADER)
         return bodies.name_request(request, given)
 
     def _key(self, request: web.BaseRequest) -> Key:
-        """The key of the thing of the caller's tenant that the path names."""
+        """Return the key of the path's id: the caller's tenant and the id."""
         return principal_of(request).tenant, bodies.check_id(in_path(request, "id"), "the id")
 
     def _ticket_name(self, request: web.BaseRequest, ticket_id: str) -> str:
-        """The name on all nodes of the caller's ticket `ticket_id`. Raises FieldError or
-        BadRequestError."""
+        """Return the name on all nodes of the caller's ticket `ticket_id`.
+
+        Raises:
+            FieldError: `ticket_id` cannot be an id.
+            BadRequestError: `ticket_id` looks like an inner name.
+        """
         tenant = principal_of(request).tenant
         return ticket_name(bodies.check_id(ticket_id, "ticket_id"), tenant)
 
     def _prompt(self, request: web.BaseRequest, body: PromptBody) -> Prompt:
-        """In the space of the caller's tenant and adapter. Raises FieldError or BadRequestError."""
+        """Return the prompt of `body`, in the space of the caller's tenant and adapter.
+
+        Raises:
+            FieldError: The body has not exactly one prompt.
+            BadRequestError: The prompt or its media are not valid.
+        """
         tokens = body.packed(self._node.tokenizer, self._most_tokens)
         tenant = principal_of(request).tenant
         return self._node.prompt(tokens, tenant, body.media_items(), body.adapter)

@@ -193,7 +193,16 @@ class Listings:
         self._listings: OrderedDict[str, _Listing] = OrderedDict()
 
     def page(self, index: Index, cursor: str | None, *, limit: int) -> BlocksAnswer:
-        """Up to `limit` blocks. Raises UnknownIdError if the cursor is of no listing under way."""
+        """Return a page of up to `limit` blocks.
+
+        Args:
+            index: The index of cached blocks.
+            cursor: Cursor of the page before, None to begin a listing.
+            limit: Most blocks of the page.
+
+        Raises:
+            UnknownIdError: The cursor belongs to no listing under way.
+        """
         if cursor is None:
             name = uuid4().hex
             listing = _Listing(
@@ -299,7 +308,11 @@ class QuotaRoutes(Routes):
         return bodies.check_id(in_path(request, "id"), "the tenant")
 
     def _known_space(self, request: web.BaseRequest) -> str:
-        """Looking opens no space. Raises UnknownIdError."""
+        """Return the space of the tenant in the path, without creating a space.
+
+        Raises:
+            UnknownIdError: The tenant has no space.
+        """
         space = self._node.service.tenants.known_space_of(self._tenant(request))
         if space is None:
             raise UnknownIdError("no such tenant has asked for anything here, or was given a quota")

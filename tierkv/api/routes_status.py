@@ -193,7 +193,10 @@ class Health(Enum):
 
 
 async def health_of(node: Node) -> dict[str, Part]:
-    """A store that is down only slows a node, since computing is a right answer too."""
+    """Return the health of each part of the node.
+
+    A store that is down only degrades a node, which can compute instead of loading.
+    """
     device = node.device
     parts = {
         "service": _of_service(node),
@@ -224,9 +227,10 @@ def _of_service(node: Node) -> Part:
 
 
 async def _of_store(node: Node, state: StoreState) -> Part:
-    """Return the health of a store; ping it only if its breaker is closed.
+    """Return the health of a store.
 
-    The breaker itself probes a store that has failed.
+    Only the common store is pinged, and only while its breaker is closed: the breaker itself probes
+    a store that has failed.
     """
     if state.is_left_alone:
         return Health.DEGRADED, (
@@ -315,7 +319,7 @@ class StatusRoutes(Routes):
 
 
 class OpenApiRoutes:
-    """Serves the document of the routes in `table`, and of its own."""
+    """The route of the OpenAPI document, which describes `table` and this route."""
 
     def __init__(self, table: list[Route]) -> None:
         self._table = [*table, *routes_of(self)]

@@ -38,10 +38,14 @@ from tierkv.tokenizers import TextDecoder
 
 
 class TokensEvent(msgspec.Struct, frozen=True):
-    """Tokens that follow those of the events before.
+    """The next tokens of a stream.
 
-    text: known with them; pieces: the part of each token, empty in the middle of a character. The
-    last event may have no tokens, and as text the beginning of a character that did not end.
+    The last event may have no tokens, and as text the beginning of a character that did not end.
+
+    Attributes:
+        tokens: Tokens that follow those of the events before.
+        text: Text that is complete with these tokens.
+        pieces: Text of each token, empty in the middle of a character.
     """
 
     tokens: Sequence[int]
@@ -50,11 +54,14 @@ class TokensEvent(msgspec.Struct, frozen=True):
 
 
 class _Stream:
-    """Tokens of a generation on their way to a client. It holds at most the request's max_tokens,
-    so a slow client does not slow the model.
+    """The tokens of a generation on their way to a client.
 
-    response: None until there is something to send. scope: around the work, which is ended if the
-    client has gone; gone: the error by which that was seen.
+    It holds at most the request's max_tokens, so a slow client does not slow the model.
+
+    Attributes:
+        response: None until there is something to send.
+        scope: Scope around the work, which ends the work if the client has closed the connection.
+        gone: The error that showed the closed connection.
     """
 
     def __init__(self, request: web.BaseRequest, decoder: TextDecoder) -> None:
@@ -73,7 +80,7 @@ class _Stream:
         self._changed.set()
 
     def end(self) -> None:
-        """No more tokens come."""
+        """Note that no more tokens come."""
         self._is_over = True
         self._changed.set()
 

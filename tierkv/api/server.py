@@ -50,7 +50,10 @@ _KINDS = (
 
 
 def routes(node: Node, metrics: Metrics) -> list[Route]:
-    """The table that the router, the OpenAPI document, metrics and the access check come from."""
+    """Return the route table of a node.
+
+    The router, the OpenAPI document, metrics and the access check follow from it.
+    """
     table = [row for kind in _KINDS for row in routes_of(kind(node, metrics))]
     return [*table, *routes_of(OpenApiRoutes(table))]
 
@@ -113,7 +116,7 @@ async def _serve_engines(
     announce: Callable[[str], None],
     last_resort: LastResort,
 ) -> None:
-    """The first engine says what a block is; then there is a node."""
+    """Wait for the first engine, which defines the layout of blocks, then serve a node."""
     # 30 ms of a start (2-core x86-64 VM): not of a node without a socket.
     from tierkv.embed.external import EngineListener, ExternalEngines  # noqa: PLC0415
     from tierkv.embed.host_side import HostSizes  # noqa: PLC0415
@@ -122,7 +125,10 @@ async def _serve_engines(
     guard = Guard(Path(auth.file) if auth.file else None, reload_s=auth.reload_s)
 
     def why_not(token: str) -> str:
-        """An engine maps the whole host tier, whosever blocks are there."""
+        """Return the reason to refuse an engine, "" to accept it.
+
+        An engine maps the whole host tier, with the blocks of all tenants.
+        """
         try:
             caller = guard.principal_of_token(token)
         except UnauthenticatedError as error:
@@ -152,7 +158,11 @@ async def _serve_engines(
 
 @contextmanager
 def open_listeners(settings: NodeSection, *, asks_callers: bool) -> Iterator[list[socket.socket]]:
-    """The sockets of `settings`, TCP first. Raises ConfigError if one cannot be had."""
+    """Yield the sockets of `settings`, TCP first.
+
+    Raises:
+        ConfigError: A socket cannot be opened.
+    """
     with ExitStack() as stack:
         listeners = []
         if settings.listens_tcp:
@@ -185,8 +195,9 @@ async def serve(
 ) -> None:
     """Run `node` behind `listeners` until a signal. Publishes under way end by themselves.
 
-    Raises ServiceFailedError if the node's service fails: the process must not go on refusing all
-    that is asked of it.
+    Raises:
+        ServiceFailedError: The node's service has failed: the process must end, since the node
+            would refuse all further work.
     """
     last_resort.why = partial(_why_left, node)
     grace_s = node.settings.node.drain_grace_s
@@ -213,6 +224,6 @@ async def serve(
 
 
 def listening(node: Node, *listeners: socket.socket) -> AbstractAsyncContextManager[str]:
-    """Answers for `node` on `listeners`; see `answering`."""
+    """Answer for `node` on `listeners`; see `answering`."""
     own = node.settings
     return answering(own.node, own.auth, own.tls, listeners, partial(router_of, node))

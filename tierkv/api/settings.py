@@ -132,7 +132,7 @@ def masked(settings: msgspec.Struct) -> dict[str, dict[str, Any]]:
 
 
 def masked_url(url: str) -> str:
-    """`url` without its user, password and the values of its query."""
+    """Return `url` without its user, its password and the values of its query."""
     return _QUERY.sub(rf"\1={MASK}", _PASSWORD.sub(f"{MASK}@", url))
 
 

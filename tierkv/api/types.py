@@ -48,11 +48,15 @@ class MediaBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class PromptBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Exactly one of `prompt`, text, and `tokens`: a list of integers or, packed, bytes of 32-bit
-    little-endian integers (base64 in JSON).
+    """A prompt, given as exactly one of `prompt` and `tokens`.
 
-    media: prompts share a block only if what is in it is the same. adapter: name and revision of
-    the LoRA weights in use; two adapters share nothing. An engine may take neither.
+    Attributes:
+        prompt: The text.
+        tokens: A list of integers or, packed, bytes of 32-bit little-endian integers (base64 in
+            JSON).
+        media: Media of the prompt; prompts share a block only if the media in it are the same.
+        adapter: Name and revision of the LoRA weights in use; two adapters share nothing. An engine
+            may take neither media nor adapters.
     """
 
     prompt: str | None = None
@@ -100,7 +104,12 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """tokens: packed, as every route takes them: 32-bit little-endian integers (base64 in JSON)."""
+    """The tokens of a text.
+
+    Attributes:
+        tokens: Packed tokens, as every route takes them: 32-bit little-endian integers (base64 in
+            JSON).
+    """
 
     tokens: bytes
     num_tokens: int
@@ -131,10 +140,13 @@ class GenerateBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class PrefillBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """ticket_id: what the decode node will ask for; the request's id if it is not given.
+    """A request to compute and publish a prompt.
 
-    stream: answer with the first token as soon as it is computed, before all is published.
-    wait: what to wait for before the answer: published, or nothing beyond the first token.
+    Attributes:
+        ticket_id: Id by which the decode node claims the prompt; the request's id if it is not
+            given.
+        stream: True sends the first token as soon as it is computed, before all is published.
+        wait: End of the wait before the answer: published, or nothing beyond the first token.
     """
 
     request_id: str | None = None
@@ -147,9 +159,11 @@ class PrefillBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class DecodeBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The prompt and sampling must be those that the prefill node was given.
+    """A request to claim a published prompt; prompt and sampling must be those of the prefill node.
 
-    deadline_s: how long to wait for the ticket. stream: answer with tokens while they come.
+    Attributes:
+        deadline_s: Seconds to wait for the ticket.
+        stream: True answers with tokens as server-sent events while they are generated.
     """
 
     request_id: str | None = None
@@ -217,9 +231,11 @@ class MatchedTokens(msgspec.Struct, frozen=True):
 
 
 class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """load_problem: why cached tokens were computed after all, null if they were not.
+    """The generated tokens.
 
-    finish_reason: "length" at max_tokens, "stop" at the model's own end of text.
+    Attributes:
+        load_problem: The reason for which cached tokens were computed, null if all were loaded.
+        finish_reason: "length" at max_tokens, "stop" at the model's own end of text.
     """
 
     request_id: str
@@ -252,8 +268,13 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecodeAnswer(GenerateAnswer, frozen=True, kw_only=True):
-    """producer: the node that published the prompt, null if no ticket of it came and the policy let
-    this node compute instead. first_tokens: those that the producer had generated."""
+    """The generated tokens of a claimed prompt.
+
+    Attributes:
+        producer: The node that published the prompt; null if the ticket did not come and the policy
+            let this node compute.
+        first_tokens: Tokens that the producer had generated.
+    """
 
     ticket_id: str
     producer: str | None
@@ -272,11 +293,14 @@ class DecodeAnswer(GenerateAnswer, frozen=True, kw_only=True):
 
 
 class PrefillAnswer(GenerateAnswer, frozen=True, kw_only=True):
-    """tokens, text: the first token. expires_at: of the ticket, in Unix seconds.
+    """The outcome of a prefill. Fields of the publish are null if the call did not wait for it.
 
-    num_blocks: of the prompt, its tail of tail_tokens included; present_blocks of them were in
-        storage already, early_blocks were stored while the prompt was computed. What publishing
-        did is null if it was not waited for.
+    Attributes:
+        tokens, text: The first token.
+        expires_at: End of the ticket, in Unix seconds.
+        num_blocks: Blocks of the prompt, including its tail of tail_tokens.
+        present_blocks: Number of these blocks that were in storage already.
+        early_blocks: Number of these blocks that were stored while the prompt was computed.
     """
 
     ticket_id: str
@@ -323,7 +347,11 @@ class LookupAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VerifyAnswer(msgspec.Struct, frozen=True):
-    """findings: what is wrong with the books, in words; empty if nothing is."""
+    """The result of a check of the node's books.
+
+    Attributes:
+        findings: Faults in words; empty without a fault.
+    """
 
     findings: list[str]
 
@@ -334,15 +362,25 @@ class PartHealth(msgspec.Struct, frozen=True):
 
 
 class ReadyAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """status: ok or degraded. parts: each dependency, if the question was ?verbose."""
+    """The health of the node.
+
+    Attributes:
+        status: ok or degraded.
+        parts: Health of each dependency, with ?verbose only.
+    """
 
     status: str
     parts: dict[str, PartHealth] | None = None
 
 
 class LiveAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """heartbeat_age_s: since the event loop's last beat, which come every 0.05 s; null while the
-    node starts. worst_lag_s: how late one was in the last minute."""
+    """The health of the event loop.
+
+    Attributes:
+        heartbeat_age_s: Seconds since the last beat, at a rate of one per 0.05 s; null while the
+            node starts.
+        worst_lag_s: Longest delay of a beat in the last minute, in seconds.
+    """
 
     status: str
     heartbeat_age_s: float | None
@@ -350,8 +388,12 @@ class LiveAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionAnswer(msgspec.Struct, frozen=True):
-    """fingerprint: what must be equal for two nodes to share blocks. stored_under: what the names
-    of stored blocks begin with."""
+    """The version of the node and of its KV.
+
+    Attributes:
+        fingerprint: Fields that two nodes must have in common to share blocks.
+        stored_under: Prefix of the names of stored blocks.
+    """
 
     version: str
     name: str
@@ -372,9 +414,11 @@ class AbortAnswer(msgspec.Struct, frozen=True):
 
 
 class PrefetchBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """request_id: names the prefetch; asked again with the same body, it is not done twice.
+    """A request to fetch a prompt from storage to the host.
 
-    deadline_s: then what has arrived is the result.
+    Attributes:
+        request_id: Name of the prefetch; a repeated call with the same body does not fetch twice.
+        deadline_s: Seconds after which the prefetch ends with the tokens that have arrived.
     """
 
     request_id: str | None = None
@@ -405,9 +449,11 @@ class PrefetchAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BackupBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """request_id: names the backup; asked again with the same body, it is not done twice.
+    """A request to write a prompt to storage.
 
-    deadline_s: how long it may take, waiting for room on the device included.
+    Attributes:
+        request_id: Name of the backup; a repeated call with the same body does not write twice.
+        deadline_s: Seconds that the backup may take, waiting for room on the device included.
     """
 
     request_id: str | None = None
@@ -429,7 +475,12 @@ class BackupAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PinBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Keeps what is cached of the prompt. ttl_s: for so long. soft: it may go, after all others."""
+    """A request to keep the cached blocks of a prompt.
+
+    Attributes:
+        ttl_s: Seconds for which the pin holds.
+        soft: True allows eviction of the blocks after all blocks without a pin.
+    """
 
     ttl_s: PinSeconds = 600.0
     soft: bool = False
@@ -458,7 +509,11 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
 class TicketState(Enum):
-    """OPEN: blocks are on their way, the ticket is not written yet. WHOLE: all can be claimed."""
+    """The state of a ticket.
+
+    OPEN: blocks are being published, and the ticket is not written yet. WHOLE: all blocks can be
+    claimed.
+    """
 
     OPEN = "open"
     FAILED = "failed"  # its producer gave up
@@ -504,7 +559,11 @@ class TierAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TiersAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """storage: each attached store; none is a node without a storage tier."""
+    """The tiers of the node.
+
+    Attributes:
+        storage: Each attached store; empty for a node without a storage tier.
+    """
 
     device: TierAnswer
     host: TierAnswer
@@ -512,7 +571,11 @@ class TiersAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StorageBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """url: of the store, as in the setting storage.url."""
+    """A store to attach.
+
+    Attributes:
+        url: URL of the store, as in the setting storage.url.
+    """
 
     url: Annotated[str, msgspec.Meta(min_length=1, max_length=4096, pattern=_ONE_LINE)]
 
@@ -526,7 +589,11 @@ class QuotaBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class QuotaAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """stored_under: what the names of the tenant's stored blocks begin with."""
+    """The quota of a tenant.
+
+    Attributes:
+        stored_under: Prefix of the names of the tenant's stored blocks.
+    """
 
     tenant: str
     stored_under: str
@@ -535,8 +602,12 @@ class QuotaAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """blocks: the tier's capacity from now on, within the memory there is. Shrinking waits for
-    what is held, at most deadline_s."""
+    """A new capacity of a tier.
+
+    Attributes:
+        blocks: New capacity of the tier in blocks, within its memory.
+        deadline_s: Most seconds for which shrinking waits for held blocks.
+    """
 
     tier: TierName
     blocks: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -554,22 +625,36 @@ class LifeAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResetAnswer(msgspec.Struct, frozen=True):
-    """held_copies: what requests and pins hold was not forgotten. removed_values: in storage."""
+    """The outcome of a reset.
+
+    Attributes:
+        held_copies: Copies that requests and pins hold, which were kept.
+        removed_values: Values deleted from storage.
+    """
 
     held_copies: int
     removed_values: int = 0
 
 
 class SleepBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """keep_blocks: move what is only on the device to the host, as far as it has room.
-    deadline_s: how long to wait for requests that run; then nothing has changed."""
+    """A request to free the device's memory.
+
+    Attributes:
+        keep_blocks: True moves blocks that are only on the device to the host, as far as it has
+            room.
+        deadline_s: Seconds to wait for running requests; after them the call fails without effect.
+    """
 
     keep_blocks: bool = True
     deadline_s: WaitSeconds = 60.0
 
 
 class WakeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """device_blocks: how many to take memory for; as many as before without it."""
+    """A request to allocate the device's memory again.
+
+    Attributes:
+        device_blocks: Number of blocks to allocate; null for the number before the sleep.
+    """
 
     device_blocks: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
 
@@ -597,7 +682,11 @@ class BlockAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlocksAnswer(msgspec.Struct, frozen=True):
-    """cursor: of the next page, null if this is the last."""
+    """A page of cached blocks.
+
+    Attributes:
+        cursor: Cursor of the next page, null on the last page.
+    """
 
     blocks: list[BlockAnswer]
     cursor: str | None

@@ -57,16 +57,19 @@ from tierkv.sched.explain import Explanation
 
 
 class AsyncClient:
-    """One node. It holds connections: use it with `async with`, and for many calls.
+    """A client of one node. It keeps connections: use it with `async with`, and for many calls.
 
-    Every method raises RemoteError, which is of the class that the node raised as well, if the
-    node answers with an error, and CallError if there is no answer. Cancelling a call closes its
-    connection, and the node ends what it can.
+    Every method raises RemoteError if the node answers with an error; the error is also of the
+    class that the node raised. CallError is raised if there is no answer. Cancelling a call closes
+    its connection, and the node ends the call's work as far as it can.
 
-    url: http://host:port, https://..., or unix:/path of the node's socket.
-    token: a bearer token. tls: see `client_tls`. uds: the node's socket; url is then only a name.
-    timeout_s: of a whole call, its repetitions included; of a stream, see TokenStream.
-    max_connections: more calls at a time wait for one.
+    Args:
+        url: http://host:port, https://..., or unix:/path of the node's socket.
+        token: A bearer token.
+        tls: See `client_tls`.
+        uds: Path of the node's socket; `url` is then only a name.
+        timeout_s: Seconds for a whole call, its retries included; for a stream see TokenStream.
+        max_connections: Most connections; further calls wait for one.
     """
 
     def __init__(  # noqa: PLR0913 - of one node, all with a default
@@ -96,18 +99,22 @@ class AsyncClient:
     ) -> None:
         await self._stack.aclose()
 
-    # How a node is
+    # State of a node
 
     async def livez(self) -> LiveAnswer:
-        """Answers as long as the node's event loop turns."""
+        """Check that the node's event loop runs."""
         return await self._node.ask("GET", "/livez", LiveAnswer)
 
     async def readyz(self) -> ReadyAnswer:
-        """With each part of the node. Raises NotReadyError if the node takes no requests now."""
+        """Return the health of the node and of each part.
+
+        Raises:
+            NotReadyError: The node takes no requests now.
+        """
         return await self._node.ask("GET", "/readyz", ReadyAnswer, query="?verbose")
 
     async def healthz(self) -> ReadyAnswer:
-        """The same as `readyz`, under the name that some balancers ask for."""
+        """Do the same as `readyz`, under the name that some load balancers use."""
         return await self._node.ask("GET", "/healthz", ReadyAnswer, query="?verbose")
 
     async def version(self) -> VersionAnswer:
@@ -125,7 +132,7 @@ class AsyncClient:
         return await self._node.ask("GET", "/v1/verify", VerifyAnswer)
 
     async def openapi(self) -> dict[str, object]:
-        """The OpenAPI document of this node's routes."""
+        """Return the OpenAPI document of this node's routes."""
         raw = await self._node.ask("GET", "/openapi.json", bytes)
         try:
             return msgspec.json.decode(raw, type=dict[str, object])
@@ -143,14 +150,22 @@ class AsyncClient:
         )
 
     async def prefill(self, body: PrefillBody, *, timeout_s: float | None = None) -> PrefillAnswer:
-        """Compute and publish a prompt. Raises HandoffError if it cannot be published."""
+        """Compute and publish a prompt.
+
+        Raises:
+            HandoffError: The prompt cannot be published.
+        """
         body = named(replace(body, stream=False))
         return await self._node.ask(
             "POST", "/v1/prefill", PrefillAnswer, body=body, timeout_s=timeout_s
         )
 
     async def decode(self, body: DecodeBody, *, timeout_s: float | None = None) -> DecodeAnswer:
-        """Claim a published prompt and go on. Raises HandoffError if it cannot be claimed."""
+        """Claim a published prompt and generate from it.
+
+        Raises:
+            HandoffError: The prompt cannot be claimed.
+        """
         body = named(replace(body, stream=False))
         return await self._node.ask(
             "POST", "/v1/decode", DecodeAnswer, body=body, timeout_s=timeout_s
@@ -178,7 +193,7 @@ class AsyncClient:
     def stream_prefill(
         self, body: PrefillBody
     ) -> AbstractAsyncContextManager[TokenStream[PrefillAnswer]]:
-        """The first token comes as soon as it is computed, the answer when all is published."""
+        """Stream a prefill: first its first token, and its answer when all is published."""
         return self._node.stream("/v1/prefill", PrefillAnswer, replace(body, stream=True))
 
     def stream_decode(
@@ -213,7 +228,7 @@ class AsyncClient:
         return await self._node.ask("DELETE", "/v1/backups/{id}", BackupAnswer, name)
 
     async def pins(self) -> PinsAnswer:
-        """All of the caller's tenant."""
+        """Return all pins of the caller's tenant."""
         return await self._node.ask("GET", "/v1/pins", PinsAnswer)
 
     async def pin(self, name: str, body: PinBody) -> PinAnswer:

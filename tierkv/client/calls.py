@@ -38,8 +38,14 @@ _PROXY_NOT_NOW = (502, 503, 504)  # a proxy in front has no node to ask
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """attempts: in all, the first included. Between two of them passes a random time of up to
-    `first_s`, twice that after the next, and so on up to `most_s`; at least what the node says."""
+    """The rule by which a failed call is retried.
+
+    Between two attempts passes a random time of up to `first_s` seconds; the limit doubles with
+    each attempt up to `most_s`. The time is at least that of the node's Retry-After.
+
+    Attributes:
+        attempts: Number of attempts, the first included.
+    """
 
     attempts: int = 4
     first_s: float = 0.05
@@ -96,7 +102,10 @@ class _Question(Generic[A]):
 class Calls:
     """Calls of a node's routes. Use it inside `running()`.
 
-    timeout_s: of a whole call, its repetitions included; of a stream, see `stream`.
+    Args:
+        http: The connections.
+        timeout_s: Seconds for a whole call, its retries included; for a stream see `stream`.
+        retries: The rule for retries.
     """
 
     def __init__(self, http: Http, timeout_s: float, retries: Retries) -> None:
@@ -159,8 +168,11 @@ class Calls:
     async def stream(
         self, path: str, answer: type[A], body: msgspec.Struct
     ) -> AsyncIterator[TokenStream[A]]:
-        """The tokens of one call. The head must come within the client's timeout, and each event
-        as long after the one before."""
+        """Open the tokens of one call.
+
+        The head must come within the client's timeout, and each event within it after the event
+        before.
+        """
         async with self._opened(_Question("POST", path, answer, body=body)) as events:
             yield TokenStream(self._http.where, events, answer)
 
@@ -235,7 +247,7 @@ class Calls:
 
 
 def named(body: B) -> B:
-    """`body` with a request id: with it, a call that is made again is done once."""
+    """Return `body` with a request id, with which a retried call is done only once."""
     if getattr(body, "request_id", None) is not None:
         return body
     return replace(body, request_id=uuid4().hex)
@@ -249,7 +261,7 @@ def _packed(body: msgspec.Struct) -> msgspec.Struct:
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """The seconds of the header; its other form, a date, is not what nodes send."""
+    """Return the seconds of the header; nodes do not send its other form, a date."""
     text = headers.get("Retry-After", "")
     if not (text.isascii() and text.isdigit()):
         return None

@@ -41,12 +41,16 @@ class NotANodeError(CallError):
 
 
 class RemoteError(TierKVError):
-    """An error that a node answered with. It is of the class that the node raised, too:
+    """An error that a node answered with.
+
+    The error is also of the class that the node raised:
 
         except OutOfBlocksError as error:    # error.tier, error.needed ...
         except RemoteError as error:         # any answer that is an error
 
-    problem: the node's answer. retry_after_s: when the node says to ask again, None if it does not.
+    Args:
+        problem: The node's answer.
+        retry_after_s: Seconds after which the node says to retry, None if it does not.
     """
 
     def __init__(self, problem: Problem, *, retry_after_s: float | None = None) -> None:
@@ -88,7 +92,7 @@ def remote_error(problem: Problem, *, retry_after_s: float | None = None) -> Rem
 
 
 def read_problem(content_type: str, raw: bytes) -> Problem | None:
-    """The problem that an answer of this type holds, None if it is none."""
+    """Return the problem in an answer of this type, None if there is none."""
     if content_type != PROBLEM_JSON:
         return None
     try:
@@ -109,7 +113,7 @@ def _class_of(problem: Problem) -> type[TierKVError]:
 
 
 def _remote_class(kind: type[TierKVError]) -> type[RemoteError]:
-    """A class that is both; made once, so that two errors of a kind have the same class."""
+    """Return a subclass of RemoteError and of `kind`, the same for each call."""
     if kind is TierKVError:
         return RemoteError
     if kind not in _REMOTE:

@@ -22,7 +22,12 @@ _MAX_EVENT_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class ServerEvent:
-    """name: "message" if it had none. last_id: "" if it had none."""
+    """One server-sent event.
+
+    Attributes:
+        name: Name of the event, "message" if it has none.
+        last_id: The last id of the stream, "" before the first.
+    """
 
     name: str
     data: bytes
@@ -30,7 +35,7 @@ class ServerEvent:
 
 
 class EventReader:
-    """Feed it bytes; it gives each event once it is complete. Comments are left out."""
+    """A parser of server-sent events, from bytes to complete events without comments."""
 
     def __init__(self) -> None:
         self._line = bytearray()
@@ -55,7 +60,7 @@ class EventReader:
                 self._name = ""
 
     def _lines(self, chunk: bytes) -> Iterator[bytes]:
-        """Whole lines; a line ends with LF or CR LF."""
+        """Yield whole lines; a line ends with LF or CR LF."""
         self._line += chunk
         if len(self._line) + self._size > _MAX_EVENT_BYTES:
             raise ValueError(f"an event of more than {_MAX_EVENT_BYTES >> 20} MiB")

@@ -152,7 +152,11 @@ class NodeCalls:
             raise AttemptError(str(error)) from error
 
     async def fingerprint(self, node: BackendNode) -> dict[str, str] | None:
-        """The node's fingerprint; None if it does not say. Raises AttemptError as `trouble`."""
+        """Return the node's fingerprint, None if its answer has none.
+
+        Raises:
+            AttemptError: The node does not answer.
+        """
         reply = await self._probe(node, "/version")
         if reply.status != HTTPStatus.OK:
             return None
@@ -211,11 +215,15 @@ class NodeCalls:
     async def stream(
         self, node: BackendNode, path: str, job: Job, body: Body
     ) -> AsyncGenerator[ServerEvent, None]:
-        """The events of a node's answer to `body`, up to `done`. Close it afterwards.
+        """Yield the events of a node's answer to `body`, up to `done`.
 
-        Raises AttemptError if the node fails, is busy, or refuses a hand-off, and
-        InvalidRequestError if the request can succeed at no node. A failure counts against the
-        node.
+        Close the iterator afterwards.
+
+        A failure counts against the node.
+
+        Raises:
+            AttemptError: The node fails, is busy, or refuses a hand-off.
+            InvalidRequestError: The request can succeed at no node.
         """
         now = asyncio.get_running_loop().time
         try:

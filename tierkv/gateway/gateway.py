@@ -138,7 +138,7 @@ class GatewayMetrics:
 
 
 class _State(Collector):
-    """Reads the gateway's own counts when it is scraped."""
+    """A collector that reads the gateway's own counts at each scrape."""
 
     def __init__(self, nodes: Nodes, admission: Admission, bodies: BodyReader) -> None:
         self._nodes = nodes
@@ -272,13 +272,17 @@ class Gateway:
                 await self.idle(grace_s=0)
 
     def states(self) -> dict[str, tuple[NodeState, str]]:
-        """The state of each node by URL, and why it is in it."""
+        """Return the state of each node by URL, and the reason for it."""
         now = asyncio.get_running_loop().time()
         return {node.url: (node.state(now), node.word(now)) for node in self.backend.nodes.all}
 
     def work(self) -> CallUnderWay:
-        """One prompt's work. Raises GatewayShuttingDownError once draining, and in the middle of
-        the work when its time is up."""
+        """Open one prompt's work.
+
+        Raises:
+            GatewayShuttingDownError: The gateway drains; or, in the middle of the work, its time is
+                up.
+        """
         if self.is_draining:
             raise GatewayShuttingDownError("this gateway is shutting down")
         return self._working.call()

@@ -22,9 +22,11 @@ class NodeState(Enum):
 
 
 class BackendNode:
-    """One node. Times are of a monotonic clock, in seconds.
+    """One node. Times are seconds of a monotonic clock.
 
-    outstanding_tokens: prompt tokens that are to be computed, or tokens to be generated there.
+    Attributes:
+        outstanding_tokens: Prompt tokens to compute, and tokens to generate, in requests at the
+            node.
     """
 
     def __init__(self, url: str, role: Role, settings: HealthSection, beat: Heartbeat) -> None:
@@ -77,7 +79,7 @@ class BackendNode:
         self._ejected_until = 0.0
 
     def says_ready(self, trouble: str = "") -> None:
-        """A probe was answered well. trouble: why the node is degraded, in its own words."""
+        """Note a good answer to a probe, with `trouble`, the node's own words for its faults."""
         if self.num_failures:
             self.lives += 1
         self._is_ready = True

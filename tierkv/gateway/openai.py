@@ -165,7 +165,11 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class CompletionBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """prompt: a text, the tokens of one, or a list of either."""
+    """The body of a text completion.
+
+    Attributes:
+        prompt: A text, the tokens of one, or a list of either.
+    """
 
     prompt: Given
     best_of: int | None = 1
@@ -213,7 +217,12 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """messages: become one prompt, a line `role: content` for each and `assistant: ` at the end."""
+    """The body of a chat.
+
+    Attributes:
+        messages: Messages, which become one prompt: a line `role: content` for each and `assistant:
+            ` at the end.
+    """
 
     messages: list[Message]
     max_completion_tokens: Count | None = None
@@ -328,7 +337,7 @@ class Head:
     def whole(
         self, texts: Sequence[str], finishes: Sequence[FinishReason | None], usage: TokenUsage
     ) -> Completion:
-        """All of an answer that is not streamed. texts, finishes: of each prompt, in order."""
+        """Return a whole answer, with the text and the finish reason of each prompt in order."""
         choices = (
             Choice(index=index, message=ChatDelta(content=text), finish_reason=finish)
             if self.is_chat
@@ -338,7 +347,10 @@ class Head:
         return self._of(tuple(choices), usage, "chat.completion")
 
     def piece(self, index: int, text: str, finish: FinishReason | None = None) -> Completion:
-        """A piece of a stream, for prompt number `index`; the last one has a reason."""
+        """Return a piece of a stream, for prompt number `index`.
+
+        Its last piece has a finish reason.
+        """
         if self.is_chat:
             choice = Choice(index=index, delta=ChatDelta(content=text), finish_reason=finish)
         else:
@@ -346,7 +358,7 @@ class Head:
         return self._of((choice,), None, "chat.completion.chunk")
 
     def usage(self, usage: TokenUsage) -> Completion:
-        """The piece of a stream after the last one."""
+        """Return the piece of a stream that follows all choices."""
         return self._of((), usage, "chat.completion.chunk")
 
     def _of(self, choices: tuple[Choice, ...], usage: TokenUsage | None, kind: str) -> Completion:

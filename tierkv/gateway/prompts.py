@@ -21,9 +21,12 @@ _BYTES = struct.Struct(">BI")  # its long form, bin 32: mark and length
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """prompt: a text, or packed tokens. authorization: the caller's header, if it is handed on.
+    """One prompt and its sampling.
 
-    seed: always given, so that a second node goes on as the first would have.
+    Attributes:
+        prompt: A text, or packed tokens.
+        authorization: The caller's header, if the gateway forwards it.
+        seed: Seed of the sampling, always set, so that a second node continues like the first.
     """
 
     request_id: str

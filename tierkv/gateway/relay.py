@@ -52,9 +52,12 @@ from tierkv.tasks import deadline, expected, task_group
 
 
 class StopFinder:
-    """Feed it text in pieces, cut anywhere; the result does not depend on where.
+    """A search for stop texts in a text that comes in pieces.
 
-    stops: texts that end the answer and are not part of it; none may be empty.
+    The result does not depend on the cuts.
+
+    Args:
+        stops: Texts that end the answer and are not part of it; none may be empty.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -64,8 +67,11 @@ class StopFinder:
         self.has_stopped = False
 
     def feed(self, text: str) -> str:
-        """The text that can be shown now: nothing after the first complete stop text, nor what may
-        be the beginning of one."""
+        """Add a piece, and return the text that can be shown now.
+
+        Text after the first complete stop text is dropped. An end that may begin a stop text is
+        held back.
+        """
         if self.has_stopped:
             return ""
         if not self._stops:
@@ -87,7 +93,7 @@ class StopFinder:
         return "".join(shown)
 
     def rest(self) -> str:
-        """The text that was held back, when nothing follows."""
+        """Return the text that was held back, when no text follows."""
         held, self._held = self._held, ""
         return held
 
@@ -134,9 +140,12 @@ class PromptAnswer:
         self._min_tokens = min_tokens
 
     async def run(self, say: Say) -> None:
-        """Call `say` with each piece of text. Raises GatewayError.
+        """Call `say` with each piece of text.
 
         A cancel, or an error of `say`, stops the nodes' work on this prompt.
+
+        Raises:
+            GatewayError: The prompt has failed.
         """
         async with self._backend.admission.slot():
             delivery = Delivery(self.job, self._backend)
@@ -359,9 +368,17 @@ class Delivery:
     # Calls
 
     async def read(self, node: BackendNode, path: str, body: Body, *, offset: int) -> Done:
-        """Take all tokens of one streamed answer, the first of which is number `offset`.
+        """Take all tokens of one streamed answer.
 
-        Raises AttemptError, which is noted, or GatewayError.
+        Args:
+            node: The node to call.
+            path: Path of the route.
+            body: Body of the call.
+            offset: Number of delivered tokens before the first token of the answer.
+
+        Raises:
+            AttemptError: The call has failed; the failure is noted.
+            GatewayError: It was the last attempt.
         """
         try:
             events = self.backend.calls.stream(node, path, self.job, body)

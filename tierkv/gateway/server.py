@@ -195,7 +195,7 @@ def usage_of(answers: Sequence[PromptAnswer]) -> TokenUsage:
 
 
 class _Writer:
-    """Writes the pieces of one answer; the head goes out with the first."""
+    """A writer of the pieces of one answer; the head goes out with the first piece."""
 
     def __init__(self, request: web.BaseRequest, model: str, *, is_chat: bool) -> None:
         self.request = request
@@ -371,6 +371,6 @@ def run(settings: GatewaySettings, announce: Callable[[str], None]) -> None:
 
 
 def listening(gateway: Gateway, listener: socket.socket) -> AbstractAsyncContextManager[str]:
-    """Answers for `gateway` on `listener`; see `answering`."""
+    """Answer for `gateway` on `listener`; see `answering`."""
     own = gateway.settings
     return answering(own.gateway, own.auth, own.tls, [listener], partial(router_of, gateway))

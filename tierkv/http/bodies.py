@@ -57,15 +57,17 @@ class TooMuchInWorkError(TierKVError):
 
 
 class BodyReader:
-    """Reads the bodies of one server's requests.
+    """A reader of the bodies of one server's requests.
 
-    The bytes of a body count until `release`; one that would bring their sum above `max_work_bytes`
-    is refused before it is read.
+    The bytes of a body count until `release`. A body that would bring their sum above
+    `max_work_bytes` is refused before it is read.
     """
 
     def __init__(self, section: ListenSection) -> None:
         self._section = section
-        self._long_one = asyncio.Semaphore()  # decoding takes several times a body's memory
+        self._long_one = (
+            asyncio.Semaphore()
+        )  # one at a time: decoding takes several times a body's memory
         self.num_bytes = 0
 
     async def read(
@@ -264,11 +266,15 @@ def decode(raw: bytes | bytearray, kind: type[T], *, content_type: str) -> T:
 
 
 def _refuse_twins(raw: bytes | bytearray, fields: Mapping[str, msgspec.Raw]) -> None:
-    """Raise BodyError if an object of the JSON text has a key twice: decoders differ in which value
-    they take, so a proxy that checks and a node that acts could see two different bodies.
+    """Raise BodyError if an object of the JSON text has a key twice.
 
-    fields: the decoded object. A key that was there twice has one value in it, so the text is
-    longer than its fields. Only then, or if spaced unusually, is the text decoded again.
+    Decoders differ in which of the two values they take, so a proxy that checks and a node that
+    acts could see two different bodies.
+
+    Args:
+        raw: The JSON text.
+        fields: The decoded object. It has one value of a repeated key, so the text is longer than
+            its fields. Only then, or with unusual spaces, is the text decoded again.
     """
     if raw.count(b":") == len(fields):  # one for each key: none twice, and no inner object
         return
@@ -350,7 +356,7 @@ def event_stream(request: web.BaseRequest) -> web.StreamResponse:
         headers={
             **headers_of(request, EVENT_STREAM),
             "Cache-Control": "no-store",
-            "X-Accel-Buffering": "no",  # a proxy in between is not to collect events
+            "X-Accel-Buffering": "no",  # a proxy must not collect events
         }
     )
 

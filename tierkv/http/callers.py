@@ -65,9 +65,10 @@ NOBODY = Principal("nobody", "", Access.PUBLIC)
 
 
 class UnauthenticatedError(TierKVError):
-    """The node does not know who calls: bring a token, or a certificate, that it knows.
+    """The caller is not authenticated: bring a token or a certificate that the node knows.
 
-    was_given: there was a credential, but not a good one.
+    Attributes:
+        was_given: The request had a credential, but not a good one.
     """
 
     def __init__(self, message: str, *, was_given: bool = False) -> None:
@@ -121,7 +122,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class TokenRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """id: the public part of the token. sha256: of the whole token, in hexadecimal digits."""
+    """A caller with a token.
+
+    Attributes:
+        id: The public part of the token.
+        sha256: Digest of the whole token, in hexadecimal.
+    """
 
     id: TokenId
     sha256: Digest
@@ -130,13 +136,21 @@ class TokenRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class CertificateRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """subject: `DNS:name`, `URI:spiffe://...`, `email:...` or `CN:name`, as in the certificate."""
+    """A caller with a client certificate.
+
+    Attributes:
+        subject: `DNS:name`, `URI:spiffe://...`, `email:...` or `CN:name`, as in the certificate.
+    """
 
     subject: Annotated[str, msgspec.Meta(pattern="^(DNS|URI|email|CN):.+$")]
 
 
 class UserRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """uid: of a process that calls over the Unix socket."""
+    """A caller over the Unix socket.
+
+    Attributes:
+        uid: User id of the calling process.
+    """
 
     uid: Annotated[int, msgspec.Meta(ge=0)]
 
@@ -195,9 +209,10 @@ def read(path: Path) -> AuthFile:
 
 
 def write(path: Path, content: AuthFile) -> None:
-    """Put `content` in place of the file, at once and readable by its owner only.
+    """Replace the file at `path` by `content`, atomically and readable by its owner only.
 
-    Raises ConfigError if that is not possible; the old file is then unchanged.
+    Raises:
+        ConfigError: The file cannot be written; the old file is unchanged.
     """
     scratch = path.with_name(f".{path.name}.{uuid4().hex}")
     body = msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
@@ -369,8 +384,13 @@ class Guard:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Reads the file, and again whenever it has changed. Raises ConfigError if it is wrong at
-        the start; a wrong one later is logged, and the last good one stays in force."""
+        """Read the file at the start and after each change, while the body runs.
+
+        A faulty file at a later time is logged, and the last good one stays in force.
+
+        Raises:
+            ConfigError: The file is faulty at the start.
+        """
         if self._file is None:
             yield
             return
@@ -415,7 +435,12 @@ class Guard:
         return self._keyring.by_token(token.encode(), now=time.time())
 
     def admit(self, request: web.BaseRequest, needed: Access) -> None:
-        """Set `request[PRINCIPAL]`. Raises UnauthenticatedError or ForbiddenError."""
+        """Set `request[PRINCIPAL]` to the caller, if the caller has the `needed` access.
+
+        Raises:
+            UnauthenticatedError: The caller is unknown.
+            ForbiddenError: The caller has less access.
+        """
         if self._file is None or needed is Access.PUBLIC:
             request[PRINCIPAL] = ANYONE if self._file is None else NOBODY
             return
@@ -456,7 +481,7 @@ def _by_connection(request: web.BaseRequest, keyring: Keyring) -> Principal:
 
 
 def _names(certificate: Mapping[str, Any]) -> Iterator[str]:
-    """The names of a certificate as ssl gives it; alternative names before the common name."""
+    """Yield the names of a certificate as ssl gives it, the common name last."""
     for kind, name in certificate.get("subjectAltName", ()):
         yield f"{kind}:{name}"
     for parts in certificate.get("subject", ()):
@@ -466,7 +491,7 @@ def _names(certificate: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _by_user(peer: socket.socket, keyring: Keyring) -> Principal:
-    """The caller of a Unix socket: its row, or an admin if it runs as the node's own user."""
+    """Return the caller of a Unix socket: its row, or an admin if it is the node's own user."""
     _, uid, _ = credentials(peer)
     if found := keyring.by_uid(uid):
         return found

@@ -47,7 +47,7 @@ News = Callable[[], Iterable[tuple[str, bytes]]]
 
 
 def figures_of(metrics: Iterable[Metric], families: Collection[str]) -> dict[str, float]:
-    """The samples of these families, by the names that /metrics gives them, labels included."""
+    """Return the samples of `families`, by their names at /metrics, labels included."""
     return {
         _name(sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in metrics
@@ -64,10 +64,12 @@ def _name(name: str, labels: tuple[tuple[str, str], ...]) -> str:
 
 
 class LiveFeed:
-    """Samples figures and keeps the last ones; use it inside `running()`. `close` ends all streams.
+    """The last samples of the figures. Use it inside `running()`; `close` ends all streams.
 
-    figures: by name; if the names change, the ring begins anew. refresh: called while a page is
-    open, for what takes longer; returns the seconds until it should be called again.
+    Attributes:
+        figures: Returns the figures by name; if the names change, the ring begins anew.
+        refresh: Called while a page is open, for data that take longer to collect; returns the
+            seconds until its next call.
     """
 
     def __init__(self, *, every_s: float = EVERY_S, most: int = MOST_SAMPLES) -> None:
@@ -100,7 +102,7 @@ class LiveFeed:
         self._wake()
 
     def take(self) -> None:
-        """One more sample."""
+        """Take one more sample."""
         values = self.figures()
         if tuple(values) != self._names:
             self._begin_anew()

@@ -84,7 +84,7 @@ class NoEngineError(BadRequestError):
 
 
 class WrongRoleError(BadRequestError):
-    """This node's role does not include what was asked: ask a node that has it."""
+    """This node's role does not include the request: call a node with the needed role."""
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -108,7 +108,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     available: int | None = None
 
 
-# The first line whose class fits, so subclasses come before their bases.
+# The first row with a matching class applies, so subclasses come before their bases.
 ERRORS: tuple[tuple[type[TierKVError], int, str, str], ...] = (
     (UnauthenticatedError, 401, "unauthenticated", "This node must know who calls"),
     (ForbiddenError, 403, "forbidden", "This caller may not do this"),
@@ -201,7 +201,7 @@ def _row(error: Exception) -> tuple[int, str, str]:
     for kind, status, code, title in ERRORS:
         if isinstance(error, kind):
             if isinstance(error, HandoffError):
-                status = HANDOFF_STATUS.get(error.reason, status)  # noqa: PLW2901 - more exactly
+                status = HANDOFF_STATUS.get(error.reason, status)  # noqa: PLW2901 - a more exact status
             return status, code, title
     return INTERNAL
 

@@ -260,7 +260,12 @@ _OF_BODIES = (
 
 
 def document(table: Sequence[Route], examples: Mapping[type, Json]) -> Json:
-    """The document of all routes of `table`. examples: one for each type that has some."""
+    """Return the OpenAPI document of all routes of `table`.
+
+    Args:
+        table: The routes.
+        examples: An example for each type that has one.
+    """
     types = {kind for row in table for kind in (row.body, row.answer) if kind is not None}
     ordered = sorted(types, key=lambda kind: kind.__name__)
     refs, schemas = msgspec.json.schema_components([*ordered, Problem], ref_template=_REFS)
@@ -385,7 +390,7 @@ def _fields(kind: type | None) -> tuple[str, ...]:
 
 
 def _exact(schemas: dict[str, Json]) -> dict[str, Json]:
-    """The schemas, with the pattern of base64, which is all that the decoder takes for bytes."""
+    """Add to `schemas` the pattern of base64, because the decoder takes no other text for bytes."""
     for schema in schemas.values():
         _say_base64(schema)
     return schemas

@@ -309,9 +309,10 @@ async def answering(
     listeners: Sequence[socket.socket],
     router_of: Callable[[Guard], HttpRouter],
 ) -> AsyncIterator[str]:
-    """Answers on `listeners` by settings; yields the URL of the first.
+    """Answer on `listeners` by settings; yield the URL of the first.
 
-    Raises ConfigError if the auth file or the certificate cannot be used.
+    Raises:
+        ConfigError: The auth file or the certificate cannot be used.
     """
     guard = Guard(Path(auth.file) if auth.file else None, reload_s=auth.reload_s)
     async with (

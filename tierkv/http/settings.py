@@ -74,11 +74,13 @@ class AuthSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class TlsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Paths of PEM files. cert: the node's own, with its chain; "" serves without TLS.
+    """Paths of PEM files. The Unix socket never uses TLS.
 
-    key: of cert, where it is not in the same file. client_ca: every client must bring a
-    certificate that one of these signed; "" asks for none. reload_s: how often is looked whether a
-    file has changed. The Unix socket is without TLS always.
+    cert: file of the node's own certificate, with its chain; "" serves without TLS.
+    key: file of the certificate's key, where `cert` does not contain it.
+    client_ca: file of the authorities one of which must have signed the certificate of every
+    client; "" asks for none.
+    reload_s: seconds between two checks whether a file has changed.
     """
 
     cert: str = ""

@@ -20,17 +20,20 @@ _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes of a decoder-only transformer over bytes, whose weights follow from `seed`.
+    """A decoder-only transformer over bytes, with weights that follow from `seed`.
 
-    name, revision: the model's identity, as keys of cached blocks must carry it.
-    num_layers: of the decoder. num_kv_heads: heads of keys and values. seed: of its weights.
-    num_heads: query heads; each group of num_heads / num_kv_heads of them shares one KV head.
-    head_dim, hidden, ffn: elements; head_dim is even, since RoPE turns pairs.
-    rope_theta: the base of RoPE's wavelengths.
-    max_positions: tokens of prompt and output together.
-    kv_dtype: how K and V lie in the planes; all computing is in float32.
+    A number out of range, and heads that do not divide, raise ConfigError.
 
-    Raises ConfigError if a number is out of range or the heads do not divide.
+    name, revision: the model's identity in the keys of cached blocks.
+    num_layers: number of layers of the decoder.
+    num_heads: number of query heads; each group of num_heads / num_kv_heads of them shares one KV
+    head.
+    num_kv_heads: number of heads of keys and values.
+    head_dim, hidden, ffn: sizes in elements; head_dim is even, since RoPE turns pairs.
+    rope_theta: base of RoPE's wavelengths.
+    max_positions: most tokens of prompt and output together.
+    seed: seed of the weights.
+    kv_dtype: type of K and V in the planes; all computing is in float32.
     """
 
     name: str = "tierkv-ref-tiny"
@@ -78,9 +81,12 @@ class ModelConfig:
         )
 
     def layout(self, block_size: int) -> Layout:
-        """A key and a value plane per layer, [block_size, num_kv_heads, head_dim] of kv_dtype.
+        """Return a layout of a key and a value plane per layer.
 
-        Raises LayoutError if block_size is not positive.
+        A block of a plane is [block_size, num_kv_heads, head_dim] of kv_dtype.
+
+        Raises:
+            LayoutError: block_size is not positive.
         """
         return attention_layout(
             num_layers=self.num_layers,

@@ -79,7 +79,7 @@ class ModelRun:
         return (self.job.tokens + pack(self.tokens))[: self.num_fed * TOKEN_BYTES]
 
     def next_chunk(self, size: int) -> Tokens1D:
-        """Up to `size` tokens that are known and not fed; empty if there are none."""
+        """Return up to `size` tokens that are known and not fed; empty if there are none."""
         behind = self.num_fed - len(self.prompt)
         if behind < 0:
             return self.prompt[self.num_fed : self.num_fed + size]
@@ -120,8 +120,11 @@ _COMMIT_EVERY_TOKENS = 64  # generated ones; a commit costs far less than a step
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """chunk_tokens: prompt tokens per call of the model; a cancel waits for one call at most.
-    load_timeout_s: how long a call may wait for a layer that is being loaded."""
+    """The settings of the reference engine.
+
+    chunk_tokens: prompt tokens per call of the model; a cancel waits for one call at most.
+    load_timeout_s: seconds that a call may wait for a layer that is being loaded.
+    """
 
     chunk_tokens: int = 256
     load_timeout_s: Fixed[float] = 30.0
@@ -222,7 +225,7 @@ class ReferenceEngine:
             self._end(run)
 
     async def _or_recovered(self, run: ModelRun, compute: Callable[[], Awaitable[None]]) -> None:
-        """`compute`; if cached tokens did not load, once more without them."""
+        """Run `compute`; if cached tokens did not load, run it once more without them."""
         try:
             await compute()
             return
@@ -318,7 +321,7 @@ class ReferenceEngine:
     # The compute thread
 
     async def _forward(self, run: ModelRun, tokens: Tokens1D) -> Floats:
-        """One call of the model. A cancel is raised after the thread has left the planes."""
+        """Call the model once. A cancel is raised after the thread has left the planes."""
         assert self._thread is not None, "the engine is running"
         try:
             call = self._thread.submit(self._call_model, run, tokens)

@@ -30,14 +30,15 @@ from tierkv.tokenizers import ByteTokenizer
 
 
 def sample(logits: npt.NDArray[np.float32], sampling: Sampling, position: int) -> int:
-    """The token that goes to absolute `position`, chosen by `logits` [vocab].
+    """Return the token at absolute `position`, chosen by `logits` [vocab].
 
-    Greedy takes the lowest id among equals. Otherwise the only randomness is word `position` of
-    the Philox stream keyed by the seed (a counter-based generator: Salmon et al. 2011), so a
-    second node that knows seed and position goes on exactly where the first stopped, with no
-    generator state handed over. A logit of -inf is never chosen.
+    Greedy sampling takes the lowest id among equals. Otherwise the only randomness is word
+    `position` of the Philox stream keyed by the seed (a counter-based generator: Salmon et al.
+    2011). Therefore a second node that knows seed and position continues exactly where the first
+    stopped, without any generator state. A logit of -inf is never chosen.
 
-    Raises BadRequestError if the position is negative, a logit is NaN, or none is finite.
+    Raises:
+        BadRequestError: The position is negative, a logit is NaN, or none is finite.
     """
     if position < 0:
         raise BadRequestError(f"a position must not be negative, not {position}")
@@ -60,7 +61,7 @@ def sample(logits: npt.NDArray[np.float32], sampling: Sampling, position: int) -
 
 
 def _uniform(seed: int, position: int) -> float:
-    """In [0, 1), the same for the same arguments everywhere."""
+    """Return a number in [0, 1), the same for the same arguments on every machine."""
     word = int(np.random.Philox(key=seed, counter=position).random_raw())
     return float(word >> 11) * 2.0**-53
 
@@ -119,9 +120,11 @@ class BlockTable:
         self._tokens(plane)[blocks, positions % self.block_size] = self._stored(rows)
 
     def read(self, plane: PlaneArray, *, num_tokens: int, num_rows: int) -> Floats:
-        """float32 [num_kv_heads, num_rows, head_dim], C order: the first `num_tokens` tokens.
+        """Return the first `num_tokens` tokens.
 
-        The rows after them are zero, whatever the plane holds there.
+        Returns:
+            float32 [num_kv_heads, num_rows, head_dim], C order. Rows after the tokens are zero,
+                whatever the plane holds there.
         """
         num_kv_heads, head_dim = self.token_shape
         blocks = self._tokens(plane)[self.ids[: -(-num_tokens // self.block_size)]]
@@ -131,8 +134,10 @@ class BlockTable:
         return rows
 
     def _tokens(self, plane: PlaneArray) -> npt.NDArray[np.generic]:
-        """The plane's own memory as [num_blocks, block_size, num_kv_heads, head_dim]; bfloat16,
-        which NumPy lacks, as uint16: the upper half of a float32."""
+        """Return a view of the plane as [num_blocks, block_size, num_kv_heads, head_dim].
+
+        NumPy lacks bfloat16, so bfloat16 is viewed as uint16: the upper half of a float32.
+        """
         dtype = "uint16" if self.kv_dtype == BFLOAT16 else self.kv_dtype
         view: npt.NDArray[np.generic] = plane.view(dtype)
         return view.reshape(len(plane), self.block_size, *self.token_shape)
@@ -220,7 +225,7 @@ class Span:
         return -(-self.padded_end // CHUNK) * CHUNK
 
     def stacks(self, height: int) -> Iterator[slice]:
-        """The tiles, counted from the span's first, in slices of up to `height`."""
+        """Yield the tiles, counted from the span's first, in slices of up to `height`."""
         for at in range(0, self.num_tiles, height):
             yield slice(at, min(at + height, self.num_tiles))
 
@@ -242,11 +247,15 @@ _UNEMBEDDING_GAIN = 1.0
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. Rows of tokens are multiplied from the left; q is num_heads * head_dim wide,
-    kv num_kv_heads * head_dim.
+    """The weights of one layer. Rows of tokens are multiplied from the left.
 
-    qkv: [hidden, q + 2 kv], qkv_bias: [q + 2 kv]; queries, then keys, then values.
-    out: [q, hidden]. gate_up: [hidden, 2 ffn], the gate first. down: [ffn, hidden].
+    With q = num_heads * head_dim and kv = num_kv_heads * head_dim:
+
+    Attributes:
+        qkv, qkv_bias: [hidden, q + 2 kv] and [q + 2 kv]; queries, then keys, then values.
+        out: [q, hidden].
+        gate_up: [hidden, 2 ffn], the gate first.
+        down: [ffn, hidden].
     """
 
     qkv: Floats
@@ -267,14 +276,19 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """embedding: [256, hidden]. unembedding: [hidden, 256]. RMSNorm's gains are in the matrices."""
+    """All weights. RMSNorm's gains are in the matrices.
+
+    Attributes:
+        embedding: [256, hidden].
+        unembedding: [hidden, 256].
+    """
 
     embedding: Floats
     layers: tuple[LayerWeights, ...]
     unembedding: Floats
 
     def to(self, xp: ModuleType) -> Weights:
-        """The same numbers as arrays of `xp` (NumPy or CuPy)."""
+        """Return the same numbers as arrays of `xp` (NumPy or CuPy)."""
         return Weights(
             embedding=xp.asarray(self.embedding),
             layers=tuple(layer.to(xp) for layer in self.layers),
@@ -283,10 +297,10 @@ class Weights:
 
 
 def make_weights(config: ModelConfig) -> Weights:
-    """The weights that `config.seed` stands for, as NumPy arrays.
+    """Return the weights that follow from `config.seed`, as NumPy arrays.
 
-    Made of PCG64's raw words with exact float32 arithmetic only: NumPy keeps the words of a
-    seed for ever, but not what its distributions make of them.
+    They are made of PCG64's raw words with exact float32 arithmetic only: NumPy keeps the words of
+    a seed for ever, but not the results of its distributions.
     """
     draw = _Uniform(config.seed)
     embedding = draw.array(VOCAB_SIZE, config.hidden, deviation=_EMBEDDING_GAIN)
@@ -433,20 +447,25 @@ class ReferenceModel:
         planes: Sequence[PlaneArray],
         before_layer: Callable[[int], None],
     ) -> Floats:
-        """Write the K and V of `tokens`; return the logits of what follows the last of them.
+        """Write the K and V of `tokens`, and return the logits of the token after the last of them.
 
-        tokens: [n] in host memory, n >= 1, at positions start, start + 1, ...; the tokens before
-            `start` have their K and V in the planes already.
-        block_table: [m] in host memory, distinct ids of the blocks that hold tokens 0, 1, ...;
-            what exceeds the start + n tokens is not looked at.
-        planes: uint8 [num_blocks, the plane's block_bytes] each, in the layout's order; of several
-            ranks, those of rank 0 in its layout's order, then of rank 1...
-        before_layer: called with 0, 1, ... before that layer's planes are read or written, to
-            wait for them. What it raises passes through; then the layers before are written.
+        Args:
+            tokens: [n] in host memory, n >= 1, at positions start, start + 1, ...
+            start: Position of the first token. The tokens before it have their K and V in the
+                planes.
+            block_table: [m] in host memory, distinct ids of the blocks that hold tokens 0, 1, ...;
+                ids beyond the start + n tokens are ignored.
+            planes: uint8 [num_blocks, the plane's block_bytes] each, in the layout's order; with
+                several ranks, those of rank 0 in its layout's order, then of rank 1...
+            before_layer: Called with 0, 1, ... before that layer's planes are read or written, to
+                wait for them. Its errors pass through; then the layers before are written.
 
-        Returns float32 [256] in host memory, computed; -inf for tokens that are not PRINTABLE.
-        Raises BadRequestError (tokens, start, block_table) or LayoutError (planes) with nothing
-        written.
+        Returns:
+            float32 [256] in host memory, computed; -inf for tokens that are not PRINTABLE.
+
+        Raises:
+            BadRequestError: tokens, start or block_table is not valid; nothing was written.
+            LayoutError: A plane does not fit the layout; nothing was written.
         """
         by_rank = np.array_split(np.arange(len(planes)), len(self._ranks))
         for rank, own in zip(self._ranks, by_rank, strict=True):
@@ -487,7 +506,7 @@ class ReferenceModel:
         return self._logits(hidden[-1], row=(span.end - 1) % TILE)
 
     def _embed(self, tokens: npt.NDArray[np.integer], span: Span) -> Floats:
-        """[num_tiles, TILE, hidden]; padding rows are zeros."""
+        """Return [num_tiles, TILE, hidden]; padding rows are zeros."""
         rows: Floats = self._xp.zeros((span.num_tiles * TILE, self.config.hidden), np.float32)
         rows[span.live] = self._weights.embedding[self._xp.asarray(tokens)]
         return rows.reshape(span.num_tiles, TILE, self.config.hidden)
@@ -539,7 +558,7 @@ class ReferenceModel:
         return means
 
     def _by_token(self, means: Floats, span: Span) -> Floats:
-        """[num_tiles, TILE, num_heads * head_dim]"""
+        """Return `means` as [num_tiles, TILE, num_heads * head_dim]."""
         c = self.config
         by_head = means.reshape(-1, c.num_kv_heads, self._group, TILE, c.head_dim)
         rows: Floats = by_head.transpose(0, 3, 1, 2, 4).reshape(span.num_tiles, TILE, -1)
@@ -560,7 +579,7 @@ class ReferenceModel:
         return np.where(PRINTABLE, on_host, np.float32(-np.inf))
 
     def _rms_norm(self, rows: Floats) -> Floats:
-        """`rows`, each of root mean square 1; rows of zeros stay zeros."""
+        """Return `rows`, each scaled to root mean square 1; rows of zeros stay zeros."""
         square = (rows * rows).sum(axis=-1, keepdims=True) / np.float32(rows.shape[-1])
         normed: Floats = rows / self._xp.sqrt(square + _EPSILON)
         return normed
@@ -649,9 +668,11 @@ class Rope:
         self._sin: Floats = xp.asarray(np.sin(angles).astype(np.float32))
 
     def turn(self, heads: Floats, *, first_tile: int) -> Floats:
-        """`heads` [num_tiles, TILE, num_heads, head_dim], with pairs (i, i + head_dim / 2) turned.
+        """Return `heads` with pairs (i, i + head_dim / 2) turned by their position's angles.
 
-        first_tile: the absolute tile of heads[0].
+        Args:
+            heads: [num_tiles, TILE, num_heads, head_dim].
+            first_tile: The absolute tile of heads[0].
         """
         num_tiles, half = len(heads), heads.shape[-1] // 2
         rows = slice(first_tile * TILE, (first_tile + num_tiles) * TILE)
