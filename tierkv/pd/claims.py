@@ -1,5 +1,7 @@
-"""The decode node's side of a hand-off: wait for the ticket, get its blocks, by portions where
-there is little room, tell what is wrong."""
+"""The decode node's side of a hand-off: wait for the ticket, fetch its blocks, report problems.
+
+If the host has little room, blocks come in portions.
+"""
 
 from __future__ import annotations
 
@@ -54,11 +56,17 @@ _GRACE_S = 0.5
 class Watch:
     """One wait for one ticket.
 
-    estimator: learns how long the store takes to answer.
-    on_progress: called when blocks of the prompt may be in storage: the first so many, or None
-        where their number is not known.
-    on_open: called with each open ticket whose prompt is being computed.
-    keys: the prompt's, once its ticket is there.
+    Attributes:
+        keys: the prompt's keys, once its ticket is there.
+
+    Args:
+        tickets: the node's tickets.
+        ticket_id: name of the ticket.
+        prompt: the claimed prompt.
+        estimator: learns the answering time of the store.
+        on_progress: called when blocks of the prompt may be in storage, with the number of first
+            blocks, or None if that is unknown.
+        on_open: called with each open ticket whose prompt is being computed.
     """
 
     def __init__(
@@ -110,7 +118,7 @@ class Watch:
         verdict = budget.restrict(self._prompt.num_tokens)
         if not verdict.is_asked:
             raise HandoffError(HandoffProblem.UNAVAILABLE.value, verdict.reason)
-        # Nothing was said yet: a claim may be over before the store answers once.
+        # The claim may end before the store has answered once.
         self._problem = StoreUnavailableError(
             f"the store did not say within {deadline_s:g} s whether there is a ticket"
         )
@@ -121,7 +129,7 @@ class Watch:
                 if found is not None:
                     return found
                 if self._problem is None:
-                    self._forget_keys()  # as large as the prompt: not for all who wait
+                    self._forget_keys()  # as large as the prompt: too much for every waiting claim
                 if self._over is not None and loop.time() - self._over_since >= self._patience_s:
                     raise self._over
                 left = give_up_at - loop.time()
@@ -138,8 +146,11 @@ class Watch:
         raise await self._not_there(deadline_s)
 
     async def _look_within(self, budget: Budget, give_up_at: float) -> Ticket | None:
-        """`_look`, for as long as the budget lasts. Sets `_problem` to why the store did not
-        answer, None if it did, and `_is_in_vain` if it is not to be asked again."""
+        """Look for the ticket once, for as long as the budget lasts.
+
+        Sets `_problem` to the reason why the store did not answer, None if it did, and
+        `_is_in_vain` if another question is useless.
+        """
         loop, tier = asyncio.get_running_loop(), self._estimator.tier
         began = loop.time()
         try:
@@ -151,7 +162,7 @@ class Watch:
         except StoreUnavailableError as error:
             self._problem = error
             self._is_in_vain = isinstance(error, StoreDownError) and not self._has_answered
-            # Leases ran out meanwhile, and producers that live have yet to say so.
+            # Leases may have expired; live producers need time to renew them.
             self._lost_after_s = max(self._lost_after_s, self._lease.lease_s)
             return None
         except TimeoutError:
@@ -193,7 +204,7 @@ class Watch:
         return keys
 
     async def _hear(self, next_hint: Callable[[float], object], timeout_s: float) -> None:
-        """Return when it is worth looking again."""
+        """Return when a new look at the store is worthwhile, after `timeout_s` at the latest."""
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
         while (left := until - loop.time()) > 0:
@@ -205,7 +216,11 @@ class Watch:
             self._on_progress(blocks)
 
     async def _look(self) -> Ticket | None:
-        """Raises HandoffError at once for what will never be right, StoreUnavailableError."""
+        """Read the ticket once; return None if it is not there yet.
+
+        Raises HandoffError at once for problems that no wait would solve, and
+        StoreUnavailableError.
+        """
         ticket, found = await self._read()
         if ticket is not None:
             try:
@@ -239,8 +254,10 @@ class Watch:
         return None
 
     async def _is_over(self, ticket: Ticket) -> bool:
-        """Whether its time is over, or somebody has claimed it, or it makes room for another, which
-        takes the acknowledgement away, too. Raises what `_look` does."""
+        """Return whether the ticket has expired, was claimed, or is being replaced by another one.
+
+        A replacement removes the acknowledgement too. Raises the errors of `_look`.
+        """
         tickets = self._tickets
         return (
             tickets.has_expired(ticket)
@@ -249,7 +266,10 @@ class Watch:
         )
 
     async def _read(self) -> tuple[Ticket | None, OpenTicket | None]:
-        """The ticket, and where it has to be waited for the open one. Raises what `_look` does."""
+        """Return the ticket and, if it is not there at once, the open one.
+
+        Raises the errors of `_look`.
+        """
         whole, opened = self._tickets.read, self._tickets.read_open
         if not self._has_looked:
             self._has_looked = True
@@ -294,7 +314,7 @@ class Watch:
 
 
 def _blocks_of(hint: object) -> int | None:
-    """How many blocks are ready, if that is what a hint says."""
+    """Return the number of ready blocks in a hint, None if the hint has another meaning."""
     if isinstance(hint, str) and hint.startswith(PROGRESS) and hint[1:].isdecimal():
         return int(hint[1:])
     return None
@@ -309,22 +329,30 @@ _ALWAYS_REFUSED = (HandoffProblem.INCOMPATIBLE.value, HandoffProblem.OTHER_PROMP
 
 
 class ClaimPolicy(Enum):
-    """What a decode node does when not every token of a claimed prompt can be had.
+    """The reaction of a decode node to missing tokens of a claimed prompt.
 
-    Without a ticket there are no first tokens: those policies that may, compute them, too.
+    Without a ticket there are no first tokens: policies that may compute the prompt compute them
+    too.
     """
 
     WHOLE = "whole"  # refuse, with the reason
     RECOMPUTE = "recompute"  # load what there is and compute the rest, be there a ticket or not
-    RECOMPUTE_ALL = "recompute_all"  # compute everything, as if nobody had prefilled
+    RECOMPUTE_ALL = "recompute_all"  # compute everything, as without a prefill
 
 
 class Claims:
-    """Claims one published prompt at a time: waits for its ticket, fetches its blocks, admits its
-    request.
+    """Claims published prompts: waits for a ticket, fetches its blocks, and admits the request.
 
-    estimator: the rule, for claims that may recompute. fetch_deadline_s: seconds that each arrival
-        from the ticket on leaves. stats: counts of the node's hand-offs, both ways.
+    Args:
+        tickets: the node's tickets.
+        scheduler: admits the requests.
+        fetcher: fetches blocks to the host.
+        arrivals: the requests that wait, for aborts.
+        source: the paths from other nodes' memory.
+        portions: fetches blocks that the host has no room for.
+        estimator: the rule, for claims that may recompute.
+        fetch_deadline_s: seconds that each arrival, from the ticket on, leaves at least.
+        stats: counts of the node's hand-offs, in both directions.
     """
 
     def __init__(  # noqa: PLR0913 - collaborators
@@ -428,13 +456,15 @@ class Claims:
             raise
 
     def _has_room(self, num_blocks: int) -> bool:
-        """Whether the device could take so many blocks now, and nobody is before them."""
+        """Return whether the device has room for `num_blocks` blocks and no request waits."""
         has_room = self._scheduler.tiers.eviction.available(Tier.DEVICE) >= num_blocks
         return has_room and not self._scheduler.num_waiting
 
     async def _bring_ahead(self, spec: RequestSpec, near: Supply, prefix: Prompt) -> bool:
-        """Bring the first blocks of the prompt to the host, and on to the device if there is room
-        that nobody waits for; return whether all of them came."""
+        """Fetch the first blocks of the prompt to the host, and load them if there is ample room.
+
+        Return whether all of the blocks arrived on the host.
+        """
         await near.ask(prefix)
         budget = Budget(self._fetch_deadline_s, step_s=self._fetch_deadline_s)
         fetched = await self._fetcher.fetch(prefix, budget)
@@ -460,9 +490,12 @@ class Claims:
         give_up_at: float,
         near: Supply,
     ) -> Request:
-        """The request, with every token or with what `policy` says. A store that fails is asked
-        again until the claim's time is over: its ticket said that all is there. What the host has
-        no room for, or has not any more when it is the request's turn, comes in portions."""
+        """Return the admitted request, with every token or as `policy` says.
+
+        A failing store is asked again until the claim's deadline, since the ticket states that all
+        blocks are stored. Blocks that the host has no room for, or has evicted before the request's
+        turn, come in portions.
+        """
         prompt, pause_s = spec.prompt, _FIRST_PAUSE_S
         while True:
             await near.ask(prompt)
@@ -487,14 +520,17 @@ class Claims:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _may_try_again(self, problem: GetOutcome | None, give_up_at: float) -> bool:
-        """Whether the store did not answer, and there is time to ask it once more."""
+        """Return whether the store failed, and there is time for another attempt."""
         has_failed = problem is not None and problem.status is GetStatus.FAILED
         return has_failed and asyncio.get_running_loop().time() + _FIRST_PAUSE_S < give_up_at
 
     async def _rest(
         self, request: Request, keys: Sequence[StoredKey], budget: Budget
     ) -> GetOutcome | None:
-        """Bring what an admitted request lacks; why not all of it, if so."""
+        """Fetch the missing blocks of an admitted request.
+
+        Return the problem, None if all arrived.
+        """
         if request.cached_tokens == request.spec.prompt.num_tokens:
             return None
         return await self._portions.bring_or_end(request, budget, keys)
@@ -502,7 +538,7 @@ class Claims:
     async def _fetch_and_load(
         self, spec: RequestSpec, keys: Sequence[StoredKey], budget: Budget
     ) -> Fetched:
-        """What storage has of the prompt; what came first is on its way to the device by then."""
+        """Fetch the prompt from storage, and load the first arrived blocks in the meantime."""
         loads = LoadsAhead(spec, self._scheduler, self._has_room)
         fetched: Fetched | None = None
         try:
@@ -529,10 +565,9 @@ class Claims:
 
 
 async def acknowledge(tickets: Tickets, ticket: Ticket, loads: Sequence[Movement] = ()) -> None:
-    """Note that a ticket was claimed, once its blocks have been loaded.
+    """Record that a ticket was claimed, once its blocks have been loaded.
 
-    An engine waits for its loads, and nobody for this: a store that does not take the note lets the
-    ticket expire.
+    An engine waits for its loads, but not for this: if the store fails, the ticket expires instead.
     """
     for load in loads:
         with suppress(TransferError):
@@ -542,7 +577,7 @@ async def acknowledge(tickets: Tickets, ticket: Ticket, loads: Sequence[Movement
 
 
 def _note(fetched: Fetched, near: Supply) -> None:
-    """What was brought for a claim by now, `fetched` included, is told both to either."""
+    """Exchange between `fetched` and `near` the tokens that have arrived for the claim so far."""
     fetched.earlier = tuple(near.came)
     near.came.append(fetched.tokens)
     near.direct.extend(fetched.direct)
@@ -550,8 +585,10 @@ def _note(fetched: Fetched, near: Supply) -> None:
 
 
 def _check_sampling(ticket: Ticket, ours: Mapping[str, str]) -> None:
-    """Raise HandoffError if both say how they sample, and differ: tokens of two ways to sample
-    would be neither node's."""
+    """Raise HandoffError if both nodes state their sampling and differ.
+
+    The output would mix tokens of two ways to sample.
+    """
     if ticket.sampling and ours and ticket.sampling != ours:
         raise HandoffError(
             HandoffProblem.INCOMPATIBLE.value,
@@ -617,7 +654,7 @@ class Ahead:
             self._came.clear()
             if self._wanted <= self._done:
                 continue
-            # What is told during the step is a wish of its own: this one may have been a guess.
+            # A call of `ready` during the step counts anew: the present number may be a guess.
             prefix = self._prompt.first_blocks(self._wanted)
             self._wanted = self._done
             if await self._bring(prefix):
@@ -637,7 +674,7 @@ def claim_budget(deadline_s: float, *, step_s: float, estimator: Estimator | Non
     )
 
 
-async def wait_for_ticket(  # noqa: PLR0913 - which ticket, until when, and what is done meanwhile
+async def wait_for_ticket(  # noqa: PLR0913 - the ticket, its deadline, and callbacks
     tickets: Tickets,
     ticket_id: str,
     prompt: Prompt,
@@ -680,10 +717,14 @@ async def wait_for_ticket(  # noqa: PLR0913 - which ticket, until when, and what
 
 
 class LoadsAhead:
-    """Brings to the device what has been fetched of a prompt, LEAST_BYTES or more at a time, while
-    the rest is fetched. What comes last the request itself brings.
+    """Loads of fetched blocks, LEAST_BYTES or more at a time, while the rest is fetched.
 
-    has_room: whether the device could take so many blocks now, and nobody is before them.
+    The request itself loads the blocks that arrive last.
+
+    Args:
+        spec: the claim's request.
+        scheduler: loads the blocks.
+        has_room: returns whether the device has room for a number of blocks and no request waits.
     """
 
     def __init__(
@@ -697,18 +738,18 @@ class LoadsAhead:
         self._came = asyncio.Event()
 
     def arrived(self, num_blocks: int) -> None:
-        """The prompt's first blocks are on the host."""
+        """Note that the prompt's first `num_blocks` blocks are on the host."""
         self._on_host = min(num_blocks, self._spec.prompt.num_blocks)
         if self._on_host - self._begun >= self._least_blocks:
             self._came.set()
 
     async def run(self) -> None:
-        """Until cancelled; loads that have begun then go on, and the request finds them."""
+        """Load blocks until cancelled; loads under way go on then, and the request finds them."""
         while True:
             await self._came.wait()
             self._came.clear()
             on_host = self._begun = self._on_host
             if self._has_room(self._spec.num_blocks - self._on_device):
-                with suppress(TransferError):  # the request tries again, and is told
+                with suppress(TransferError):  # the request tries again, and raises then
                     await self._scheduler.load_ahead(self._spec.prompt.first_blocks(on_host))
                     self._on_device = on_host

@@ -1,5 +1,7 @@
-"""Publish on the prefill node: to storage, and from the host tier for who can read it; at once, or
-while the prompt is being computed, so that little is left to do when it is; and slots to stage it.
+"""Publishing of prompts by the prefill node, and the host slots that stage their blocks.
+
+Blocks go to storage, and claimers may read them from the host tier. A publish begins at the end of
+the prefill, or during it, so that little is left to do then.
 
 prefill   | chunk | chunk | chunk | last |
 stream      open    blocks  blocks  blocks, tail, ticket
@@ -70,8 +72,10 @@ T = TypeVar("T")
 
 
 def groups_of(start: int, stop: int) -> Iterator[range]:
-    """[start, stop) in parts of GROUP_BLOCKS, and a shorter one first: the store has something to
-    do as soon as that is staged, and the next one is while it is stored."""
+    """Return [start, stop) in groups of GROUP_BLOCKS, with a shorter one first.
+
+    The store gets work as soon as the short one is staged; the next one is staged meanwhile.
+    """
     if start < stop:
         yield range(start, min(start + _FIRST_BLOCKS, stop))
     for at in range(start + _FIRST_BLOCKS, stop, GROUP_BLOCKS):
@@ -87,8 +91,10 @@ class Group:
 
 
 class Staging:
-    """The slots [first_slot, first_slot + STAGING_BLOCKS), behind those of the host pool, lent in
-    the order of asking: to as many at a time as there are slots for."""
+    """The slots [first_slot, first_slot + STAGING_BLOCKS) behind the host pool, lent in call order.
+
+    A call waits until there are enough free slots.
+    """
 
     def __init__(self, first_slot: int) -> None:
         self._free = list(range(first_slot, first_slot + STAGING_BLOCKS))
@@ -96,8 +102,11 @@ class Staging:
 
     @asynccontextmanager
     async def group(self, num_blocks: int) -> AsyncIterator[Group]:
-        """Slots for so many blocks, GROUP_BLOCKS at the most. If the body is cancelled while a copy
-        into the slots is on its way, they become free when that copy has ended."""
+        """Lend slots for `num_blocks` blocks, GROUP_BLOCKS at most, to the body.
+
+        If the body is cancelled during a copy into the slots, they become free when that copy has
+        ended.
+        """
         slots = await self._take(num_blocks)
         group = Group(np.array(slots, np.int32))
         try:
@@ -143,7 +152,7 @@ log = logging.getLogger(__name__)
 
 
 class PublishWait(Enum):
-    """What a prefill waits for before it answers."""
+    """The event that a prefill waits for before it answers."""
 
     PUBLISHED = "published"  # storage has all of it: a decode node will find it
     NOTHING = "nothing"  # the first token: publishing goes on, and its failure is the claimer's
@@ -151,8 +160,13 @@ class PublishWait(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What a publish did: blocks of the prompt, of which so many were in storage already, and so
-    many were stored while the prefill still computed."""
+    """The result of a publish.
+
+    Attributes:
+        num_blocks: number of blocks of the prompt.
+        present_blocks: number of these that were in storage already.
+        early_blocks: number of these that were stored while the prefill was computing.
+    """
 
     ticket: Ticket
     num_blocks: int
@@ -174,7 +188,7 @@ class PromptBlocks(Protocol):
 
     @property
     def were_deleted(self) -> bool:
-        """Whether the cache was deleted since the blocks were computed."""
+        """True if the cache was deleted since the blocks were computed."""
 
     def check_whole(self) -> None:
         """Raise HandoffError or OwnershipError unless every token of the prompt can be stored."""
@@ -186,14 +200,14 @@ class PromptBlocks(Protocol):
         """Keep blocks [start, stop) where such claimers can read them, if there is room."""
 
     def on_host(self, blocks: range, after: Sequence[Event]) -> AbstractAsyncContextManager[Ids]:
-        """Hold the host slots of `blocks`, whose bytes are there in the body.
+        """Hold the host slots of `blocks` in the body, with their bytes.
 
         Args:
             blocks: Some of the computed blocks, GROUP_BLOCKS at most.
             after: Events of the kernels that wrote the blocks.
 
         Raises:
-            TransferError: The bytes did not come to the host.
+            TransferError: The copy to the host failed.
         """
 
     async def store_beside(self) -> None:
@@ -244,8 +258,10 @@ class RequestBlocks:
 
     @asynccontextmanager
     async def on_host(self, blocks: range, after: Sequence[Event]) -> AsyncIterator[Ids]:
-        """Bring the blocks that the host does not have into staging slots. All blocks are held in
-        the body, whether the request has ended or not."""
+        """Copy blocks that the host lacks to staging slots; hold all of them in the body.
+
+        The blocks stay held if the request ends in between.
+        """
         request, after = self._request, (*after, *self._request.written)
         async with self._staging.group(len(blocks)) as group:
             lease = self._tiers.index.hold_as_is(request.lease.node)
@@ -277,10 +293,12 @@ class RequestBlocks:
 
 
 async def _patiently(work: Callable[[], Awaitable[T]]) -> T:
-    """What `work` returns; once more where the store fails, for a while: one that is slower from
-    one moment to the next fails, and is left alone for a second, until it is known how slow it is.
-    Raises StoreUnavailableError, if it fails more than _PATIENCE_S after it first did, or after it
-    last took long to do so, as one does that is slow but not dead."""
+    """Return the result of `work`, which is repeated for a while if the store fails.
+
+    A store that becomes slower fails once and is left alone for a second, until its new speed is
+    known. Raises StoreUnavailableError after failures for more than _PATIENCE_S; a slow failure,
+    the sign of a store that is slow but alive, restarts that time.
+    """
     time, until = asyncio.get_running_loop().time, math.inf
     while True:
         began = time()
@@ -297,8 +315,10 @@ async def _patiently(work: Callable[[], Awaitable[T]]) -> T:
 
 
 class Handoff:
-    """Publishes prompts: puts blocks, tail and ticket into storage. `running()` keeps this node's
-    tickets, its ledger of them and its liveness lease open."""
+    """Publishes prompts: writes blocks, tail and ticket to storage.
+
+    `running()` keeps this node's tickets, its ledger of them and its lease open.
+    """
 
     def __init__(  # noqa: PLR0913 - collaborators
         self,
@@ -320,7 +340,7 @@ class Handoff:
         self.stats = stats
 
     def findings(self) -> list[str]:
-        """What is left over although nothing runs."""
+        """Return violated invariants as sentences; call only when no publish runs."""
         wrong = []
         if self._staging.num_free_groups != NUM_GROUPS:
             wrong.append("nothing runs, but staging slots are still lent")
@@ -330,7 +350,7 @@ class Handoff:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Leaving says at once that this node's open tickets will not come."""
+        """Run the hand-off in the body; at the end give up this node's open tickets at once."""
         async with (
             self.tickets.notifier.running(),
             self.tickets.lease.running(),
@@ -429,7 +449,7 @@ class Handoff:
 
     @contextmanager
     def _offered(self, ticket_id: str, blocks: PromptBlocks) -> Iterator[DirectAddress | None]:
-        """Offer the blocks to claimers in the body; no more if the ticket is not written."""
+        """Offer the blocks to claimers; end the offer if the ticket is not written in the body."""
         is_known = self.ledger.view(ticket_id) is not None
         try:
             yield blocks.offer(ticket_id, self.ledger)
@@ -441,10 +461,10 @@ class Handoff:
     async def _store_rest(
         self, blocks: PromptBlocks, known: int | None, after: Sequence[Event]
     ) -> int:
-        """Store the blocks that are missing; return how many were there.
+        """Store the missing blocks; return the number of blocks that were there.
 
-        The first `known` blocks are believed to be stored; None if nobody has asked. Raises as
-        `store`.
+        The first `known` blocks are expected to be stored; None if storage was not asked. Raises
+        the errors of `store`.
         """
         stop = len(blocks.keys)
         if known is None:
@@ -461,7 +481,11 @@ class Handoff:
         return present
 
     async def count_present(self, keys: Sequence[StoredKey]) -> int:
-        """Raises StoreUnavailableError."""
+        """Return the number of `keys` that storage has, from the first on without a gap.
+
+        Raises:
+            StoreUnavailableError: The store does not answer.
+        """
         return await self._storage.count_present(keys)
 
     async def store(
@@ -497,7 +521,7 @@ class Handoff:
 
     async def _flush(self, blocks: PromptBlocks, some: range, after: Sequence[Event]) -> None:
         async with blocks.on_host(some, after) as slots:
-            # The tail is listed when the ticket is there: nobody waits for that.
+            # The tail is listed after the ticket is written, outside of any wait.
             generation = self._generation_of(blocks)
             outcomes = await self._storage.flush(
                 blocks.keys[some.start : some.stop],
@@ -519,11 +543,11 @@ class _Finish:
 
 
 class PublishStream:
-    """One prompt on its way out. Its engine's side calls `advance`, and at the end `finish` or
-    `fail`; a task runs `run`, and gives the blocks up only after that has returned.
+    """One prompt on its way to storage while it is being computed.
 
-    A failure before the prompt is computed is only a delay: `finish` publishes all that is not
-    stored then.
+    The engine's side calls `advance`, and at the end `finish` or `fail`. A task runs `run`, and
+    releases the blocks only after its end. A failure before the prompt is computed is only a delay:
+    `finish` publishes all blocks that are not stored by then.
     """
 
     def __init__(
@@ -559,8 +583,12 @@ class PublishStream:
         self._end_at: float | None = None
 
     def advance(self, num_tokens: int, after: Sequence[Event] = ()) -> None:
-        """The first `num_tokens` tokens are committed. after: events of the kernels that wrote
-        the last of them."""
+        """Note that the first `num_tokens` tokens are committed.
+
+        Args:
+            num_tokens: number of committed tokens of the prompt.
+            after: events of the kernels that wrote the last of them.
+        """
         prompt = self._blocks.prompt
         self._computed_blocks = min(num_tokens // prompt.block_size, prompt.num_blocks)
         self._after = tuple(after)
@@ -572,12 +600,18 @@ class PublishStream:
         after: Sequence[Event] = (),
         sampling: Mapping[str, str] | None = None,
     ) -> None:
-        """The whole prompt is committed; write the rest and the ticket. sampling: see Ticket."""
+        """Note that the whole prompt is committed; `run` writes the rest and the ticket.
+
+        Args:
+            first_tokens: tokens that follow the prompt.
+            after: events of the kernels that wrote the last blocks.
+            sampling: see Ticket.
+        """
         self._finish = _Finish(tuple(first_tokens), tuple(after), dict(sampling or {}))
         self._end_in(self._deadline_s)
 
     def fail(self, reason: str) -> None:
-        """There will be no ticket; whoever waits for it is told `reason`."""
+        """Give the ticket up; waiting claimers are notified with `reason`."""
         self._failure = reason
         self._end_in(_LAST_WORD_S)
 
@@ -588,8 +622,12 @@ class PublishStream:
             self._scope.reschedule(self._end_at)
 
     async def run(self) -> Published:
-        """Raises HandoffError, also after `fail`, and DuplicateRequestError if another prompt took
-        the ticket's id in the same moment."""
+        """Announce the ticket, store blocks as they are computed, and publish the prompt.
+
+        Raises:
+            HandoffError: the prompt could not be published, or `fail` was called.
+            DuplicateRequestError: another prompt took the ticket's id in the same moment.
+        """
         handoff, tickets = self._handoff, self._handoff.tickets
         await tickets.hashed_keys_of(self._blocks.prompt)
         address = self._blocks.offer(self._ticket_id, handoff.ledger)
@@ -661,8 +699,11 @@ class PublishStream:
             raise
 
     async def _store_ahead(self) -> tuple[int, int | None]:
-        """Store full blocks as they come; return how many were there, and how many are now, None if
-        the store did not say."""
+        """Store full blocks as they are computed.
+
+        Return the number of blocks that were there before, and the number that are now; None for
+        the latter if the store did not answer.
+        """
         handoff, most = self._handoff, self._blocks.prompt.num_blocks
         present, ready = 0, None
         try:
@@ -694,7 +735,7 @@ class PublishStream:
         self._handoff.tickets.hint(self._ticket_id, f"{PROGRESS}{ready}")
 
     async def _close(self, open_ticket: OpenTicket, failure: str) -> None:
-        """Tell those who wait why there will be no ticket, if the store takes it."""
+        """Notify waiting claimers of the failure, if the store accepts that."""
         with suppress(TimeoutError, StoreUnavailableError, HandoffError):
             async with asyncio.timeout(_LAST_WORD_S):
                 await self._handoff.tickets.give_up(open_ticket, failure or "it failed")

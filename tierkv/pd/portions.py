@@ -1,4 +1,4 @@
-"""What the host has no room for comes from storage a few blocks at a time, into a request's own."""
+"""Fetches in portions, from storage into a request's own blocks, if the host has no room."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _LATE = GetOutcome(GetStatus.FAILED, "storage took too long")
 
 
 class Portions:
-    """From storage into blocks that an admitted request has to itself, GROUP_BLOCKS at a time.
+    """Fetches from storage into private blocks of admitted requests, GROUP_BLOCKS at a time.
 
-    The staging slots are nobody's for longer than one portion needs, and the device blocks are
-    taken already: whoever is here waits for the store alone, so claims cannot wait for each other.
+    Staging slots are lent for one portion only, and the device blocks are reserved already. A claim
+    here waits for the store alone, so claims cannot wait for each other.
     """
 
     def __init__(self, scheduler: Scheduler, source: Source, staging: Staging) -> None:
@@ -38,7 +38,10 @@ class Portions:
     async def bring_or_end(
         self, request: Request, budget: Budget, keys: Sequence[StoredKey] = ()
     ) -> GetOutcome | None:
-        """`bring`, for a request that nobody has yet: whatever it raises, the request has ended."""
+        """Fetch missing blocks as `bring` does; end the request on any error.
+
+        For a request that has not been returned to a caller yet.
+        """
         try:
             keys = keys or self._scheduler.tiers.copies.prompt_keys(request.spec.prompt)
             return await self.bring(request, budget, keys)
@@ -51,19 +54,20 @@ class Portions:
     async def bring(
         self, request: Request, budget: Budget, keys: Sequence[StoredKey]
     ) -> GetOutcome | None:
-        """Bring what `request` lacks of its prompt; why that ended early, None if it did not.
+        """Fetch the missing blocks of `request`; return the problem, None if all arrived.
 
-        What came counts in `cached_tokens` and is committed. If the request needs logits, its last
-        block is left to be computed. Cancelling it leaves the request as far as it has come: `end`
-        it.
+        Arrived tokens are committed and count in `cached_tokens`. If the request needs logits, its
+        last block is left to be computed. After a cancel, the request keeps the arrived blocks and
+        has to be ended.
 
         Args:
             request: an admitted request.
-            budget: of the request; each portion that comes is an arrival.
+            budget: the request's budget; each portion is an arrival.
             keys: the prompt's stored keys.
 
         Raises:
-            TransferError: a load failed; and what a commit raises.
+            TransferError: a load failed.
+            TierKVError: any error of `Scheduler.commit`.
         """
         if request.spec.needs_logits:
             keys = keys[: (request.spec.prompt.num_tokens - 1) // request.spec.prompt.block_size]
@@ -88,8 +92,11 @@ class Portions:
         has_turn: asyncio.Event,
         outcome: asyncio.Future[GetOutcome | None],
     ) -> None:
-        """has_turn: set once it has staging slots. A copy into the request's blocks is not left
-        alone."""
+        """Fetch portions until all are here; set `outcome`.
+
+        `has_turn` is set once there are staging slots. A copy into the request's blocks is always
+        waited for.
+        """
         try:
             for load in request.loads:
                 await load.done()
@@ -126,7 +133,7 @@ class Portions:
         group: Group,
         outcome: asyncio.Future[GetOutcome | None],
     ) -> GetOutcome | None:
-        """Bring the next blocks of `request`; the first outcome that is not a hit."""
+        """Fetch the next blocks of `request`; return the first outcome that is not a hit."""
         at = request.lease.num_blocks
         budget.arrived()
         found = await self._source.fetch(portion, group.slots[: len(portion)])
@@ -143,7 +150,7 @@ class Portions:
         group: Group,
         found: Sequence[GetOutcome],
     ) -> GetOutcome | None:
-        """Bring the blocks from `at` on that were found to the device; the first that was not."""
+        """Load the fetched blocks from `at` on; return the first outcome that is not a hit."""
         num_hits = next(
             (i for i, one in enumerate(found) if one.status is not GetStatus.HIT), len(found)
         )
@@ -152,7 +159,7 @@ class Portions:
             target = request.block_table[at : at + num_hits]
             mover = self._scheduler.tiers.mover
             movement = group.movement = mover.load(group.slots[:num_hits], target)
-            request.loads = (*request.loads, movement)  # its blocks are nobody else's before
+            request.loads = (*request.loads, movement)  # no other request has its blocks until then
             await movement.done()
             came = list(zip(found[:num_hits], keys, strict=False))
             await self._scheduler.brought(

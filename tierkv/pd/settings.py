@@ -18,7 +18,7 @@ _MAX_PORT = 65_535
 
 
 class DirectPath(Enum):
-    """How a claimer may get blocks other than through storage."""
+    """The paths of blocks to a claimer other than through storage."""
 
     AUTO = "auto"  # the first of the ways below that this node has, unless storage is faster
     DEVICE = "device"  # processes of one user and machine read each other's planes (CUDA IPC)

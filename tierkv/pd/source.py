@@ -1,4 +1,4 @@
-"""Where blocks of a prompt can be had besides storage: at the node that computed it."""
+"""Sources of a prompt's blocks besides storage: the node that computed the prompt."""
 
 from __future__ import annotations
 
@@ -17,71 +17,88 @@ from tierkv.pd.tickets import OpenTicket, Ticket, TicketLedger
 
 
 class Supply(Protocol):
-    """One claim's view of the node that computes its prompt. What goes wrong here means that blocks
-    come from storage, and nothing else."""
+    """One claim's connection to the node that computes its prompt.
+
+    A problem here only means that blocks come from storage.
+    """
 
     @property
     def came(self) -> list[range]:
-        """Which tokens of the prompt were brought for this claim so far; whoever brings more adds
-        to it."""
+        """Tokens of the prompt that were fetched for this claim so far.
+
+        Each fetch appends its own.
+        """
 
     @property
     def direct(self) -> list[range]:
-        """Those of `came` that were another node's memory, not storage; added to likewise."""
+        """The part of `came` from another node's memory; each fetch appends its own."""
 
     def learn(self, ticket: Ticket | OpenTicket) -> None:
-        """Who computes the prompt, and where that node can be asked."""
+        """Note the producer of the prompt and its address."""
 
     async def ask(self, prompt: Prompt) -> None:
-        """Bring blocks of `prompt` that this node has not, or let its fetches find them. One call
-        at a time."""
+        """Bring missing blocks of `prompt`, or make them known to this node's fetches.
+
+        One call at a time.
+        """
 
 
 class PeerSource(Protocol):
-    """What a node offers to claimers of its prompts, and where its own claims ask."""
+    """A node's offers to claimers of its prompts, and the connections of its own claims."""
 
     @property
     def wants_host_copies(self) -> bool:
-        """Whether blocks that are published should be on the host for claimers to read."""
+        """True if published blocks should be on the host for claimers to read."""
 
     @property
     def num_leases(self) -> int:
-        """Held for claimers of other nodes, right now."""
+        """Number of leases held for claimers of other nodes right now."""
 
     @property
     def num_offered(self) -> int:
-        """Blocks that other nodes offer to claims of this one, right now."""
+        """Number of blocks that other nodes offer to claims of this one right now."""
 
     def offer(self, ticket_id: str, prompt: Prompt, ledger: TicketLedger) -> DirectAddress | None:
-        """What to write into the prompt's ticket, and into its open one; None if this node offers
-        nothing. Goes on until `ledger` lets go of what is held for the ticket."""
+        """Offer the blocks of a prompt until `ledger` releases the ticket.
+
+        Args:
+            ticket_id: name of the ticket.
+            prompt: the prompt.
+            ledger: calls back at the end of the ticket.
+
+        Returns:
+            The address for the prompt's ticket and open ticket; None if this node offers nothing.
+        """
 
     def supply(self, may_land: Callable[[], bool] = lambda: True) -> AbstractContextManager[Supply]:
-        """For one claim; at its end the producer lets go of what it held for it. may_land: whether
-        the device has room for the claim's blocks now."""
+        """Return the connection of one claim. At its end the producer releases its blocks.
+
+        Args:
+            may_land: returns whether the device has room for the claim's blocks now.
+        """
 
     def findings(self) -> list[str]:
-        """What is left over although nobody claims."""
+        """Return violated invariants as sentences; call only when no claim runs."""
 
     def running(self) -> AbstractAsyncContextManager[None]: ...
 
 
 class NoSupply:
-    """`Supply` of a claim whose blocks come from storage alone."""
+    """The `Supply` of a claim with storage as its only source."""
 
     def __init__(self) -> None:
         self.came: list[range] = []
         self.direct: list[range] = []
 
     def learn(self, ticket: Ticket | OpenTicket) -> None:
-        """Ask nobody."""
+        """Do nothing."""
 
     async def ask(self, prompt: Prompt) -> None:
         """Bring nothing."""
 
 
 class NoPeers:
-    """`PeerSource` of a node without direct paths: nothing is offered and nobody is asked."""
+    """The `PeerSource` of a node without direct paths: no offers and no connections."""
 
     wants_host_copies = False
     num_leases = num_offered = 0

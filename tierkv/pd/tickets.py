@@ -1,6 +1,8 @@
-"""What a prefill node leaves for a decode node, tickets in storage: how they are made, written,
-read, checked and acknowledged; and the lease by which the node that made them says that it
-lives."""
+"""Tickets in storage, by which a prefill node hands prompts over, and the producer's lease.
+
+Tickets are created, written, read, checked and acknowledged here. The lease shows that the
+producing node is alive.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,7 @@ class HandoffProblem(Enum):
     DAMAGED = "damaged"  # the ticket or a block is not what was written
     INCOMPLETE = "incomplete"  # a block it lists is gone
     NO_ROOM = "no_room"  # this node had none for it before the deadline
-    INCOMPATIBLE = "incompatible"  # made by a node whose KV cannot be used here
+    INCOMPATIBLE = "incompatible"  # made by a node with KV that cannot be used here
     OTHER_PROMPT = "other_prompt"  # it is for other tokens than the caller's
     PRODUCER_FAILED = "producer_failed"  # the prefill gave up, and said why
     PRODUCER_LOST = "producer_lost"  # the prefill began, and its node says no more that it lives
@@ -136,14 +138,20 @@ class Ticket(_Handed, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, value: bytes) -> Ticket:
-        """Raises StoreCorruptError."""
+        """Return the ticket in `value`.
+
+        Raises:
+            StoreCorruptError: the value is damaged.
+        """
         return codec.unseal(_TICKET, _VERSION, value, cls)
 
 
 class OpenTicket(_Handed, frozen=True, kw_only=True):
-    """Its ticket will come while the producer says that it lives, under `incarnation`.
+    """The announcement of a ticket, valid while the lease of `incarnation` is alive.
 
-    failure: why none will come after all, "" while one may.
+    Attributes:
+        incarnation: the producer's identity from its start to its end.
+        failure: the reason why no ticket will come after all; "" while one may.
     """
 
     incarnation: str
@@ -154,13 +162,22 @@ class OpenTicket(_Handed, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, value: bytes) -> OpenTicket:
-        """Raises StoreCorruptError."""
+        """Return the open ticket in `value`.
+
+        Raises:
+            StoreCorruptError: the value is damaged.
+        """
         return codec.unseal(_OPEN, _VERSION, value, cls)
 
 
 class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
-    """claimer: the name of the node that got every block it wanted. claimed_at: Unix seconds.
-    created_at: of the ticket, since an id can come again."""
+    """The record that a ticket was claimed.
+
+    Attributes:
+        created_at: creation of the ticket in Unix seconds, since an id can be used again.
+        claimer: name of the node that got all of the blocks it wanted.
+        claimed_at: Unix seconds.
+    """
 
     ticket_id: str
     created_at: float
@@ -172,7 +189,11 @@ class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, value: bytes) -> Acknowledgement:
-        """Raises StoreCorruptError."""
+        """Return the acknowledgement in `value`.
+
+        Raises:
+            StoreCorruptError: the value is damaged.
+        """
         return codec.unseal(_ACKNOWLEDGED, _VERSION, value, cls)
 
 
@@ -180,9 +201,11 @@ _SEAL_BYTES = 64  # no seal adds more
 
 
 class SmallValues:
-    """Tickets and the like in a store, sealed under their names as `storage.trust` asks for.
+    """Small values in a store, such as tickets, sealed under their names as `storage.trust` says.
 
-    codec: what a value is sealed with; it must be that of every node that shares the store.
+    Args:
+        store: the store.
+        codec: seals the values; it must be the same on every node that shares the store.
     """
 
     def __init__(self, store: Store, codec: SmallCodec) -> None:
@@ -190,14 +213,31 @@ class SmallValues:
         self._codec = codec
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
-        """What was put under `name`, None if nothing is there. Raises StoreUnavailableError, and
-        StoreCorruptError if it is too long, or was not sealed for this name with this key."""
+        """Return the value under `name`, None if there is none.
+
+        Args:
+            name: name of the value.
+            max_bytes: most bytes of its content.
+
+        Raises:
+            StoreUnavailableError: the store does not answer.
+            StoreCorruptError: the value is too long, or was not sealed for this name with this key.
+        """
         value = await self._store.get(name, max_bytes=max_bytes + _SEAL_BYTES)
         return None if value is None else self._codec.unseal_small(name, value)
 
     async def put(self, name: str, content: bytes, *, ttl_s: float, only_new: bool = False) -> bool:
-        """In place of what is there, or, with `only_new`, where nothing is; whether it was put.
-        Raises StoreUnavailableError if the store did not take it."""
+        """Write a value; return whether it was written.
+
+        Args:
+            name: name of the value.
+            content: its bytes.
+            ttl_s: seconds until the store drops it.
+            only_new: True to keep a value that is there already.
+
+        Raises:
+            StoreUnavailableError: the store did not accept it.
+        """
         sealed = self._codec.seal_small(name, content)
         item = PutItem(name, (sealed,), ttl_s=ttl_s, keep_existing=False, only_new=only_new)
         [outcome] = await self._store.put([item])
@@ -216,14 +256,18 @@ _DECIMALS, _DIGITS = 3, 20
 
 
 def _until(until: float, incarnation: str) -> bytes:
-    """A decimal number, as it always was: seconds with three decimals. The 20 digits behind them
-    say whose it is."""
+    """Return the content of a lease: seconds with three decimals, then 20 digits of the producer.
+
+    The result is a decimal number, which older nodes can read.
+    """
     return f"{until:.3f}{_digits_of(incarnation)}".encode()
 
 
 def _is_of(value: bytes, incarnation: str) -> bool:
-    """Whether it is this producer's, not another's under its name; it is believed of a value that
-    ends after the third decimal, as older nodes write it."""
+    """Return whether the lease is this producer's, and not another one's under its name.
+
+    A value that ends after the third decimal, as older nodes write it, is accepted.
+    """
     digits = value.partition(b".")[2][_DECIMALS:]
     return not digits or digits == _digits_of(incarnation).encode()
 
@@ -234,9 +278,10 @@ def _digits_of(incarnation: str) -> str:
 
 
 class ProducerLease:
-    """How a prefill node says that it lives: a value with a short time to live, written again and
-    again while it has open tickets. One for all open tickets of a running node, which a restarted
-    node does not take over."""
+    """The sign of life of a prefill node: a short-lived value, renewed while tickets are open.
+
+    One lease covers all open tickets of a running node; a restarted node has a new one.
+    """
 
     def __init__(
         self, storage: StorageIO, values: SmallValues, clock: Clock, *, lease_s: float
@@ -259,7 +304,10 @@ class ProducerLease:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """At the end, whatever it is, the lease is given up: nobody has to wait for its end."""
+        """Renew the lease in the body.
+
+        At the end remove it, so that no claimer waits for its expiry.
+        """
         try:
             async with supervised({"tierkv-producer-lease": self._keep}):
                 yield
@@ -271,7 +319,7 @@ class ProducerLease:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Say that this node lives until the body has ended."""
+        """Keep the lease alive until the end of the body."""
         self._num_held += 1
         self._wanted.set()
         if asyncio.get_running_loop().time() - self._beaten_at > self.beat_s:
@@ -285,13 +333,16 @@ class ProducerLease:
                 self._wanted.clear()
 
     async def is_said(self) -> None:
-        """Return once it was said. Inside `held`."""
+        """Return once the lease was written, or an attempt has failed. Call it inside `held`."""
         await self._beaten.wait()
 
     async def is_alive(self, incarnation: str) -> bool:
-        """Whether the node that calls itself so says that it lives. Raises StoreUnavailableError.
+        """Return whether the lease of the node `incarnation` is alive.
 
-        A store that drops nothing by itself is not believed beyond what the value says.
+        In a store without expiry, the time in the value decides.
+
+        Raises:
+            StoreUnavailableError: the store does not answer.
         """
         name = self._storage.names.producer(incarnation)
         try:
@@ -316,8 +367,10 @@ class ProducerLease:
         return self._storage.names.producer(self.incarnation)
 
     async def _keep(self) -> None:
-        """The lease outlasts two beats that fail. After one it is tried again soon: a store that
-        was away may have let the lease run out, and is back."""
+        """Renew the lease for ever. It outlasts two failed renewals.
+
+        A failed renewal is repeated soon: the store may have dropped the lease while it was away.
+        """
         while True:
             await self._wanted.wait()
             until = _until(self._clock.wall() + self.lease_s, self.incarnation)
@@ -338,17 +391,21 @@ class ProducerLease:
 _MAX_ACKNOWLEDGEMENT_BYTES = 64 << 10
 _Named = TypeVar("_Named", Ticket, OpenTicket, Acknowledgement)
 
-# What is told under a ticket's name.
+# Hints under a ticket's name.
 WHOLE, FAILED, PROGRESS = "whole", "failed", "p"
 
 
 def acknowledged_hint(ticket_id: str) -> str:
-    """What is told under a producer's name when a ticket of its was claimed."""
+    """Return the hint that is sent to a producer when its ticket was claimed."""
     return hashlib.sha256(ticket_id.encode()).hexdigest()[:32]
 
 
 def check_id(ticket_id: str) -> None:
-    """Raise BadRequestError if it is no text: half of a surrogate pair has no bytes."""
+    """Refuse an id that cannot be encoded, such as half of a surrogate pair.
+
+    Raises:
+        BadRequestError: the id is no text.
+    """
     try:
         ticket_id.encode()
     except UnicodeEncodeError as error:
@@ -356,11 +413,19 @@ def check_id(ticket_id: str) -> None:
 
 
 class Tickets:
-    """lease: of this node. fingerprints: of every space, "" being the service's own; grows with the
-    service.
+    """The tickets of one node in storage.
 
-    ticket_ttl_s: how long a decode node has to claim. claimed_ttl_s: how long a ticket stays after
-    it was acknowledged, for a node that has to claim once more. name: this node's, for people.
+    Args:
+        storage: the storage tier.
+        values: the sealed values in it.
+        tiers: computes keys, and owns the tasks that write.
+        fingerprints: by space, "" is the service's own; entries are added while the service runs.
+        clock: the wall clock.
+        lease: this node's lease.
+        ticket_ttl_s: seconds that a decode node has to claim.
+        claimed_ttl_s: seconds that an acknowledged ticket stays, for a node that has to claim
+            again.
+        name: this node's name, for people.
     """
 
     def __init__(  # noqa: PLR0913 - collaborators, and settings
@@ -389,11 +454,11 @@ class Tickets:
         self.notifier: Notifier = storage.store.notifier()
 
     def keys_of(self, prompt: Prompt) -> KeyRun:
-        """Every block of the prompt and, last, its tail, of the prompt's own space."""
+        """Return the keys of all blocks of the prompt in its own space, the tail's last."""
         return self._tiers.copies.prompt_keys(prompt)
 
     def hashed_keys_of(self, prompt: Prompt) -> Coroutine[None, None, KeyRun]:
-        """As `keys_of`, with every key computed; see `Copies.hashed_keys`."""
+        """Return the keys of `keys_of`, all computed; see `Copies.hashed_keys`."""
         return self._tiers.copies.hashed_keys(prompt)
 
     # The prefill node's side
@@ -404,7 +469,13 @@ class Tickets:
         first_tokens: Sequence[int],
         sampling: Mapping[str, str] | None = None,
     ) -> Ticket:
-        """What `opened` promised, with a time of its own. sampling: see Ticket."""
+        """Return the whole ticket that `opened` has announced, with times of its own.
+
+        Args:
+            opened: the open ticket.
+            first_tokens: tokens that follow the prompt.
+            sampling: see Ticket.
+        """
         fields = {name: getattr(opened, name) for name in OpenTicket.__struct_fields__}
         del fields["failure"]
         now = self._clock.wall()
@@ -422,7 +493,7 @@ class Tickets:
         prompt: Prompt,
         direct: DirectAddress | None = None,
     ) -> OpenTicket:
-        """Of a prompt of this node: see `begin`."""
+        """Return an open ticket for a prompt of this node, to be written by `begin`."""
         now = self._clock.wall()
         return OpenTicket(
             ticket_id=ticket_id,
@@ -470,19 +541,31 @@ class Tickets:
         return await abandonable(self._tiers.work.started, put, "tierkv-write-ticket")
 
     async def forget_ended(self, ticket_id: str) -> None:
-        """What a hand-off of this id left that was written to its end. Raises
-        StoreUnavailableError."""
+        """Delete the ticket and acknowledgement of an earlier, finished hand-off of this id.
+
+        Raises:
+            StoreUnavailableError: the store does not answer.
+        """
         names = [self.names.ticket(ticket_id), self.names.acknowledgement(ticket_id)]
         await self._storage.store.delete(names)
 
     async def forget_open(self, ticket_id: str) -> None:
-        """The ticket is there. What cannot be forgotten now goes when its time is over."""
+        """Delete the open ticket, since the ticket is written.
+
+        If the store fails, it expires later.
+        """
         with suppress(StoreUnavailableError):
             await self._storage.store.delete([self.names.open_ticket(ticket_id)])
 
     async def forget(self, ticket_id: str) -> bool:
-        """Whatever a hand-off of this id left; whether there was anything. Who waits for it hears
-        nothing of this. Raises BadRequestError, StoreUnavailableError."""
+        """Delete all values of a hand-off; return whether there were any.
+
+        Waiting claimers get no hint.
+
+        Raises:
+            BadRequestError: the id is no text.
+            StoreUnavailableError: the store does not answer.
+        """
         check_id(ticket_id)
         names = self.names
         kinds = (names.ticket, names.open_ticket, names.acknowledgement)
@@ -514,7 +597,7 @@ class Tickets:
         try:
             value = await self._values.get(name, max_bytes=MAX_TICKET_BYTES)
             ticket = None if value is None else kind.decode(value)
-        except StoreCorruptError:  # nobody can claim it, or it is sealed with another key
+        except StoreCorruptError:  # it cannot be claimed, or is sealed with another key
             return None
         ours = [one.readable() for one in self._fingerprints.values()]
         return ticket.ticket_id if ticket is not None and ticket.fingerprint in ours else None
@@ -523,7 +606,7 @@ class Tickets:
         return self.notifier.tell(self.names.ticket(ticket_id), message)
 
     def hint(self, ticket_id: str, message: str) -> None:
-        """`tell`, for which nobody waits."""
+        """Send a hint in a task."""
         self._tiers.work.start(self._tell_or_log(ticket_id, message), "tierkv-tell")
 
     async def _tell_or_log(self, ticket_id: str, message: str) -> None:
@@ -536,9 +619,14 @@ class Tickets:
     # first of several values.
 
     async def check_free(self, ticket_id: str, digests: tuple[bytes, ...]) -> None:
-        """Raise DuplicateRequestError if somebody may still claim another prompt than the one of
-        these blocks under this id: it is whole and nobody claimed it, or is being computed. The
-        same prompt may be handed over again. What cannot be read is in nobody's way."""
+        """Refuse an id that is in use for another prompt than the one with these digests.
+
+        An id is in use while its ticket is whole and not claimed, or its prompt is being computed.
+        The same prompt may be handed over again. A value that cannot be read is no obstacle.
+
+        Raises:
+            DuplicateRequestError: the id is in use for another prompt.
+        """
         with suppress(HandoffError, StoreUnavailableError):
             # Of one that is completed in this moment neither may be seen; then `complete` finds it.
             opened, whole = await both(self.read_open(ticket_id), self.read(ticket_id))
@@ -557,9 +645,14 @@ class Tickets:
                 )
 
     async def begin(self, ticket: OpenTicket) -> None:
-        """Say that a ticket will come, in the place of what an earlier hand-off of its id left,
-        once this node has said that it lives. Inside `lease.held`. Raises DuplicateRequestError if
-        another prompt was faster, and StoreUnavailableError."""
+        """Write the open ticket, once the lease is written. Call it inside `lease.held`.
+
+        The values of an earlier hand-off of the same id are replaced.
+
+        Raises:
+            DuplicateRequestError: another prompt has taken the id first.
+            StoreUnavailableError: the store did not accept it.
+        """
         is_there, _ = await both(self._is_there(ticket.ticket_id), self.lease.is_said())
         if is_there:
             await self.check_free(ticket.ticket_id, ticket.digests)
@@ -568,21 +661,40 @@ class Tickets:
         self.hint(ticket.ticket_id, f"{PROGRESS}0")
 
     async def complete(self, ticket: Ticket, *, generation: int | None = None) -> None:
-        """Write the ticket of a prompt of which every block is stored. Raises as `begin` and `put`
-        do. generation: see `put`."""
+        """Write the ticket of a prompt with all blocks in storage.
+
+        Args:
+            ticket: the whole ticket.
+            generation: see `put`.
+
+        Raises:
+            DuplicateRequestError: another prompt has taken the id first.
+            StoreUnavailableError: the store did not accept it, or the blocks were deleted.
+        """
         await self._take(ticket, generation)
         self.hint(ticket.ticket_id, WHOLE)
 
     async def give_up(self, ticket: OpenTicket, failure: str) -> None:
-        """Tell those who wait why there will be no ticket, unless another producer has begun it
-        meanwhile. Raises StoreUnavailableError, and HandoffError if what is there is damaged."""
+        """Notify waiting claimers of the failure, unless another producer has opened the ticket.
+
+        Args:
+            ticket: the open ticket.
+            failure: the reason why there will be no ticket.
+
+        Raises:
+            StoreUnavailableError: the store does not answer.
+            HandoffError: the present open ticket is damaged.
+        """
         found = await self.read_open(ticket.ticket_id)
         if found is None or found == ticket:
             await self.put(msgspec.structs.replace(ticket, failure=failure))
             await self.tell(ticket.ticket_id, FAILED)
 
     async def _take(self, ticket: Ticket | OpenTicket, generation: int | None = None) -> None:
-        """Put it where nothing is, which the store knows best, or what is in nobody's way."""
+        """Write the ticket where no value is, or in place of one that is not in use.
+
+        The store decides whether a value is there.
+        """
         if generation is None:
             generation = self._storage.deletions.generation
         if not await self.put(ticket, only_new=True, generation=generation):
@@ -598,17 +710,31 @@ class Tickets:
     # The decode node's side
 
     def read(self, ticket_id: str) -> Awaitable[Ticket | None]:
-        """Raises HandoffError if it is damaged or another's, BadRequestError, and
-        StoreUnavailableError."""
+        """Return the ticket of this id, None if there is none.
+
+        Raises:
+            HandoffError: the ticket is damaged, or another one's.
+            BadRequestError: the id is no text.
+            StoreUnavailableError: the store does not answer.
+        """
         return self._read(ticket_id, self.names.ticket, Ticket)
 
     def read_open(self, ticket_id: str) -> Awaitable[OpenTicket | None]:
-        """Raises HandoffError if it is damaged or another's, BadRequestError, and
-        StoreUnavailableError."""
+        """Return the open ticket of this id, None if there is none.
+
+        Raises:
+            HandoffError: the open ticket is damaged, or another one's.
+            BadRequestError: the id is no text.
+            StoreUnavailableError: the store does not answer.
+        """
         return self._read(ticket_id, self.names.open_ticket, OpenTicket)
 
     async def read_acknowledgement(self, ticket_id: str) -> Acknowledgement | None:
-        """Who claimed the ticket, None if nobody did. Raises StoreUnavailableError."""
+        """Return the acknowledgement of the ticket; None if there is none, or it is damaged.
+
+        Raises:
+            StoreUnavailableError: the store does not answer.
+        """
         try:
             return await self._read(
                 ticket_id, self.names.acknowledgement, Acknowledgement, _MAX_ACKNOWLEDGEMENT_BYTES
@@ -617,13 +743,25 @@ class Tickets:
             return None
 
     async def is_claimed(self, ticket: Ticket) -> bool:
-        """Raises StoreUnavailableError."""
+        """Return whether this ticket was claimed.
+
+        Raises:
+            StoreUnavailableError: the store does not answer.
+        """
         claimed = await self.read_acknowledgement(ticket.ticket_id)
         return claimed is not None and claimed.created_at == ticket.created_at
 
     def check(self, ticket: Ticket | OpenTicket, space: str, keys: KeyRun) -> None:
-        """Raise HandoffError unless the ticket is for exactly the prompt of this space that has
-        these keys, of a node whose KV can be used here, and its time is not over."""
+        """Refuse a ticket that is not for this prompt, has expired, or is of an incompatible node.
+
+        Args:
+            ticket: whole or open.
+            space: the space of the prompt.
+            keys: all keys of the prompt.
+
+        Raises:
+            HandoffError: the ticket cannot be used; its reason is a HandoffProblem.
+        """
         problem = self.problem_of(ticket, space)
         if problem is not None:
             raise problem
@@ -636,7 +774,14 @@ class Tickets:
     def problem_of(
         self, ticket: Ticket | OpenTicket, space: str | None = None
     ) -> HandoffError | None:
-        """Why the ticket is of no use to `space` (None: to any space here), whatever the prompt."""
+        """Return the error why the ticket is useless to `space`, whatever the prompt.
+
+        None if there is none.
+
+        Args:
+            ticket: whole or open.
+            space: a space of this node; None for any of them.
+        """
         spaces = self._fingerprints if space is None else [space]
         ours = [self._fingerprints[one].readable() for one in spaces]
         if ticket.fingerprint not in ours:
@@ -655,8 +800,11 @@ class Tickets:
         return self._clock.wall() > ticket.expires_at
 
     async def acknowledge(self, ticket: Ticket) -> None:
-        """Say that it was claimed, to its producer too, and let it go soon. Raises
-        StoreUnavailableError if that cannot be said; then the ticket goes when its time is over."""
+        """Record that the ticket was claimed, notify its producer, and shorten its lifetime.
+
+        Raises:
+            StoreUnavailableError: the store did not accept the record; the ticket expires later.
+        """
         now = self._clock.wall()
         # No longer than a ticket of ours: what one of another node says may be anything.
         left_s = min(max(ticket.expires_at - now, 0.0), self._ticket_ttl_s) + EXPIRED_GRACE_S
@@ -682,8 +830,11 @@ class Tickets:
         kind: type[_Named],
         max_bytes: int = MAX_TICKET_BYTES,
     ) -> _Named | None:
-        """Raises HandoffError if it is damaged, or another ticket's: whoever restored or moved
-        values, a trusted store too may have one under another's name."""
+        """Return the value of this kind, None if there is none.
+
+        Raises HandoffError if it is damaged or of another ticket: even a trusted store may have one
+        under a wrong name after values were restored or moved.
+        """
         check_id(ticket_id)
         try:
             value = await self._values.get(name_of(ticket_id), max_bytes=max_bytes)
@@ -699,14 +850,21 @@ class Tickets:
 
 
 def check_written(storage: StorageIO, outcomes: Sequence[PutOutcome]) -> None:
-    """Raise StoreUnavailableError unless all of it is in the store."""
+    """Check that all outcomes are of values that are in the store.
+
+    Raises:
+        StoreUnavailableError: the store did not accept a block.
+    """
     for outcome in outcomes:
         if outcome.status not in (PutStatus.STORED, PutStatus.EXISTED):
             raise _not_taken(storage.store.url, "a block", outcome)
 
 
 def _not_taken(url: str, what: str, outcome: PutOutcome) -> StoreUnavailableError:
-    """Refused, by a store that is full, or not answered: only then it is worth to ask again."""
+    """Return the error for a value that the store refused or did not answer for.
+
+    StoreRefusedError means that the store is full, so that a new attempt is useless.
+    """
     is_full = outcome.status is PutStatus.FULL
     kind = StoreRefusedError if is_full else StoreUnavailableError
     return kind(f"{url} did not take {what}: {outcome.reason}")
@@ -716,12 +874,16 @@ def _not_taken(url: str, what: str, outcome: PutOutcome) -> StoreUnavailableErro
 class HandoffStats:
     """Counts since the start.
 
-    early_blocks: stored before their prompt was computed, of published_blocks. failed_publishes:
-    prompts whose ticket did not come. claims_without_ticket: those that a policy let compute.
-    shown_blocks: of this node's tiers, that claimers were told of. device_blocks: that this node
-    read from others' devices, to its own. memory_blocks, network_blocks: that it read from others'
-    host tiers, on the same machine or not; what storage gave is in its own counts.
-    damaged_direct_blocks: had changed meanwhile, and came from storage.
+    Attributes:
+        early_blocks: blocks of `published_blocks` that were stored before their prompt was
+            computed.
+        failed_publishes: prompts without a ticket after a failure.
+        claims_without_ticket: claims whose policy allowed computing instead.
+        shown_blocks: blocks of this node's tiers that were shown to claimers.
+        device_blocks: blocks that this node read from other nodes' devices.
+        memory_blocks: blocks read from host tiers of other nodes on the same machine.
+        network_blocks: blocks read from host tiers of other machines.
+        damaged_direct_blocks: blocks that had changed at the producer, and came from storage.
     """
 
     published_prompts: int = 0
@@ -739,7 +901,7 @@ class HandoffStats:
     failed_direct_reads: int = 0
 
     def read_from_host_tier(self, path: DirectPath, num_blocks: int) -> None:
-        """So many blocks of another node's host tier came this way."""
+        """Count `num_blocks` blocks that were read from another node's host tier by `path`."""
         if path is DirectPath.MEMORY:
             self.memory_blocks += num_blocks
         else:
@@ -755,7 +917,7 @@ class Standing(Enum):
     ACKNOWLEDGED = "acknowledged"  # somebody claimed it; it may still be there for a while
     EXPIRED = "expired"
     DAMAGED = "damaged"
-    INCOMPATIBLE = "incompatible"  # of a node whose KV cannot be used here
+    INCOMPATIBLE = "incompatible"  # of a node with KV that cannot be used here
     PRODUCER_FAILED = "producer_failed"
     PRODUCER_LOST = "producer_lost"
     UNAVAILABLE = "storage_unavailable"
@@ -854,8 +1016,10 @@ class TicketView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TicketLedger:
-    """The last tickets of this node. What is held for a ticket (`hold`) is let go once it is
-    acknowledged, has failed or has expired."""
+    """The most recent tickets of this node.
+
+    Resources of a ticket (`hold`) are released once it is acknowledged, has failed or has expired.
+    """
 
     def __init__(self, tickets: Tickets, clock: Clock) -> None:
         self._tickets = tickets
@@ -876,7 +1040,7 @@ class TicketLedger:
 
     @property
     def views(self) -> list[TicketView]:
-        """The newest first."""
+        """The tickets, the newest first."""
         return list(reversed(self._views.values()))
 
     def view(self, ticket_id: str) -> TicketView | None:
@@ -887,7 +1051,7 @@ class TicketLedger:
         return len(self._holds)
 
     def hold(self, ticket_id: str, release: Callable[[], None]) -> None:
-        """Call `release` once nobody needs any more what was pinned for the ticket."""
+        """Call `release` at the end of the ticket."""
         self._holds.setdefault(ticket_id, []).append(release)
 
     def opened(self, ticket: OpenTicket) -> None:
@@ -931,7 +1095,7 @@ class TicketLedger:
         return [view for view in self._views.values() if view.state is Standing.WHOLE]
 
     async def _keep_looking(self) -> None:
-        """Look for an acknowledgement when it is told, for all now and then: hints can be lost."""
+        """Read acknowledgements on hints, and of all tickets now and then: hints can be lost."""
         while True:
             while not self._waiting():
                 self._came.clear()

@@ -1,9 +1,9 @@
-"""Where requests wait to be admitted, how they start, and the loads that they start with.
+"""Admission of requests: their waits for room, their starts, and the loads that they start with.
 
 A request waits for room on the device or within its tenant's quota and limits, or for blocks that
 another one computes (`Admissions`), or, once it runs, for more blocks (`Growth`). `Admissions` is
-told of every change of capacity and ends the waits of all three. What comes before, a request's
-wait for storage, ends in `fetch.py`.
+called at every change of capacity and ends the waits of all three. The wait for storage, which
+comes before, is in `fetch.py`.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from tierkv.sched.tenants import TenantLimits
 from tierkv.sched.tiers import Tiers
 from tierkv.transfer.mover import Movement
 
-# Of prompt tokens that an admission did not find: why the first block was missing, as far as is
-# remembered of exactly that one. never_stored: nothing is. in_flight: another request computes it.
-# last_token: all was there, but for its logits one token is computed. not_asked: without cache.
+# Reasons why an admission did not find prompt tokens, by the history of the first missing block.
+# never_stored: it has none. in_flight: another request computes it. last_token: all was there, but
+# one token is computed for its logits. not_asked: the request does not use the cache.
 MISS_REASONS = (
     "never_stored",
     *(fate.reason for fate in Fate),
@@ -58,8 +58,17 @@ MISS_REASONS = (
 def why_missed(
     spec: RequestSpec, match: Match, num_tokens: int, history: History, computing: Computing
 ) -> tuple[str, HistoryEvent | None]:
-    """Which of MISS_REASONS it is for an admission that lacks `num_tokens`, with what happened to
-    the block. At most one hash: the whole story is `explain`'s."""
+    """Return the reason (of MISS_REASONS) why `num_tokens` are missing, and the block's last event.
+
+    The call computes at most one hash; `explain` gives the whole story.
+
+    Args:
+        spec: the request.
+        match: its match at this moment.
+        num_tokens: number of prompt tokens that were not found.
+        history: events of evicted and failed blocks.
+        computing: promises of running requests.
+    """
     if not spec.uses_cache:
         return "not_asked", None
     if num_tokens == 1 and spec.needs_logits:
@@ -75,10 +84,12 @@ def why_missed(
 class Load:
     """Path blocks [first, stop) on their way to device `slots`, under a lease of the load's own.
 
-    above: loads of blocks higher on the path. They settle first, and if one fails this one does,
-        since a block is on the device only with its whole path. below: the other direction.
-    num_users: requests whose block tables name the slots.
-    settled: resolved, whatever the result, once the index knows it.
+    Attributes:
+        above: loads of blocks higher on the path. They settle first, and if one fails this one
+            fails, since a block is on the device only with its whole path.
+        below: loads of blocks lower on the path.
+        num_users: number of requests with these slots in their block tables.
+        settled: resolved, with either result, once the index is updated.
     """
 
     lease: Lease
@@ -95,8 +106,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class _Partial:
-    """A cached block, the last of `source`, of which a prompt shares the first tokens, and the
-    private block that gets a copy of it."""
+    """A partly shared block, the last of `source`, and the private block for its copy.
+
+    The prompt shares its first tokens.
+    """
 
     source: Lease
     target: Ids
@@ -110,14 +123,17 @@ class _Partial:
 
 
 def _ends_on_device(lease: Lease) -> bool:
-    """Whether the last block that it holds is there."""
+    """Return whether the last block of `lease` is on the device."""
     node = lease.node
     return node.device.leading(CopyState.READY, node.num_blocks - 1, node.num_blocks) == 1
 
 
 class HostLoads:
-    """All of them, found by the slots they write. used_by: those that write blocks of a request's
-    table."""
+    """The loads from the host to the device that are under way, found by the slots they write.
+
+    Attributes:
+        used_by: by request, the loads that write blocks of its table.
+    """
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
@@ -127,19 +143,22 @@ class HostLoads:
         self._active: dict[int, Load] = {}
 
     def findings(self) -> list[str]:
-        """What is wrong, in words, when nothing is on its way."""
+        """Return violated invariants as sentences; call only when no load runs."""
         return [f"nothing runs, but {len(self._active)} loads are listed"] if self._active else []
 
     def of(self, slots: Ids) -> list[Load]:
-        """The loads that write `slots`, which are of blocks of a path in a row, and with any block
-        of a load have its first: what is before that is not on its way."""
+        """Return the loads that write `slots`, the device slots of consecutive path blocks.
+
+        With any block of a load, `slots` must have the load's first one; the blocks before it are
+        not on their way.
+        """
         if not self._active:
             return []
         wanted = set(slots.tolist())
         return [load for first, load in self._active.items() if first in wanted]
 
     def join(self, path: Lease, first: int, stop: int) -> list[Load]:
-        """The loads that bring path blocks [first, stop), with one more user each."""
+        """Return the loads of path blocks [first, stop), each with one more user."""
         if first >= stop:
             return []
         loads = self.of(self._index.slots(Tier.DEVICE, path.node, first, stop))
@@ -156,10 +175,15 @@ class HostLoads:
         *,
         beside: _Partial | None = None,
     ) -> Load:
-        """Bring path blocks [first, stop), ready on the host and absent on the device, there.
+        """Load path blocks [first, stop), which are ready on the host and absent on the device.
 
-        beside: moves with them, and its lease ends then. One movement takes a request 0.2 ms less
-        than two (H200).
+        Args:
+            path: a lease of the path.
+            first: index of the first block.
+            stop: index after the last block.
+            slots: device slots for the blocks.
+            beside: a partial block to copy in the same movement, which saves a request 0.2 ms
+                (H200). Its lease ends with the movement.
         """
         index = self._index
         host, device = index.slots(Tier.HOST, path.node, first, stop), slots
@@ -190,13 +214,15 @@ class HostLoads:
         return load
 
     def let_go(self, load: Load) -> None:
-        """A request that named the load's slots has ended."""
+        """Remove one user of the load: a request with its slots has ended."""
         load.num_users -= 1
         self._give_if_unused(load)
 
     def _settle(self, load: Load, end: Callable[[], None]) -> None:
-        """Its copy has ended; those above it go first. Whoever waits for the copy hears of it when
-        the index knows, where there are none."""
+        """Record the end of a load's copy, after all loads above it have settled.
+
+        Callers that wait for the copy see its end after the index does, if no load is above.
+        """
         for upper in load.above:
             if not upper.settled.done():
                 upper.settled.add_done_callback(lambda _: self._settle(load, end))
@@ -217,8 +243,10 @@ class HostLoads:
         end()
 
     def _fail(self, load: Load) -> None:
-        """Take the blocks off the device, those below them first. The slots stay lent: copies and
-        requests that do not know yet may still touch them."""
+        """Remove the blocks of a failed load from the device, and of the loads below it first.
+
+        The slots stay lent: copies and requests may still touch them.
+        """
         if load.is_failed:
             return
         load.is_failed = True
@@ -229,7 +257,7 @@ class HostLoads:
         del self._active[int(load.slots[0])]
 
     def _give_if_unused(self, load: Load) -> None:
-        """A failed load's slots are free once its copy has ended and no table names them."""
+        """Free a failed load's slots once its copy has ended and no block table has them."""
         if load.is_failed and load.settled.done() and load.num_users == 0:
             self._tiers.slots.unlend(Tier.DEVICE, load.slots)
             self._tiers.slots.give(Tier.DEVICE, load.slots)
@@ -237,12 +265,16 @@ class HostLoads:
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counts since the start. recompute_avoided_s: what computing the tokens that were found would
-    have taken beside the others, as estimated; nothing while the engine's speed is not known.
-    reuse_gaps: of matches, since the end of what was matched had been used before.
-    shared_waits: requests that waited for another one's blocks instead of computing them;
-    lost_waits: those of them for whom they did not come in time.
-    missed_tokens: prompt tokens found nowhere, by why (one of MISS_REASONS)."""
+    """Counts since the start.
+
+    Attributes:
+        recompute_avoided_s: estimated seconds that computing the cached tokens would have added;
+            not counted while the engine's speed is unknown.
+        reuse_gaps: times between uses of the ends of matches.
+        shared_waits: requests that waited for another one's blocks instead of computing them.
+        lost_waits: waits for blocks that did not come in time.
+        missed_tokens: prompt tokens that were not found, by reason (MISS_REASONS).
+    """
 
     admitted_requests: int = 0
     prompt_tokens: int = 0
@@ -261,8 +293,14 @@ _NO_SLOTS = np.empty(0, np.int32)
 
 
 class _Held(msgspec.Struct):
-    """What a start has taken and has to give back if it fails. slots: nothing moves into them; into
-    private ones, `movements`. Who takes one over (a load, a copy) blanks its field here."""
+    """The resources of a start, returned if it fails.
+
+    A load or copy that takes one over clears its field.
+
+    Attributes:
+        slots: device slots that no copy writes.
+        private: device slots that `movements` write.
+    """
 
     lease: Lease
     source: Lease | None = None
@@ -273,11 +311,17 @@ class _Held(msgspec.Struct):
 
 
 class Starts:
-    """Starts requests: takes device slots and leases, and begins loads. A start that raises, be it
-    by a bug, keeps nothing.
+    """Starts requests: takes device slots and leases, and begins loads.
 
-    given: counts what a request has got for its tenant's turns. end: ends a request that has been
-    begun.
+    A start that raises keeps nothing, even if a bug is the cause.
+
+    Args:
+        tiers: the tiers to take slots from.
+        running: gets the started requests.
+        loads: the loads under way.
+        computing: gets the promises of started requests.
+        given: called with tenant and blocks of each start, for the tenants' turns.
+        end: ends a request that has been begun.
     """
 
     def __init__(
@@ -301,7 +345,7 @@ class Starts:
         self._valued_tokens = 0
 
     def counted(self) -> SchedulerStats:
-        """`stats`, with what was found since the last time valued by the engine's speed of now."""
+        """Return `stats`; value tokens found since the last call at the engine's present speed."""
         counts, speed = self.stats, self._computing.prefill
         found = counts.device_hit_tokens + counts.host_hit_tokens
         found += counts.storage_hit_tokens + counts.direct_hit_tokens
@@ -317,8 +361,17 @@ class Starts:
         fetched: Fetched | None,
         passes_by: PromiseWait | None = None,
     ) -> Request:
-        """match: of this moment. passes_by: a wait that it does without. Raises OutOfBlocksError,
-        with nothing held, if it has to wait for room."""
+        """Start a request and return it.
+
+        Args:
+            spec: the request.
+            match: its match at this moment.
+            fetched: the blocks fetched from storage for it.
+            passes_by: a possible wait for a promise that the request does without.
+
+        Raises:
+            OutOfBlocksError: the request has to wait for room; nothing is held.
+        """
         index = self._index
         index.at(monotonic())
         lease = index.hold(match.node, match.num_blocks)
@@ -328,7 +381,7 @@ class Starts:
                 request = self._with_cached(spec, match, fetched, held)
             else:
                 held.slots = self.take(lease.node.space, spec.num_blocks)
-                # An array of its own, which nobody hands on.
+                # A copy: the request's table must not share the array in `held`.
                 request = self._made(spec, lease, held.slots.copy(), NOTHING, ())
         except BaseException:  # no room, or a bug
             self._give_back(held)
@@ -349,8 +402,10 @@ class Starts:
     def _with_cached(
         self, spec: RequestSpec, match: Match, fetched: Fetched | None, held: _Held
     ) -> Request:
-        """One that has blocks of the index in its table, or a part of one copied into its own. What
-        only the host has gets device slots of the index; the rest it will write itself."""
+        """Return a request with blocks of the index in its table, or with a copy of a part of one.
+
+        Blocks that only the host has get device slots of the index; the others are private.
+        """
         index, lease = self._index, held.lease
         partial, num_loads = match.partial, match.host_blocks
         source = held.source = index.hold(partial.node, partial.block + 1) if partial else None
@@ -380,7 +435,7 @@ class Starts:
         return self._made(spec, lease, table, matched, tuple(movements))
 
     def _give_back(self, held: _Held) -> None:
-        """Slots that a copy still writes go when it has ended."""
+        """Return what a failed start holds; slots that a copy still writes follow at its end."""
         pool, slots = self._tiers.slots.pools[Tier.DEVICE], held.slots
         if held.source is not None:
             self._index.release(held.source)
@@ -404,8 +459,13 @@ class Starts:
             pool.release(held.private)
 
     def load(self, prompt: Prompt) -> Movement | None:
-        """Bring to the device what the host has of `prompt`, for nobody yet; None if that is
-        nothing. Raises OutOfBlocksError, with nothing held."""
+        """Load the blocks of `prompt` from the host to the device before a request needs them.
+
+        Return the movement, None if the host has no such blocks.
+
+        Raises:
+            OutOfBlocksError: there is no room; nothing is held.
+        """
         match = self._index.match(prompt)
         count, stop = match.host_blocks, match.num_blocks
         if not count:
@@ -420,7 +480,7 @@ class Starts:
         return load.movement
 
     def take(self, space: Space, count: int) -> Ids:
-        """Device slots within the tenant's quota, of which private blocks are a part too."""
+        """Return `count` device slots within the tenant's quota; private blocks count in it too."""
         if not space.has_quota:
             return self._tiers.eviction.take(Tier.DEVICE, count)
         reserved = self._running.of_tenant(space.name).num_private
@@ -447,8 +507,13 @@ class Starts:
         )
 
     def brought(self, request: Request, num_tokens: int, *, num_direct: int) -> None:
-        """What it lacked of its first `num_tokens` prompt tokens came from storage after its start,
-        `num_direct` of them from another node's memory."""
+        """Count tokens that came from storage after the request's start.
+
+        Args:
+            request: the running request.
+            num_tokens: number of first prompt tokens that are in the block table now.
+            num_direct: number of the added ones that came from another node's memory.
+        """
         came = num_tokens - request.cached_tokens
         direct = min(num_direct, came)
         matched = request.matched
@@ -466,7 +531,7 @@ class Starts:
             request.missed, request.missed_since = "", None
 
     def brought_all(self, request: Request) -> None:
-        """Nothing more comes to it."""
+        """Note that no more tokens come from storage; the missing ones count as missed."""
         if request.num_coming:
             self.stats.missed_tokens[request.missed] += request.num_coming
             request.num_coming = 0
@@ -510,7 +575,7 @@ class Starts:
             self._tiers.eviction.stats.failed_transfers += movement.has_failed
             self._index.release(source)
 
-        if movement.has_ended:  # within this turn: nobody waits for that
+        if movement.has_ended:  # within this turn, before any wait
             release()
         else:
             end = self._tiers.work.begin(source.node.space.name)
@@ -520,7 +585,7 @@ class Starts:
 
 
 def _joined(ranges: Sequence[range]) -> list[range]:
-    """The same tokens, each once, in order."""
+    """Return the same tokens in order, each once."""
     joined: list[range] = []
     for one in sorted(ranges, key=lambda tokens: tokens.start):
         if joined and one.start <= joined[-1].stop:
@@ -533,9 +598,11 @@ def _joined(ranges: Sequence[range]) -> list[range]:
 def _matched(
     match: Match, fetched: Fetched | None, block_size: int, source: Lease | None
 ) -> Matched:
-    """Count the matched tokens by the tier they came from. Some of what was fetched for this
-    request may be on the device by now, but came from storage all the same, or from another node's
-    memory."""
+    """Count the matched tokens by the tier they came from.
+
+    Blocks fetched for this request may be on the device by now, but count for storage or another
+    node's memory.
+    """
     full = match.num_blocks * block_size
     partial = match.partial.num_tokens if match.partial and source else 0
     on_device = (match.device_blocks + match.loading_blocks) * block_size
@@ -569,8 +636,8 @@ def _count_below(stop: int, ranges: Sequence[range]) -> int:
 class Growth:
     """Gives running requests more device blocks.
 
-    extending: requests that wait for more blocks right now. line: who waits for admission, and may
-        have to let go what was fetched for it.
+    Attributes:
+        extending: requests that wait for more blocks right now.
     """
 
     def __init__(
@@ -592,12 +659,22 @@ class Growth:
         self._short_of_quota: set[Request] = set()  # of those, who wait for their own tenant only
 
     async def extend(self, request: Request, num_tokens: int) -> None:
-        """Make room in the block table for `num_tokens` beyond the prompt's and the committed ones.
+        """Make room in the block table for `num_tokens` beyond the prompt and the committed tokens.
 
-        All the blocks or none. It waits for them before anybody is admitted. Raises
-        OutOfBlocksError if all that run wait for one another and this one is the least of them:
-        `preempt` it then; also if its tenant may not have as many. Raises RequestTooLargeError if
-        the device, its tenant's quota or the limit of one request is too small for it.
+        The request gets all of the blocks or none, and waits for them ahead of all admissions.
+
+        Args:
+            request: the running request.
+            num_tokens: number of tokens, at least 0.
+
+        Raises:
+            OutOfBlocksError: all running requests wait for one another and this one has to yield:
+                call `preempt`; or the tenant's limit does not allow as many.
+            RequestTooLargeError: the device, the tenant's quota or the limit of one request is too
+                small.
+            BadRequestError: `num_tokens` is negative.
+            OwnershipError: the request has ended.
+            RequestAbortedError: the request should end.
         """
         request.check_wanted()
         if num_tokens < 0:
@@ -616,7 +693,7 @@ class Growth:
                 if slots is not None:
                     request.grow(slots)
                     break
-                if not has_waited:  # with this one all may wait, and one of the others must yield
+                if not has_waited:  # now all may wait, and another one must yield
                     has_waited = True
                     self._tiers.work.capacity_changed()
                 await self._tiers.work.next_change()
@@ -629,13 +706,13 @@ class Growth:
             self._tiers.work.capacity_changed()
 
     def _is_free(self, request: Request) -> bool:
-        """Whether nothing but the device's room limits how it may grow, and nobody waits for it."""
+        """Return whether only the device's room limits the growth, and no request waits for it."""
         if self.extending or request.lease.node.space.has_quota:
             return False
         return self._limits.of(request.spec.prompt.space).are_none
 
     def _has_grown(self, request: Request, count: int) -> bool:
-        """Whether it has its blocks at once: there is nothing to wait for, and nobody to tell."""
+        """Grow the table at once if there is room; return whether there was."""
         try:
             slots = self._tiers.eviction.take(Tier.DEVICE, count)
         except OutOfBlocksError:
@@ -644,20 +721,23 @@ class Growth:
         return True
 
     def holds_up(self, space: str) -> bool:
-        """Whether a running request waits for blocks that one of this tenant might take: anybody's,
-        if the device is full, its tenant's, if it is only that one's quota."""
+        """Return whether a running request waits for blocks that this tenant's next one might take.
+
+        If the device is full, these are the blocks of any tenant; if a tenant's quota is full, only
+        its own.
+        """
         return any(
             request not in self._short_of_quota or request.space == space
             for request in self.extending
         )
 
     def _missing(self, request: Request, tokens: int) -> int:
-        """How many blocks its table lacks for so many tokens."""
+        """Return the number of blocks that the table lacks for `tokens` tokens."""
         more = -(-tokens // self._index.block_size) - len(request.block_table)
         return more if more > 0 else 0  # noqa: FURB136 - max() takes 0.1 us
 
     def _check(self, request: Request, tokens: int) -> None:
-        """Raise at once what no waiting would change."""
+        """Raise an error at once if no wait would make room for `tokens` tokens."""
         more = self._missing(request, tokens)
         total = len(request.block_table) + more
         limits = self._limits.of(request.space)
@@ -690,15 +770,18 @@ class Growth:
                 if not rivals:
                     return None
                 if self._line.let_go_of_last(space):
-                    continue  # before one that runs gives up, those that wait let go
+                    continue  # waiting requests release before a running one yields
                 # The lowest priority yields, and among equals the last that came.
                 if request is min(reversed(rivals), key=lambda one: one.spec.priority):
                     raise
                 return None
 
     def _who_must_yield(self, space: str | None) -> list[Request]:
-        """Those that run, of this space or of any, in the order in which they came, if all of them
-        wait and nothing else makes room, so that one must give up; else nobody."""
+        """Return the running requests, of `space` or of any, if one of them has to yield; else [].
+
+        One has to yield if all of them wait and nothing else makes room. The order is that of
+        admission.
+        """
         if self._tiers.work.is_at_work(space):
             return []
         running = self._running
@@ -712,8 +795,11 @@ _SLICE = 8
 
 
 class Admissions:
-    """The first in line is never overtaken because it is large: while there is no room for it,
-    nobody is admitted. Those that run and want more blocks come before all that wait."""
+    """Admits waiting requests in turn. Running requests that want more blocks go first.
+
+    The first in line is never overtaken because it is large: while there is no room for it, no
+    request is admitted.
+    """
 
     def __init__(  # noqa: PLR0913 - what a turn looks at
         self,
@@ -735,20 +821,27 @@ class Admissions:
         self._limits = limits
         self._computing = computing
         self._stats = starts.stats
-        self.pauses: set[str] = set()  # why nobody is admitted
+        self.pauses: set[str] = set()  # reasons why admission is stopped
         self._is_pumping = False
         self._pumps_again = False
         self._next_pump: asyncio.Handle | None = None  # for the rest of the line
-        self._over_quota: set[str] = set()  # tenants, in this round, that wait for themselves
-        self._stuck: Waiting | None = None  # the first in line, for whom there was no room
+        self._over_quota: set[str] = set()  # tenants of this round with a full quota
+        self._stuck: Waiting | None = None  # the first in line, if it had no room
 
     @property
     def is_paused(self) -> bool:
         return bool(self.pauses)
 
     def admit_now(self, spec: RequestSpec, fetched: Fetched | None) -> Request | None:
-        """The request, if nobody is before it, it fits, and it is not better off waiting for
-        blocks that another one computes; else it has to `join`. Raises what makes it unfit."""
+        """Admit a request at once and return it, None if it has to `join` the line.
+
+        It has to wait if another request is before it, if it does not fit, or if blocks that
+        another request computes are worth waiting for.
+
+        Args:
+            spec: the request, which passed `Scheduler.check`.
+            fetched: the blocks fetched from storage for it.
+        """
         if self.pauses or self._is_pumping or len(self._line) or not self._has_turn(spec):
             return None
         match = self._match(spec)
@@ -761,7 +854,7 @@ class Admissions:
             return None
 
     def join(self, waiting: Waiting) -> None:
-        """It is in line from now on, and its outcome tells."""
+        """Put a request into the line; its outcome is set later."""
         self._line.join(waiting)
         if self.pauses:
             waiting.release_fetched()
@@ -769,9 +862,9 @@ class Admissions:
             self.pump()
 
     def pump(self) -> None:
-        """Give turns while there is somebody to admit."""
+        """Give turns while there is a request to admit, up to a slice in one turn of the loop."""
         if self._is_pumping:
-            self._pumps_again = True  # called from within, by what the loop below lets go
+            self._pumps_again = True  # called by a release in the loop below
             return
         if self._next_pump is not None:
             return  # this turn of the loop has had its slice; the rest of the line is next
@@ -794,12 +887,14 @@ class Admissions:
         self.pump()
 
     def _is_stuck_still(self) -> bool:
-        """Whether the first in line is who it was when there was no room, of which there is no
-        more now."""
+        """Return whether the first in line is the same as before, and still has no room."""
         return self._stuck is not None and self._is_busy() and self._next() is self._stuck
 
     def _admit_waiting(self, most: int) -> int:
-        """Give up to `most` turns; how many there were, fewer if there is nothing more to do."""
+        """Give up to `most` turns.
+
+        Return their number, less than `most` if there is nothing more to do.
+        """
         self._bring_back()
         self._over_quota.clear()
         for num_turns in range(most):
@@ -820,7 +915,7 @@ class Admissions:
                     continue
                 self._stuck = waiting if is_busy else None
                 return num_turns
-            except Exception as error:  # noqa: BLE001 - a bug is its, not theirs who made room
+            except Exception as error:  # noqa: BLE001 - only this request fails by a bug
                 self._line.leave(waiting)
                 waiting.outcome.set_exception(error)
                 continue
@@ -830,8 +925,10 @@ class Admissions:
         return most
 
     def _start_or_park(self, waiting: Waiting) -> Request | None:
-        """The request, or None if it stands aside now. Raises OutOfBlocksError, or what makes it
-        unfit."""
+        """Start a request and return it, None if it stands aside now.
+
+        Raises OutOfBlocksError if there is no room, or the reason why the request can never start.
+        """
         spec = waiting.spec
         self._limits.check(spec)
         match = self._match(spec)
@@ -854,7 +951,13 @@ class Admissions:
     def _possible_wait(
         self, spec: RequestSpec, match: Match, give_up_at: float | None = None
     ) -> PromiseWait | None:
-        """give_up_at: when the last such wait of the request ends, on the loop's clock."""
+        """Return a wait for another request's blocks, None if there is none.
+
+        Args:
+            spec: the request.
+            match: its match at this moment.
+            give_up_at: end of the last such wait of the request, in seconds of the loop's clock.
+        """
         if not self._computing.num_promises or not spec.uses_cache:
             return None
         now = asyncio.get_running_loop().time()
@@ -864,7 +967,7 @@ class Admissions:
         return self._computing.possible_wait(match, spec.prompt, stop, now)
 
     def _bring_back(self) -> None:
-        """Those whose blocks are there, or will not come, have their old place again."""
+        """Return requests with awaited blocks that came, or will not come, to their old place."""
         for waiting in self._line.whose_wait_is_over():
             self._come_back(waiting)
 
@@ -884,7 +987,7 @@ class Admissions:
     # Turns
 
     def _next(self) -> Waiting | None:
-        """The first in line whose tenant may have one more running."""
+        """Return the first in line with a tenant that may have one more running request."""
         while (waiting := self._line.next(self._may_go)) is not None:
             if not waiting.outcome.done():
                 return waiting
@@ -895,7 +998,7 @@ class Admissions:
         return waiting.outcome.done() or self._has_turn(waiting.spec)
 
     def _has_turn(self, spec: RequestSpec) -> bool:
-        """Whether nothing of its tenant's stands before it; also if it will be refused."""
+        """Return whether no request of its tenant is before it, or it is going to be refused."""
         space = spec.prompt.space
         limits = self._limits.of(space)
         if limits.are_none and not self._over_quota and not self._growth.extending:
@@ -908,17 +1011,17 @@ class Admissions:
         return limits.allow(use.num_running + 1, use.num_blocks + spec.num_blocks)
 
     def _is_busy(self, tenant: str | None = None) -> bool:
-        """Whether something is under way whose end makes room: of this tenant, or of anybody."""
+        """Return whether work that makes room is under way, of this tenant or, for None, of any."""
         if self._tiers.work.is_at_work(tenant):
             return True
         return bool(self._running.by_id) if tenant is None else self._running.has_tenant(tenant)
 
     def _unblock(self, first: Waiting, tenant: str | None = None) -> bool:
-        """Whether something was let go so that the first in line may fit now.
+        """Release something so that the first in line may fit; return whether there was anything.
 
-        Called when nothing runs, or nothing of the tenant whose quota is full. Then only what
-        waiting requests hold stands in the way: what they had fetched, the last in line lets go
-        first; and then the block of which the first would have copied a part.
+        Called when no request runs, or none of the tenant with the full quota. Only resources of
+        waiting requests are in the way then: first their fetched blocks, from the last in line on,
+        then the block of which the first would have copied a part.
         """
         if self._line.let_go_of_last(tenant):
             return True

@@ -1,4 +1,4 @@
-"""How long one request, claim or lookup may still wait for storage."""
+"""The time that one request, claim or lookup may still wait for storage."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Budget:
     """The seconds that one request, claim or lookup may still wait for storage.
 
     Every wait for storage runs inside `limit`, which ends it when nothing is left and counts its
-    seconds. A store, its guard and those who wait have no allowance beside it. A wait may end while
-    its work goes on: an operation at the store belongs to a task of its own.
+    seconds. No store, guard or caller has another allowance. A wait may end while its work goes on:
+    an operation at the store belongs to a task of its own.
 
     Args:
         deadline_s: seconds of waiting, in any case.
         step_s: seconds that each arrival leaves at least; None: an arrival changes no deadline.
-        estimator: the rule, for who may compute instead. None for who has to wait.
-        is_claim: what is missing was published for this request.
+        estimator: the rule, for a caller that may compute instead; None for one that has to wait.
+        is_claim: True if the missing tokens were published for this request.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Budget:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the wait under way ends, or one that began now would."""
+        """Seconds until the present wait ends, or until a wait that began now would end."""
         most_s = min(self._deadline_s, self._allowed_s) - self._spent()
         if self._scope is None:
             return min(most_s, self._silent_s)
@@ -57,7 +57,7 @@ class Budget:
 
     @property
     def deadline_at(self) -> float:
-        """When the wait under way ends in any case, on the loop's clock."""
+        """Latest end of the present wait, in seconds of the loop's clock."""
         return self._time() + self._deadline_s - self._spent()
 
     def restrict(self, tokens: int, *, is_answered: bool = False) -> Decision:
@@ -92,7 +92,7 @@ class Budget:
         self._reschedule()
 
     def restart(self) -> None:
-        """Count from zero: storage has said in time that what was waited for is not there yet."""
+        """Count from zero: storage has answered in time that the awaited value is not there yet."""
         self._spent_s = 0.0
 
     @asynccontextmanager
@@ -113,7 +113,7 @@ class Budget:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """In the body no time is spent: what came from storage is being copied."""
+        """Stop the clock in the body, in which fetched blocks are copied."""
         self._spent_s, self._is_stopped = self._spent(), True
         self._reschedule()
         try:

@@ -1,6 +1,4 @@
-"""Copies down: those that the write rules ask for, those that must come before an eviction, and
-how many bytes of them may be on their way at once; and what a store has beyond a match.
-"""
+"""Copies down, by rule and before evictions, the bytes they may use, and lookups in storage."""
 
 from __future__ import annotations
 
@@ -27,14 +25,14 @@ from tierkv.storage.protocol import PutStatus
 from tierkv.transfer.mover import Movement, Mover
 from tierkv.transfer.storage_io import SharedTail, StorageIO
 
-# Blocks whose keys are made, and asked for, at once: 20 ms of the loop's time at most. Of a prompt
-# that was never stored, no more than these are made.
+# Number of keys that are computed and looked up at once: 20 ms of the loop's time at most. For a
+# prompt that was never stored, no more are computed.
 PIECE_BLOCKS = 2048
-HASHED_BLOCKS = 512  # whose keys are made in one turn of the loop: 4 ms
+HASHED_BLOCKS = 512  # keys computed in one turn of the loop: 4 ms
 
 
 def path_keys(index: Index, node: TreeNode, first: int, stop: int) -> list[StoredKey]:
-    """The stored keys of path blocks [first, stop), a tail being the last of its path."""
+    """Return the stored keys of path blocks [first, stop); a tail is the last of its path."""
     size, space = index.block_size, node.space
     digests = index.digests(node, node.start if node.is_tail else stop)
     keys = [StoredKey(one, size, is_tail=False, space=space.name) for one in digests]
@@ -47,7 +45,7 @@ def path_keys(index: Index, node: TreeNode, first: int, stop: int) -> list[Store
 
 
 def keys_beyond(index: Index, prompt: Prompt, match: Match) -> KeyRun:
-    """The stored keys of what follows `match`, which is of this prompt and of this moment."""
+    """Return the stored keys after `match`, a match of `prompt` at this moment."""
     end = match.num_blocks
     last = index.digests(match.node, end, start=max(end - 1, 0))
     return KeyRun.of(prompt, last[-1] if last else match.node.space.root_digest, end)
@@ -55,12 +53,13 @@ def keys_beyond(index: Index, prompt: Prompt, match: Match) -> KeyRun:
 
 @dataclass(frozen=True, slots=True)
 class Beyond:
-    """What storage has of a prompt beyond a match, as it said at one moment.
+    """The stored part of a prompt beyond a match, at one moment.
 
-    blocks: The prompt's blocks that storage has after the match without a gap, its tail included.
-    tail: The tail of another prompt that shares most of the block after these; None if there is no
-        such tail, or if all blocks are there.
-    num_tokens: Number of tokens that a fetch would bring.
+    Attributes:
+        blocks: blocks that storage has after the match without a gap, the prompt's tail included.
+        tail: the tail of another prompt that shares most of the next block; None if there is no
+            such tail, or if all blocks are there.
+        num_tokens: number of tokens that a fetch would bring.
     """
 
     blocks: range
@@ -69,12 +68,12 @@ class Beyond:
 
 
 async def stored_beyond(index: Index, storage: StorageIO, prompt: Prompt, match: Match) -> Beyond:
-    """Ask storage what it has of `prompt` beyond `match`, which is of this moment.
+    """Ask storage for the blocks of `prompt` beyond `match`, a match at this moment.
 
-    A block of which the index has as many tokens is not counted.
+    A stored block that adds no token to the cached part of it is not counted.
 
     Raises:
-        StoreUnavailableError: The store did not answer in time.
+        StoreUnavailableError: the store did not answer in time.
     """
     here = match.partial.num_tokens if match.partial else 0
     first, start = match.num_blocks, match.num_blocks * prompt.block_size
@@ -100,7 +99,16 @@ async def stored_beyond(index: Index, storage: StorageIO, prompt: Prompt, match:
 async def count_stored(
     storage: StorageIO, keys: KeyRun, *, piece_blocks: int = PIECE_BLOCKS
 ) -> int:
-    """How many of `keys` storage has from the first on. Raises StoreUnavailableError."""
+    """Return the number of `keys` that storage has, from the first on without a gap.
+
+    Args:
+        storage: the storage tier.
+        keys: the stored keys of a prompt.
+        piece_blocks: number of keys in one question.
+
+    Raises:
+        StoreUnavailableError: the store did not answer in time.
+    """
     found = 0
     while found < len(keys):
         piece = keys[found : found + piece_blocks]
@@ -114,7 +122,7 @@ async def count_stored(
 GROUP_BLOCKS = 32  # how many a background copy, a fetch, a publish or a portion moves at a time
 PIECE_BYTES = 8 << 20  # or more of small ones, if a copy to the host: 0.15 ms of PCIe 5
 LEAVING_PATIENCE_S = 1.0  # how long a host that shrinks waits for a store to take such a group
-_SHARE_BEING_STORED = 4  # one of so many host slots, see Tiers
+_SHARE_BEING_STORED = 4  # writes use at most this fraction (1/n) of host slots
 _MOST_TO_STORE = 4096  # groups that wait for the store; what comes then is not stored this time
 log = logging.getLogger(__name__)
 
@@ -126,11 +134,13 @@ class _Turn:
 
 
 class ByteBudget:
-    """At most `max_bytes` in flight, in the order of asking; a bigger piece goes alone.
+    """A limit of `max_bytes` in flight, in order of the calls; a bigger piece goes alone.
 
-    is_busy: whether something more urgent is on its way. While it is, one piece at a time goes, so
-    that the background lives on, but leaves the bandwidth to the others. After that has changed,
-    `look_again` lets more go.
+    Args:
+        max_bytes: the limit.
+        is_busy: returns whether something more urgent is on its way. While it is, one piece at a
+            time goes, so that the background makes progress, but leaves the bandwidth to urgent
+            copies. Call `look_again` after a change.
     """
 
     def __init__(self, max_bytes: int, is_busy: Callable[[], bool]) -> None:
@@ -157,7 +167,7 @@ class ByteBudget:
             if not turn.granted.cancelled() and turn.granted.done():
                 self._ended(turn)
             else:
-                turn.granted.cancel()  # it may have left the line meanwhile
+                turn.granted.cancel()  # it may have left the line already
                 self.look_again()  # those behind it may fit
             raise
         try:
@@ -171,7 +181,7 @@ class ByteBudget:
         self.look_again()
 
     def look_again(self) -> None:
-        """Let go what may go now."""
+        """Start the pieces that fit now."""
         while self._line:
             turn = self._line[0]
             if turn.granted.cancelled():
@@ -187,7 +197,7 @@ class ByteBudget:
             turn.granted.set_result(None)
 
     def findings(self) -> list[str]:
-        """What is wrong, in words, when nothing is on its way."""
+        """Return violated invariants as sentences; call only when no copy runs."""
         if self.bytes_in_flight or self._num_in_flight:
             return [f"nothing runs, but {self.bytes_in_flight} bytes of copies down are counted"]
         return []
@@ -195,8 +205,12 @@ class ByteBudget:
 
 @dataclass(slots=True, eq=False)
 class Flush:
-    """Path blocks that a store is given, out of host slots; see `begin_reading`. runs: the same, as
-    events tell of them, none if nobody listens. generation: see `Deletions`."""
+    """Path blocks that are written to a store from host slots; see `begin_reading`.
+
+    Attributes:
+        runs: the same blocks for events; [] without listeners.
+        generation: see `Deletions`.
+    """
 
     keys: list[StoredKey]
     slots: Ids
@@ -206,14 +220,17 @@ class Flush:
 
 
 class Copies:
-    """Copies blocks down, from device to host and from host to storage, one task for each copy,
-    under a lease or with its slots lent. No slot is reused before its copy has ended.
+    """Copies blocks down, from device to host and from host to storage.
 
-    background, storing: how many bytes may be on their way down at once, by rule, to the host and
-        to storage; loads go first. Writes to storage use at most a quarter of the host's slots.
-    num_loads: on their way to the device: copies down make way for them. num_offloads: on their way
-        to the host: they hold its slots until they end.
-    storage: None while none is attached.
+    Each copy is a task, under a lease or with its slots lent. No slot is reused before its copy has
+    ended.
+
+    Attributes:
+        background: limit of bytes on their way to the host by rule; loads go first.
+        storing: limit of bytes on their way to storage by rule, at most a quarter of the host tier.
+        num_loads: loads on their way to the device, to which copies down yield.
+        num_offloads: copies on their way to the host, which hold its slots until they end.
+        storage: the storage tier; None while none is attached.
     """
 
     def __init__(  # noqa: PLR0913 - what it moves between, and how much
@@ -244,14 +261,16 @@ class Copies:
         self._not_stored = LogThrottle(log, "block not stored (x%d): %s")
         self.background = ByteBudget(background_copy_bytes, lambda: self.num_loads > 0)
         self.storing = ByteBudget(background_copy_bytes, lambda: self.num_loads > 0)
-        # Runs that a task is to copy to the host, and up to which block: nobody starts another.
+        # By run with a task that copies it to the host, the end block: no second task is started.
         self._to_host: dict[TreeNode, int] = {}
         eviction.copy_down = self.copy_down
         self.resized()
 
     def prompt_keys(self, prompt: Prompt) -> KeyRun:
-        """Return the stored keys of `prompt`, tail included. A key is made when it is read; see
-        `hashed_keys` for all of a long prompt."""
+        """Return the stored keys of `prompt`, tail included.
+
+        A key is computed when it is read; `hashed_keys` computes all of a long prompt.
+        """
         root = self._index.spaces.root_of(prompt).space.root_digest
         keys = prompt.keys
         if keys is None or keys.parent != root:
@@ -261,28 +280,27 @@ class Copies:
         return keys
 
     async def hashed_keys(self, prompt: Prompt) -> KeyRun:
-        """Return the stored keys of `prompt`, every one computed. Between portions of the hashing
-        others have their turn of the loop."""
+        """Return the stored keys of `prompt`, all computed, a slice in a turn of the loop."""
         keys = self.prompt_keys(prompt)
-        while not keys.hash_more(HASHED_BLOCKS):  # noqa: ASYNC110 - nobody would set an event
+        while not keys.hash_more(HASHED_BLOCKS):  # noqa: ASYNC110 - no event to wait for
             await asyncio.sleep(0)
         return keys
 
     def load_ended(self) -> None:
-        """One load fewer is on its way to the device."""
+        """Count one load fewer on its way to the device."""
         self.num_loads -= 1
         if not self.num_loads:
             self.background.look_again()
             self.storing.look_again()
 
     def resized(self) -> None:
-        """The host has another size by now."""
+        """Adapt the limits to the present size of the host."""
         most = self._slots.pools[Tier.HOST].capacity * self._block_bytes // _SHARE_BEING_STORED
         self.storing.max_bytes = min(self.background.max_bytes, most)
         self.storing.look_again()
 
     def findings(self) -> list[str]:
-        """What is wrong, in words, when nothing is on its way."""
+        """Return violated invariants as sentences; call only when no copy runs."""
         wrong = []
         if self.num_loads:
             wrong.append(f"nothing runs, but {self.num_loads} loads are counted")
@@ -295,7 +313,7 @@ class Copies:
         return wrong + self.background.findings() + self.storing.findings()
 
     def write_down(self, node: TreeNode, num_blocks: int) -> None:
-        """Copy down what the rules want copied by now, of path blocks [0, num_blocks)."""
+        """Start the copies down of path blocks [0, num_blocks) that the rules want by now."""
         is_retired = self._index.spaces.is_retired(node)
         has_storage = self._stores_early and self.storage is not None
         if is_retired or not (has_storage or self._offloads_early):
@@ -325,8 +343,13 @@ class Copies:
                     self._start_down(part, first + start, first + stop, to_storage=is_stored)
 
     def _cut(self, needed: Mask, room: int, *masks: Mask) -> int:
-        """Leave of `masks` what the host has room for: where it is too small for a prompt, tasks
-        would only find out one by one, at each admission again. Returns how much room they take."""
+        """Clear the blocks in `masks` that the host has no room for.
+
+        Return the room that the rest needs.
+
+        If the host is too small for a prompt, the tasks would otherwise find that out one by one,
+        at each admission again.
+        """
         wanted = int(np.count_nonzero(needed))
         if wanted <= room:
             return wanted
@@ -337,7 +360,7 @@ class Copies:
         return max(room, 0)
 
     def save(self, node: TreeNode, num_blocks: int, *, first: int = 0) -> None:
-        """Copy path blocks [first, num_blocks) to the host, whatever the rules want."""
+        """Copy path blocks [first, num_blocks) to the host, whether the rules want that or not."""
         for part, i, j in segments(node, first, num_blocks):
             missing = part.copies[Tier.HOST].is_in(CopyState.ABSENT, i, j)
             for start, stop in runs_of(missing):
@@ -350,7 +373,7 @@ class Copies:
         work = self._write_down(lease, first, stop, generation, to_storage=to_storage)
         try:
             self._work.start(work, "tierkv-write-down", space=node.space.name)
-        except ShuttingDownError:  # who ends a request on a node that has failed hears nothing
+        except ShuttingDownError:  # the end of a request on a failed node must not raise
             self._index.release(lease)
             return
         self._to_host[node] = max(self._to_host.get(node, 0), stop)
@@ -381,7 +404,7 @@ class Copies:
                 if not is_whole and not self._eviction.available(Tier.HOST, node.space):
                     if to_storage:
                         index.unmark_stored(node, at, stop)
-                    break  # the others would find no room either
+                    break  # later groups would find no room either
         finally:
             if self._to_host.get(node) == stop:
                 del self._to_host[node]
@@ -392,8 +415,10 @@ class Copies:
                 self._work.start(self._store(node, at, end, generation), "tierkv-store")
 
     async def _store(self, node: TreeNode, first: int, stop: int, generation: int) -> None:
-        """Store path blocks [first, stop), as far as they are on the host still when it is their
-        turn. Nothing is held, or a slow store would keep the device full."""
+        """Store path blocks [first, stop) that are still on the host at the turn of the copy.
+
+        The blocks are not held, since a slow store would keep the device full.
+        """
         async with self.storing.room((stop - first) * self._block_bytes):
             if self._index.spaces.is_retired(node):
                 return
@@ -407,8 +432,10 @@ class Copies:
                     self._index.unmark_stored(there, at, at + 1)
 
     def store_first(self, node: TreeNode, start: int) -> bool:
-        """Whether of run blocks from `start` on, or of those below, some that leave the host are on
-        their way to storage, as they must be before they are evicted. Each is tried once."""
+        """Start to store blocks that must be stored before they leave the host; return whether any.
+
+        Each of the run blocks from `start` on, and of the blocks below, is tried once.
+        """
         leaving = self._slots.leaving[Tier.HOST]
         rule = self._rules[Tier.HOST]
         is_off = self.storage is None or self._index.spaces.is_retired(node)
@@ -440,7 +467,10 @@ class Copies:
     async def _store_leaving(
         self, leaving: Leaving, lease: Lease, first: int, stop: int, generation: int
     ) -> None:
-        """Once a store has not taken some for LEAVING_PATIENCE_S, the rest goes without."""
+        """Store leaving blocks.
+
+        After a wait of LEAVING_PATIENCE_S, the rest leaves without being stored.
+        """
         node, stored = lease.node, [False] * (stop - first)
         try:
             async with self.storing.room((stop - first) * self._block_bytes):
@@ -459,8 +489,10 @@ class Copies:
             self._work.capacity_changed()
 
     def _on_host(self, node: TreeNode, first: int, stop: int) -> tuple[TreeNode, int]:
-        """Up to where path blocks from `first` to `stop` are on the host, and the run with the last
-        of them. The node may have left the tree; then it has no copies."""
+        """Return the last run and the end of the path blocks from `first` on that are on the host.
+
+        The node may have left the tree; then it has no copies.
+        """
         last, at = node, first
         for part, i, j in segments(node, first, min(stop, node.end)):
             host = part.copies[Tier.HOST]
@@ -472,19 +504,25 @@ class Copies:
         return last, at
 
     async def _copied_by_others(self, node: TreeNode, first: int, stop: int) -> bool:
-        """Whether path blocks [first, stop) are all on the host, once nobody copies them there."""
+        """Wait for other copies of path blocks [first, stop) to the host.
+
+        Return whether all are there.
+        """
         path = Tier.HOST, node, first, stop
         while self._index.is_in(CopyState.INCOMING, *path).any():
             await self._work.next_change()
         return bool(self._index.is_in(CopyState.READY, *path).all())
 
     async def _host_copy(self, node: TreeNode, first: int, stop: int) -> bool:
-        """Give path blocks [first, stop) a host copy where they have none; whether all have."""
+        """Copy path blocks [first, stop) to the host where copies are missing.
+
+        Return whether all are there.
+        """
         missing = self._index.is_in(CopyState.ABSENT, Tier.HOST, node, first, stop)
         ready = self._index.is_in(CopyState.READY, Tier.HOST, node, first, stop)
         complete = bool((missing | ready).all())
         for start, end in runs_of(missing):
-            try:  # the first of them are of use without the others
+            try:  # a part is useful: its first blocks can be matched
                 slots = self._eviction.take_some(Tier.HOST, end - start, node.space)
             except OutOfBlocksError:
                 self._eviction.stats.skipped_offloads += end - start
@@ -542,7 +580,10 @@ class Copies:
         return CopyDown.STARTED
 
     def _may_wait(self) -> bool:
-        """Whether who needs room may wait for a store; if so, they do from now on."""
+        """Return whether requests in need of room may wait for a store.
+
+        If so, count their wait from now.
+        """
         may = self._work.allowance.look(asyncio.get_running_loop().time())
         self._work.allowance.is_waiting = may
         return may
@@ -570,8 +611,8 @@ class Copies:
         finally:
             self._eviction.on_the_way[Tier.HOST] -= len(flush.slots)
             self._work.allowance.look(asyncio.get_running_loop().time())
-            self._work.allowance.is_waiting = False  # who waits asks again now
-            end()  # last: who is woken by it must not count on slots that are free already
+            self._work.allowance.is_waiting = False  # a waiting request asks again now
+            end()  # last: woken requests must not count these slots as on their way
             self._work.capacity_changed()
         self._eviction.free_ahead(Tier.HOST)
 
@@ -583,7 +624,10 @@ class Copies:
         return self._mover.offload(slots, index.slots(Tier.DEVICE, node, first, stop))
 
     async def _end_offload(self, node: TreeNode, first: int, stop: int, movement: Movement) -> bool:
-        """Wait for the copy and note its result; whether the blocks have a host copy now."""
+        """Wait for the copy and record its result.
+
+        Return whether the blocks have a host copy now.
+        """
         index = self._index
         try:
             try:
@@ -598,11 +642,11 @@ class Copies:
         index.change(Tier.HOST, node, first, stop, Change.ARRIVE)
         self._eviction.stats.offloaded_blocks += stop - first
         self._events.tell(Happening.STORED, "host", node, first, stop)
-        self._work.capacity_changed()  # who waits for these blocks on the host, too
+        self._work.capacity_changed()  # waits for these blocks on the host end too
         return True
 
     def _begin_flush(self, node: TreeNode, first: int, stop: int, generation: int) -> Flush:
-        """Path blocks [first, stop), ready on the host, which a store is given in `_end_flush`."""
+        """Return path blocks [first, stop), ready on the host, for `_end_flush`."""
         # A block is of no use without those before it, so of equal hits the first is worth most.
         worth = [node.hits + 1 / (1 + at) for at in range(first, stop)]
         slots = self._index.slots(Tier.HOST, node, first, stop)
@@ -611,10 +655,10 @@ class Copies:
         return Flush(keys, slots, worth, self._events.runs(node, first, stop), generation)
 
     async def _end_flush(self, flush: Flush) -> list[bool]:
-        """Store them; which of them are stored. The index may have other blocks there by now."""
+        """Store the blocks; return which of them are stored. The index may have changed by then."""
         try:
             storage = self.storage
-            if storage is None:  # detached meanwhile
+            if storage is None:  # detached since the start
                 return [False] * len(flush.keys)
             outcomes = await storage.flush(
                 flush.keys, flush.slots, flush.worth, generation=flush.generation
@@ -629,7 +673,7 @@ class Copies:
         return [outcome.status in (PutStatus.STORED, PutStatus.EXISTED) for outcome in outcomes]
 
     def _tell_stored(self, runs: Sequence[BlockRun], is_new: Sequence[bool]) -> None:
-        """Those of the blocks in `runs` that storage had not had."""
+        """Publish events for the blocks of `runs` that are new in storage."""
         at = 0
         for run in runs:
             first = 0

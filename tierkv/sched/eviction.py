@@ -1,4 +1,4 @@
-"""Makes room on a tier: quotas, watermarks, eviction. What must be copied first is copied first."""
+"""Room on a tier: quotas, watermarks, eviction, and the copies that must come before it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ _AT_ONCE = 1024  # blocks that go in one turn of the loop: 7 ms
 
 @dataclass(frozen=True, slots=True)
 class Watermarks:
-    """Shares of a tier's slots. When fewer than `low` are free, blocks are evicted, and copied down
-    first where the rule says so, until `high` are: a burst then need not wait for copies."""
+    """Shares of a tier's slots between which blocks are evicted ahead of need.
+
+    If fewer than `low` are free, blocks are evicted, after a copy down if the rule says so, until
+    `high` are: a burst then need not wait for copies.
+    """
 
     low: float = 0.0
     high: float = 0.0
@@ -36,7 +39,7 @@ class Watermarks:
 
 
 class CopyDown(Enum):
-    """What became of a copy that must come before an eviction."""
+    """The result of starting a copy that must come before an eviction."""
 
     STARTED = "started"
     LATER = "later"  # room below is being made
@@ -45,8 +48,11 @@ class CopyDown(Enum):
 
 @dataclass(slots=True)
 class TierStats:
-    """Counts since the start. lifetimes: of forgotten blocks, from when they were first
-    cached."""
+    """Counts since the start.
+
+    Attributes:
+        lifetimes: ages of forgotten blocks since they were first cached.
+    """
 
     evicted_device_blocks: int = 0
     evicted_host_blocks: int = 0
@@ -58,10 +64,12 @@ class TierStats:
 
 
 class Eviction:
-    """Everything here is synchronous: it evicts, or starts the copies after which it can.
+    """Evicts blocks, or starts the copies after which it can. Every call is synchronous.
 
-    on_the_way: slots of each tier that copies under way will free. copy_down: starts the copy that
-    must come before a step's blocks may leave a tier; whoever copies says which.
+    Attributes:
+        on_the_way: slots of each tier that copies under way will free.
+        copy_down: starts the copy that must come before a step's blocks may leave a tier; set by
+            the owner of the copies.
     """
 
     def __init__(
@@ -87,17 +95,24 @@ class Eviction:
         self._watermarks = watermarks
 
     def is_making_room(self, tier: Tier) -> bool:
-        """Whether copies are under way after which slots of `tier` will be free."""
+        """Return whether copies are under way that will free slots of `tier`."""
         return self.on_the_way[tier] > 0
 
     def take(self, tier: Tier, count: int, space: Space | None = None, *, reserved: int = 0) -> Ids:
-        """`count` slots of `tier`, evicting what may go. Raises OutOfBlocksError with none taken;
-        if copies that must come first have been started, `on_capacity` tells when to ask again.
+        """Return `count` slots of `tier`, after evicting blocks if necessary.
 
-        space: whose quota they count in, together with `reserved` slots that are not in the index
-        yet. Who is over its quota evicts from its own.
+        Args:
+            tier: the tier.
+            count: number of slots.
+            space: the space whose quota the slots count in. A space over its quota evicts its own
+                blocks.
+            reserved: number of slots of the space that are not in the index yet, but count too.
+
+        Raises:
+            OutOfBlocksError: there are not enough; none is taken. If copies that must come first
+                were started, `on_capacity` listeners are called when a new attempt is worth it.
         """
-        if tier is HOST:  # whoever takes device slots has told the time just before
+        if tier is HOST:  # callers that take device slots have just set the time
             self.index.at(monotonic())
         pool = self._pools[tier]
         if space is None and not self._watermarks[tier].low:
@@ -110,7 +125,7 @@ class Eviction:
             return slots
         while (goes := slots >= leaving[tier].first).any():
             self._slots.retire(tier, slots[goes])
-            told = self._work.capacity_changed  # who shrinks it waits
+            told = self._work.capacity_changed  # the resize waits for it
             asyncio.get_running_loop().call_soon(told)
             slots = slots[~goes]
             more = count - len(slots)
@@ -154,7 +169,7 @@ class Eviction:
         return self._take_by_plan(tier, count)
 
     def take_some(self, tier: Tier, count: int, space: Space, *, reserved: int = 0) -> Ids:
-        """1 to `count` slots, as many as there are for `space`; see `take`."""
+        """Return 1 to `count` slots, as many as `space` may have now; see `take`."""
         room = self.available(tier, space, reserved=reserved)
         return self.take(tier, min(count, max(room, 1)), space, reserved=reserved)
 
@@ -166,8 +181,10 @@ class Eviction:
                 return pool.allocate(count)
 
     def _missing(self, tier: Tier, count: int) -> int:
-        """How many copies have to go so that `count` slots are free; 0 or less if they are. Raises
-        OutOfBlocksError if that can't be had while other requests hold their blocks."""
+        """Return the number of copies to evict so that `count` slots are free; 0 or less for none.
+
+        Raises OutOfBlocksError if that is impossible while other requests hold their blocks.
+        """
         pool = self._pools[tier]
         coming = pool.num_free + self.on_the_way[tier]
         missing, can_go = count - coming, self._num_that_can_go(tier)
@@ -176,15 +193,18 @@ class Eviction:
         return missing
 
     def _num_that_can_go(self, tier: Tier) -> int:
-        """Copies that may go, and with them their slots, which a store may still read."""
+        """Return the number of copies that may be evicted and free their slots at once."""
         unheld = self.index.spaces.order[tier].num_unheld
         if tier is HOST:
             unheld -= self._slots.num_being_stored
         return max(0, unheld)
 
     def _stay_within_quota(self, tier: Tier, space: Space, count: int, reserved: int) -> None:
-        """Let `space` have `count` more. Raises OverQuotaError if what it holds is in the way, and
-        OutOfBlocksError, with nothing evicted, if the tier has not as many."""
+        """Evict blocks of `space` so that its quota allows `count` more.
+
+        Raises OverQuotaError if held blocks are in the way, and OutOfBlocksError, with nothing
+        evicted, if the tier lacks slots.
+        """
         quota, order = space.quota[tier], self.index.spaces.own_order(space, tier)
         if quota is None or order is None:
             return
@@ -200,8 +220,10 @@ class Eviction:
                 )
 
     def shrink_to_quota(self, tier: Tier, space: Space) -> bool:
-        """Evict of what `space` has beyond its quota and nobody holds as much as the loop has time
-        for in one turn; whether there is more of it."""
+        """Evict unheld blocks of `space` beyond its quota; return whether there are more.
+
+        One call evicts no more than fits into one turn of the loop.
+        """
         quota, order = space.quota[tier], self.index.spaces.own_order(space, tier)
         if quota is None or order is None:
             return False
@@ -213,13 +235,13 @@ class Eviction:
         return before - excess < space.used[tier] < before
 
     def _keep_free(self, tier: Tier) -> None:
-        """Below the low watermark, evict ahead of need up to the high one."""
+        """Evict ahead of need up to the high watermark if fewer slots than the low one are free."""
         pool = self._pools[tier]
         if pool.num_free < self._watermarks[tier].low * pool.capacity:
             self.free_ahead(tier)
 
     def free_ahead(self, tier: Tier) -> None:
-        """Evict up to the high watermark, or start the copies after which that can be."""
+        """Evict up to the high watermark, or start the copies that must come first."""
         marks, pool = self._watermarks[tier], self._pools[tier]
         if not marks.low:
             return
@@ -228,8 +250,13 @@ class Eviction:
         self._make_room(tier, steps)
 
     def available(self, tier: Tier, space: Space | None = None, *, reserved: int = 0) -> int:
-        """Slots that `take` could give at once or after copies it would start; to `space`, within
-        its quota, of which `reserved` are taken without being in the index."""
+        """Return the number of slots that `take` could give, now or after copies it would start.
+
+        Args:
+            tier: the tier.
+            space: the space whose quota limits the number; None for no quota.
+            reserved: number of slots of the space that are not in the index yet, but count too.
+        """
         room = self._pools[tier].num_free + self._num_that_can_go(tier)
         if space is None or (quota := space.quota[tier]) is None:
             return room
@@ -238,8 +265,10 @@ class Eviction:
         return min(room, max(quota - space.used[tier] + unheld - reserved, 0))
 
     def _make_room(self, tier: Tier, steps: Sequence[Step]) -> int:
-        """Carry out `steps`; returns how many slots are free now, or as soon as a store is done
-        with them, that were not."""
+        """Carry out `steps`.
+
+        Return the number of slots that became free, or will after a store's read.
+        """
         pool = self._pools[tier]
         before = pool.num_free + self._slots.num_gone
         # A copy that must go down first keeps everything above it where it is, since a match is
@@ -254,7 +283,7 @@ class Eviction:
         for step in steps:
             node = step.victim.node
             if step.must_copy and not node.copies[tier].num_present:
-                continue  # forgotten meanwhile, together with what it hung below
+                continue  # forgotten by an earlier step, with the blocks above
             if not step.must_copy or self.copy_down(tier, step) is not CopyDown.IMPOSSIBLE:
                 continue
             if not node.holders:
@@ -265,7 +294,7 @@ class Eviction:
         self._pools[tier].release(self._drop(tier, node, start, stop))
 
     def _drop(self, tier: Tier, node: TreeNode, start: int, stop: int) -> Ids:
-        """Evict these blocks; the slots that are nobody's now, see `free_of`."""
+        """Evict these blocks and return the slots that are free now; see `free_of`."""
         now, count = monotonic(), stop - start
         other = node.device if tier is HOST else node.host
         kept = other.present_in(start, stop) if other is not None and other.num_present else 0
@@ -275,7 +304,7 @@ class Eviction:
         return self._let_go(tier, node, start, stop, now)
 
     def _count(self, tier: Tier, evicted: int, gone: int) -> None:
-        """So many copies go from `tier`, `gone` of them the last ones of their blocks."""
+        """Count `evicted` copies that left `tier`, `gone` of them the last of their blocks."""
         stats = self.stats
         stats.forgotten_blocks += gone
         if tier is HOST:
@@ -291,7 +320,7 @@ class Eviction:
         return self._slots.free_of(tier, self.index.drop(tier, node, start, stop))
 
     def forget(self, node: TreeNode, start: int) -> None:
-        """Evict run blocks from `start` on and all below them, an unheld node's, from all tiers."""
+        """Evict an unheld node's run blocks from `start` on, and all below, from both tiers."""
         if not (start or node.children or node.host) and node.device.uniform is CopyState.READY:
             self._evict(Tier.DEVICE, node, 0, node.num_blocks)  # as nearly all
             return
@@ -314,7 +343,7 @@ class Eviction:
         self._pools[Tier.HOST].release(self._slots.free_of(Tier.HOST, host))
 
     def tell_forgotten(self, node: TreeNode, start: int) -> None:
-        """Tell that run blocks from `start` on, and all below, leave device and host."""
+        """Publish events that run blocks from `start` on, and all below, leave device and host."""
         pending = [(node, start)]
         while pending:
             part, first = pending.pop()
@@ -327,8 +356,10 @@ class Eviction:
                     self._events.tell(Happening.EVICTED, tier.name.lower(), part, at + i, at + j)
 
     def evict_below(self, tier: Tier, node: TreeNode, start: int) -> None:
-        """Evict the copies on `tier` of run blocks from `start` on and of all below them, of an
-        unheld node all of whose blocks there are whole on the other tier."""
+        """Evict the copies on `tier` of run blocks from `start` on, and of all blocks below them.
+
+        The node must be unheld, and all these blocks whole on the other tier.
+        """
         pending, order = [(node, start)], []
         while pending:
             part, first = pending.pop()

@@ -1,4 +1,4 @@
-"""Why a prompt matched what it matched: which block where, the first miss, and its reason."""
+"""Explanation of a match: the place of each block, the first miss, and its reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tierkv.cache.node import CopyState, Tier
 
 
 class Miss(Enum):
-    """Why the first block that is not cached is not."""
+    """The reason why the first missing block is not cached."""
 
     NONE = "nothing is missing"
     STORED = "only in storage"
@@ -65,13 +65,20 @@ def explain(  # noqa: PLR0913 - what else is known at this moment
     stored: range | None = None,
     now: float = 0.0,
 ) -> Explanation:
-    """What a request for `prompt`, which matches `match` right now, would find. Changes nothing.
+    """Return an explanation of the match of `prompt`. The call changes nothing.
 
-    fetching, computing: whether the block that follows the match is on its way from storage, or a
-    request computes it. fingerprints: by space, for one who may know in which field another one
-    differs; None for everybody else, who is told only that it does. stored: blocks of the prompt
-    that storage has, from where the match ended when it was asked; None if it was not, or did not
-    answer in time. now: on the clock of the history.
+    Args:
+        index: the index of all blocks.
+        prompt: the prompt.
+        match: its match at this moment.
+        history: events of evicted and failed blocks.
+        fetching: True if the block after the match is on its way from storage.
+        computing: True if a request computes that block.
+        fingerprints: by space, if the caller may know in which fields another fingerprint differs;
+            None for any other caller, who learns only that it differs.
+        stored: blocks of the prompt that storage has from the end of the match on; None if storage
+            was not asked or did not answer in time.
+        now: time on the clock of the history, in seconds.
     """
     at_block, is_all = match.num_blocks, _covers(match, prompt)
     states = [
@@ -121,7 +128,10 @@ _PLACES = {CopyState.READY: "device", CopyState.INCOMING: "loading", CopyState.A
 
 
 def _elsewhere(index: Index, prompt: Prompt, block: int) -> str | None:
-    """Another space in which `block` of the prompt, or all of it, is cached."""
+    """Return another space in which `block` of the prompt, or all of it, is cached.
+
+    None for none.
+    """
     for space in index.spaces.all():
         other = Prompt(prompt.tokens, prompt.block_size, prompt.extras, space.name)
         if space.name != prompt.space:
@@ -132,14 +142,17 @@ def _elsewhere(index: Index, prompt: Prompt, block: int) -> str | None:
 
 
 def _covers(match: Match, prompt: Prompt) -> bool:
-    """Whether all of the prompt is cached, its tail included."""
+    """Return whether all of the prompt is cached, its tail included."""
     partial = match.partial.num_tokens if match.partial else 0
     return match.num_blocks * prompt.block_size + partial >= prompt.num_tokens
 
 
 def _differs(ours: str, theirs: str, known: Mapping[str, Fingerprint] | None) -> str:
-    """How two spaces differ; not whose the other is, unless the caller may know: one tenant must
-    not learn what another one asks."""
+    """Return the differences of two spaces in words.
+
+    The other space is not named unless the caller may know it: one tenant must not learn the
+    prompts of another.
+    """
     if known is None or ours not in known or theirs not in known:
         return "cached under another fingerprint"
     return "; ".join(differences(known[ours].readable(), known[theirs].readable()))

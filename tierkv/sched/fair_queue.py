@@ -111,9 +111,9 @@ class WaitingLine:
         self._num_of_tenant: Counter[str] = Counter()
         self._num_ever = 0
         self._levels: dict[int, _Level] = {}  # the highest priority first
-        self._served = 0  # what the tenants that were served had been given before that, at most
+        self._served = 0  # most blocks given to a tenant before a turn of its own
         self._aside: dict[Promise, list[tuple[int, int]]] = {}  # heaps of (block, number)
-        self._holding: list[Waiting] | None = None  # see last_holding
+        self._holding: list[Waiting] | None = None  # see let_go_of_last
 
     def __len__(self) -> int:
         return len(self._line)
@@ -141,9 +141,9 @@ class WaitingLine:
         waiting.number = self._num_ever
         self._num_ever += 1
         tenant = waiting.tenant
-        # A tenant that comes (back) starts level with those who wait, not with an old credit; and
-        # who comes while nobody waits, level with who was served last, or all that one had alone
-        # would be a debt.
+        # A tenant that joins starts level with the waiting ones, without an old credit. If none
+        # waits, the tenant starts level with the last one served; the blocks of that one would
+        # otherwise be its debt.
         if tenant not in self._num_of_tenant:
             waiting_now = (self._given.get(one, 0) for one in self._num_of_tenant)
             least = min(waiting_now, default=self._served)
@@ -248,7 +248,7 @@ class WaitingLine:
         return wait
 
     def whose_wait_is_over(self) -> list[Waiting]:
-        """Return the requests aside whose blocks are computed, or will not be."""
+        """Return the requests aside with blocks that are computed, or will not be."""
         found: list[Waiting] = []
         for promise, heap in list(self._aside.items()):
             while heap and (promise.is_over or heap[0][0] <= promise.first):

@@ -589,7 +589,7 @@ class _Fetch:
         except StoreUnavailableError as error:
             self._ends(Fate.FAILED, str(error))
         except BaseException:
-            # Nothing expected: it goes up and stops the service, and who waits hears of that.
+            # An unexpected error stops the service; cancel the caller's wait.
             self.outcome.cancel()
             raise
         finally:
@@ -625,7 +625,7 @@ class _Fetch:
             else:
                 self._ends(Fate.LATE, "storage took too long")
         if self.scope.expired() or asyncio.get_running_loop().time() >= self.deadline_at:
-            self._finish_claims()  # of a store that does not leave the buffers nobody else waits
+            self._finish_claims()  # others must not wait for a store that keeps the buffers
         self.is_late = True
         self.shared.estimator.tier.num_late += 1
         self._learn()

@@ -1,4 +1,4 @@
-"""Emptying and resizing the tiers while requests run, and giving the device up for a while."""
+"""Emptying and resizing of the tiers while requests run, and the sleep of the device."""
 
 from __future__ import annotations
 
@@ -25,28 +25,41 @@ _SLICE = 128  # runs that are looked at, or forgotten, in one turn of the loop: 
 
 
 class Lifecycle:
-    """slots: how many device and host slots there is memory for."""
+    """Changes of the tiers' sizes and contents at run time.
+
+    Args:
+        tiers: the tiers.
+        slots: numbers of device and host slots that there is memory for.
+    """
 
     def __init__(self, tiers: Tiers, slots: tuple[int, int]) -> None:
         self._tiers = tiers
         self._slots = list(slots)
-        self._changing: set[Tier] = set()  # whose slots are being taken out of use
-        self._asleep: Ids | None = None  # the device slots, which nobody gets meanwhile
+        self._changing: set[Tier] = set()  # tiers with slots on their way out of use
+        self._asleep: Ids | None = None  # the device slots, out of use during sleep
 
     @property
     def is_asleep(self) -> bool:
         return self._asleep is not None
 
     def reset(self) -> int:
-        """Forget every cached block that nobody holds, on both tiers, and what was believed to be
-        stored. Storage keeps its values. Returns how many copies are left, held by requests. All in
-        one turn of the loop: `forget` lets it go round."""
+        """Forget every unheld block on both tiers, and all marks of stored blocks.
+
+        Values in storage stay. All blocks go in one turn of the loop; `forget` needs many short
+        ones.
+
+        Returns:
+            The number of copies that are left, held by requests.
+        """
         for _ in self._forgetting():
             pass
         return self._num_copies()
 
     async def forget(self) -> int:
-        """As `reset`, a slice in a turn of the loop. What others use meanwhile may stay."""
+        """Forget blocks as `reset` does, a slice in a turn of the loop.
+
+        Blocks that come into use before the end may stay.
+        """
         for _ in self._forgetting():
             await asyncio.sleep(0)
         return self._num_copies()
@@ -60,13 +73,21 @@ class Lifecycle:
         return forgetting(self._tiers, [*spaces.roots(), *spaces.retired()])
 
     async def resize(self, tier: Tier, capacity: int) -> None:
-        """Let the tier have `capacity` slots, within the memory there is.
+        """Give the tier `capacity` slots, within the memory there is.
 
-        Shrinking takes the slots beyond as they come free, evicts what may go from them, device
-        blocks after a copy to the host where that has room, host blocks after they were stored
-        where the rule says so and the store takes them, and waits for what is held. Cancelling
-        it leaves the capacity as it was. Raises ConfigError; OwnershipError while it is asleep, and
-        while another resize or a sleep takes slots of the same tier: each would wait for the other.
+        A smaller tier loses the last slots as they become free. Blocks in them are evicted: device
+        blocks after a copy to the host if that has room, host blocks after storing if the rule says
+        so and the store accepts them. Held blocks are waited for. Cancelling the call leaves the
+        capacity as it was.
+
+        Args:
+            tier: the tier.
+            capacity: number of slots.
+
+        Raises:
+            ConfigError: there is no memory for `capacity` slots.
+            OwnershipError: the device sleeps, or another resize or sleep takes slots of the same
+                tier: each would wait for the other.
         """
         if self._asleep is not None and tier is Tier.DEVICE:
             raise OwnershipError("the device sleeps: wake it with the number of blocks to have")
@@ -90,8 +111,11 @@ class Lifecycle:
 
     @contextmanager
     def alone(self, tier: Tier) -> Iterator[None]:
-        """Nobody else resizes, empties or refills the tier inside. Raises OwnershipError if
-        somebody does."""
+        """Exclude other resizes, sleeps and refills of the tier from the body.
+
+        Raises:
+            OwnershipError: one of them is under way.
+        """
         if tier in self._changing:
             raise OwnershipError(
                 f"the {tier.name.lower()} tier is being resized, emptied or filled: wait, or end "
@@ -105,8 +129,10 @@ class Lifecycle:
 
     @contextmanager
     def _retiring(self, tier: Tier, first: int) -> Iterator[Leaving]:
-        """Slots from `first` on that go out of use in the body are free at its end. If that is a
-        good one, nobody has been told yet, so that they are free still."""
+        """Take slots from `first` on out of use in the body; release them at its end.
+
+        After a normal end no listener has been called yet, so that the slots are still free.
+        """
         leaving = self._tiers.slots.leaving[tier] = Leaving(first)
         try:
             yield leaving
@@ -124,12 +150,15 @@ class Lifecycle:
             self._tiers.slots.pools[tier].release(slots)
 
     async def _retire(self, tier: Tier, leaving: Leaving, *, keeps_blocks: bool) -> None:
-        """Take all slots that leave, as they come free, also by the hands of who takes some.
+        """Take all leaving slots out of use as they become free, also in calls of `take`.
 
-        keeps_blocks: copy device blocks to the host first, as far as it has room.
+        Args:
+            tier: the tier.
+            leaving: the slots to take.
+            keeps_blocks: True to copy device blocks to the host first, if it has room.
         """
         tiers, pool, first = self._tiers, self._tiers.slots.pools[tier], leaving.first
-        tried: set[int] = set()  # runs whose copy was started once: it may have failed
+        tried: set[int] = set()  # runs with a copy started once; it may have failed
         while True:
             seen = tiers.work.num_changes
             nodes, is_last = tiers.index.spaces.nodes(), False
@@ -155,7 +184,7 @@ class Lifecycle:
         *,
         keeps_blocks: bool,
     ) -> None:
-        """Evict unheld copies in slots from `first` on, with what depends on them."""
+        """Evict unheld copies in slots from `first` on, and the blocks that depend on them."""
         for node in nodes:
             in_the_way = np.flatnonzero(node.copies[tier].slots >= first)
             is_gone = not (node.copies[0].num_present or node.copies[1].num_present)
@@ -171,8 +200,10 @@ class Lifecycle:
                 self._tiers.eviction.evict_below(tier, node, start)
 
     def _forget_lacking(self, tier: Tier, node: TreeNode, start: int) -> None:
-        """Forget what has no copy on the other tier, of run blocks from `start` on and of all
-        below, with what hangs below that: the rest loses nothing but its copy here."""
+        """Forget run blocks from `start` on, and those below, that have no copy on the other tier.
+
+        Blocks below a forgotten one are forgotten too. The rest only loses its copy on this tier.
+        """
         pending = [(node, start)]
         while pending:
             part, first = pending.pop()
@@ -184,8 +215,12 @@ class Lifecycle:
                 pending.extend((child, 0) for child in part.children.values())
 
     def _copy_first(self, node: TreeNode, tried: set[int]) -> bool:
-        """Whether copies of `node` and of what is below to the host are on their way, as far as
-        that has room; each is started once, so that one that fails is not waited for twice."""
+        """Start copies of `node` and all below it to the host, if that has room.
+
+        Return whether any.
+
+        Each copy is started once, so that a failed one is not waited for twice.
+        """
         tiers = self._tiers
         parts, pending = [], [node]
         while pending:
@@ -207,10 +242,17 @@ class Lifecycle:
     # Sleep
 
     async def empty_device(self, *, keeps_blocks: bool) -> None:
-        """Take every device slot out of use; returns when nothing is on the device any more and
-        no copy moves. keeps_blocks: what is only there goes to the host, as far as that has room.
-        Nobody may be admitted meanwhile, and the caller is `alone`. Waits for requests and pins;
-        cancelling it undoes it.
+        """Take every device slot out of use; return when the device is empty and no copy moves.
+
+        The call waits for requests and pins. No request may be admitted until its end, and the
+        caller must be inside `alone`. Cancelling it undoes it.
+
+        Args:
+            keeps_blocks: True to copy blocks that only the device has to the host, if that has
+                room.
+
+        Raises:
+            OwnershipError: the device sleeps already.
         """
         if self._asleep is not None:
             raise OwnershipError("the device sleeps already")
@@ -222,7 +264,11 @@ class Lifecycle:
         self._tiers.slots.lend(Tier.DEVICE, self._asleep)
 
     def refill_device(self, num_blocks: int) -> None:
-        """There is memory for `num_blocks` again, all of it free."""
+        """Give the device `num_blocks` free slots, for which there is memory again.
+
+        Raises:
+            OwnershipError: the device does not sleep.
+        """
         if self._asleep is None:
             raise OwnershipError("the device does not sleep")
         slots, self._asleep = self._asleep, None
@@ -239,9 +285,11 @@ class Lifecycle:
 
 
 def forgetting(tiers: Tiers, roots: Sequence[TreeNode]) -> Iterator[None]:
-    """Forget all below `roots` that nobody holds, on both tiers, and what was believed to be stored
-    of the rest. Stops after each slice. Leaves go before their parents, each run when its turn
-    comes: one that has left the tree by then, or was cut, was another's business."""
+    """Forget all unheld blocks below `roots` on both tiers; unmark the stored ones of the rest.
+
+    The iterator stops after each slice. Leaves go before their parents. A run that has left the
+    tree or was cut before its turn is skipped.
+    """
     index = tiers.index
     pending = [(node, False) for root in roots for node in root.children.values()]
     num_left = _SLICE

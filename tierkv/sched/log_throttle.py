@@ -1,4 +1,4 @@
-"""Warnings of what can happen by the hundred a second: one line a second, with a count."""
+"""Throttled warnings for frequent events: one line a second, with a count."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ INTERVAL_S = 1.0
 
 
 class LogThrottle:
-    """The first is said at once; those of the second after it in one line, at its end.
+    """Logs the first warning at once, and those of the next second in one line at its end.
 
-    text: has places for how many there were and for the last one's reason.
+    Args:
+        log: the logger.
+        text: format with places for the number of events and the last reason.
     """
 
     def __init__(self, log: logging.Logger, text: str) -> None:
@@ -22,7 +24,7 @@ class LogThrottle:
         self._reason = ""
 
     def warn(self, reason: str, count: int = 1) -> None:
-        """`count` more have happened. On the loop."""
+        """Count `count` more events with this reason. Call it on the loop."""
         self._count += count
         self._reason = reason
         if self._timer is None:

@@ -1,5 +1,7 @@
-"""Decides what may go to make room, and what of it must be copied first. Pure: nothing is changed
-here."""
+"""Plans of evictions: the blocks to evict, and those to copy down first.
+
+Nothing is changed here.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,11 @@ from tierkv.cache.node import CopyState, Tier, TreeNode
 
 @dataclass(slots=True)
 class Step:
-    """One victim and what happens to it.
+    """One victim and its treatment.
 
-    must_copy: its bytes go to the tier below first, because the rule says so or because cached
-        blocks hang below it that would be orphans.
+    Attributes:
+        must_copy: True if its bytes go to the tier below first, because the rule says so or because
+            cached blocks below it would become orphans.
     """
 
     victim: Victim
@@ -25,8 +28,16 @@ class Step:
 
 
 def plan_eviction(order: EvictionOrder, tier: Tier, missing: int, rule: WriteRule) -> list[Step]:
-    """What goes so that `order` has `missing` copies less; [] for none. Leaves that need no plan
-    need not come here: see `EvictionOrder.leaf_to_go`."""
+    """Return the steps after which `order` has `missing` copies fewer; [] for none.
+
+    Leaves that need no plan can be evicted without this call: see `EvictionOrder.leaf_to_go`.
+
+    Args:
+        order: the order of eviction.
+        tier: the tier to evict from.
+        missing: number of copies to evict.
+        rule: the rule for copies to the tier below.
+    """
     if missing <= 0:
         return []
     writes = rule.writes_on_eviction
@@ -45,7 +56,10 @@ def plan_eviction(order: EvictionOrder, tier: Tier, missing: int, rule: WriteRul
 
 
 def _parts(victim: Victim, tier: Tier) -> list[tuple[Victim, bool]]:
-    """The victim cut where it changes whether the tier below has a copy; last blocks first."""
+    """Return the victim in parts, each with whether the tier below has a copy.
+
+    Last blocks first.
+    """
     node, start, stop = victim.node, victim.start, victim.stop
     host = node.copies[Tier.HOST]
     if tier is Tier.DEVICE and host.uniform is not None:
@@ -53,7 +67,7 @@ def _parts(victim: Victim, tier: Tier) -> list[tuple[Victim, bool]]:
     if tier is Tier.DEVICE:
         below = host.is_in(CopyState.READY, start, stop)
     else:
-        # On the host a copy can go if the device has one too, or storage was told of it.
+        # A host copy can go if the device has one too, or if it is marked as stored.
         on_device = node.copies[Tier.DEVICE].is_in(CopyState.READY, start, stop)
         below = on_device | node.stored_in(start, stop)
     breaks = [0, *(np.flatnonzero(np.diff(below.astype(np.int8))) + 1).tolist(), stop - start]
@@ -64,7 +78,7 @@ def _parts(victim: Victim, tier: Tier) -> list[tuple[Victim, bool]]:
 
 
 def _has_below(part: Victim, tier: Tier, forgotten: set[tuple[int, int]]) -> bool:
-    """Whether cached blocks hang below this part that do not go with it."""
+    """Return whether cached blocks below this part stay."""
     if tier is Tier.HOST:
         return False  # a host victim has no descendant that is on the host only
     node: TreeNode = part.node

@@ -146,7 +146,7 @@ class Computing:
         if first >= prompt.num_blocks:
             return None
         promise = Promise(prompt, first, prompt.num_blocks, now, _key(node, first, prompt), first)
-        if self.prefill.is_told:  # else nobody waits
+        if self.prefill.is_told:  # else no request waits
             num_tokens = (prompt.num_blocks - first) * prompt.block_size
             self._regret.allow(self.prefill.seconds(num_tokens))
         self._list(promise)

@@ -419,7 +419,7 @@ class Scheduler:
         refused = self.index.insert(
             Tier.DEVICE, lease, prompt, stop, request.block_table[first:stop]
         )
-        end = lease.num_blocks  # where it comes to a block that somebody loads, before `stop`
+        end = lease.num_blocks  # before `stop` if a block is being loaded
         request.use.num_private -= stop - first - len(refused)
         if refused:
             request.refused += tuple(first + at for at in refused if first + at < end)
@@ -525,7 +525,7 @@ class Scheduler:
 
     def _end(self, request: Request, state: RequestState, after: Sequence[Event]) -> None:
         request.check_running()
-        self.brought_all(request)  # nobody may have asked for the rest
+        self.brought_all(request)  # the rest may never have been fetched
         request.state = state
         self._running.remove(request)
         events = (*request.written, *after)

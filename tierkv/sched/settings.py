@@ -74,11 +74,11 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         )
 
     def limits(self) -> Limits:
-        """Of each tenant that has none of its own."""
+        """Return the limits of each tenant that has none of its own."""
         return Limits(self.tenant_requests, self.tenant_running_blocks, self.request_blocks)
 
     def quota(self) -> Quota:
-        """Device and host blocks of each tenant by name."""
+        """Return the quota of each tenant by name, in device and host blocks."""
         return self.tenant_device_blocks, self.tenant_host_blocks
 
     def policies(self) -> tuple[EvictionPolicy, EvictionPolicy]:

@@ -16,7 +16,7 @@ from tierkv.errors import ShuttingDownError
 from tierkv.tasks import task_group
 
 log = logging.getLogger(__name__)
-STORE_PATIENCE_S = 0.25  # how long who needs room waits for a store to be done with blocks
+STORE_PATIENCE_S = 0.25  # wait of a request in need of room for a write to a store
 CLOSING_PATIENCE_S = 5.0  # how often closing says what it still waits for
 MOST_AT_ONCE_S = 0.5  # twice what is waited for one store that hangs
 WRITE_SHARE = 0.02
@@ -59,9 +59,9 @@ class Work:
         self.allowance = Allowance()
         self._tasks: asyncio.TaskGroup | None = None
         self._listeners: list[Callable[[], None]] = []
-        self._changed: asyncio.Event | None = None  # made for those who wait for it
+        self._changed: asyncio.Event | None = None  # created by the first wait
         self._is_closed = False
-        self._at_work: Counter[str] = Counter()  # tasks whose end makes room, by space
+        self._at_work: Counter[str] = Counter()  # tasks that make room at their end, by space
 
     @asynccontextmanager
     async def running(self, num_lent: Callable[[], tuple[int, int]]) -> AsyncIterator[None]:
@@ -89,7 +89,7 @@ class Work:
                             *num_lent(),
                         )
         finally:
-            self._is_closed = True  # who waits for slots still is told, and waits no more
+            self._is_closed = True  # ends the waits for slots
             if self._changed is not None:
                 self._changed.set()
 

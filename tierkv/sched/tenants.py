@@ -129,7 +129,7 @@ class Tenants:
         eviction: eviction policies of new spaces.
     """
 
-    def __init__(  # noqa: PLR0913 - what it looks at, whom it tells, and three settings
+    def __init__(  # noqa: PLR0913 - collaborators and settings
         self,
         tiers: Tiers,
         fingerprints: dict[str, Fingerprint],
@@ -149,7 +149,7 @@ class Tenants:
         self._quota = quota
         self._set_quotas: dict[str, Quota] = {}  # by space, which may be closed now
         self._eviction = eviction
-        # By tenant and adapter, last asked for last.
+        # Spaces by tenant and adapter, the most recently used last.
         self._by_tenant: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._closing: set[str] = set()  # spaces that make room for others, in tasks
         self.closed: set[str] = set()  # spaces of which storage may have blocks still

@@ -1,5 +1,4 @@
-"""Device, host and storage of one node, put together: slots, eviction, copies, their work, and
-pins by name."""
+"""The device, host and storage tiers of one node: slots, eviction, copies, tasks and pins."""
 
 from __future__ import annotations
 
@@ -30,9 +29,13 @@ class _Pin:
 
 
 class Pins:
-    """A hard pin is a lease: its blocks are not evicted at all. A soft one lets them go last.
+    """Pins by name. A hard pin keeps its blocks from eviction.
 
-    on_change: called when one has ended, for those who wait for room.
+    Blocks of a soft one are evicted last.
+
+    Args:
+        index: the index of the blocks.
+        on_change: called when a pin has ended, since its blocks may make room.
     """
 
     def __init__(self, index: Index, on_change: Callable[[], None]) -> None:
@@ -46,11 +49,11 @@ class Pins:
 
     @property
     def soft_ends(self) -> list[TreeNode]:
-        """Where the soft ones end."""
+        """The last nodes of the soft pins' paths."""
         return [pin.node for pin in self._pins.values() if pin.node is not None]
 
     def findings(self) -> list[str]:
-        """What is wrong, in words."""
+        """Return violated invariants as sentences."""
         wrong = []
         for name, pin in self._pins.items():
             if pin.lease is not None and pin.lease.is_released:
@@ -62,8 +65,19 @@ class Pins:
         return wrong
 
     def pin(self, name: str, prompt: Prompt, ttl_s: float, *, is_soft: bool) -> int:
-        """Pin what is cached of `prompt` for `ttl_s` seconds; how many blocks that is. A pin of
-        the same name is replaced."""
+        """Pin the cached blocks of `prompt` and return their number.
+
+        A pin of the same name is replaced.
+
+        Args:
+            name: name of the pin.
+            prompt: the prompt.
+            ttl_s: seconds until the pin ends, above 0.
+            is_soft: True for a soft pin.
+
+        Raises:
+            BadRequestError: `ttl_s` is not above 0.
+        """
         if not ttl_s > 0:
             raise BadRequestError("a pin lasts for more than 0 seconds")
         match = self._index.match(prompt)
@@ -78,7 +92,7 @@ class Pins:
         return match.num_blocks
 
     def unpin(self, name: str) -> bool:
-        """Whether there was such a pin."""
+        """End this pin; return whether it existed."""
         was_there = self._end(name)
         if was_there:
             self._on_change()
@@ -101,8 +115,20 @@ class Pins:
 
 
 class Tiers:
-    """host_rule: when a device block is copied to the host; storage_rule: when a host block is
-    stored. background_copy_bytes: of copies down by rule that may be on their way at once."""
+    """The tiers of one node.
+
+    Args:
+        index: the index of all blocks.
+        device_pool: the device slots.
+        host_pool: the host slots.
+        mover: copies between device and host.
+        storage: the storage tier; None for none.
+        host_rule: the rule for copying device blocks to the host.
+        storage_rule: the rule for storing host blocks.
+        background_copy_bytes: most bytes of copies down by rule on their way at once.
+        block_bytes: bytes of one block.
+        watermarks: those of the device and of the host.
+    """
 
     def __init__(  # noqa: PLR0913 - what the tiers are made of
         self,
@@ -143,13 +169,16 @@ class Tiers:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Leaving waits for every copy under way."""
+        """Run the copies in the body; at the end, wait for every copy under way."""
         async with self.work.running(self.slots.num_lent):
             yield
 
     def retire(self) -> None:
-        """Let nobody match what is cached now. What is held stays for its holders until they end,
-        and is neither stored nor offloaded any more."""
+        """Exclude all present blocks from matching.
+
+        Held blocks stay for their holders until they end, and are neither stored nor offloaded any
+        more.
+        """
         if self.events.has_listeners:
             for root in self.index.spaces.roots():
                 for node in list(root.children.values()):

@@ -13,9 +13,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
-# Storage is preferred where it takes no more than this longer than computing, the second for what
-# was published for a claim: the engine is free for others meanwhile. Beyond the estimate a request
-# waits for SLACK_SHARE of computing and SLACK_S.
+# Storage is preferred up to this many seconds beyond computing, since it leaves the engine to other
+# requests; the second value is for published prompts. Beyond the estimate, a request waits
+# SLACK_SHARE of computing plus SLACK_S.
 PREFERENCE_S, CLAIM_PREFERENCE_S = 0.02, 0.05
 SLACK_S, SLACK_SHARE = 0.03, 0.1
 # A request or claim that may compute gives up a store from which nothing has come for this long.
@@ -23,8 +23,7 @@ SILENT_S = 1.25
 # The pause between two tries of a tier that is estimated to be slower than computing. Requests do
 # not wait for a try: it goes on beside them.
 TRY_EVERY_S = 2.0
-# An engine of which nothing is known is taken to compute so many tokens a second, and to need so
-# long at least.
+# Assumed speed of an unknown engine in tokens a second, and its shortest time in seconds.
 _UNKNOWN_TOKENS_PER_S, _UNKNOWN_S = 4000.0, 0.1
 _PATIENCE = 2.0  # times the estimate, while computing takes longer
 _DECAY = 0.7  # of what was measured, with each new measurement
@@ -38,8 +37,8 @@ _MANY_TOKENS = 1024
 _MAX_OBSERVED = 64  # after as many more a sample counts by a thousandth
 _SURPRISE = 2.0  # times faster or slower than expected
 _TICK_S = 0.001  # of uvloop's clock: what takes less has taken nothing, or twice that
-# Seconds that requests may wait in vain for each other, as a share of computing; and before that,
-# once, as computing so many of the largest requests.
+# Seconds that requests may lose by waiting for each other: a share of all computing, and once the
+# time to compute this many of the largest requests.
 SHARE = 0.02
 MOST_IN_VAIN = 2.0
 _FADING = 0.98  # of what was usual, with each request
@@ -108,9 +107,8 @@ class Line:
         """
         least = most = self.seconds(units)
         if self.x and self.is_of_one_size:
-            # Until the fixed part can be told from the rest, nothing is a surprise that lies
-            # between all and nothing of it: else small and big ones in turn would begin anew for
-            # ever.
+            # While the fixed part is unknown, any value between the lines with all and with nothing
+            # of it is expected: small and big samples in turn would otherwise restart for ever.
             mean = self.y / self.weight
             least, most = min(least, mean), max(most, mean)
         is_expected = least / _SURPRISE - _TICK_S < seconds < most * _SURPRISE + _TICK_S
@@ -136,7 +134,7 @@ class Line:
         if not mean_x:
             return mean_y
         if self.is_of_one_size:
-            return units * mean_y / mean_x  # no fixed part can be told apart
+            return units * mean_y / mean_x  # the fixed part is unknown
         slope = (self.xy - self.x * mean_y) / (self.xx - self.x * mean_x)
         if slope <= 0:
             return mean_y
@@ -163,12 +161,12 @@ class PrefillSpeed:
 
     def __init__(self) -> None:
         self._fitted = Line()
-        # Not in the line yet: it is fitted when somebody asks.
+        # Not in the line yet: it is fitted when it is read.
         self._observed: deque[tuple[int, float]] = deque(maxlen=_MAX_OBSERVED)
         self.is_told = False
         self.num_samples = 0
         self.most_tokens = 0  # of what the line is fitted to
-        self.sample = range(0)  # what a request computes though storage has it: so many tokens
+        self.sample = range(0)  # expected number of tokens of the present sample
         self._num_chosen = 0  # samples that were asked for
 
     @property

@@ -1,5 +1,6 @@
-"""Where a claimer can read a producer's memory, as tickets say it, and what the two tell each
-other, over TCP or over Unix sockets, of which the kernel says whose they are.
+"""Addresses of a producer's memory, as written in tickets, and the protocol to ask there.
+
+The protocol runs over TCP, or over Unix sockets, for which the kernel names the peer's user.
 """
 
 from __future__ import annotations
@@ -33,13 +34,18 @@ MAX_BLOCKS = 8192  # of one answer: under 1 MiB
 
 
 class DirectAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """host, an IP address, and port: where to ask for the ticket's blocks; name: the same, for who
-    is on `machine`. offer: what to ask for there. secret: who has it may.
+    """The address at which claimers ask a producer for the blocks of a ticket.
 
-    machine: where processes can read each other with the machine's own means, "" if nowhere.
-    pid: whose host tier can be read there, 0 if nobody's. place: of planes that can, as
-    SharedPlanes says, "" if none. engine: what the transfer library calls the producer, "" if it
-    does not run there.
+    Attributes:
+        host, port: IP address and port of the producer's server.
+        name: name of the Unix socket of the same server, for claimers on `machine`.
+        offer: name of the blocks at the server.
+        secret: permits the holder to ask.
+        machine: identity of the machine and user within which processes can read each other's
+            memory; "" if that is impossible.
+        pid: process with the readable host tier on `machine`; 0 for none.
+        place: place of readable planes (see SharedPlanes); "" for none.
+        engine: the producer's name in the transfer library; "" if that does not run.
     """
 
     host: str
@@ -122,22 +128,29 @@ class Channel:
         await self._send(codec.seal(_ANSWER, _VERSION, answer), secret)
 
     async def next_ask(self, node_secret: bytes) -> DirectAsk:
-        """Raises StoreCorruptError for what the offer's secret does not vouch for, and what the
-        stream raises when it ends."""
+        """Return the next question.
+
+        Raises:
+            StoreCorruptError: the offer's secret does not authenticate the question.
+            OSError, EOFError: the stream has ended.
+        """
         body, mac = await self._receive()
         ask = codec.unseal(_ASK, _VERSION, body, DirectAsk)
         self._check(body, mac, secret_of(node_secret, ask.offer))
         return ask
 
     async def answer(self, secret: bytes) -> DirectAnswer:
-        """Raises as `next_ask` does."""
+        """Return the answer to the last question. Raises the errors of `next_ask`."""
         body, mac = await self._receive()
         self._check(body, mac, secret)
         return codec.unseal(_ANSWER, _VERSION, body, DirectAnswer)
 
     @property
     def peer_uid(self) -> int | None:
-        """The user at the other end, if it is on this machine and the kernel says so."""
+        """The user id at the other end, if that is on this machine and known to the kernel.
+
+        Else None.
+        """
         return uid_of_peer(self._writer)
 
     def close(self) -> None:
@@ -172,7 +185,10 @@ def secret_of(node_secret: bytes, offer: str) -> bytes:
 
 
 def this_machine() -> str:
-    """Equal in two processes only if one can name the other by its pid and is the same user."""
+    """Return an id that two processes share only on one machine, in one pid namespace, as one user.
+
+    Return "" if the system does not say.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         namespace = Path("/proc/self/ns/pid").readlink()
@@ -185,8 +201,12 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 def near_listener(backlog: int) -> socket.socket | None:
-    """An abstract Unix socket, which is no file and goes with its process; it listens under a name
-    that nobody can guess. None where there is no such thing."""
+    """Return a listening abstract Unix socket with a random name.
+
+    None if there are no such sockets.
+
+    The socket is no file, and disappears with its process.
+    """
     here = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         here.settimeout(0)
@@ -199,13 +219,17 @@ def near_listener(backlog: int) -> socket.socket | None:
 
 
 def name_of(here: socket.socket) -> str:
-    """What `connect_near` takes."""
+    """Return the name of a listener, for `connect_near`."""
     name: bytes = here.getsockname()
     return name[1:].decode()
 
 
 async def connect_near(name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Raises OSError."""
+    """Connect to the listener with this name on the same machine.
+
+    Raises:
+        OSError: there is no such listener.
+    """
     end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         end.settimeout(0)
@@ -217,7 +241,7 @@ async def connect_near(name: str) -> tuple[asyncio.StreamReader, asyncio.StreamW
 
 
 def credentials(end: socket.socket) -> tuple[int, int, int]:
-    """Pid, uid and gid of the process at the other end of a Unix socket."""
+    """Return pid, uid and gid of the process at the other end of a Unix socket."""
     pid, uid, gid = _CREDENTIALS.unpack(
         end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )
@@ -225,6 +249,9 @@ def credentials(end: socket.socket) -> tuple[int, int, int]:
 
 
 def uid_of_peer(writer: asyncio.StreamWriter) -> int | None:
-    """The user that the process at the other end runs as; None if it may be on another machine."""
+    """Return the user id of the process at the other end.
+
+    None if that may be on another machine.
+    """
     end: socket.socket | None = writer.get_extra_info("socket")
     return credentials(end)[1] if end is not None and end.family == socket.AF_UNIX else None

@@ -1,5 +1,7 @@
-"""The direct paths of one node: what it shows as a producer, and what it reads as a claimer,
-who asks the node that computes its prompt over a connection of its own."""
+"""The direct paths of one node: its server as a producer, and its reads as a claimer.
+
+A claimer asks the node that computes its prompt over a connection of its own.
+"""
 
 from __future__ import annotations
 
@@ -65,19 +67,22 @@ _PLAIN = PlainCodec()
 
 @dataclass(slots=True)
 class ShownBlocks:
-    """What the last answer on one connection names. uid: who is at its other end, None if that is
-    not known."""
+    """The blocks in the last answer on one connection.
+
+    Attributes:
+        uid: user id of the claimer; None if that is not known.
+    """
 
     uid: int | None
     leases: list[Lease] = field(default_factory=list)
 
 
 class DirectServer:
-    """The prefill node's side: tells claimers in which host slots or device blocks a prompt lies,
-    on a TCP port and, for this machine, a Unix socket, both opened at the first offer.
+    """The prefill node's side: answers in which host slots or device blocks a prompt is.
 
-    What an answer holds is let go with the claimer's connection, whoever ends it, or when nothing
-    more was asked for `held_s` seconds.
+    The server listens on a TCP port and, for this machine, a Unix socket, both opened at the first
+    offer. The blocks of an answer are released at the end of the claimer's connection, or after
+    `held_s` seconds without another question.
     """
 
     def __init__(  # noqa: PLR0913 - what it shows, to whom, and where
@@ -92,8 +97,18 @@ class DirectServer:
         held_s: float,
         on_blocks: Callable[[int], None],
     ) -> None:
-        """where: host and port; port 0 takes a free one. planes: this node's, None if it shows
-        none. on_blocks: called with the number of blocks that a claimer was told of."""
+        """Make the server; `offer` opens it.
+
+        Args:
+            tiers: the tiers of the prompts.
+            slices: the layout of stored blocks.
+            slots: the host tier's memory.
+            where: host and port; port 0 takes a free one.
+            machine: identity of this machine; see `this_machine`.
+            planes: this node's planes; None if it shows none.
+            held_s: seconds that the blocks of an answer stay held.
+            on_blocks: called with the number of blocks in each answer.
+        """
         self._tiers = tiers
         self._slices = slices
         self._slots = slots
@@ -113,7 +128,7 @@ class DirectServer:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Leaving ends every connection and what it holds."""
+        """Serve in the body; at the end close every connection and release its blocks."""
         async with self._threads.running():
             try:
                 async with task_group() as group:
@@ -129,8 +144,15 @@ class DirectServer:
                         one.close()
 
     def offer(self, offer: str, prompt: Prompt) -> DirectAddress:
-        """Tell who has this address where the prompt's blocks are, until `forget`. offer: a name
-        that no other prompt has. Raises ConfigError if this node cannot listen."""
+        """Answer questions about the prompt's blocks until `forget`; return the address to ask.
+
+        Args:
+            offer: a name that no other prompt has.
+            prompt: the prompt.
+
+        Raises:
+            ConfigError: this node cannot listen.
+        """
         listener = self._listener or self._listen()
         self._prompts[offer] = prompt
         host, port = listener.getsockname()[:2]
@@ -142,7 +164,7 @@ class DirectServer:
         return offer in self._prompts
 
     def forget(self, offer: str) -> None:
-        """No new answers for it. What is held meanwhile ends with its connection."""
+        """End an offer. Blocks of earlier answers are released with their connections."""
         self._prompts.pop(offer, None)
 
     def _listen(self) -> socket.socket:
@@ -204,10 +226,10 @@ class DirectServer:
             self._let_go(held)
             channel.close()
 
-    # What claimers are told
+    # Answers to claimers
 
     async def _answer(self, ask: DirectAsk, held: ShownBlocks) -> DirectAnswer:
-        """What of it is whole, held by a lease that is put into `held` in place of the last."""
+        """Return the ready ones of the wanted blocks; their lease replaces the one in `held`."""
         was_held = bool(held.leases) and self._tiers.mover.device.failure is None
         self._let_go(held)
         prompt = self._prompts.get(ask.offer)
@@ -281,7 +303,7 @@ _ANSWER_S = 1.0  # it takes some ms; storage is always there instead
 
 
 class Claimer:
-    """Asks the producer where blocks are, as soon as its address is known."""
+    """Asks the producer for the places of blocks, as soon as its address is known."""
 
     def __init__(
         self,
@@ -292,8 +314,15 @@ class Claimer:
         machine: str,
         may_land: Callable[[], bool],
     ) -> None:
-        """landing: None if this node reads no other's device. machine: this one's, as
-        `this_machine` says. may_land: whether the device has room for the claim's blocks now."""
+        """Make the claimer; `learn` gives it the producer's address.
+
+        Args:
+            tiers: the tiers of this node.
+            offers: gets the blocks on the producer's host tier.
+            landing: reads from other devices; None if this node cannot.
+            machine: identity of this machine; see `this_machine`.
+            may_land: returns whether the device has room for the claim's blocks now.
+        """
         self._tiers = tiers
         self._offers = offers
         self._landing = landing
@@ -309,7 +338,7 @@ class Claimer:
         self.direct: list[range] = []  # those of them that came straight from the producer
 
     def learn(self, ticket: Ticket | OpenTicket) -> None:
-        """Another address means another producer."""
+        """Note the producer's address; another address means another producer."""
         address = ticket.direct
         if address is None or address == self._address:
             return
@@ -320,8 +349,10 @@ class Claimer:
         self._peer = self._offers.peer(address, is_near=self._is_near)
 
     async def ask(self, prompt: Prompt) -> None:
-        """Bring blocks of `prompt` that this node has not to its device, or let the fetcher know
-        where they are. One call at a time."""
+        """Bring missing blocks of `prompt` to the device, or offer their places to the fetcher.
+
+        One call at a time.
+        """
         if self._near is not None and self._may_land():
             await self._land(prompt, self._near)
         peer = self._peer
@@ -335,7 +366,7 @@ class Claimer:
             self._note(answer, peer, self._tiers.copies.prompt_keys(prompt).all_digests())
 
     async def _land(self, prompt: Prompt, landing: Landing) -> None:
-        """From the producer's device to this one's."""
+        """Copy blocks from the producer's device to this one."""
         match = self._tiers.index.match(prompt)
         first, stop = match.device_blocks, prompt.num_blocks
         assert self._address is not None, "somebody is near"
@@ -363,7 +394,10 @@ class Claimer:
                 self._hang_up()  # a word of it may still be on its way
 
     async def _was_held(self, channel: Channel, address: DirectAddress) -> bool:
-        """What the last answer named, until now. The claim may have hung up meanwhile."""
+        """Return whether the producer has held the blocks of its last answer until now.
+
+        The arguments are those of that answer: the claim may have closed the connection since.
+        """
         nothing = DirectAsk(offer=address.offer, first=0, stop=0)
         try:
             async with asyncio.timeout(_ANSWER_S):
@@ -374,7 +408,7 @@ class Claimer:
             return False
 
     async def _answer_to(self, first: int, stop: int, machine: str = "") -> DirectAnswer | None:
-        """None, now and ever after, if the producer does not give one."""
+        """Return the producer's answer; None, from then on always, if it does not give one."""
         if self._is_silent or self._address is None:
             return None
         ask = DirectAsk(offer=self._address.offer, first=first, stop=stop, machine=machine)
@@ -424,7 +458,7 @@ class Claimer:
             self._channel = None
 
     def close(self) -> None:
-        """The producer lets go of what it held for this claim."""
+        """Close the connection, so that the producer releases its blocks."""
         self._hang_up()
         self._address = self._peer = self._near = None
 
@@ -434,11 +468,14 @@ _ENGINE_START_S = 10.0
 
 
 class Direct:
-    """This node's direct paths, a `PeerSource`. Fetches read through `offers`: from producers
-    inside `running()`, else from storage.
+    """The direct paths of this node, a `PeerSource`.
 
-    codecs: as StorageIO's. Whoever reads the store can read tickets, and what they open: blocks
-    that are signed or sealed against others there are not shown. take: see Scheduler.take_device.
+    Fetches read through `offers`: inside `running()` from producers, else from storage.
+
+    Args:
+        codecs: as StorageIO's. Every reader of the store can read tickets and use their secrets;
+            blocks that are signed or sealed against such readers are not shown.
+        take: see Scheduler.take_device.
     """
 
     def __init__(  # noqa: PLR0913 - collaborators
@@ -460,7 +497,7 @@ class Direct:
         self._codecs = codecs
         self._stats = stats
         self._machine = ""
-        self._pid = 0  # of whose memory others may read
+        self._pid = 0  # the process with memory that other nodes may read
         self._planes: ShownPlanes | None = None
         self._place = ""
         self._landing: Landing | None = None
@@ -568,7 +605,7 @@ class Direct:
             return None
         if not (self._shows_host or self._planes):
             return None
-        # Of the prompt too: an id may be another prompt's later, and nobody checks device bytes.
+        # The name has the prompt's digest: an id can be reused, and device bytes have no checksum.
         offer = f"{self._tiers.copies.prompt_keys(prompt)[-1].digest.hex()}:{ticket_id}"
         is_new = not server.is_offered(offer)
         try:

@@ -44,7 +44,11 @@ class ShownPlanes:
         self._described: tuple[Planes, SharedPlanes] | None = None
 
     def describe(self) -> SharedPlanes:
-        """Raises ConfigError if no other process can open them."""
+        """Return the description of the present planes for other processes.
+
+        Raises:
+            ConfigError: no other process can open them.
+        """
         planes = self._planes()
         if self._described is None or self._described[0] is not planes:
             shared = SharedPlanes(
@@ -111,7 +115,10 @@ class OpenPlanes:
 
 
 class Landing:
-    """Others' planes stay open until they were not read from for CLOSE_UNUSED_S."""
+    """Copies blocks from other nodes' planes to this device.
+
+    The planes are closed after CLOSE_UNUSED_S without a read.
+    """
 
     def __init__(
         self,
@@ -122,7 +129,16 @@ class Landing:
         *,
         take: Callable[[Prompt, int], Ids],
     ) -> None:
-        """take: device slots for so many blocks of a prompt; see Scheduler.take_device."""
+        """Make the landing; copies need `running`.
+
+        Args:
+            tiers: the tiers of this node.
+            sharing: opens planes of other processes.
+            stats: counts of the node's hand-offs.
+            speeds: the measured speeds of all paths.
+            take: returns device slots for a number of blocks of a prompt; see
+                Scheduler.take_device.
+        """
         self._tiers = tiers
         self._take_now = take
         self._stats = stats
@@ -134,7 +150,7 @@ class Landing:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """At the end, when no copy is on its way, nothing is open any more."""
+        """Run the copies in the body; at the end, close all planes after the last copy."""
         async with self._threads.running():
             try:
                 async with supervised({"tierkv-landing": self._keep_closing}):
@@ -156,7 +172,7 @@ class Landing:
         return bool(self._planes.num_open)
 
     def is_worth_it(self, place: str, num_blocks: int) -> bool:
-        """Whether to ask a producer whose planes lie there for so many blocks."""
+        """Return whether to ask a producer with planes in `place` for `num_blocks` blocks."""
         num_bytes = num_blocks * self._tiers.mover.planes.layout.block_bytes
         can_reach = bool(place) and place not in self._unreachable
         return can_reach and not self._speeds.prefers_storage(DirectPath.DEVICE, num_bytes)
@@ -226,8 +242,10 @@ class Landing:
                 outcome.set_result(has_landed)
 
     async def _take(self, prompt: Prompt, count: int) -> Ids:
-        """Device slots, after the copies that make room for them, as admission would wait for.
-        Raises OutOfBlocksError if there are none, TimeoutError if there are none in time."""
+        """Return device slots, after waiting for copies that make room.
+
+        Raises OutOfBlocksError if there are none, TimeoutError if there are none in time.
+        """
         async with asyncio.timeout(_ROOM_S):
             while True:
                 try:
@@ -238,7 +256,7 @@ class Landing:
                 await self._tiers.work.next_change()
 
     async def _copy(self, shared: SharedPlanes, source_ids: Ids, slots: Ids) -> str | None:
-        """Why not all of it came; None if it did."""
+        """Copy the blocks; return the problem, None if all arrived."""
         self._was_used.set()
         try:
             await self._threads.run(lambda: self._planes.copy(shared, source_ids, slots))
@@ -250,8 +268,10 @@ class Landing:
         return None
 
     def _enter(self, path: Lease, prompt: Prompt, slots: Ids) -> Ids:
-        """Let the blocks in `slots` follow those of `path`, which holds them from now on, too; the
-        slots of blocks that came another way meanwhile."""
+        """Insert the blocks in `slots` behind those of `path`, which holds them from then on.
+
+        Return the slots of blocks that the index has got in another way.
+        """
         tiers, index, first = self._tiers, self._tiers.index, path.num_blocks
         stop = first + len(slots)
         refused = index.insert(Tier.DEVICE, path, prompt, stop, slots)

@@ -35,11 +35,14 @@ from tierkv.transfer.storage_io import StorageIO
 
 # Mooncake's transfer engine reads another machine's memory over TCP. It needs no process on the
 # other side to do anything, listens on two ports of its own, on every address of the machine, and
-# asks nobody who reads or writes what was registered: for networks that only the operator uses.
+# has no authentication for reads and writes of registered memory: for private networks only.
 
 
 class _Engine(Protocol):
-    """What is used of `mooncake.engine.TransferEngine`. Reads block: for 5 s if the peer hangs."""
+    """The used part of `mooncake.engine.TransferEngine`.
+
+    A read blocks for 5 s if the peer hangs.
+    """
 
     def initialize(self, host: str, metadata: str, protocol: str, devices: str) -> int: ...
 
@@ -59,16 +62,21 @@ class _Package(Protocol):
 
 
 class TransferEngine:
-    """One per node. Used from one thread at a time.
+    """The transfer engine of a node. Use it from one thread at a time.
 
-    Bytes land in memory of its own first: a read that was given up may still write there, and
-    never where a block came another way meanwhile.
+    Bytes arrive in a buffer of its own first: a read that was given up may still write there, but
+    never into a slot with a block from another source.
     """
 
     def __init__(self, host: str) -> None:
-        """host: the address that other nodes reach this one at. Blocks for some milliseconds.
+        """Start the engine, which takes some milliseconds.
 
-        Raises ConfigError if the library is not there or does not start."""
+        Args:
+            host: the address at which other nodes reach this one.
+
+        Raises:
+            ConfigError: the library is missing or does not start.
+        """
         os.environ.setdefault("GLOG_minloglevel", "3")
         try:
             package = cast("_Package", importlib.import_module("mooncake.engine"))
@@ -83,7 +91,11 @@ class TransferEngine:
         self._shown: list[int] = []
 
     def show(self, memory: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> None:
-        """Let other nodes read `memory` until `close`; once is enough. Raises ConfigError."""
+        """Let other nodes read `memory` until `close`. Further calls for it do nothing.
+
+        Raises:
+            ConfigError: the engine cannot register the memory.
+        """
         assert self._engine is not None, "it is not closed"
         address = int(memory.ctypes.data)
         if address in self._shown:
@@ -93,7 +105,11 @@ class TransferEngine:
         self._shown.append(address)
 
     def read(self, peer: str, pieces: Sequence[RemotePiece]) -> None:
-        """Read all `pieces`. Raises TransferError, with none of them written to."""
+        """Read all `pieces` from `peer`.
+
+        Raises:
+            TransferError: the read failed; none of the pieces was written to.
+        """
         if self._engine is None:
             raise TransferError("this node has no transfer engine any more")
         total = sum(piece.num_bytes for piece in pieces)
@@ -116,7 +132,7 @@ class TransferEngine:
             ctypes.memmove(piece.ours, base + start, piece.num_bytes)
 
     def close(self) -> None:
-        """Nobody reads what was shown after this."""
+        """End other nodes' access to the shown memory."""
         if self._engine is not None:
             for address in self._shown:
                 self._engine.unregister_memory(address)
@@ -138,14 +154,19 @@ Read = Callable[[Sequence[RemotePiece]], None]  # of one producer's host tier, i
 
 
 class Way(Protocol):
-    """How host tiers of other nodes can be read."""
+    """A way to read host tiers of other nodes."""
 
     @property
     def path(self) -> DirectPath: ...
 
     def reader(self, address: DirectAddress, *, is_near: bool) -> Read | None:
-        """Of the node at this address; None where it cannot be read so. What is returned raises
-        TransferError if not all came, NotPermittedError if none ever will."""
+        """Return a function that reads from the node at this address.
+
+        None if this way does not lead there.
+
+        The function raises TransferError if not all bytes arrived, and NotPermittedError if none
+        ever will.
+        """
 
 
 class MemoryWay:
@@ -180,15 +201,20 @@ class _Speed:
 
 
 class Speeds:
-    """What each way took for a byte lately, storage included: of ways that nobody named, one that
-    is slower than storage is not taken.
+    """Recent seconds a byte of each path, storage included.
 
-    Each is tried once. Once a way is known and is not fast beyond doubt, storage is looked at, and
-    what was slower is looked at again after AGAIN_S: one fetch each.
+    If the settings name no path, one that is slower than storage is not used. Each path is tried
+    once. When a path is known and is not clearly fast, storage is measured too; a slower path is
+    measured again after AGAIN_S, with one fetch.
     """
 
     def __init__(self, *, is_named: bool, now: Callable[[], float] = time.monotonic) -> None:
-        """is_named: the settings name one way, which is taken whatever it costs."""
+        """Make it without measurements.
+
+        Args:
+            is_named: True if the settings name one path, which is used at any speed.
+            now: the clock, in seconds.
+        """
         self._is_named = is_named
         self._now = now
         self._of: dict[DirectPath | None, _Speed] = {}
@@ -197,7 +223,7 @@ class Speeds:
         self._look_bytes = 0  # that are still to be brought to know how fast storage is
 
     def note(self, path: DirectPath | None, num_bytes: int, took_s: float) -> None:
-        """So many bytes came this way; None is storage."""
+        """Note that `num_bytes` came by `path` in `took_s` seconds; None is storage."""
         if not num_bytes:
             return
         before, before_s = self._few.pop(path, (0, 0.0))
@@ -212,7 +238,7 @@ class Speeds:
         self._of[path] = _Speed(found, now)
 
     def prefers_storage(self, path: DirectPath, num_bytes: int) -> bool:
-        """Whether to bring so many bytes from storage although a producer shows them."""
+        """Return whether to fetch `num_bytes` from storage instead of by `path` from a producer."""
         way, storage, now = self._of.get(path), self._of.get(None), self._now()
         if self._is_named or way is None or way.s_per_byte < FAST_S_PER_BYTE:
             return False
@@ -252,10 +278,12 @@ class _Read:
 
 
 class Offers:
-    """What `Fetcher` gets blocks from: producers while they show them, else storage.
+    """The source of `Fetcher`: producers while they offer blocks, else storage.
 
-    ways: to producers' host tiers, the first that leads to one is taken. Only for nodes whose
-    blocks are one slice.
+    Only for nodes with one slice per block.
+
+    Attributes:
+        ways: ways to producers' host tiers; the first that leads to a producer is used.
     """
 
     def __init__(self, storage: StorageIO, stats: HandoffStats, speeds: Speeds) -> None:
@@ -279,7 +307,7 @@ class Offers:
         return len(self._of)
 
     def peer(self, address: DirectAddress, *, is_near: bool) -> Peer | None:
-        """The node at this address; None if no way leads to its host tier."""
+        """Return the node at this address; None if no way leads to its host tier."""
         for way in self.ways:
             read = way.reader(address, is_near=is_near)
             if read is not None:
@@ -299,8 +327,13 @@ class Offers:
     # What the fetcher asks
 
     async def count_present(self, keys: Sequence[StoredKey]) -> int:
-        """How many of `keys`, from the first on, can be had. Storage is asked for those that
-        nobody shows. Raises StoreUnavailableError as it does."""
+        """Return the number of available `keys`, from the first on without a gap.
+
+        Storage is asked for keys that no producer offers.
+
+        Raises:
+            StoreUnavailableError: the store does not answer, and no producer offers the first key.
+        """
         shown = 0
         for key in keys:
             if self._offer(key) is None:
@@ -316,7 +349,10 @@ class Offers:
             return shown
 
     async def fetch(self, keys: Sequence[StoredKey], slot_ids: Ids) -> list[GetOutcome]:
-        """As StorageIO.fetch. Damage at a producer is no damage of what is stored."""
+        """Fetch blocks as StorageIO.fetch does.
+
+        Damage at a producer does not count as damage in storage.
+        """
         if not self._of:
             return await self._from_storage(keys, slot_ids)
         outcomes = [_ABSENT] * len(keys)
@@ -361,7 +397,7 @@ class Offers:
         return None
 
     async def _read(self, reads: Sequence[_Read], outcomes: list[GetOutcome]) -> None:
-        """Read into the slots and check what came: a hit each."""
+        """Read blocks into their slots and check them; set a hit for each intact one."""
         for peer in dict.fromkeys(read.offer.peer for read in reads):
             some = [read for read in reads if read.offer.peer is peer]
             began = time.monotonic()
@@ -386,7 +422,7 @@ class Offers:
                 )
 
     def _read_and_check(self, peer: Peer, reads: Sequence[_Read]) -> list[int]:
-        """Which came whole. In a thread."""
+        """Return the positions of the blocks that arrived intact. Runs in a thread."""
         part = self._storage.slices.parts[0]
         payloads = [part.payload(read.slot, read.key.num_tokens) for read in reads]
         peer.read(
