@@ -129,7 +129,7 @@ class Staging:
         try:
             return await turn
         except asyncio.CancelledError:
-            # Its turn may have come with the cancel; and who is behind it may want fewer.
+            # The turn may have come with the cancel; the next in line may want fewer slots.
             self._give([] if turn.cancelled() else turn.result())
             raise
 

@@ -84,12 +84,14 @@ class HandoffProblem(Enum):
 class _Handed(msgspec.Struct, frozen=True, kw_only=True):
     """The hand-off of one prompt.
 
-    digests: one per block of the prompt in order, the tail's last. A block's checksum lies in its
-        own header, not here: two producers may store different bytes under one key, both right.
-    num_tokens: of the prompt.
-    fingerprint: readable form, so that a node that cannot use it can say why.
-    created_at, expires_at: Unix seconds. producer: the node's name, for people.
-    direct: where its host tier can be read, too; None if it cannot.
+    Attributes:
+        digests: one per block of the prompt in order, the tail's last. A block's checksum is in its
+            own header: two producers may store different valid bytes under one key.
+        num_tokens: tokens of the prompt.
+        fingerprint: in readable form, so that an incompatible node can name the difference.
+        created_at, expires_at: Unix seconds.
+        producer: the node's name, for people.
+        direct: address of the blocks in the producer's memory; None if they cannot be read there.
     """
 
     ticket_id: str
@@ -123,10 +125,14 @@ class _Handed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ticket(_Handed, frozen=True, kw_only=True):
-    """Every block it lists was stored before it was. first_tokens: what the prefill node has
-    generated already. sampling: how, in the words of its engine, for an engine that goes on; empty
-    if it does not say. incarnation: where the producer hears that it was claimed; "" if it does
-    not want to. trace: the span that published it, as W3C's `traceparent`; "" for none."""
+    """A whole ticket. Every block in it was stored before the ticket was written.
+
+    Attributes:
+        first_tokens: tokens that the prefill node has generated already.
+        sampling: their sampling, in the terms of the engine; empty if that is not stated.
+        incarnation: the producer that is notified of the claim; "" for none.
+        trace: the span of the publish, as W3C's `traceparent`; "" for none.
+    """
 
     first_tokens: tuple[_Token, ...]
     sampling: dict[str, str] = {}

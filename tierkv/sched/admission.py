@@ -638,6 +638,9 @@ class Growth:
 
     Attributes:
         extending: requests that wait for more blocks right now.
+
+    Args:
+        line: the waiting requests, which may have to release their fetched blocks.
     """
 
     def __init__(
@@ -656,7 +659,7 @@ class Growth:
         self._limits = limits
         self._line = line
         self.extending: list[Request] = []
-        self._short_of_quota: set[Request] = set()  # of those, who wait for their own tenant only
+        self._short_of_quota: set[Request] = set()  # those that wait for their own tenant only
 
     async def extend(self, request: Request, num_tokens: int) -> None:
         """Make room in the block table for `num_tokens` beyond the prompt and the committed tokens.

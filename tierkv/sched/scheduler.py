@@ -134,7 +134,7 @@ class Scheduler:
     def limit(self, tenant: str, limits: Limits) -> None:
         """Set the limits of `tenant`, a fingerprint's short name, from now on."""
         self._limits.set(tenant, limits)
-        self.tiers.work.capacity_changed()  # those that run and want more may have it, too
+        self.tiers.work.capacity_changed()  # running requests may get more blocks too
 
     def has_limits_set(self, tenant: str) -> bool:
         return self._limits.are_set(tenant)

@@ -65,9 +65,11 @@ class DirectAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DirectAsk(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks [first, stop) of the prompt of an offer. Ends what the last answer held.
+    """A question about blocks [first, stop) of an offer; it releases the blocks of the last answer.
 
-    machine: where the claimer is, if it wants them from the producer's device; "" for the host.
+    Attributes:
+        machine: identity of the claimer's machine, to ask for blocks on the producer's device; ""
+            for the host.
     """
 
     offer: str
@@ -77,14 +79,16 @@ class DirectAsk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DirectAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks that lie where it says until the next question, the connection's end, or the end of
-    the producer's patience.
+    """The places of blocks, valid until the next question, or the end of connection or lease.
 
-    blocks: which are in the host tier. addresses: of their bytes, in the producer's memory.
-    headers: of the stored format, each made from the bytes as they lie there. planes: the
-    producer's device, if that was asked for and the claimer may have it. block_ids: there, of the
-    blocks from the question's first on. was_held: until this answer, without a break, what the last
-    one on this connection named was held, and the device had not failed.
+    Attributes:
+        blocks: indices of the blocks that are in the host tier.
+        addresses: addresses of their bytes in the producer's memory.
+        headers: their headers in the stored format, made from these bytes.
+        planes: the producer's device, if the claimer asked for it and may read it.
+        block_ids: device blocks, from the question's first block on.
+        was_held: True if the blocks of the last answer on this connection were held until this one,
+            and the device has not failed.
     """
 
     blocks: tuple[int, ...] = ()
@@ -103,8 +107,10 @@ class DirectAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Channel:
-    """One connection; each frame vouched for with the secret, so that only the two who have it are
-    believed. A frame that is played again, or to another connection, is not."""
+    """One connection. Each frame is authenticated with the secret that both ends have.
+
+    A frame that is repeated, or sent on another connection, is refused.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -113,7 +119,7 @@ class Channel:
         self._count = 0
 
     async def greet(self) -> None:
-        """The producer's first word."""
+        """Send the producer's first message, the nonce of this connection."""
         self._nonce = os.urandom(NONCE_BYTES)
         self._writer.write(self._nonce)
         await self._writer.drain()

@@ -85,7 +85,7 @@ class DirectServer:
     `held_s` seconds without another question.
     """
 
-    def __init__(  # noqa: PLR0913 - what it shows, to whom, and where
+    def __init__(  # noqa: PLR0913 - collaborators and settings
         self,
         tiers: Tiers,
         slices: Slices,

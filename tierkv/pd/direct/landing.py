@@ -71,9 +71,9 @@ class _Open:
 
 
 class OpenPlanes:
-    """Others' planes that are open here, one set of each owner. For one thread.
+    """Planes of other nodes that are open here, one set of each owner. For use in one thread.
 
-    What is open keeps the owner's memory from being freed, also when it is dead or asleep.
+    Open planes keep the owner's memory from being freed, even if the owner is dead or asleep.
     """
 
     def __init__(self, sharing: Sharing, planes: Callable[[], Planes]) -> None:
@@ -83,7 +83,7 @@ class OpenPlanes:
         self._of: dict[str, _Open] = {}
 
     def copy(self, shared: SharedPlanes, source_ids: Ids, target_ids: Ids) -> None:
-        """See PeerPlanes.copy. Raises what it and Sharing.open raise."""
+        """Copy blocks as PeerPlanes.copy does. Raises the errors of that and of Sharing.open."""
         self._opened(shared).copy(source_ids, target_ids)
 
     def _opened(self, shared: SharedPlanes) -> PeerPlanes:
@@ -108,7 +108,7 @@ class OpenPlanes:
             found.peer.close()
 
     def close_unused(self, unused_s: float) -> None:
-        """Close those that were not read from for so long."""
+        """Close the planes without a read for `unused_s` seconds."""
         before = time.monotonic() - unused_s
         for owner in [owner for owner, one in self._of.items() if one.used_at <= before]:
             self.close(owner)
