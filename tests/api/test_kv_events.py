@@ -18,15 +18,17 @@ import pytest
 from tests.api.nodes import process, run_to_end
 from tests.embed.test_groups import FULL, WINDOW, Hybrid, hybrid, tokens_of
 from tests.latch import PATIENCE_S, finish, until
-from tests.redis_server import free_port
+from tests.redis_server import free_port, redis_server
 from tests.world import World, world
 from tierkv.api.settings import NodeSettings
 from tierkv.cache.eviction import WritePolicy
+from tierkv.clock import SystemClock
 from tierkv.config import load
 from tierkv.errors import BadRequestError, ConfigError
 from tierkv.sched.events import Happening
 from tierkv.service import kv_events
 from tierkv.service.kv_events import EventForm, EventsSection, KvEventPublisher
+from tierkv.storage.memory import MemorySettings, MemoryStore
 
 zmq = pytest.importorskip("zmq")
 zmq_asyncio = pytest.importorskip("zmq.asyncio")
@@ -163,6 +165,44 @@ async def test_a_router_knows_what_is_cached_where(tmp_path: Path) -> None:
         assert first < reader.blocks["CPU"]
         assert reader.gaps == 0
         assert reader.topic == f"kv@node-a@{here.service.fingerprint.model}".encode()
+
+
+@pytest.mark.parametrize("way", ["deleted", "detached", "exchanged", "flushed"])
+async def test_blocks_that_leave_storage_are_told(way: str, tmp_path: Path) -> None:
+    async with (
+        world(device_blocks=16, with_store=True, host_write=THROUGH, storage_write=THROUGH) as here,
+        publishing(tmp_path, here) as (reader, _),
+    ):
+        for base in (0, 500):
+            await here.run(tokens(18, base))
+        await reader.until("STORAGE", 8)
+        if way == "deleted":
+            await here.service.free(clears_storage=True)
+        elif way == "detached":
+            here.service.detach_storage()
+        elif way == "exchanged":
+            await here.service.attach_storage(MemoryStore(MemorySettings(), SystemClock()))
+        else:
+            await here.the_store.delete(here.names(tokens(18)) + here.names(tokens(18, 500)))
+            await here.service.forget()
+            assert (await here.service.lookup(here.prompt(tokens(18)))).storage_tokens == 0
+            await reader.until("STORAGE", 4)
+            await here.run(tokens(20, 500))  # a request finds it out, too, and stores it again
+        await reader.until("STORAGE", 0 if way != "flushed" else 5)
+        assert reader.gaps == 0
+
+
+async def test_what_others_have_stored_is_told_once_it_is_found(tmp_path: Path) -> None:
+    async with (
+        world(with_store=True, host_write=THROUGH, storage_write=THROUGH) as there,
+        world(store=there.the_store.inner) as here,
+        publishing(tmp_path, here) as (reader, _),
+    ):
+        await there.run(tokens(18))
+        await here.run(tokens(18))
+        await reader.until("GPU", 4)
+        await reader.until("STORAGE", 4)
+        assert reader.blocks["STORAGE"] == reader.blocks["GPU"]
 
 
 async def test_each_block_hangs_at_the_one_before_it_with_its_tokens(tmp_path: Path) -> None:
@@ -415,9 +455,13 @@ def test_blocks_that_come_from_storage_have_the_names_that_the_lookup_gave(tmp_p
             engine.cache.lookup("b", engine.prompt(tokens), external_ids=[[]])
         found = engine.lookup("b", tokens, external_ids=all_names(40))  # more than there are
         assert found.num_tokens == 16
-        heard.until(lambda: len([one for one in heard.told if one.group_idx == 1]) >= 1)
-        told = [name for one in heard.told if one.group_idx == 1 for name in one.block_hashes]
-        assert told == names_of(16, 1)
+
+        def told(medium: str) -> list[Any]:
+            events = [one for one in heard.told if one.group_idx == 1 and one.medium == medium]
+            return [name for one in events for name in one.block_hashes]
+
+        heard.until(lambda: bool(told("CPU") and told("STORAGE")))
+        assert told("CPU") == told("STORAGE") == names_of(16, 1)
         engine.cache.release("b")
 
 
@@ -454,6 +498,42 @@ async def test_a_node_publishes_and_its_end_clears_all(tmp_path: Path) -> None:
         while not reader.num_cleared or reader.blocks:
             await reader.read()
         assert await node.ended() == 0
+
+
+async def test_a_node_tells_what_its_redis_has_lost(tmp_path: Path) -> None:
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    settings = tmp_path / "node.toml"
+    settings.write_text(
+        f'[events]\nendpoint = "{endpoint}"\n'
+        '[cache]\nhost_write = "write_through"\nstorage_write = "write_through"\n'
+    )
+    work = {"prompt": "a prompt of some blocks " * 8, "max_tokens": 1}
+    num_blocks = len(work["prompt"]) // 16  # type: ignore[arg-type]
+    with redis_server() as server:
+        arguments = ("--config", settings, "--storage", server.url)
+        async with router(endpoint) as reader, process(tmp_path, *arguments) as node:
+            hearing = asyncio.create_task(reader.read())
+            while not hearing.done():
+                await node.client.post("/v1/generate", {"prompt": f"{time.monotonic_ns()}" * 4})
+                await node.client.ask("DELETE", "/v1/blocks?storage=true")
+            await reader.until("STORAGE", 0)
+
+            await node.client.post("/v1/generate", work)
+            await reader.until("STORAGE", num_blocks)
+            await node.client.ask("DELETE", "/v1/blocks?storage=true")
+            await reader.until("STORAGE", 0)
+
+            await node.client.post("/v1/generate", work)
+            await reader.until("STORAGE", num_blocks)
+            await node.client.ask("DELETE", "/v1/blocks")
+            server.execute("FLUSHALL")
+            await node.client.post("/v1/lookup", {"prompt": work["prompt"]})
+            await reader.until("STORAGE", 0)
+
+            await node.client.post("/v1/generate", work)
+            await reader.until("STORAGE", num_blocks)
+            await node.client.ask("DELETE", "/v1/tiers/storage")
+            await reader.until("STORAGE", 0)
 
 
 @pytest.mark.parametrize(

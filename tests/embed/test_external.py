@@ -27,6 +27,7 @@ from tests.embed.engine_rank import StepMessage
 from tests.embed.test_groups import MODELS, hybrid
 from tests.embed.tp_engine import BLOCKS, ROOT, Rank, TpEngine
 from tests.latch import PATIENCE_S
+from tests.redis_server import redis_server
 from tests.world import BLOCK, GQA
 from tierkv.api.types import GenerateBody
 from tierkv.cache.groups import CacheGroup, GroupKind, as_groups
@@ -39,6 +40,7 @@ from tierkv.embed.external import MAGIC, VERSION, EngineHello
 from tierkv.embed.host_side import HostSide
 from tierkv.errors import ConfigError, TierKVError
 from tierkv.gpu.cpu import CpuDevice
+from tierkv.gpu.protocol import Direction
 from tierkv.pd.handoff import Published
 from tierkv.ranks.link import Plan, close_all, connect
 from tierkv.ranks.memory import EnginePlanes, side_by_side
@@ -354,6 +356,46 @@ def test_an_engine_with_several_groups_of_blocks_uses_the_tier_as_one_of_its_own
             assert all(np.array_equal(one[8:12], one[:4]) for one in arrays[0])
             assert np.array_equal(arrays[1][0][9], arrays[1][0][1])
             until(lambda: cache.verify().wait(PATIENCE_S) == [])
+
+
+@pytest.mark.parametrize("model", ["all", "no full attention"])
+def test_a_node_that_deletes_everything_forgets_all_groups_and_saves_that_are_under_way(
+    model: str, tmp_path: Path
+) -> None:
+    first, second = list(range(40)), list(range(100, 140))
+    with (
+        redis_server() as server,
+        node(
+            tmp_path / "node", store=server.url, TIERKV_CACHE__STORAGE_WRITE="write_through"
+        ) as at,
+        hybrid(MODELS[model], node=NodeHost(at.path)) as on,
+        at.client() as client,
+    ):
+        on.save(first)
+        on.check("before", first, len(first))
+        holds = on.lookup("holds", first)
+        on.latch.hold(Direction.OFFLOAD)
+        plan = on.cache.save("late", on.prompt(second), on.whole(second))
+        assert plan is not None
+        on.planes.start_saves(plan)
+        freed = client.forget_blocks(storage=True)
+        assert freed.removed_values > 0
+        assert freed.held_copies > 0  # for who was promised them
+        on.latch.release()
+        on.until(lambda: "late" in dict(on.seen.stored))
+        on.cache.release("late")
+        for key, tokens in (("a", first), ("b", second)):
+            on.check(key, tokens, 0)
+        _, failed = on.load("holds", holds)
+        assert failed == ()
+        on.cache.release("holds")
+        assert server.execute("KEYS", "*") == []
+        for tokens in (second, first):
+            while on.lookup("again", tokens).num_tokens < len(tokens):
+                on.cache.release("again")
+                on.save(tokens)  # slots that were reserved before the deletion are not used
+            on.cache.release("again")
+            on.check("after", tokens, len(tokens))
 
 
 def test_a_ticket_of_one_engine_is_claimed_by_another(tmp_path: Path) -> None:

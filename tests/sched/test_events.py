@@ -6,12 +6,15 @@ import asyncio
 
 import pytest
 
-from tests.latch import finish
+from tests.latch import PATIENCE_S, finish
+from tests.pd.nodes import publish
 from tests.sched.test_fetch import filled
 from tests.world import tokens, world
+from tierkv.api.movements import backing_up
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
 from tierkv.gpu.protocol import Direction
+from tierkv.sched import events as sched_events
 from tierkv.sched.events import CacheEvent, Happening, Subscription
 
 THROUGH, NONE = WritePolicy.WRITE_THROUGH, WritePolicy.NONE
@@ -123,6 +126,100 @@ async def test_each_run_is_an_event_with_a_number_of_its_own() -> None:
         here.service.unpin("x")
 
 
+async def test_what_was_stored_after_a_question_is_not_lost_by_its_answer() -> None:
+    async with world(device_blocks=16, host_write=NONE) as here:
+        with here.service.events.subscribe() as subscription:
+            await here.run(tokens(16))
+            events, index = here.service.events, here.service.index
+            runs = events.runs(index.match(here.prompt(tokens(16))).node, 0, 4)
+            second = runs[0].digests[1]
+            events.tell_stored(runs, events.now())
+            early = events.asking()
+            events.tell_stored(runs, events.now())  # written once more
+            early(second)
+            told = await everything(subscription)
+            assert blocks(told, Happening.STORED, "storage") == [0, 1, 2, 3]
+            assert blocks(told, Happening.EVICTED, "storage") == []
+            await here.run(tokens(8, 500))
+            events.asking()(second)  # and all that follows it
+            told = await everything(subscription)
+            assert blocks(told, Happening.EVICTED, "storage") == [1, 2, 3]
+
+
+@pytest.mark.parametrize("way", ["publish", "backup"])
+async def test_blocks_that_a_publish_or_a_backup_stores_or_misses_are_told(way: str) -> None:
+    async with world(with_store=True, host_write=NONE, storage_write=NONE) as here:
+        prompt, index = here.prompt(tokens(18)), here.service.index
+        await here.run(tokens(18))
+
+        async def store(ticket: str) -> None:
+            if way == "publish":
+                await publish(here, tokens(18), ticket)
+            else:
+                await finish(backing_up(here.service)(prompt, PATIENCE_S))
+
+        with here.service.events.subscribe() as subscription:
+            await store("first")
+            assert blocks(await everything(subscription), Happening.STORED, "storage") == [
+                *range(4)
+            ]
+            await here.the_store.delete(here.names(tokens(18))[2:])
+            handoff = here.service.handoff
+            assert handoff is not None
+            request = await here.admit(tokens(18))
+            assert await handoff.find_stored(handoff.blocks_of(request), 4) == 2
+            await here.ended(request)
+            node = index.match(prompt).node
+            assert node.stored_in(0, 4).tolist() == [True, True, False, False]
+            assert blocks(await everything(subscription), Happening.EVICTED, "storage") == [2, 3]
+            await store("second")
+            assert index.match(prompt).node.stored_in(0, 4).all()
+            assert blocks(await everything(subscription), Happening.STORED, "storage") == [2, 3]
+
+
+async def test_a_published_tail_is_not_told_as_the_block_that_a_request_made_of_it() -> None:
+    async with world(with_store=True, host_write=NONE, storage_write=NONE) as here:
+        with here.service.events.subscribe() as subscription:
+            request = await here.admit(tokens(18), new=2)
+            await here.prefill(request, tokens(18))
+            here.compute(request, tokens(20), 18)
+            await finish(here.service.commit(request, pack(tokens(20))))
+            await finish(here.service.publish(request, "ticket", [18]))
+            told = blocks(await everything(subscription), Happening.STORED, "storage")
+            assert told == [0, 1, 2, 3]
+            await here.ended(request)
+
+
+async def test_what_is_written_to_a_store_that_was_detached_meanwhile_is_not_told() -> None:
+    async with world(with_store=True, host_write=THROUGH, storage_write=THROUGH) as here:
+        with here.service.events.subscribe() as subscription:
+            here.the_store.hold_writes(firmly=True)
+            request = await here.admit(tokens(16))
+            await here.prefill(request, tokens(16))
+            here.service.end(request)
+            await here.the_store.until_held(1)
+            here.service.detach_storage()
+            here.the_store.release()
+            await here.settle()
+            events = await everything(subscription)
+        assert blocks(events, Happening.STORED, "storage") == []
+
+
+async def test_of_too_many_stored_blocks_the_oldest_are_told_to_be_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sched_events, "MOST_STORED", 6)
+    monkeypatch.setattr(sched_events, "_GO_AT_ONCE", 3)
+    async with world(with_store=True, host_write=THROUGH, storage_write=THROUGH) as here:
+        with here.service.events.subscribe() as subscription:
+            await here.run(tokens(16))
+            await here.run(tokens(16, 500))
+            events = await everything(subscription)
+        gone = [event for event in events if event.kind is Happening.EVICTED]
+        keys = [key.digest for key in here.keys(tokens(16))]
+        assert [digest for event in gone for digest in event.digests] == keys[:3]
+
+
 async def test_a_listener_that_is_cancelled_leaves_no_trace() -> None:
     async with world() as here:
 
@@ -163,4 +260,4 @@ async def test_a_block_that_a_fetch_finds_on_its_way_from_the_device_is_not_told
             await here.ended(computes)
             told = [one.tier for one in await everything(events) if one.kind is Happening.STORED]
         assert here.service.stats().host.used == 0, "the one copy that was begun has failed"
-        assert set(told) == {"device"}
+        assert set(told) == {"device", "storage"}

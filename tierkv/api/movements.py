@@ -182,7 +182,7 @@ def backing_up(service: Service) -> Move:
                     stop = request.matched.total_tokens // size
                     await handoff.tickets.hashed_keys_of(head)
                     blocks = handoff.blocks_of(request)
-                    present = await handoff.count_present(blocks.keys[:stop])
+                    present = await handoff.find_stored(blocks, stop)
                     await handoff.store(blocks, present, stop, ())
                 finally:
                     service.end(request)

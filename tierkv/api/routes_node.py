@@ -34,6 +34,7 @@ from tierkv.http import bodies
 from tierkv.http.callers import Access
 from tierkv.http.problems import UnknownIdError, WrongStateError
 from tierkv.http.route import Disconnect, Route, in_path
+from tierkv.sched.events import CacheEvents
 from tierkv.tasks import deadline
 
 Limit = Annotated[int, msgspec.Meta(ge=1, le=1000)]
@@ -91,8 +92,8 @@ class NodeRoutes(Routes):
         """List all cached blocks, of all tenants, in pages."""
         self._node.check_started()
         page = bodies.from_query(request, _Page)
-        index = self._node.service.index
-        return self._listings.page(index, page.cursor, limit=page.limit)
+        service = self._node.service
+        return self._listings.page(service.index, service.events, page.cursor, limit=page.limit)
 
     @Route(
         "DELETE",
@@ -192,11 +193,14 @@ class Listings:
     def __init__(self) -> None:
         self._listings: OrderedDict[str, _Listing] = OrderedDict()
 
-    def page(self, index: Index, cursor: str | None, *, limit: int) -> BlocksAnswer:
+    def page(
+        self, index: Index, events: CacheEvents, cursor: str | None, *, limit: int
+    ) -> BlocksAnswer:
         """Return a page of up to `limit` blocks.
 
         Args:
             index: The index of cached blocks.
+            events: The node's events, which know what storage has.
             cursor: Cursor of the page before, None to begin a listing.
             limit: Most blocks of the page.
 
@@ -216,7 +220,7 @@ class Listings:
             listing = found
             if number == str(found.num_pages - 1) and found.page is not None:
                 return found.page
-        blocks = _next(index, listing, limit)
+        blocks = _next(index, events, listing, limit)
         listing.num_pages += 1
         listing.page = BlocksAnswer(
             blocks, f"{name}.{listing.num_pages}" if listing.pending else None
@@ -228,7 +232,7 @@ class Listings:
         return listing.page
 
 
-def _next(index: Index, listing: _Listing, limit: int) -> list[BlockAnswer]:
+def _next(index: Index, events: CacheEvents, listing: _Listing, limit: int) -> list[BlockAnswer]:
     blocks: list[BlockAnswer] = []
     while listing.pending and len(blocks) < limit:
         node = listing.pending[-1]
@@ -237,7 +241,7 @@ def _next(index: Index, listing: _Listing, limit: int) -> list[BlockAnswer]:
             listing.at = 0
             continue
         stop = min(node.num_blocks, listing.at + limit - len(blocks))
-        blocks += _told(index, node, listing.at, stop)
+        blocks += _told(index, events, node, listing.at, stop)
         listing.at = stop
         if stop >= node.num_blocks:
             listing.pending.pop()
@@ -255,7 +259,9 @@ def _is_there(node: IndexNode) -> bool:
     return parent is not None and parent.children.get(node.key) is node
 
 
-def _told(index: Index, node: IndexNode, start: int, stop: int) -> list[BlockAnswer]:
+def _told(
+    index: Index, events: CacheEvents, node: IndexNode, start: int, stop: int
+) -> list[BlockAnswer]:
     device, host = (node.copies[tier].states[start:stop].tolist() for tier in Tier)
     stored = node.stored_in(start, stop).tolist()
     first = node.start + start
@@ -268,7 +274,7 @@ def _told(index: Index, node: IndexNode, start: int, stop: int) -> list[BlockAns
             is_tail=node.is_tail,
             device=CopyState(device[i]).name.lower(),
             host=CopyState(host[i]).name.lower(),
-            is_stored=bool(stored[i]),
+            is_stored=bool(stored[i]) or (i < len(digests) and events.is_stored(digests[i])),
             is_held=node.holders > 0,
             hits=node.hits,
         )

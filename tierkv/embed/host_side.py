@@ -1290,6 +1290,11 @@ class SavedPrompt:
         self._promise = promise
 
     @property
+    def lease(self) -> Lease | None:
+        """See PromptBlocks."""
+        return self._promise.lease
+
+    @property
     def were_deleted(self) -> bool:
         """See PromptBlocks."""
         return self._side.was_deleted(self._promise)

@@ -29,6 +29,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from tierkv import tracing
+from tierkv.cache.index import Lease
 from tierkv.cache.keys import Prompt, StoredKey
 from tierkv.cache.node import CopyState, Ids, Mask, Tier
 from tierkv.errors import (
@@ -56,6 +57,7 @@ from tierkv.pd.tickets import (
     check_written,
 )
 from tierkv.sched.copies import GROUP_BLOCKS
+from tierkv.sched.events import EventPoint
 from tierkv.sched.request import Request
 from tierkv.sched.tiers import Tiers
 from tierkv.tasks import abandonable, both, task_group
@@ -187,6 +189,10 @@ class PromptBlocks(Protocol):
         """The stored keys of the blocks that `on_host` brings, in order, the tail last."""
 
     @property
+    def lease(self) -> Lease | None:
+        """The hold on those of the blocks that are in the index; None for none of them."""
+
+    @property
     def were_deleted(self) -> bool:
         """True if the cache was deleted since the blocks were computed."""
 
@@ -232,6 +238,11 @@ class RequestBlocks:
         self._tiers = tiers
         self._staging = staging
         self._source = source
+
+    @property
+    def lease(self) -> Lease:
+        """See PromptBlocks."""
+        return self._request.lease
 
     @property
     def were_deleted(self) -> bool:
@@ -468,10 +479,10 @@ class Handoff:
         """
         stop = len(blocks.keys)
         if known is None:
-            present = known = await self.count_present(blocks.keys)
+            present = known = await self.find_stored(blocks, stop)
         elif known:
             present, _ = await both(
-                self.count_present(blocks.keys[:known]), self.store(blocks, known, stop, after)
+                self.find_stored(blocks, known), self.store(blocks, known, stop, after)
             )
             known, stop = present, known
         else:
@@ -487,6 +498,32 @@ class Handoff:
             StoreUnavailableError: The store does not answer.
         """
         return await self._storage.count_present(keys)
+
+    async def find_stored(self, blocks: PromptBlocks, stop: int) -> int:
+        """Ask storage for the first blocks of a prompt, and correct the index by the answer.
+
+        Args:
+            blocks: The prompt's blocks.
+            stop: The end of the blocks that are asked for.
+
+        Returns:
+            The number of blocks that storage has, from the first on.
+
+        Raises:
+            StoreUnavailableError: The store did not say in time.
+        """
+        began = self._tiers.events.now()
+        present = await self.count_present(blocks.keys[:stop])
+        self._note_stored(blocks, 0, present, began)
+        end, lease = _end_in_index(blocks, stop), blocks.lease
+        if lease is not None and present < end:
+            self._tiers.copies.note_not_stored(lease.node, present, end)
+        return present
+
+    def _note_stored(self, blocks: PromptBlocks, start: int, stop: int, began: EventPoint) -> None:
+        end, lease = _end_in_index(blocks, stop), blocks.lease
+        if lease is not None and start < end:
+            self._tiers.copies.note_stored(lease.node, start, end, began)
 
     async def store(
         self, blocks: PromptBlocks, start: int, stop: int, after: Sequence[Event]
@@ -522,14 +559,22 @@ class Handoff:
     async def _flush(self, blocks: PromptBlocks, some: range, after: Sequence[Event]) -> None:
         async with blocks.on_host(some, after) as slots:
             # The tail is listed after the ticket is written, outside of any wait.
-            generation = self._generation_of(blocks)
+            generation, began = self._generation_of(blocks), self._tiers.events.now()
             outcomes = await self._storage.flush(
                 blocks.keys[some.start : some.stop],
                 slots,
                 notes_tails=False,
                 generation=generation,
             )
-        check_written(self._storage, outcomes)
+            check_written(self._storage, outcomes)
+            self._note_stored(blocks, some.start, some.stop, began)
+
+
+def _end_in_index(blocks: PromptBlocks, stop: int) -> int:
+    """Return the end of those blocks before `stop` that the lease covers. The tail's key is not
+    the key of the block that has the tail's place in the index."""
+    lease = blocks.lease
+    return 0 if lease is None else min(stop, lease.num_blocks, blocks.prompt.num_blocks)
 
 
 _LAST_WORD_S = 0.5
@@ -707,7 +752,8 @@ class PublishStream:
         handoff, most = self._handoff, self._blocks.prompt.num_blocks
         present, ready = 0, None
         try:
-            present = ready = min(await handoff.count_present(self._blocks.keys), most)
+            present = await handoff.find_stored(self._blocks, len(self._blocks.keys))
+            present = ready = min(present, most)
             while self._is_going_on:
                 if ready >= self._computed_blocks:
                     self._tell(ready)

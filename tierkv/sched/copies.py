@@ -16,7 +16,7 @@ from tierkv.cache.index import Index, Lease, Match, runs_of, segments
 from tierkv.cache.keys import TOKEN_BYTES, KeyRun, Prompt, StoredKey, Tail
 from tierkv.cache.node import Change, CopyState, Ids, Mask, Tier, TreeNode
 from tierkv.errors import OutOfBlocksError, ShuttingDownError, TransferError
-from tierkv.sched.events import BlockRun, CacheEvents, Happening
+from tierkv.sched.events import BlockRun, CacheEvents, EventPoint, Happening
 from tierkv.sched.eviction import CopyDown, Eviction
 from tierkv.sched.log_throttle import LogThrottle
 from tierkv.sched.planner import Step
@@ -210,6 +210,7 @@ class Flush:
     Attributes:
         runs: the same blocks for events; [] without listeners.
         generation: see `Deletions`.
+        began: the point in the order of events at which the write began.
     """
 
     keys: list[StoredKey]
@@ -217,6 +218,7 @@ class Flush:
     worth: list[float]
     runs: list[BlockRun]
     generation: int
+    began: EventPoint
 
 
 class Copies:
@@ -652,7 +654,8 @@ class Copies:
         slots = self._index.slots(Tier.HOST, node, first, stop)
         self._slots.begin_reading(slots)
         keys = path_keys(self._index, node, first, stop)
-        return Flush(keys, slots, worth, self._events.runs(node, first, stop), generation)
+        runs = self._events.runs(node, first, stop)
+        return Flush(keys, slots, worth, runs, generation, self._events.now())
 
     async def _end_flush(self, flush: Flush) -> list[bool]:
         """Store the blocks; return which of them are stored. The index may have changed by then."""
@@ -665,21 +668,48 @@ class Copies:
             )
         finally:
             self._slots.end_reading(flush.slots)
-        self._tell_stored(flush.runs, [one.status is PutStatus.STORED for one in outcomes])
+        is_there = [one.status in (PutStatus.STORED, PutStatus.EXISTED) for one in outcomes]
+        self._tell_stored(flush.runs, is_there, flush.began)
         is_kept = storage.deletions.generation == flush.generation
         for outcome in outcomes:
             if is_kept and outcome.status not in (PutStatus.STORED, PutStatus.EXISTED):
                 self._not_stored.warn(outcome.reason)
-        return [outcome.status in (PutStatus.STORED, PutStatus.EXISTED) for outcome in outcomes]
+        return is_there
 
-    def _tell_stored(self, runs: Sequence[BlockRun], is_new: Sequence[bool]) -> None:
-        """Publish events for the blocks of `runs` that are new in storage."""
-        at = 0
+    def _tell_stored(
+        self, runs: Sequence[BlockRun], is_there: Sequence[bool], began: EventPoint
+    ) -> None:
+        """Publish events for the blocks of `runs` that storage has."""
+        at, found = 0, []
         for run in runs:
             first = 0
-            for new, group in itertools.groupby(is_new[at : at + len(run.digests)]):
+            for there, group in itertools.groupby(is_there[at : at + len(run.digests)]):
                 stop = first + len(list(group))
-                if new:
-                    self._events.tell_run(Happening.STORED, "storage", run.part(first, stop))
+                if there:
+                    found.append(run.part(first, stop))
                 first = stop
             at += len(run.digests)
+        self._events.tell_stored(found, began)
+
+    def note_stored(self, node: TreeNode, first: int, stop: int, began: EventPoint) -> None:
+        """Remember, and tell, that storage has path blocks [first, stop).
+
+        Args:
+            node: the end of a path.
+            first: the first block.
+            stop: the end of the blocks.
+            began: when storage was given them, or asked.
+        """
+        if began.num_clears == self._events.now().num_clears:
+            self._index.mark_stored(node, first, stop)
+            self._events.tell_stored(self._events.runs(node, first, stop), began)
+
+    def note_not_stored(self, node: TreeNode, first: int, stop: int) -> None:
+        """Forget, and tell, that storage does not have path blocks [first, stop)."""
+        self._index.unmark_stored(node, first, stop)
+        self._events.tell_not_stored(node, first, stop)
+
+    def note_nothing_stored(self) -> None:
+        """Forget, and tell, that storage has no block that is known: it may have lost them."""
+        self._index.unmark_all_stored()
+        self._events.tell_storage_lost()

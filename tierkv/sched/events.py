@@ -11,7 +11,8 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import TYPE_CHECKING
+from itertools import groupby, islice
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from tierkv.cache.groups import CacheGroup  # which only engines need
 
 DEFAULT_CAPACITY = 4096  # events that may wait for one subscriber
+MOST_STORED = 65_536  # blocks that subscribers believe to be in storage; then the oldest go
+_GO_AT_ONCE = 1024
 
 ExternalId = str | int | bytes  # what an engine calls a block of its own
 
@@ -85,6 +88,26 @@ class BlockRun(msgspec.Struct, frozen=True):
         )
 
 
+class EventPoint(NamedTuple):
+    """A point in the order of events. num_clears: how often all of storage was lost by then."""
+
+    number: int
+    num_clears: int
+
+
+class _Stored(NamedTuple):
+    """A block that subscribers believe to be in storage: block `at` of `run`. number: of the last
+    event before it was told."""
+
+    run: BlockRun
+    at: int
+    number: int
+
+    @property
+    def parent(self) -> bytes:
+        return self.run.digests[self.at - 1] if self.at else self.run.parent
+
+
 class Subscription:
     """Events as they come: `async for event in subscription`. num_dropped: lost by being slow.
     wants_tokens: the blocks' tokens too, which are prompts' content."""
@@ -145,6 +168,10 @@ class CacheEvents:
         self._is_retired = is_retired
         self._subscriptions: list[Subscription] = []
         self._number = 0
+        self._num_clears = 0
+        self._stored: OrderedDict[bytes, _Stored] = OrderedDict()  # by digest, the oldest first
+        # By digest, those of `_stored` that follow it.
+        self._below: dict[bytes, dict[bytes, None]] = {}
 
     @property
     def has_listeners(self) -> bool:
@@ -163,6 +190,9 @@ class CacheEvents:
             yield subscription
         finally:
             self._subscriptions.remove(subscription)
+            if not self._subscriptions:
+                self._stored.clear()
+                self._below.clear()
 
     def tell(self, kind: Happening, tier: str, node: TreeNode, start: int, stop: int) -> None:
         """Path blocks [start, stop) of `node`; one event for each run."""
@@ -196,6 +226,89 @@ class CacheEvents:
                 )
             )
         return runs
+
+    # What storage has: told once, until it is lost. Subscribers believe what `stored` runs say.
+
+    def now(self) -> EventPoint:
+        """Return the present point in the order of events."""
+        return EventPoint(self._number, self._num_clears)
+
+    def tell_stored(self, runs: Iterable[BlockRun], since: EventPoint) -> None:
+        """Tell those blocks that subscribers do not believe to be in storage already.
+
+        Args:
+            runs: blocks that storage has.
+            since: when they were given to storage, or it was asked. What it lost since is not told.
+        """
+        if not self._subscriptions or since.num_clears != self._num_clears:
+            return
+        for run in runs:
+            is_new = [digest not in self._stored for digest in run.digests]
+            at = 0
+            for digest, new in zip(run.digests, is_new, strict=True):
+                if not new:
+                    known = self._stored[digest]
+                    self._stored[digest] = _Stored(known.run, known.at, self._number)
+                    self._stored.move_to_end(digest)
+            for new, group in groupby(is_new):
+                first, at = at, at + len(list(group))
+                if new:
+                    part = run.part(first, at)
+                    for index, digest in enumerate(part.digests):
+                        known = self._stored[digest] = _Stored(part, index, self._number)
+                        self._below.setdefault(known.parent, {})[digest] = None
+                    self.tell_run(Happening.STORED, "storage", part)
+        if len(self._stored) > MOST_STORED:
+            self._lose(list(islice(self._stored, _GO_AT_ONCE)))
+
+    def asking(self) -> Callable[[bytes], None]:
+        """Begin a question to storage, and return what is to be called with the digest of a block
+        that storage turned out not to have: it and all that follows it are of no use there. What
+        was told after the question began is not lost by it."""
+        since = self.now()
+
+        def missing(digest: bytes) -> None:
+            lost, pending = [], [digest]
+            while pending:
+                one = pending.pop()
+                known = self._stored.get(one)
+                if known is not None and known.number >= since.number:
+                    continue
+                if known is not None:
+                    lost.append(one)
+                pending.extend(self._below.get(one, ()))
+            self._lose(lost)
+
+        return missing
+
+    def tell_not_stored(self, node: TreeNode, start: int, stop: int) -> None:
+        """Path blocks [start, stop) are not known any more to be in storage."""
+        if self._stored:
+            for run in self.runs(node, start, stop):
+                self._lose([digest for digest in run.digests if digest in self._stored])
+
+    def tell_storage_lost(self) -> None:
+        """Nothing is known any more to be in storage."""
+        self._num_clears += 1
+        self._lose(list(self._stored))
+
+    def is_stored(self, digest: bytes) -> bool:
+        """Return whether subscribers believe this block to be in storage."""
+        return digest in self._stored
+
+    def stored(self) -> list[BlockRun]:
+        """Return the blocks that subscribers believe to be in storage, the oldest first."""
+        return _joined(self._stored.values())
+
+    def _lose(self, digests: Sequence[bytes]) -> None:
+        lost = [self._stored.pop(digest) for digest in digests]
+        for block, digest in zip(lost, digests, strict=True):
+            below = self._below[block.parent]
+            del below[digest]
+            if not below:
+                del self._below[block.parent]
+        for run in _joined(lost):
+            self.tell_run(Happening.EVICTED, "storage", run)
 
     def note_name(self, digest: bytes, name: ExternalId) -> None:
         """Events about the block of this key say from now on what its engine calls it."""
@@ -235,3 +348,20 @@ class CacheEvents:
         event = self.event(kind, tier, run)
         for subscription in self._subscriptions:
             subscription.put(event)
+
+
+def _joined(blocks: Iterable[_Stored]) -> list[BlockRun]:
+    """Return `blocks` with neighbours of one run together."""
+    runs: list[BlockRun] = []
+    run: BlockRun | None = None
+    first = stop = 0
+    for block in blocks:
+        if block.run is run and block.at == stop:
+            stop += 1
+            continue
+        if run is not None:
+            runs.append(run.part(first, stop))
+        run, first, stop = block.run, block.at, block.at + 1
+    if run is not None:
+        runs.append(run.part(first, stop))
+    return runs

@@ -171,7 +171,7 @@ class FetchGroups:
         Return whether all of it arrived.
         """
         tiers, index = self._tiers, self._index
-        keys, slots, kept = group.keys, group.slots, group.kept
+        keys, slots, kept, began = group.keys, group.slots, group.kept, tiers.events.now()
         outcomes = await self._source.fetch(keys, slots)
         if not await _arrived(before):
             return False
@@ -190,7 +190,7 @@ class FetchGroups:
             node = landed.lease.node
             for start, stop in runs_of(kept[:blocks]):  # others had, or bring, their own copies
                 tiers.events.tell(Happening.STORED, "host", node, first + start, first + stop)
-            index.mark_stored(landed.lease.node, first, first + blocks)
+            tiers.copies.note_stored(landed.lease.node, first, first + blocks, began)
         landed.direct += _direct(outcomes[:arrived], keys, first * index.block_size)
         if arrived > blocks:
             tail, kept[blocks] = index.insert_tail(
@@ -199,7 +199,7 @@ class FetchGroups:
             if kept[blocks]:
                 tiers.events.tell(Happening.STORED, "host", tail, tail.start, tail.end)
             landed.tail = index.hold(tail, tail.end)
-            index.mark_stored(tail, tail.start, tail.end)
+            tiers.copies.note_stored(tail, tail.start, tail.end, began)
         self._end(group)  # with the insertion, or for a turn of the loop two would own the slots
         landed.num_tokens += sum(key.num_tokens for key in keys[:arrived])
         if arrived < len(keys):
@@ -285,7 +285,7 @@ class SharedTails:
         Return None, with the slot free again, if the store has no valid value for it.
         """
         tiers, index = self._tiers, self._tiers.index
-        is_kept = False
+        is_kept, began = False, tiers.events.now()
         tiers.slots.lend(Tier.HOST, slots)
         try:
             [outcome] = await self._storage.fetch([found.key], slots)
@@ -296,7 +296,7 @@ class SharedTails:
             if is_kept:
                 tiers.events.tell(Happening.STORED, "host", tail, tail.start, tail.end)
             lease = index.hold(tail, tail.end)
-            index.mark_stored(tail, tail.start, tail.end)
+            tiers.copies.note_stored(tail, tail.start, tail.end, began)
             return lease
         finally:
             tiers.slots.unlend(Tier.HOST, slots)

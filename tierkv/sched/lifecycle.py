@@ -290,7 +290,6 @@ def forgetting(tiers: Tiers, roots: Sequence[TreeNode]) -> Iterator[None]:
     The iterator stops after each slice. Leaves go before their parents. A run that has left the
     tree or was cut before its turn is skipped.
     """
-    index = tiers.index
     pending = [(node, False) for root in roots for node in root.children.values()]
     num_left = _SLICE
     while pending:
@@ -302,7 +301,7 @@ def forgetting(tiers: Tiers, roots: Sequence[TreeNode]) -> Iterator[None]:
             pending.extend((child, False) for child in node.children.values())
             continue
         if node.holders:
-            index.unmark_stored(node, node.start, node.end)
+            tiers.copies.note_not_stored(node, node.start, node.end)
         else:
             tiers.eviction.forget(node, 0)
         num_left -= 1

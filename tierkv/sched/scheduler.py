@@ -373,9 +373,10 @@ class Scheduler:
         start = lease.num_blocks
         if request.promise is not None:
             self.computing.brought(request.promise, num_tokens // prompt.block_size)
-        width = prompt.block_token_bytes // prompt.block_size
+        width, began = prompt.block_token_bytes // prompt.block_size, self.tiers.events.now()
         await self.commit(request, prompt.tokens[: num_tokens * width])
-        self.index.mark_stored(lease.node, min(start, lease.num_blocks), lease.num_blocks)
+        first = min(start, lease.num_blocks)
+        self.tiers.copies.note_stored(lease.node, first, lease.num_blocks, began)
         self._starts.brought(request, num_tokens, num_direct=num_direct)
 
     def brought_all(self, request: Request) -> None:

@@ -197,10 +197,16 @@ class KvEventPublisher:
                     await asyncio.sleep(0)
 
     async def _tell_all(self, publisher: Any) -> None:  # noqa: ANN401 - ZeroMQ's
-        """Publish everything that is cached now.
+        """Publish everything that is cached, or known to be in storage, now.
 
         Events of the same time are queued, and follow it.
         """
+        stored = [
+            self._events.event(Happening.STORED, "storage", run) for run in self._events.stored()
+        ]
+        for batch in _batches(stored):
+            self._send(publisher, [self._encoded(one) for one in batch])
+            await asyncio.sleep(0)
         nodes = [child for root in self._index.spaces.roots() for child in root.children.values()]
         while nodes:
             node = nodes.pop()

@@ -212,6 +212,7 @@ class Parts:
         settings, handoff, fingerprint = made_of.settings, made_of.handoff, made_of.fingerprint
         self.tiers = self._tiers(settings, fingerprint)
         self.index = self.tiers.index
+        storage.io.asking = self.tiers.events.asking
         self.estimator = Estimator(
             bytes_per_token=fingerprint.layout.block_bytes / settings.block_size
         )

@@ -346,7 +346,7 @@ class Service:
             return
         self.tiers.copies.storage = self._storage_tier.attached_io
         self.estimator.tier.forget()
-        self.index.unmark_all_stored()
+        self.tiers.copies.note_nothing_stored()
         self.tiers.work.capacity_changed()
 
     # Tenants
@@ -489,9 +489,11 @@ class Service:
         for blocks in self.flat_blocks:
             blocks.retire()
         deadline_s = self._made_of.handoff.publish_deadline_s
-        async with self._storage_tier.deletions.deleting(deadline_s):
-            removed = await self._remove_stored()
-        self.index.unmark_all_stored()
+        try:
+            async with self._storage_tier.deletions.deleting(deadline_s):
+                removed = await self._remove_stored()
+        finally:
+            self.tiers.copies.note_nothing_stored()
         return Freed(await self.forget(), removed)
 
     async def _remove_stored(self) -> int:

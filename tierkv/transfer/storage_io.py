@@ -459,6 +459,8 @@ class StorageIO:
         self._values = Values(self.slices, self._codec, block_ttl_s)
         self._found: OrderedDict[bytes, int] = OrderedDict()  # digest -> number of ranks
         self.meets_other_sizes = False  # True once a block of another size was found
+        # Begins a question; its result takes the digest of each block that storage does not have.
+        self.asking: Callable[[], Callable[[bytes], None]] = lambda: _nobody_hears
         self._is_far = False  # the last question took longer than _FAR_S
         # The checksum of a 2 MiB block would block the loop for 70 us.
         self._checkers = WorkerThreads("storage I/O", 2)
@@ -561,6 +563,7 @@ class StorageIO:
 
     async def _count_present(self, keys: Sequence[StoredKey]) -> int:
         at, size, time = 0, self.slices.size, asyncio.get_running_loop().time
+        missing = self.asking()
         while True:
             names = check_names(self.slices.names_of_all(keys[at:], size))
             began = time()
@@ -576,12 +579,16 @@ class StorageIO:
                     self._toucher.used(names[: found * size])
                 self._note_found(keys[at : at + found], size)
                 at += found
-            if at == len(keys) or not self.slices.peer_sizes:
+            if at == len(keys):
+                return at
+            if not self.slices.peer_sizes:
+                missing(keys[at].digest)
                 return at
             if found or first_sizes is None:
                 first_sizes = await self._sizes_of([keys[at]], size)
             [other] = first_sizes
             if other is None:
+                missing(keys[at].digest)
                 return at
             size = other
 
@@ -633,7 +640,7 @@ class StorageIO:
         """
         if self.deletions.bars_reads:
             return [_DELETED] * len(keys)
-        generation = self.deletions.generation
+        generation, missing = self.deletions.generation, self.asking()
         sizes = [self._found.get(key.digest, self.slices.size) for key in keys]
         with tracing.span("storage.read", blocks=len(keys)):
             blocks = await self._fetch(keys, slot_ids, sizes)
@@ -643,6 +650,8 @@ class StorageIO:
         for key, outcome in zip(keys, blocks, strict=True):
             if outcome.status is not GetStatus.HIT:
                 self._found.pop(key.digest, None)  # the size may have changed: look again
+            if outcome.status in (GetStatus.MISS, GetStatus.DAMAGED):
+                missing(key.digest)
             if outcome.status is GetStatus.DAMAGED:
                 self.stats.damaged_blocks += 1
             elif outcome.status is GetStatus.FAILED:
@@ -825,12 +834,16 @@ async def are_all_present(
     """
     names = [io.slices.names_of_all(keys, io.slices.size) for io, keys in asked]
     first, _ = asked[0]
+    missing = [io.asking() for io, _ in asked]
     answers = iter(await first.present(check_names([name for some in names for name in some])))
     found = []
-    for (io, _), some in zip(asked, names, strict=True):
+    for (io, keys), some, is_missing in zip(asked, names, missing, strict=True):
         there, size = list(islice(answers, len(some))), io.slices.size
         io.used(name for name, is_there in zip(some, there, strict=True) if is_there)
         found.append([all(there[at : at + size]) for at in range(0, len(there), size)])
+        for key, is_there in zip(keys, found[-1], strict=True):
+            if not is_there:
+                is_missing(key.digest)
     return found
 
 
@@ -1030,6 +1043,9 @@ class Values:
 
     def _name(self, key: StoredKey, part: Slice) -> str:
         return self._slices.names_of(key, part.shard.size)[part.shard.rank]
+
+
+def _nobody_hears(digest: bytes) -> None: ...
 
 
 def _worst_get(outcomes: Sequence[GetOutcome]) -> GetOutcome:

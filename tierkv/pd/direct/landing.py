@@ -275,7 +275,7 @@ class Landing:
         tiers, index, first = self._tiers, self._tiers.index, path.num_blocks
         stop = first + len(slots)
         refused = index.insert(Tier.DEVICE, path, prompt, stop, slots)
-        index.mark_stored(path.node, first, path.num_blocks)
+        tiers.copies.note_stored(path.node, first, path.num_blocks, tiers.events.now())
         tiers.events.tell(Happening.LOADED, "device", path.node, first, path.num_blocks)
         self._stats.device_blocks += len(slots) - len(refused)
         return slots[list(refused)]
