@@ -51,7 +51,6 @@ EXPECTED = {
     "tierkv-near-fill",
     "tierkv-producer-lease",
     "tierkv-redis-notify",
-    "tierkv-store-latency",
     "tierkv-store-probe",
     "tierkv-store-write-probe",
     "tierkv-ticket-ledger",
