@@ -45,12 +45,13 @@ class TokensEvent(msgspec.Struct, frozen=True):
     Attributes:
         tokens: Tokens that follow those of the events before.
         text: Text that is complete with these tokens.
-        pieces: Text of each token, empty in the middle of a character.
+        pieces: Text of each token, empty in the middle of a character; nodes of earlier versions
+            send none.
     """
 
     tokens: Sequence[int]
     text: str
-    pieces: Sequence[str]
+    pieces: Sequence[str] = ()
 
 
 class _Stream:
