@@ -18,7 +18,7 @@ from tierkv.api.events import RING_EVENTS, EventFeed
 from tierkv.api.routes_node import MOST_LISTINGS
 from tierkv.api.settings import masked, masked_url
 from tierkv.cache.keys import Prompt
-from tierkv.sched.events import Happening
+from tierkv.sched.events import CacheEventKind
 from tierkv.storage.factory import StorageSettings
 
 Json = dict[str, Any]
@@ -374,7 +374,7 @@ async def test_a_reader_that_falls_behind_is_told_how_much_it_lost() -> None:
             node = next(iter(on.node.service.index.spaces.nodes()))
             events = on.node.service.tiers.events
             for number in range(RING_EVENTS + 100):
-                events.tell(Happening.STORED, "device", node, 0, 1)
+                events.tell(CacheEventKind.STORED, "device", node, 0, 1)
                 if number % 1000 == 0:
                     await asyncio.sleep(0)
             await asyncio.sleep(0)

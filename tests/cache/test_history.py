@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from tierkv.cache.history import Fate, History, HistoryEvent
+from tierkv.cache.history import History, HistoryEvent, MissCause
 from tierkv.cache.index import Index
 from tierkv.cache.keys import MediaItem, Prompt
 from tierkv.cache.node import BlockPool, Space, Tier
@@ -35,7 +35,7 @@ def test_an_evicted_block_is_found_by_its_prompt_and_by_longer_ones(space: str) 
     lose_from(2, Prompt.of([1, 2, 3, 4, 5, 6], SIZE, media, space=space), history, at=7.0)
     for tokens in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7, 8, 9]):
         event = history.find(Prompt.of(tokens, SIZE, media, space=space), 2)
-        assert event == HistoryEvent(Fate.EVICTED, "device", 7.0)
+        assert event == HistoryEvent(MissCause.EVICTED, "device", 7.0)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_block_inside_an_evicted_run_is_found_too() -> None:
     prompt = Prompt.of([1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9], SIZE, media)
     lose_from(1, prompt, history, at=7.0)
     for block in range(1, 6):
-        assert history.find(prompt, block) == HistoryEvent(Fate.EVICTED, "device", 7.0)
+        assert history.find(prompt, block) == HistoryEvent(MissCause.EVICTED, "device", 7.0)
     assert history.find(prompt, 0) is None
     assert history.find(Prompt.of([1, 2, 3, 4, 5, 6, 7, 0], SIZE), 3) is None, "another block"
     dog = Prompt.of([1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9], SIZE, [MediaItem(9, 2, DOG)])
@@ -84,7 +84,7 @@ def test_a_run_below_any_number_of_others_is_found(cuts: list[int], image: int |
     assert node.start == 38
     history.evicted(node, 0, 2, Tier.HOST, 7.0)
     for block in (38, 39):
-        assert history.find(prompt, block) == HistoryEvent(Fate.EVICTED, "host", 7.0)
+        assert history.find(prompt, block) == HistoryEvent(MissCause.EVICTED, "host", 7.0)
     near = Prompt.of([*range(7 * 2), 99, *range(7 * 2 + 1, 80)], SIZE, media)  # block 7 of 6 to 38
     assert history.find(near, 38) is None, "another block before it"
     if image is not None:
@@ -106,7 +106,7 @@ def test_a_part_of_a_run_is_that_part_only() -> None:
 
 def test_the_newest_of_what_happened_to_a_block_counts_whichever_run_it_went_with() -> None:
     history, prompt = History(), Prompt.of([1, 2, 3, 4, 5, 6, 7, 8], SIZE)
-    history.record(prompt, 2, HistoryEvent(Fate.LATE, "storage", 1.0))
+    history.record(prompt, 2, HistoryEvent(MissCause.LATE, "storage", 1.0))
     lose_from(1, prompt, history, at=7.0)
     lose_from(1, Prompt.of([1, 2, 3, 4], SIZE), history, at=9.0)  # its first block once more
     assert [e.at if (e := history.find(prompt, n)) else None for n in range(4)] == [None, 9, 7, 7]
@@ -149,7 +149,7 @@ def test_what_is_remembered_of_blocks_that_went_takes_13_mb_at_most(blocks: int)
 
 def test_the_oldest_events_are_forgotten_and_one_that_repeats_is_new() -> None:
     history, prompts = History(2), [Prompt.of([n, n], SIZE) for n in range(3)]
-    late = HistoryEvent(Fate.LATE, "storage", 1.0)
+    late = HistoryEvent(MissCause.LATE, "storage", 1.0)
     for prompt in (prompts[0], prompts[1], prompts[0], prompts[2]):
         history.record(prompt, 0, late)
     assert len(history) == 2

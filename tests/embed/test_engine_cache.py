@@ -36,7 +36,7 @@ from tierkv.pd.settings import HandoffSettings
 from tierkv.ranks.link import Plan
 from tierkv.ranks.memory import EnginePlanes
 from tierkv.ranks.worker_planes import Finished, WorkerPlanes
-from tierkv.sched.events import Happening
+from tierkv.sched.events import CacheEventKind
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.factory import StoreSettings, open_store
@@ -724,7 +724,12 @@ def test_what_happens_to_blocks_is_told_as_events() -> None:
     with engine() as on:
         on.save("a", tokens_of(2 * BLOCK), [0, 1])
         [event] = on.cache.read_events()
-        assert (event.kind, event.tier, event.start, event.stop) == (Happening.STORED, "host", 0, 2)
+        assert (event.kind, event.tier, event.start, event.stop) == (
+            CacheEventKind.STORED,
+            "host",
+            0,
+            2,
+        )
         assert on.cache.reset().wait(PATIENCE_S) == 0
         assert on.lookup("b", tokens_of(2 * BLOCK)) == Found(0)
 

@@ -15,7 +15,7 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
 from tierkv.gpu.protocol import Direction
 from tierkv.sched import events as sched_events
-from tierkv.sched.events import CacheEvent, Happening, Subscription
+from tierkv.sched.events import CacheEvent, CacheEventKind, Subscription
 
 THROUGH, NONE = WritePolicy.WRITE_THROUGH, WritePolicy.NONE
 
@@ -24,7 +24,7 @@ async def heard(subscription: Subscription, count: int) -> list[CacheEvent]:
     return [await finish(anext(subscription)) for _ in range(count)]
 
 
-def blocks(events: list[CacheEvent], kind: Happening, tier: str) -> list[int]:
+def blocks(events: list[CacheEvent], kind: CacheEventKind, tier: str) -> list[int]:
     return sorted(
         block
         for event in events
@@ -51,16 +51,16 @@ async def test_stored_loaded_and_evicted_are_told_for_each_tier() -> None:
             await here.run(tokens(18))
             events = await everything(subscription)
             for tier in ("device", "host", "storage"):
-                assert blocks(events, Happening.STORED, tier) == [0, 1, 2, 3, 4], tier
+                assert blocks(events, CacheEventKind.STORED, tier) == [0, 1, 2, 3, 4], tier
             await here.run(tokens(32, 500))
             events = await everything(subscription)
-            assert blocks(events, Happening.EVICTED, "device") == [0, 1, 2, 3, 4]
+            assert blocks(events, CacheEventKind.EVICTED, "device") == [0, 1, 2, 3, 4]
             await here.run(tokens(18))
             events = await everything(subscription)
-            assert blocks(events, Happening.LOADED, "device") == [0, 1, 2, 3]
+            assert blocks(events, CacheEventKind.LOADED, "device") == [0, 1, 2, 3]
             here.service.reset()
             events = await everything(subscription)
-            assert 0 in blocks(events, Happening.EVICTED, "host")
+            assert 0 in blocks(events, CacheEventKind.EVICTED, "host")
 
 
 async def test_what_is_fetched_is_told_as_stored_on_the_host() -> None:
@@ -68,7 +68,7 @@ async def test_what_is_fetched_is_told_as_stored_on_the_host() -> None:
         with here.service.events.subscribe() as subscription:
             await here.run(tokens(18))
             events = await everything(subscription)
-        assert blocks(events, Happening.STORED, "host") == [0, 1, 2, 3, 4]
+        assert blocks(events, CacheEventKind.STORED, "host") == [0, 1, 2, 3, 4]
         stored = [event for event in events if event.tier == "host"]
         keys = [key.digest for key in here.keys(tokens(18))]
         assert [digest for event in stored for digest in event.digests] == keys
@@ -117,7 +117,7 @@ async def test_each_run_is_an_event_with_a_number_of_its_own() -> None:
             [leaf] = [
                 n for n in here.service.index.spaces.nodes() if n.tokens.startswith(pack([8]))
             ]
-            here.service.events.tell(Happening.STORED, "storage", leaf, 0, 4)
+            here.service.events.tell(CacheEventKind.STORED, "storage", leaf, 0, 4)
             first, second = await heard(subscription, 2)
             assert (first.start, first.stop, second.start, second.stop) == (0, 2, 2, 4)
             assert second.number == first.number + 1
@@ -138,12 +138,12 @@ async def test_what_was_stored_after_a_question_is_not_lost_by_its_answer() -> N
             events.tell_stored(runs, events.now())  # written once more
             early(second)
             told = await everything(subscription)
-            assert blocks(told, Happening.STORED, "storage") == [0, 1, 2, 3]
-            assert blocks(told, Happening.EVICTED, "storage") == []
+            assert blocks(told, CacheEventKind.STORED, "storage") == [0, 1, 2, 3]
+            assert blocks(told, CacheEventKind.EVICTED, "storage") == []
             await here.run(tokens(8, 500))
             events.asking()(second)  # and all that follows it
             told = await everything(subscription)
-            assert blocks(told, Happening.EVICTED, "storage") == [1, 2, 3]
+            assert blocks(told, CacheEventKind.EVICTED, "storage") == [1, 2, 3]
 
 
 @pytest.mark.parametrize("way", ["publish", "backup"])
@@ -160,7 +160,7 @@ async def test_blocks_that_a_publish_or_a_backup_stores_or_misses_are_told(way: 
 
         with here.service.events.subscribe() as subscription:
             await store("first")
-            assert blocks(await everything(subscription), Happening.STORED, "storage") == [
+            assert blocks(await everything(subscription), CacheEventKind.STORED, "storage") == [
                 *range(4)
             ]
             await here.the_store.delete(here.names(tokens(18))[2:])
@@ -171,10 +171,16 @@ async def test_blocks_that_a_publish_or_a_backup_stores_or_misses_are_told(way: 
             await here.ended(request)
             node = index.match(prompt).node
             assert node.stored_in(0, 4).tolist() == [True, True, False, False]
-            assert blocks(await everything(subscription), Happening.EVICTED, "storage") == [2, 3]
+            assert blocks(await everything(subscription), CacheEventKind.EVICTED, "storage") == [
+                2,
+                3,
+            ]
             await store("second")
             assert index.match(prompt).node.stored_in(0, 4).all()
-            assert blocks(await everything(subscription), Happening.STORED, "storage") == [2, 3]
+            assert blocks(await everything(subscription), CacheEventKind.STORED, "storage") == [
+                2,
+                3,
+            ]
 
 
 async def test_a_published_tail_is_not_told_as_the_block_that_a_request_made_of_it() -> None:
@@ -185,7 +191,7 @@ async def test_a_published_tail_is_not_told_as_the_block_that_a_request_made_of_
             here.compute(request, tokens(20), 18)
             await finish(here.service.commit(request, pack(tokens(20))))
             await finish(here.service.publish(request, "ticket", [18]))
-            told = blocks(await everything(subscription), Happening.STORED, "storage")
+            told = blocks(await everything(subscription), CacheEventKind.STORED, "storage")
             assert told == [0, 1, 2, 3]
             await here.ended(request)
 
@@ -202,7 +208,7 @@ async def test_what_is_written_to_a_store_that_was_detached_meanwhile_is_not_tol
             here.the_store.release()
             await here.settle()
             events = await everything(subscription)
-        assert blocks(events, Happening.STORED, "storage") == []
+        assert blocks(events, CacheEventKind.STORED, "storage") == []
 
 
 async def test_of_too_many_stored_blocks_the_oldest_are_told_to_be_gone(
@@ -215,7 +221,7 @@ async def test_of_too_many_stored_blocks_the_oldest_are_told_to_be_gone(
             await here.run(tokens(16))
             await here.run(tokens(16, 500))
             events = await everything(subscription)
-        gone = [event for event in events if event.kind is Happening.EVICTED]
+        gone = [event for event in events if event.kind is CacheEventKind.EVICTED]
         keys = [key.digest for key in here.keys(tokens(16))]
         assert [digest for event in gone for digest in event.digests] == keys[:3]
 
@@ -258,6 +264,8 @@ async def test_a_block_that_a_fetch_finds_on_its_way_from_the_device_is_not_told
             here.latch.release()
             here.service.end(fetched)
             await here.ended(computes)
-            told = [one.tier for one in await everything(events) if one.kind is Happening.STORED]
+            told = [
+                one.tier for one in await everything(events) if one.kind is CacheEventKind.STORED
+            ]
         assert here.service.stats().host.used == 0, "the one copy that was begun has failed"
         assert set(told) == {"device", "storage"}

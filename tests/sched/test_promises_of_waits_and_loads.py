@@ -15,7 +15,7 @@ from tests.world import World, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.gpu.protocol import Direction
 from tierkv.sched import lifecycle
-from tierkv.sched.events import Happening
+from tierkv.sched.events import CacheEventKind
 
 NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH
 COMPUTE_S = 1.0
@@ -123,6 +123,8 @@ async def test_a_tail_that_a_fetch_finds_on_its_way_from_the_device_is_not_told_
             fetched = await finish(fetching)
             here.latch.release()
             await here.ended(fetched)
-            told = [one.tier for one in await everything(events) if one.kind is Happening.STORED]
+            told = [
+                one.tier for one in await everything(events) if one.kind is CacheEventKind.STORED
+            ]
         assert here.service.stats().host.used == 0, "the copies that were begun have failed"
         assert set(told) == {"device"}

@@ -26,7 +26,7 @@ from tierkv.errors import BadRequestError, StoreUnavailableError, TierKVError
 from tierkv.gpu.protocol import Direction
 from tierkv.sched import copies, fetch, lifecycle
 from tierkv.sched.copies import path_keys
-from tierkv.sched.events import Happening, Subscription
+from tierkv.sched.events import CacheEventKind, Subscription
 
 STEPS = 150
 
@@ -58,7 +58,7 @@ async def told(events: Subscription) -> set[Copy]:
                 event = await anext(events)
             for digest in event.digests:
                 copy = event.tier, event.space, digest
-                if event.kind is Happening.EVICTED:
+                if event.kind is CacheEventKind.EVICTED:
                     copies.discard(copy)
                 elif event.tier != "storage":
                     copies.add(copy)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.world import world
 from tierkv.cache.eviction import WritePolicy
-from tierkv.sched.events import Happening
+from tierkv.sched.events import CacheEventKind
 
 
 async def test_each_forgotten_block_has_a_lifetime() -> None:
@@ -40,7 +40,7 @@ async def test_evictions_are_counted_as_they_are_told(host_write: WritePolicy) -
             for one in events.take():
                 for digest in one.digests:
                     of_block = copies.setdefault(digest, set())
-                    if one.kind is Happening.EVICTED:
+                    if one.kind is CacheEventKind.EVICTED:
                         told[one.tier] += 1
                         of_block.discard(one.tier)
                         gone += not of_block

@@ -73,7 +73,7 @@ from tierkv.pd.settings import HandoffSettings
 from tierkv.ranks.link import Plan, remove_left_over
 from tierkv.ranks.memory import EnginePlanes, side_by_side
 from tierkv.ranks.worker_planes import Finished, RankSocket, WorkerPlanes
-from tierkv.sched.events import Happening
+from tierkv.sched.events import CacheEventKind
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.factory import StoreSettings, open_guarded_store
@@ -929,7 +929,7 @@ class _SchedulerSide:
             if not names:
                 continue
             medium = MEDIUM_CPU if event.tier == "host" else MEDIUM_STORAGE
-            if event.kind is Happening.EVICTED:
+            if event.kind is CacheEventKind.EVICTED:
                 yield BlockRemoved(block_hashes=names, medium=medium, group_idx=event.group)
             else:
                 yield BlockStored(

@@ -16,7 +16,7 @@ from tierkv.cache.keys import TOKEN_BYTES, Prompt
 from tierkv.cache.node import HOST, Tier, TreeNode
 
 
-class Fate(Enum):
+class MissCause(Enum):
     """Why a block that was asked for was not there."""
 
     EVICTED = "evicted"
@@ -32,7 +32,7 @@ class Fate(Enum):
 class HistoryEvent(msgspec.Struct, frozen=True, gc=False):
     """at: seconds on the caller's clock. tier: its name, "storage" included."""
 
-    fate: Fate
+    fate: MissCause
     tier: str
     at: float
     detail: str = ""
@@ -104,7 +104,7 @@ class History:
         """Run blocks [first, stop) of `node` went from `tier`; before they are dropped."""
         width = node.token_bytes // node.num_blocks
         name = "host" if tier is HOST else "device"
-        event = HistoryEvent(Fate.EVICTED, name, at_s)
+        event = HistoryEvent(MissCause.EVICTED, name, at_s)
         key = hash((node.space.name, node.start + first, _mark_before(node, first, width)))
         self._keep(key, event)
         if stop - first > 1 and len(node.packed) < self._most_bytes:

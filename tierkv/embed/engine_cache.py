@@ -211,7 +211,7 @@ class _Publish:
 
 
 @dataclass(slots=True, eq=False)
-class _Known:
+class _RequestState:
     """The state of one request.
 
     Attributes:
@@ -276,7 +276,7 @@ class _Step:
     """A plan under way: one part for each group, and in `missing` the ranks that owe a report."""
 
     key: str
-    known: _Known
+    known: _RequestState
     prompt: Prompt
     plan: Plan
     parts: list[_Part]
@@ -391,7 +391,7 @@ class EngineCache:
         self._socket = ranks
         self._ranks = frozenset(range(num_ranks))
         self._numbers = itertools.count(1)
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _RequestState] = {}
         self._counts: dict[str, tuple[Prompt, Call[HostPromise]]] = {}
         self._steps: dict[int, _Step] = {}
         self._num_saving: Counter[str] = Counter()  # saves under way, by key
@@ -510,18 +510,18 @@ class EngineCache:
             known.nothing, known.asks_again_at = found, time.monotonic() + expires
         return found
 
-    def _known_of(self, key: str, prompt: Prompt, ticket: str | None) -> _Known:
+    def _known_of(self, key: str, prompt: Prompt, ticket: str | None) -> _RequestState:
         known = self._known.get(key)
         if known is not None:
             is_same = known.prompt is prompt or known.prompt == prompt
             if is_same and known.ticket == ticket:
                 return known
             self.release(key)
-        known = self._known[key] = _Known(prompt, ticket)
+        known = self._known[key] = _RequestState(prompt, ticket)
         return known
 
     def _ask(
-        self, known: _Known, expires_s: float, names: Sequence[Sequence[ExternalId | None]]
+        self, known: _RequestState, expires_s: float, names: Sequence[Sequence[ExternalId | None]]
     ) -> HostPromise | None:
         """Return the promise once it is made.
 
@@ -650,7 +650,7 @@ class EngineCache:
             self._release(key, "another prompt is saved under its request's key")
             known = None
         if known is None:
-            known = self._known[key] = _Known(prompt, None)
+            known = self._known[key] = _RequestState(prompt, None)
         known.saved_of = prompt
         parts = [
             part
@@ -695,7 +695,7 @@ class EngineCache:
 
     def _saved_part(
         self,
-        known: _Known,
+        known: _RequestState,
         prompt: Prompt,
         group: int,
         positions: Sequence[int],
@@ -880,7 +880,7 @@ class EngineCache:
     def _begin(
         self,
         key: str,
-        known: _Known,
+        known: _RequestState,
         prompt: Prompt,
         parts: list[_Part],
         promise: HostPromise | None = None,
@@ -972,7 +972,7 @@ class EngineCache:
             del self._num_saving[step.key]
             self._polled.saved.append(step.key)
 
-    def _finish_if_saved(self, known: _Known) -> None:
+    def _finish_if_saved(self, known: _RequestState) -> None:
         """Write the ticket once the last save is kept: calls are carried out in order."""
         publish = known.publish
         if publish is None or publish.first_tokens is None or known.num_saves:

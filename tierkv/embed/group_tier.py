@@ -21,7 +21,7 @@ from tierkv.cache.eviction import WritePolicy, WriteRule
 from tierkv.cache.groups import CacheGroup, FlatBlock, FlatBlocks, GroupKind, TokensAt
 from tierkv.cache.keys import Fingerprint, KeyRun, Prompt, StoredKey
 from tierkv.errors import ShuttingDownError, StoreUnavailableError
-from tierkv.sched.events import BlockRun, Happening
+from tierkv.sched.events import BlockRun, CacheEventKind
 from tierkv.sched.log_throttle import LogThrottle
 from tierkv.service.service import GroupMemory, Service
 from tierkv.storage.protocol import GetStatus, PutStatus
@@ -360,7 +360,7 @@ class GroupTier:
                     block.is_stored = True
                     if self.blocks.put(block):
                         left.discard(slots[place])
-                        self._tell(Happening.STORED, block)
+                        self._tell(CacheEventKind.STORED, block)
                         if look.round == round_:
                             self.blocks.hold([block])
                             look.held.append(block)
@@ -395,7 +395,7 @@ class GroupTier:
         for at, slot in reversed(pairs):  # the first goes last
             block = self._made(look, at, look.keys[at], slot)
             if self.blocks.put(block):
-                self._tell(Happening.STORED, block)
+                self._tell(CacheEventKind.STORED, block)
                 self._write_down(block)
             else:
                 unused.append(slot)
@@ -487,13 +487,13 @@ class GroupTier:
         return wrong
 
     def _evicted(self, block: FlatBlock) -> None:
-        self._tell(Happening.EVICTED, block)
+        self._tell(CacheEventKind.EVICTED, block)
 
     def runs(self) -> list[BlockRun]:
         """Return all blocks of the group, each as a run of its own, for events."""
         return [_run(block, self.number) for block in self.blocks]
 
-    def _tell(self, what: Happening, block: FlatBlock) -> None:
+    def _tell(self, what: CacheEventKind, block: FlatBlock) -> None:
         self._service.events.tell_run(what, "host", _run(block, self.number))
 
 

@@ -17,7 +17,7 @@ from time import monotonic
 import msgspec
 import numpy as np
 
-from tierkv.cache.history import Fate, History, HistoryEvent
+from tierkv.cache.history import History, HistoryEvent, MissCause
 from tierkv.cache.index import Lease, Match
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import AgeCounts, Change, CopyState, Ids, Space, Tier
@@ -27,7 +27,7 @@ from tierkv.errors import (
     OverQuotaError,
     RequestTooLargeError,
 )
-from tierkv.sched.events import Happening
+from tierkv.sched.events import CacheEventKind
 from tierkv.sched.fair_queue import Waiting, WaitingLine
 from tierkv.sched.fetch import Fetched
 from tierkv.sched.request import (
@@ -48,7 +48,7 @@ from tierkv.transfer.mover import Movement
 # one token is computed for its logits. not_asked: the request does not use the cache.
 MISS_REASONS = (
     "never_stored",
-    *(fate.reason for fate in Fate),
+    *(fate.reason for fate in MissCause),
     "in_flight",
     "last_token",
     "not_asked",
@@ -234,7 +234,7 @@ class HostLoads:
             del self._active[int(load.slots[0])]
             self._index.change(Tier.DEVICE, load.lease.node, load.first, load.stop, Change.ARRIVE)
             node = load.lease.node
-            self._tiers.events.tell(Happening.LOADED, "device", node, load.first, load.stop)
+            self._tiers.events.tell(CacheEventKind.LOADED, "device", node, load.first, load.stop)
         else:
             self._fail(load)
         self._index.release(load.lease)

@@ -16,7 +16,7 @@ from tierkv.cache.index import Index, Lease, Match, runs_of, segments
 from tierkv.cache.keys import TOKEN_BYTES, KeyRun, Prompt, StoredKey, Tail
 from tierkv.cache.node import Change, CopyState, Ids, Mask, Tier, TreeNode
 from tierkv.errors import OutOfBlocksError, ShuttingDownError, TransferError
-from tierkv.sched.events import BlockRun, CacheEvents, EventPoint, Happening
+from tierkv.sched.events import BlockRun, CacheEventKind, CacheEvents, EventPoint
 from tierkv.sched.eviction import CopyDown, Eviction
 from tierkv.sched.log_throttle import LogThrottle
 from tierkv.sched.planner import Step
@@ -643,7 +643,7 @@ class Copies:
             return False
         index.change(Tier.HOST, node, first, stop, Change.ARRIVE)
         self._eviction.stats.offloaded_blocks += stop - first
-        self._events.tell(Happening.STORED, "host", node, first, stop)
+        self._events.tell(CacheEventKind.STORED, "host", node, first, stop)
         self._work.capacity_changed()  # waits for these blocks on the host end too
         return True
 

@@ -30,7 +30,7 @@ _GO_AT_ONCE = 1024
 ExternalId = str | int | bytes  # what an engine calls a block of its own
 
 
-class Happening(Enum):
+class CacheEventKind(Enum):
     STORED = "stored"  # a whole copy is there now, by computing, offload, fetch or flush
     LOADED = "loaded"  # a copy came back to the device from the host
     EVICTED = "evicted"
@@ -49,7 +49,7 @@ class CacheEvent(msgspec.Struct, frozen=True):
     """
 
     number: int
-    kind: Happening
+    kind: CacheEventKind
     tier: str
     space: str
     start: int
@@ -194,7 +194,7 @@ class CacheEvents:
                 self._stored.clear()
                 self._below.clear()
 
-    def tell(self, kind: Happening, tier: str, node: TreeNode, start: int, stop: int) -> None:
+    def tell(self, kind: CacheEventKind, tier: str, node: TreeNode, start: int, stop: int) -> None:
         """Path blocks [start, stop) of `node`; one event for each run."""
         if not self._subscriptions:
             return
@@ -257,7 +257,7 @@ class CacheEvents:
                     for index, digest in enumerate(part.digests):
                         known = self._stored[digest] = _Stored(part, index, self._number)
                         self._below.setdefault(known.parent, {})[digest] = None
-                    self.tell_run(Happening.STORED, "storage", part)
+                    self.tell_run(CacheEventKind.STORED, "storage", part)
         if len(self._stored) > MOST_STORED:
             self._lose(list(islice(self._stored, _GO_AT_ONCE)))
 
@@ -308,7 +308,7 @@ class CacheEvents:
             if not below:
                 del self._below[block.parent]
         for run in _joined(lost):
-            self.tell_run(Happening.EVICTED, "storage", run)
+            self.tell_run(CacheEventKind.EVICTED, "storage", run)
 
     def note_name(self, digest: bytes, name: ExternalId) -> None:
         """Events about the block of this key say from now on what its engine calls it."""
@@ -317,7 +317,7 @@ class CacheEvents:
         while len(self._names) > self.most_names:
             self._names.popitem(last=False)
 
-    def event(self, kind: Happening, tier: str, run: BlockRun) -> CacheEvent:
+    def event(self, kind: CacheEventKind, tier: str, run: BlockRun) -> CacheEvent:
         """Of `run`, with the number of the last one told."""
         names: tuple[ExternalId | None, ...] = ()
         parent = None
@@ -342,7 +342,7 @@ class CacheEvents:
             external_parent=parent,
         )
 
-    def tell_run(self, kind: Happening, tier: str, run: BlockRun) -> None:
+    def tell_run(self, kind: CacheEventKind, tier: str, run: BlockRun) -> None:
         """Of `runs`, by now or earlier: the index may have forgotten its blocks."""
         self._number += 1
         event = self.event(kind, tier, run)

@@ -15,7 +15,7 @@ from tierkv.cache.history import History
 from tierkv.cache.index import Index, runs_of
 from tierkv.cache.node import HOST, TICKS_PER_S, AgeCounts, CopyState, Ids, Space, Tier, TreeNode
 from tierkv.errors import ConfigError, OutOfBlocksError, OverQuotaError
-from tierkv.sched.events import CacheEvents, Happening
+from tierkv.sched.events import CacheEventKind, CacheEvents
 from tierkv.sched.planner import Step, plan_eviction
 from tierkv.sched.slots import Slots, Work
 
@@ -316,7 +316,7 @@ class Eviction:
         self.history.evicted(node, start, stop, tier, now)
         if self._events.has_listeners:
             name, first = tier.name.lower(), node.start
-            self._events.tell(Happening.EVICTED, name, node, first + start, first + stop)
+            self._events.tell(CacheEventKind.EVICTED, name, node, first + start, first + stop)
         return self._slots.free_of(tier, self.index.drop(tier, node, start, stop))
 
     def forget(self, node: TreeNode, start: int) -> None:
@@ -353,7 +353,9 @@ class Eviction:
                     part.copies[tier].is_in(CopyState.READY, first, part.num_blocks)
                 ):
                     at = part.start + first
-                    self._events.tell(Happening.EVICTED, tier.name.lower(), part, at + i, at + j)
+                    self._events.tell(
+                        CacheEventKind.EVICTED, tier.name.lower(), part, at + i, at + j
+                    )
 
     def evict_below(self, tier: Tier, node: TreeNode, start: int) -> None:
         """Evict the copies on `tier` of run blocks from `start` on, and of all blocks below them.

@@ -15,14 +15,14 @@ from typing import Protocol
 import numpy as np
 
 from tierkv import tracing
-from tierkv.cache.history import Fate, HistoryEvent
+from tierkv.cache.history import HistoryEvent, MissCause
 from tierkv.cache.index import Lease, runs_of
 from tierkv.cache.keys import TOKEN_BYTES, Prompt, StoredKey, Tail
 from tierkv.cache.node import Ids, Mask, Space, Tier
 from tierkv.errors import OutOfBlocksError, StoreUnavailableError
 from tierkv.sched.budget import Budget
 from tierkv.sched.copies import GROUP_BLOCKS, Beyond, keys_beyond
-from tierkv.sched.events import Happening
+from tierkv.sched.events import CacheEventKind
 from tierkv.sched.log_throttle import LogThrottle
 from tierkv.sched.tiers import Tiers
 from tierkv.sched.worth import SLACK_S, Decision, Estimator, Transfer
@@ -189,7 +189,7 @@ class FetchGroups:
             kept[list(refused)] = False
             node = landed.lease.node
             for start, stop in runs_of(kept[:blocks]):  # others had, or bring, their own copies
-                tiers.events.tell(Happening.STORED, "host", node, first + start, first + stop)
+                tiers.events.tell(CacheEventKind.STORED, "host", node, first + start, first + stop)
             tiers.copies.note_stored(landed.lease.node, first, first + blocks, began)
         landed.direct += _direct(outcomes[:arrived], keys, first * index.block_size)
         if arrived > blocks:
@@ -197,7 +197,7 @@ class FetchGroups:
                 Tier.HOST, landed.lease, prompt, int(slots[blocks])
             )
             if kept[blocks]:
-                tiers.events.tell(Happening.STORED, "host", tail, tail.start, tail.end)
+                tiers.events.tell(CacheEventKind.STORED, "host", tail, tail.start, tail.end)
             landed.tail = index.hold(tail, tail.end)
             tiers.copies.note_stored(tail, tail.start, tail.end, began)
         self._end(group)  # with the insertion, or for a turn of the loop two would own the slots
@@ -294,7 +294,7 @@ class SharedTails:
             whole = _ending_in(prompt, at.num_blocks, found.tail)
             tail, is_kept = index.insert_tail(Tier.HOST, at, whole, int(slots[0]))
             if is_kept:
-                tiers.events.tell(Happening.STORED, "host", tail, tail.start, tail.end)
+                tiers.events.tell(CacheEventKind.STORED, "host", tail, tail.start, tail.end)
             lease = index.hold(tail, tail.end)
             tiers.copies.note_stored(tail, tail.start, tail.end, began)
             return lease
@@ -315,7 +315,7 @@ def _ending_in(prompt: Prompt, num_blocks: int, tail: Tail) -> Prompt:
 
 log = logging.getLogger(__name__)
 
-_FATES = {GetStatus.DAMAGED: Fate.DAMAGED, GetStatus.FAILED: Fate.FAILED}
+_FATES = {GetStatus.DAMAGED: MissCause.DAMAGED, GetStatus.FAILED: MissCause.FAILED}
 
 
 @dataclass(slots=True)
@@ -569,7 +569,7 @@ class _Fetch:
     is_late: bool = False
     began_at: float = field(default_factory=time.monotonic)
     matched_at: float = 0.0
-    fate: Fate | None = None
+    fate: MissCause | None = None
     is_whole: bool = False
 
     async def run(self) -> None:
@@ -585,9 +585,9 @@ class _Fetch:
         except TimeoutError:
             is_over = True
             if not self.is_whole:
-                self._ends(Fate.LATE, "storage took too long")
+                self._ends(MissCause.LATE, "storage took too long")
         except StoreUnavailableError as error:
-            self._ends(Fate.FAILED, str(error))
+            self._ends(MissCause.FAILED, str(error))
         except BaseException:
             # An unexpected error stops the service; cancel the caller's wait.
             self.outcome.cancel()
@@ -621,9 +621,9 @@ class _Fetch:
         if not self.is_whole:
             question = self.question
             if question is not None and question.is_try and not question.wait_s:
-                self._ends(Fate.NOT_WORTH_IT, question.reason)
+                self._ends(MissCause.NOT_WORTH_IT, question.reason)
             else:
-                self._ends(Fate.LATE, "storage took too long")
+                self._ends(MissCause.LATE, "storage took too long")
         if self.scope.expired() or asyncio.get_running_loop().time() >= self.deadline_at:
             self._finish_claims()  # others must not wait for a store that keeps the buffers
         self.is_late = True
@@ -645,9 +645,9 @@ class _Fetch:
         )
         self.outcome.set_result(fetched)
 
-    def _ends(self, fate: Fate, reason: str) -> None:
+    def _ends(self, fate: MissCause, reason: str) -> None:
         """Note that the fetch stops for a reason that is not an answer of the store."""
-        status = GetStatus.MISS if fate is Fate.NOT_WORTH_IT else GetStatus.FAILED
+        status = GetStatus.MISS if fate is MissCause.NOT_WORTH_IT else GetStatus.FAILED
         self.landed.problem, self.fate = GetOutcome(status, reason), fate
 
     # Asking and bringing
@@ -671,7 +671,7 @@ class _Fetch:
             if len(wanted) < present:  # and what follows these is computed
                 self.is_whole = self.landed.num_tokens == len(wanted) * self.prompt.block_size
                 if self.is_whole:
-                    self._ends(Fate.NOT_WORTH_IT, "computed, to learn how fast the engine is")
+                    self._ends(MissCause.NOT_WORTH_IT, "computed, to learn how fast the engine is")
                 return
         if self.landed.problem is None:
             self.is_whole = True
@@ -848,7 +848,7 @@ class _Fetch:
 
     def _refuse(self, verdict: Decision) -> None:
         self.shared.tiers.decisions.recompute_storage += 1
-        self._ends(Fate.NOT_WORTH_IT, verdict.reason)
+        self._ends(MissCause.NOT_WORTH_IT, verdict.reason)
 
     def _finish_claims(self) -> None:
         for run in self.claimed:
@@ -870,7 +870,7 @@ class _Fetch:
     def _learn(self) -> None:
         """Record the problem of this fetch for `explain`, and log it."""
         tiers, landed, problem = self.shared.tiers, self.landed, self.landed.problem
-        tiers.decisions.recompute_late += self.fate is Fate.LATE
+        tiers.decisions.recompute_late += self.fate is MissCause.LATE
         if problem is None:
             return
         fate = self.fate or _FATES.get(problem.status)
@@ -879,7 +879,7 @@ class _Fetch:
             event = HistoryEvent(fate, "storage", now, problem.reason)
             tiers.eviction.history.record(self.prompt, landed.lease.num_blocks, event)
         if problem.status is not GetStatus.MISS:
-            if fate is Fate.LATE and asyncio.get_running_loop().time() < self.deadline_at:
+            if fate is MissCause.LATE and asyncio.get_running_loop().time() < self.deadline_at:
                 log.debug("fetch ended early: %s", problem.reason)
             else:
                 self.shared.ended_early.warn(problem.reason)

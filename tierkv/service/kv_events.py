@@ -27,7 +27,7 @@ from tierkv.cache.index import Index
 from tierkv.cache.keys import Fingerprint
 from tierkv.cache.node import CopyState, Tier, TreeNode
 from tierkv.errors import ConfigError, how_to_install
-from tierkv.sched.events import CacheEvent, CacheEvents, ExternalId, Happening
+from tierkv.sched.events import CacheEvent, CacheEventKind, CacheEvents, ExternalId
 from tierkv.sched.log_throttle import LogThrottle
 from tierkv.tasks import supervised, task_group
 
@@ -202,7 +202,8 @@ class KvEventPublisher:
         Events of the same time are queued, and follow it.
         """
         stored = [
-            self._events.event(Happening.STORED, "storage", run) for run in self._events.stored()
+            self._events.event(CacheEventKind.STORED, "storage", run)
+            for run in self._events.stored()
         ]
         for batch in _batches(stored):
             self._send(publisher, [self._encoded(one) for one in batch])
@@ -215,12 +216,12 @@ class KvEventPublisher:
             nodes.extend(node.children.values())
             for tier, first, stop in () if node.is_tail else _ready(node):
                 for run in self._events.runs(node, first, stop):
-                    event = self._events.event(Happening.STORED, tier, run)
+                    event = self._events.event(CacheEventKind.STORED, tier, run)
                     self._send(publisher, [self._encoded(event)])
             await asyncio.sleep(0)
         for run in self._events.beside():
             if not run.is_tail:
-                event = self._events.event(Happening.STORED, "host", run)
+                event = self._events.event(CacheEventKind.STORED, "host", run)
                 self._send(publisher, [self._encoded(event)])
 
     def _encoded(self, event: CacheEvent) -> dict[str, Any]:
@@ -234,7 +235,7 @@ class KvEventPublisher:
         is_plain = group is None or (len(groups) == 1 and group.kind.name == "FULL")
         names = event.external_ids or (None,) * len(event.digests)
         hashes = [self._hash(*both) for both in zip(names, event.digests, strict=True)]
-        if event.kind is Happening.EVICTED:
+        if event.kind is CacheEventKind.EVICTED:
             removed = {
                 "type": "BlockRemoved",
                 "block_hashes": hashes,

@@ -41,8 +41,8 @@ from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.tenants import Limits
 from tierkv.sched.worth import FetchPolicy
+from tierkv.service.components import Components, Memory, ServiceConfig, check, host_memory, opened
 from tierkv.service.kv_events import EventsSection, KvEventPublisher
-from tierkv.service.parts import MadeOf, Memory, Parts, check, host_memory, opened
 from tierkv.storage import maintenance
 from tierkv.storage.protocol import Store, StoredValue
 from tierkv.tasks import failures_told_to, task_group
@@ -194,7 +194,9 @@ class Service:
         beside: Sequence[tuple[Fingerprint, int]] = (),
         kv_events: EventsSection | None = None,
     ) -> None:
-        made_of = MadeOf(device, fingerprint, settings, handoff, name, clock or SystemClock())
+        made_of = ServiceConfig(
+            device, fingerprint, settings, handoff, name, clock or SystemClock()
+        )
         self.ranks = check(made_of)
         self.fingerprint, self.settings, self.device = fingerprint, settings, device
         self._made_of = made_of
@@ -283,7 +285,7 @@ class Service:
             self.drain()
         self.on_failure()
 
-    def _adopt(self, parts: Parts) -> None:
+    def _adopt(self, parts: Components) -> None:
         """Make the opened parts attributes of the service."""
         self._parts = parts
         self.mover, self.index, self.tiers = parts.mover, parts.index, parts.tiers

@@ -22,7 +22,7 @@ from tierkv.gpu.protocol import Ids, PeerPlanes, Planes, SharedPlanes, Sharing
 from tierkv.pd.direct.offers import Speeds
 from tierkv.pd.settings import DirectPath
 from tierkv.pd.tickets import HandoffStats
-from tierkv.sched.events import Happening
+from tierkv.sched.events import CacheEventKind
 from tierkv.sched.tiers import Tiers
 from tierkv.storage.base import WorkerThreads
 from tierkv.tasks import supervised
@@ -276,6 +276,6 @@ class Landing:
         stop = first + len(slots)
         refused = index.insert(Tier.DEVICE, path, prompt, stop, slots)
         tiers.copies.note_stored(path.node, first, path.num_blocks, tiers.events.now())
-        tiers.events.tell(Happening.LOADED, "device", path.node, first, path.num_blocks)
+        tiers.events.tell(CacheEventKind.LOADED, "device", path.node, first, path.num_blocks)
         self._stats.device_blocks += len(slots) - len(refused)
         return slots[list(refused)]

@@ -174,7 +174,7 @@ def _close_again(opening: asyncio.Future[Planes]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class MadeOf:
+class ServiceConfig:
     """The values that a service is built from.
 
     Attributes:
@@ -201,11 +201,11 @@ class MadeOf:
         self.fingerprints[""] = self.fingerprint
 
 
-class Parts:
+class Components:
     """Builder and owner of the service's parts. Nothing starts before `running()`."""
 
     def __init__(
-        self, made_of: MadeOf, mover: Mover, host: HostSlots, storage: StorageTier
+        self, made_of: ServiceConfig, mover: Mover, host: HostSlots, storage: StorageTier
     ) -> None:
         self.mover = mover
         self._storage = storage
@@ -268,7 +268,7 @@ class Parts:
             watermarks=settings.watermarks(),
         )
 
-    def _hand_over(self, made_of: MadeOf, peers: PeerSource, stats: HandoffStats) -> None:
+    def _hand_over(self, made_of: ServiceConfig, peers: PeerSource, stats: HandoffStats) -> None:
         settings, storage, clock = made_of.handoff, self._storage.io, made_of.clock
         values = SmallValues(storage.store, self._storage.options.small)
         lease = ProducerLease(storage, values, clock, lease_s=settings.producer_lease_s)
@@ -332,7 +332,7 @@ class Parts:
         return observe.stats(self.scheduler, self.mover, self.tiers.copies.storage, self.handoff)
 
 
-def check(made_of: MadeOf) -> RankedDevice | None:
+def check(made_of: ServiceConfig) -> RankedDevice | None:
     """Check that device, layout and settings fit; return the device if it has ranks, else None.
 
     Raises:
@@ -351,8 +351,10 @@ def check(made_of: MadeOf) -> RankedDevice | None:
 
 
 @asynccontextmanager
-async def opened(made_of: MadeOf, memory: Memory, storage: StorageTier) -> AsyncIterator[Parts]:
-    """Open the parts; at the end wait for every copy, and recount. See Parts.running."""
+async def opened(
+    made_of: ServiceConfig, memory: Memory, storage: StorageTier
+) -> AsyncIterator[Components]:
+    """Open the parts; at the end wait for every copy, and recount. See Components.running."""
     settings, ranks = made_of.settings, check(made_of)
     device = made_of.device
     slicing = device if isinstance(device, SharedCpuDevice) else ranks
@@ -371,6 +373,6 @@ async def opened(made_of: MadeOf, memory: Memory, storage: StorageTier) -> Async
             block_ttl_s=made_of.handoff.block_ttl_s,
         )
         await stack.enter_async_context(storing)
-        parts = Parts(made_of, mover, memory.host, storage)
+        parts = Components(made_of, mover, memory.host, storage)
         await stack.enter_async_context(parts.running())
         yield parts
