@@ -65,4 +65,4 @@ def test_a_block_ready_below_one_that_still_comes_is_a_finding() -> None:
     upper.device.uniform = CopyState.INCOMING
     wrong = invariants.findings(index, pools, NOBODY)
     assert len(wrong) == 2, "both runs below are named"
-    assert all("parent block is not there, or still comes" in text for text in wrong)
+    assert all("without a ready parent block there" in text for text in wrong)

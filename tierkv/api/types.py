@@ -93,7 +93,9 @@ class PromptBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @staticmethod
     def _encoded(text: str, tokenizer: Tokenizer | None, most_tokens: int) -> bytes:
         if tokenizer is None:
-            raise FieldError("this node has no tokenizer: give tokens")
+            raise FieldError(
+                "this node has no model of its own, and no tokenizer: give tokens instead of text"
+            )
         if tokenizer.fewest_tokens(text) > most_tokens:
             raise RequestTooLargeError(f"a prompt has at most {most_tokens} tokens here")
         return tokenizer.encode(text)
