@@ -358,7 +358,7 @@ def test_models_of_other_weights_share_nothing(tmp_path: Path) -> None:
         assert cache.last_hit == PromptHit()
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT's affair
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # raised by PEFT
 def test_what_an_adapter_of_peft_computes_is_found_only_while_it_does_the_same(
     tmp_path: Path,
 ) -> None:
@@ -434,7 +434,7 @@ def test_hooks_that_may_change_what_is_computed_are_part_of_it(tmp_path: Path) -
     handle.remove()
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT's affair
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # raised by PEFT
 def test_virtual_tokens_are_refused() -> None:
     peft = pytest.importorskip("peft")
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)

@@ -297,7 +297,7 @@ async def test_who_asks_for_replays_and_reads_none_takes_little_memory_and_holds
         node = here.service.index.match(here.prompt(tokens(1024))).node
         for _ in range(1000):  # of 9 KB each
             told = publisher.num_batches
-            here.service.events.tell(CacheEventKind.EVICTED, "device", node, 0, 256)
+            here.service.events.publish(CacheEventKind.EVICTED, "device", node, 0, 256)
             while publisher.num_batches == told:  # noqa: ASYNC110 - the test is one loop
                 await asyncio.sleep(0)
         before = resident_bytes()
@@ -340,7 +340,7 @@ async def test_events_that_are_lost_leave_a_gap_and_all_is_told_again(
         lost = publisher.num_lost
         node = here.service.index.match(here.prompt(tokens(16))).node
         for _ in range(10):  # in one turn of the loop, so that nothing is sent in between
-            here.service.events.tell(CacheEventKind.EVICTED, "device", node, 0, 4)
+            here.service.events.publish(CacheEventKind.EVICTED, "device", node, 0, 4)
         await until(lambda: publisher.num_lost > lost, "events are lost")
         while not reader.num_cleared:
             await reader.read()

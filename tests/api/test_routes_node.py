@@ -374,7 +374,7 @@ async def test_a_reader_that_falls_behind_is_told_how_much_it_lost() -> None:
             node = next(iter(on.node.service.index.spaces.nodes()))
             events = on.node.service.tiers.events
             for number in range(RING_EVENTS + 100):
-                events.tell(CacheEventKind.STORED, "device", node, 0, 1)
+                events.publish(CacheEventKind.STORED, "device", node, 0, 1)
                 if number % 1000 == 0:
                     await asyncio.sleep(0)
             await asyncio.sleep(0)

@@ -887,7 +887,10 @@ def test_settings_that_are_not_there_are_named() -> None:
         ({"host_byte": 1}, r"no setting host_byte \(did you mean host_bytes\?"),
         ({"colour": 1}, "no setting colour; known here: .*host_bytes"),
         ({"host_bytes": "much"}, "Expected `int`, got `str`"),
-        ({"node": "/run/tierkv/engines", "host_bytes": 1 << 30}, "the node's affair"),
+        (
+            {"node": "/run/tierkv/engines", "host_bytes": 1 << 30},
+            "node cannot be combined with host_bytes, .*: remove host_bytes",
+        ),
     ]
     for given, problem in cases:
         with pytest.raises(ConfigError, match=f"kv_connector_extra_config: .*{problem}"):

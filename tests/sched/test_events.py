@@ -117,7 +117,7 @@ async def test_each_run_is_an_event_with_a_number_of_its_own() -> None:
             [leaf] = [
                 n for n in here.service.index.spaces.nodes() if n.tokens.startswith(pack([8]))
             ]
-            here.service.events.tell(CacheEventKind.STORED, "storage", leaf, 0, 4)
+            here.service.events.publish(CacheEventKind.STORED, "storage", leaf, 0, 4)
             first, second = await heard(subscription, 2)
             assert (first.start, first.stop, second.start, second.stop) == (0, 2, 2, 4)
             assert second.number == first.number + 1
@@ -133,9 +133,9 @@ async def test_what_was_stored_after_a_question_is_not_lost_by_its_answer() -> N
             events, index = here.service.events, here.service.index
             runs = events.runs(index.match(here.prompt(tokens(16))).node, 0, 4)
             second = runs[0].digests[1]
-            events.tell_stored(runs, events.now())
+            events.publish_stored(runs, events.now())
             early = events.asking()
-            events.tell_stored(runs, events.now())  # written once more
+            events.publish_stored(runs, events.now())  # written once more
             early(second)
             told = await everything(subscription)
             assert blocks(told, CacheEventKind.STORED, "storage") == [0, 1, 2, 3]

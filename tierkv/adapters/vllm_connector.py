@@ -169,9 +169,15 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     prefix: str = "tierkv"
 
     def __post_init__(self) -> None:
-        if self.node and (self.store or self.other_ranks or self.host_bytes != _HOST_BYTES):
+        own = {
+            "store": bool(self.store),
+            "host_bytes": self.host_bytes != _HOST_BYTES,
+            "other_ranks": bool(self.other_ranks),
+        }
+        if self.node and (given := " and ".join(name for name in own if own[name])):
             raise ConfigError(
-                "store, host_bytes and other_ranks are the node's affair: leave them out, or node"
+                f"node cannot be combined with {given}, which the node's own settings decide: "
+                f"remove {given}, or remove node"
             )
 
     def handoff(self) -> HandoffSettings:
@@ -265,7 +271,7 @@ class TierKVStats(KVConnectorStats):
 class TierKVMetrics(KVConnectorPromMetrics):
     """The same as Prometheus counters."""
 
-    def __init__(self, *given: Any) -> None:  # noqa: ANN401 - vLLM's affair
+    def __init__(self, *given: Any) -> None:  # noqa: ANN401 - vLLM's arguments
         super().__init__(*given)
         self._counters = {
             name: create_metric_per_engine(

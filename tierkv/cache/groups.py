@@ -203,7 +203,7 @@ class FlatBlocks:
         self._unheld: OrderedDict[bytes, FlatBlock] = OrderedDict()  # the next to go first
         self._siblings: dict[tuple[bytes, bytes], dict[bytes, FlatBlock]] = {}
         self._taken: set[int] = set()
-        self._retired: set[FlatBlock] = set()  # held, and found by nobody any more
+        self._retired: set[FlatBlock] = set()  # held, and not found any more
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -281,7 +281,7 @@ class FlatBlocks:
         return len(self._blocks) + len(self._retired)
 
     def retire(self) -> None:
-        """Let nobody find what is here now; what is held stays for its holders until they end."""
+        """Hide all blocks from lookups; blocks with a holder stay until their holders end."""
         self.forget()
         for block in list(self._blocks.values()):
             self._unlist(block)

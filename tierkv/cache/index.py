@@ -95,7 +95,7 @@ class Spaces:
         root = self.root_named(name)
         assert not root.children, "a space is closed when it is empty"
         assert root is not self.root, "the default space stays"
-        assert not self.retired(name), "a space is closed when nobody holds its blocks"
+        assert not self.retired(name), "a space is closed when its blocks have no holder"
         del self._roots[name]
         self.own_orders.pop(name, None)
 

@@ -494,7 +494,7 @@ class GroupTier:
         return [_run(block, self.number) for block in self.blocks]
 
     def _tell(self, what: CacheEventKind, block: FlatBlock) -> None:
-        self._service.events.tell_run(what, "host", _run(block, self.number))
+        self._service.events.publish_run(what, "host", _run(block, self.number))
 
 
 def _run(block: FlatBlock, group: int) -> BlockRun:

@@ -1068,13 +1068,13 @@ class HostSide:
         if stop > first:
             refused = index.insert(Tier.HOST, lease, prompt, stop, slots[: stop - first])
             owned[list(refused)] = False
-            tiers.events.tell(CacheEventKind.STORED, "host", lease.node, first, stop)
+            tiers.events.publish(CacheEventKind.STORED, "host", lease.node, first, stop)
         end = lease.node
         if first + len(slots) > stop:
             end, is_new = index.insert_tail(Tier.HOST, lease, prompt, int(slots[-1]))
             owned[-1] = is_new
             if is_new:
-                tiers.events.tell(CacheEventKind.STORED, "host", end, stop, stop + 1)
+                tiers.events.publish(CacheEventKind.STORED, "host", end, stop, stop + 1)
         for slot in slots[owned].tolist():
             tiers.slots.unlend(Tier.HOST, self._lent.pop(slot))
         tiers.copies.write_down(end, end.end)

@@ -287,7 +287,7 @@ class ProbeRoutes:
 
     @Route("GET", "/version", Access.PUBLIC)
     async def version(self, _: web.BaseRequest) -> VersionAnswer:
-        """As a node's, without a fingerprint: a gateway has no blocks."""
+        """Return the version as a node does, without a fingerprint: a gateway has no blocks."""
         return VersionAnswer(tierkv.__version__, "gateway", "gateway", {}, "")
 
     @Route("GET", "/metrics", Access.READ)

@@ -32,7 +32,7 @@ _MAX_RESERVE_BYTES = 64 * _MIB  # page tables, 1/512 of the memory, and what the
 
 
 class LimitKind(Enum):
-    """What happens to a process that takes more than a limit leaves.
+    """The consequence for a process that takes more than a limit leaves.
 
     PAGES: the kernel kills it, once it writes the pages.
     MACHINE: the same, unless the machine swaps, or gets more memory while it is used.
@@ -212,7 +212,7 @@ def _cgroup_limit() -> MemoryLimit:
 
 @dataclass(frozen=True, slots=True)
 class _CgroupVersion:
-    """Where a version of cgroups keeps its figures of memory.
+    """The places where a version of cgroups keeps its figures of memory.
 
     controller: its name in /proc/self/cgroup.
     limits: files; above any of them the kernel reclaims memory, or kills.
@@ -265,7 +265,7 @@ _CGROUP_VERSIONS = (
     ),
 )
 
-# Address and bytes of memory whose pages may not be there yet, by a number of their own.
+# Address and bytes of memory that may lack pages yet, by an own number.
 _tracked: dict[int, tuple[int, int]] = {}
 
 

@@ -206,7 +206,7 @@ class PageRoutes:
 
     @Route("GET", "/live/{file}", Access.PUBLIC, content_type="text/javascript")
     async def file(self, request: web.BaseRequest) -> web.Response:
-        """What the page is made of."""
+        """Return a file of the page."""
         return await self._answer(request, in_path(request, "file"))
 
     async def _answer(self, request: web.BaseRequest, name: str) -> web.Response:

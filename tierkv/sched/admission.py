@@ -234,7 +234,7 @@ class HostLoads:
             del self._active[int(load.slots[0])]
             self._index.change(Tier.DEVICE, load.lease.node, load.first, load.stop, Change.ARRIVE)
             node = load.lease.node
-            self._tiers.events.tell(CacheEventKind.LOADED, "device", node, load.first, load.stop)
+            self._tiers.events.publish(CacheEventKind.LOADED, "device", node, load.first, load.stop)
         else:
             self._fail(load)
         self._index.release(load.lease)

@@ -643,7 +643,7 @@ class Copies:
             return False
         index.change(Tier.HOST, node, first, stop, Change.ARRIVE)
         self._eviction.stats.offloaded_blocks += stop - first
-        self._events.tell(CacheEventKind.STORED, "host", node, first, stop)
+        self._events.publish(CacheEventKind.STORED, "host", node, first, stop)
         self._work.capacity_changed()  # waits for these blocks on the host end too
         return True
 
@@ -689,10 +689,10 @@ class Copies:
                     found.append(run.part(first, stop))
                 first = stop
             at += len(run.digests)
-        self._events.tell_stored(found, began)
+        self._events.publish_stored(found, began)
 
     def note_stored(self, node: TreeNode, first: int, stop: int, began: EventPoint) -> None:
-        """Remember, and tell, that storage has path blocks [first, stop).
+        """Remember, and publish, that storage has path blocks [first, stop).
 
         Args:
             node: the end of a path.
@@ -702,14 +702,14 @@ class Copies:
         """
         if began.num_clears == self._events.now().num_clears:
             self._index.mark_stored(node, first, stop)
-            self._events.tell_stored(self._events.runs(node, first, stop), began)
+            self._events.publish_stored(self._events.runs(node, first, stop), began)
 
     def note_not_stored(self, node: TreeNode, first: int, stop: int) -> None:
-        """Forget, and tell, that storage does not have path blocks [first, stop)."""
+        """Forget, and publish, that storage does not have path blocks [first, stop)."""
         self._index.unmark_stored(node, first, stop)
-        self._events.tell_not_stored(node, first, stop)
+        self._events.publish_not_stored(node, first, stop)
 
     def note_nothing_stored(self) -> None:
-        """Forget, and tell, that storage has no block that is known: it may have lost them."""
+        """Forget, and publish, that storage has no block that is known: it may have lost them."""
         self._index.unmark_all_stored()
-        self._events.tell_storage_lost()
+        self._events.publish_storage_lost()

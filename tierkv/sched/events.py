@@ -1,7 +1,9 @@
-"""What happens to cached blocks, told to who listens: routers, event streams. Costs nothing else.
+"""Events of cached blocks, for subscribers: routers and event streams.
 
-Each subscriber has a bounded queue of its own. One that is too slow loses the oldest events, and is
-told how many, so that it can start again from a listing instead of being wrong.
+Without one they cost nothing.
+
+Each subscriber has a bounded queue. A subscriber that is too slow loses the oldest events and
+learns how many, so that it can start again from a listing instead of being wrong.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ class CacheEvent(msgspec.Struct, frozen=True):
 
 
 class BlockRun(msgspec.Struct, frozen=True):
-    """Blocks [start, start + len(digests)) of a prompt, as an event tells them."""
+    """Blocks [start, start + len(digests)) of a prompt, as an event names them."""
 
     space: str
     start: int
@@ -96,8 +98,11 @@ class EventPoint(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """A block that subscribers believe to be in storage: block `at` of `run`. number: of the last
-    event before it was told."""
+    """A block that subscribers believe to be in storage: block `at` of `run`.
+
+    Attributes:
+        number: number of the last event before the block was published.
+    """
 
     run: BlockRun
     at: int
@@ -127,7 +132,7 @@ class Subscription:
         self._arrived.set()
 
     def take(self) -> list[CacheEvent]:
-        """What has come since the last time; never waits. Any thread."""
+        """Return the events since the last call; never waits. Any thread may call."""
         found: list[CacheEvent] = []
         while self._events:
             found.append(self._events.popleft())
@@ -145,13 +150,16 @@ class Subscription:
 
 
 class CacheEvents:
-    """All subscribers of one service. digests_of: the keys of path blocks [start, stop) of a node,
-    asked for only while somebody listens. is_retired: whether nobody can match a node any more:
-    nothing is told of it.
+    """All subscribers of one service.
 
-    groups: of an engine's blocks, () for the service's own layout alone; indexed: which of them is
-    in the index. beside: the blocks of the others that are on the host now. most_names: of blocks,
-    that are kept; then the oldest go.
+    Args:
+        digests_of: returns the keys of path blocks [start, stop) of a node; called only while there
+            is a subscriber.
+        is_retired: returns true for a node that no request can match any more; no event names it.
+        groups: groups of an engine's blocks, () for the service's own layout alone.
+        indexed: the group that is in the index.
+        beside: returns the blocks of the other groups that are on the host now.
+        most_names: number of block names that are kept; beyond it the oldest are forgotten.
     """
 
     def __init__(
@@ -194,15 +202,20 @@ class CacheEvents:
                 self._stored.clear()
                 self._below.clear()
 
-    def tell(self, kind: CacheEventKind, tier: str, node: TreeNode, start: int, stop: int) -> None:
+    def publish(
+        self, kind: CacheEventKind, tier: str, node: TreeNode, start: int, stop: int
+    ) -> None:
         """Path blocks [start, stop) of `node`; one event for each run."""
         if not self._subscriptions:
             return
         for run in self.runs(node, start, stop):
-            self.tell_run(kind, tier, run)
+            self.publish_run(kind, tier, run)
 
     def runs(self, node: TreeNode, start: int, stop: int) -> list[BlockRun]:
-        """Path blocks [start, stop) of `node` as they would be told now; [] if nobody listens."""
+        """Return path blocks [start, stop) of `node` as an event would name them now.
+
+        Empty without a subscriber.
+        """
         if not self._subscriptions or start >= stop or self._is_retired(node):
             return []
         wants_tokens = any(one.wants_tokens for one in self._subscriptions)
@@ -227,18 +240,19 @@ class CacheEvents:
             )
         return runs
 
-    # What storage has: told once, until it is lost. Subscribers believe what `stored` runs say.
+    # Blocks in storage are published once, until they are lost; `stored` lists them.
 
     def now(self) -> EventPoint:
         """Return the present point in the order of events."""
         return EventPoint(self._number, self._num_clears)
 
-    def tell_stored(self, runs: Iterable[BlockRun], since: EventPoint) -> None:
-        """Tell those blocks that subscribers do not believe to be in storage already.
+    def publish_stored(self, runs: Iterable[BlockRun], since: EventPoint) -> None:
+        """Publish the blocks that subscribers do not believe to be in storage already.
 
         Args:
             runs: blocks that storage has.
-            since: when they were given to storage, or it was asked. What it lost since is not told.
+            since: the moment when the blocks were given to storage, or storage was asked. Blocks
+                that storage has lost since are not published.
         """
         if not self._subscriptions or since.num_clears != self._num_clears:
             return
@@ -257,14 +271,18 @@ class CacheEvents:
                     for index, digest in enumerate(part.digests):
                         known = self._stored[digest] = _Stored(part, index, self._number)
                         self._below.setdefault(known.parent, {})[digest] = None
-                    self.tell_run(CacheEventKind.STORED, "storage", part)
+                    self.publish_run(CacheEventKind.STORED, "storage", part)
         if len(self._stored) > MOST_STORED:
             self._lose(list(islice(self._stored, _GO_AT_ONCE)))
 
     def asking(self) -> Callable[[bytes], None]:
-        """Begin a question to storage, and return what is to be called with the digest of a block
-        that storage turned out not to have: it and all that follows it are of no use there. What
-        was told after the question began is not lost by it."""
+        """Begin a question to storage.
+
+        Returns:
+            A function to call with the digest of a block that storage does not have: the block and
+                all blocks that follow it are of no use there. Blocks published after the question
+                began are not lost by it.
+        """
         since = self.now()
 
         def missing(digest: bytes) -> None:
@@ -281,13 +299,13 @@ class CacheEvents:
 
         return missing
 
-    def tell_not_stored(self, node: TreeNode, start: int, stop: int) -> None:
+    def publish_not_stored(self, node: TreeNode, start: int, stop: int) -> None:
         """Path blocks [start, stop) are not known any more to be in storage."""
         if self._stored:
             for run in self.runs(node, start, stop):
                 self._lose([digest for digest in run.digests if digest in self._stored])
 
-    def tell_storage_lost(self) -> None:
+    def publish_storage_lost(self) -> None:
         """Nothing is known any more to be in storage."""
         self._num_clears += 1
         self._lose(list(self._stored))
@@ -308,7 +326,7 @@ class CacheEvents:
             if not below:
                 del self._below[block.parent]
         for run in _joined(lost):
-            self.tell_run(CacheEventKind.EVICTED, "storage", run)
+            self.publish_run(CacheEventKind.EVICTED, "storage", run)
 
     def note_name(self, digest: bytes, name: ExternalId) -> None:
         """Events about the block of this key say from now on what its engine calls it."""
@@ -318,7 +336,7 @@ class CacheEvents:
             self._names.popitem(last=False)
 
     def event(self, kind: CacheEventKind, tier: str, run: BlockRun) -> CacheEvent:
-        """Of `run`, with the number of the last one told."""
+        """Return the event of `run` with the number of the last event that was published."""
         names: tuple[ExternalId | None, ...] = ()
         parent = None
         if self._names:
@@ -342,8 +360,8 @@ class CacheEvents:
             external_parent=parent,
         )
 
-    def tell_run(self, kind: CacheEventKind, tier: str, run: BlockRun) -> None:
-        """Of `runs`, by now or earlier: the index may have forgotten its blocks."""
+    def publish_run(self, kind: CacheEventKind, tier: str, run: BlockRun) -> None:
+        """Publish the event of `run`; the index may have forgotten the run's blocks."""
         self._number += 1
         event = self.event(kind, tier, run)
         for subscription in self._subscriptions:

@@ -316,7 +316,7 @@ class Eviction:
         self.history.evicted(node, start, stop, tier, now)
         if self._events.has_listeners:
             name, first = tier.name.lower(), node.start
-            self._events.tell(CacheEventKind.EVICTED, name, node, first + start, first + stop)
+            self._events.publish(CacheEventKind.EVICTED, name, node, first + start, first + stop)
         return self._slots.free_of(tier, self.index.drop(tier, node, start, stop))
 
     def forget(self, node: TreeNode, start: int) -> None:
@@ -353,7 +353,7 @@ class Eviction:
                     part.copies[tier].is_in(CopyState.READY, first, part.num_blocks)
                 ):
                     at = part.start + first
-                    self._events.tell(
+                    self._events.publish(
                         CacheEventKind.EVICTED, tier.name.lower(), part, at + i, at + j
                     )
 

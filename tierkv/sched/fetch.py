@@ -189,7 +189,9 @@ class FetchGroups:
             kept[list(refused)] = False
             node = landed.lease.node
             for start, stop in runs_of(kept[:blocks]):  # others had, or bring, their own copies
-                tiers.events.tell(CacheEventKind.STORED, "host", node, first + start, first + stop)
+                tiers.events.publish(
+                    CacheEventKind.STORED, "host", node, first + start, first + stop
+                )
             tiers.copies.note_stored(landed.lease.node, first, first + blocks, began)
         landed.direct += _direct(outcomes[:arrived], keys, first * index.block_size)
         if arrived > blocks:
@@ -197,7 +199,7 @@ class FetchGroups:
                 Tier.HOST, landed.lease, prompt, int(slots[blocks])
             )
             if kept[blocks]:
-                tiers.events.tell(CacheEventKind.STORED, "host", tail, tail.start, tail.end)
+                tiers.events.publish(CacheEventKind.STORED, "host", tail, tail.start, tail.end)
             landed.tail = index.hold(tail, tail.end)
             tiers.copies.note_stored(tail, tail.start, tail.end, began)
         self._end(group)  # with the insertion, or for a turn of the loop two would own the slots
@@ -294,7 +296,7 @@ class SharedTails:
             whole = _ending_in(prompt, at.num_blocks, found.tail)
             tail, is_kept = index.insert_tail(Tier.HOST, at, whole, int(slots[0]))
             if is_kept:
-                tiers.events.tell(CacheEventKind.STORED, "host", tail, tail.start, tail.end)
+                tiers.events.publish(CacheEventKind.STORED, "host", tail, tail.start, tail.end)
             lease = index.hold(tail, tail.end)
             tiers.copies.note_stored(tail, tail.start, tail.end, began)
             return lease

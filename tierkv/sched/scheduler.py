@@ -425,7 +425,7 @@ class Scheduler:
         if refused:
             request.refused += tuple(first + at for at in refused if first + at < end)
         if tiers.events.has_listeners:
-            tiers.events.tell(CacheEventKind.STORED, "device", lease.node, first, end)
+            tiers.events.publish(CacheEventKind.STORED, "device", lease.node, first, end)
         if request.promise is not None:
             self.computing.advance(request.promise, lease.node, end)
         tiers.copies.write_down(lease.node, end)
@@ -588,7 +588,7 @@ class Scheduler:
         if is_new:
             request.has_given_tail = True
             request.use.num_private -= 1
-            self.tiers.events.tell(CacheEventKind.STORED, "device", tail, at, at + 1)
+            self.tiers.events.publish(CacheEventKind.STORED, "device", tail, at, at + 1)
             self.tiers.copies.write_down(tail, tail.end)
         return tail
 

@@ -276,6 +276,6 @@ class Landing:
         stop = first + len(slots)
         refused = index.insert(Tier.DEVICE, path, prompt, stop, slots)
         tiers.copies.note_stored(path.node, first, path.num_blocks, tiers.events.now())
-        tiers.events.tell(CacheEventKind.LOADED, "device", path.node, first, path.num_blocks)
+        tiers.events.publish(CacheEventKind.LOADED, "device", path.node, first, path.num_blocks)
         self._stats.device_blocks += len(slots) - len(refused)
         return slots[list(refused)]
