@@ -127,4 +127,4 @@ async def test_a_tail_that_a_fetch_finds_on_its_way_from_the_device_is_not_told_
                 one.tier for one in await everything(events) if one.kind is CacheEventKind.STORED
             ]
         assert here.service.stats().host.used == 0, "the copies that were begun have failed"
-        assert set(told) == {"device"}
+        assert set(told) == {"device", "storage"}  # where the fetch found it
