@@ -86,7 +86,7 @@ async def test_long_prompts_leave_room_for_small_ones_and_end_with_the_drain(
             f"{time.monotonic() - started:.1f} s with {front.process.returncode}"
         )
         sys.stdout.write(told + "\n")  # figures, with -s
-    assert set(statuses) <= {"400", "503"}, told
+    assert set(statuses) <= {"400", "422", "503"}, told  # refused, or turned away for now
     assert peak_mib < most_mib, told
     assert lag_s <= max(4 * bare_s, 0.25), told
     assert small_s[-1] < max(20 * bare_s, 2.0), told
