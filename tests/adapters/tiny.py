@@ -20,6 +20,7 @@ from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import BlockCopy
 from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.settings import CacheSettings
+from tierkv.sched.worth import FetchPolicy
 from tierkv.service import Service
 from tierkv.storage.factory import StoreSettings, open_store
 
@@ -117,6 +118,8 @@ class TinyEngine:
                     host_blocks=64,
                     host_write=WritePolicy.WRITE_THROUGH,
                     storage_write=storage_write,
+                    # A machine's speed decides what a fetch is worth; these tests do not.
+                    fetch_policy=FetchPolicy.WAIT_COMPLETE,
                 ),
                 HandoffSettings(),
                 open_store(store, StoreSettings(), SystemClock()),
