@@ -36,7 +36,7 @@ def classes() -> Iterator[tuple[str, ast.ClassDef]]:
 
 def not_used() -> list[str]:
     """The words of architecture.md's "Not used" lines."""
-    page = (DOCS / "architecture.md").read_text()
+    page = (DOCS / "design" / "architecture.md").read_text()
     lines = re.findall(r"^Not used[^:]*: (.+?)\.\n", page, re.MULTILINE | re.DOTALL)
     return re.findall(r"`(\w+)`", " ".join(lines))
 
@@ -51,7 +51,7 @@ def test_a_public_class_name_means_one_thing() -> None:
 
 def test_words_that_were_given_up_do_not_come_back() -> None:
     words = set(not_used())
-    assert len(words) > 10, "the list is in architecture.md"
+    assert len(words) > 10, "the list is in docs/design/architecture.md"
     rooms = {part for name in modules() for part in name.split(".")}
     said = {
         word.lower()
@@ -107,7 +107,7 @@ def test_few_modules_have_a_single_importer() -> None:
 
 
 def test_the_drawings_of_a_prefill_and_a_claim_name_files_that_exist_and_few_of_them() -> None:
-    page = (DOCS / "architecture.md").read_text()
+    page = (DOCS / "design" / "architecture.md").read_text()
     told = re.search(r"over Redis \((\d+)\).+with its answer \((\d+)\)", page, re.DOTALL)
     assert told is not None
     for title, count in zip(("## A prefill", "## A claim"), told.groups(), strict=True):
