@@ -79,7 +79,7 @@ def test_no_text_installs_another_project_of_the_package_index() -> None:
 
 
 def test_what_is_said_of_checks_ends_at_host_memory() -> None:
-    for page in ("README.md", "docs/concepts.md", "docs/handoff.md", "docs/design/gpu.md"):
+    for page in ("README.md", "docs/concepts.md", "docs/direct-paths.md", "docs/design/gpu.md"):
         assert "host memory" in (told := (ROOT / page).read_text()), page
         assert re.search(r"host memory (?:is as good|as far) as its ECC", told), page
 

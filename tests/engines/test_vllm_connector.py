@@ -51,7 +51,7 @@ Requests = list[dict[str, Any]]
 
 
 def transfer(store: str = "", role: str = "kv_both", **more: object) -> dict[str, object]:
-    """vLLM's configuration, as in docs/engines.md."""
+    """vLLM's configuration, as in docs/vllm.md."""
     return {
         "kv_connector": "TierKVConnector",
         "kv_connector_module_path": "tierkv.adapters.vllm",

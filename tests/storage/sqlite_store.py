@@ -1,4 +1,4 @@
-"""A store of one's own: values in an SQLite database. docs/storage.md says how nodes find it."""
+"""A store of one's own: values in an SQLite database. docs/own-store.md says how nodes find it."""
 
 from __future__ import annotations
 

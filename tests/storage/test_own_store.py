@@ -37,7 +37,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 async def test_nodes_hand_over_through_the_store_that_is_documented(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "storage.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "own-store.md").read_text()
     found = re.search(r"`folder = \"my_package:FOLDER\"`.+?```python\n(.+?)```", page, re.DOTALL)
     assert found
     site = package / "site"

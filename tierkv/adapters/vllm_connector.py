@@ -541,7 +541,7 @@ class _SchedulerSide:
         if settings.other_ranks and scheme is None:
             log.warning(
                 "instances of other numbers of ranks share nothing with this one: it is not known "
-                "which bytes of a block are which head's (docs/engines.md)"
+                "which bytes of a block are which head's (docs/vllm.md)"
             )
         self._main = main_group(self._groups)
         self._has_windows = any(group.kind is not GroupKind.FULL for group in self._groups)
@@ -1363,7 +1363,7 @@ def _planes_of(
     if kind is None or not group.enable_kv_transfer:
         raise ConfigError(
             f"TierKVConnector caches {', '.join(_KINDS)}, and this model has {name}: use "
-            "OffloadingConnector with TierKVTier (docs/engines.md)"
+            "OffloadingConnector with TierKVTier (docs/vllm.md)"
         )
     planes: list[Plane] = []
     found: list[torch.Tensor] = []
