@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import re
+import runpy
 import shlex
 import signal
 import sys
@@ -134,6 +135,14 @@ def test_what_the_page_of_errors_quotes_is_said_somewhere() -> None:
     for quoted in re.findall(r"^\| `([^`]+)`", text, re.MULTILINE):
         for part in quoted.split("..."):
             assert part.strip(" :") in code, quoted
+
+
+def test_the_page_of_benchmarks_is_made_of_the_results() -> None:
+    """`python scripts/benchmarks_page.py` makes it."""
+    site = ROOT / "scripts" / "benchmarks_page.py"
+    made = runpy.run_path(str(site))["page"]()
+    assert (ROOT / "docs" / "benchmarks.md").read_text() == made
+    assert made.count("\n## ") == len(list((ROOT / "docs" / "results").glob("*.json")))
 
 
 def test_benchmarks_that_are_plotted_say_when_and_where() -> None:
