@@ -463,7 +463,7 @@ def test_every_reason_has_a_test_here() -> None:
         "already_claimed",  # test_tickets.py
         "producer_failed",  # test_streaming.py
         "producer_lost",  # test_streaming.py
-        "no_room",  # test_claims_wait_for_room.py
+        "no_room",  # test_claim_room.py
     }
 
 

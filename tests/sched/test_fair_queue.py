@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.sched.test_waiting import anybody, one
+from tests.sched.test_waiting_line import anybody, one
 from tierkv.sched.fair_queue import MAX_PASSED_OVER, Waiting, WaitingLine
 
 BLOCKS = 4
