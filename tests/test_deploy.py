@@ -82,6 +82,7 @@ def labels_of(workload: Json) -> Json:
     return labels
 
 
+@pytest.mark.promise("Kubernetes manifests are valid and use only existing commands and settings.")
 @pytest.mark.parametrize("manifest", OBJECTS, ids=name_of)
 def test_a_manifest_is_valid(manifest: Json) -> None:
     if manifest["kind"] == "ServiceMonitor":
@@ -122,6 +123,7 @@ def test_kubectl_builds_each_folder(folder: str) -> None:
             kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)
 
 
+@pytest.mark.promise("Kubernetes manifests are valid and use only existing commands and settings.")
 @pytest.mark.parametrize("workload", OURS, ids=name_of)
 def test_a_workloads_command_settings_and_probes_are_those_of_tierkv(workload: Json) -> None:
     container, pod = container_of(workload), workload["spec"]["template"]["spec"]
@@ -311,6 +313,7 @@ def overlap(a: Json, b: Json) -> bool:
     )
 
 
+@pytest.mark.promise("Each alert has a runbook and a test.")
 def test_each_alert_has_a_runbook_and_a_test_that_makes_it_fire() -> None:
     groups = yaml.safe_load(RULES.read_text())["groups"]
     rules = [rule for group in groups for rule in group["rules"]]

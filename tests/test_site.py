@@ -56,6 +56,7 @@ def test_the_site_builds_without_a_warning_and_fetches_nothing_from_elsewhere(bu
         assert fetched == [], page
 
 
+@pytest.mark.promise("Every setting and route is documented.")
 def test_every_setting_and_every_route_is_told_with_its_meaning(built: Path) -> None:
     settings = (built / "reference" / "settings.html").read_text()
     for kind in (NodeSettings, GatewaySettings):
@@ -97,6 +98,7 @@ def _is_table(settings: object, name: str) -> bool:
     )
 
 
+@pytest.mark.promise("Every documented command exists, and the quick start works.")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_in_the_documentation_is_one_that_there_is(page: Path) -> None:
     for block in code_blocks(page):
@@ -152,6 +154,7 @@ def test_benchmarks_that_are_plotted_say_when_and_where() -> None:
         assert any(row["ratio"] for row in told["rows"])
 
 
+@pytest.mark.promise("Every documented command exists, and the quick start works.")
 async def test_the_quick_start_runs_as_it_is_written(tmp_path: Path) -> None:
     """All but the demo, which tests/e2e runs; other ports and another directory."""
     ports = {name: str(free_port()) for name in ("8100", "8101", "8000")}

@@ -117,6 +117,7 @@ async def collector(
         await runner.cleanup()
 
 
+@pytest.mark.promise("One hand-off is one trace.")
 @pytest.mark.parametrize("way", ["straight", "through a collector"])
 async def test_one_hand_off_is_one_trace_through_the_ticket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
@@ -218,6 +219,7 @@ async def test_a_parent_that_is_none_is_left_out_and_the_request_answered(
     assert len({one.trace_id for one in roots}) == 4
 
 
+@pytest.mark.promise("Disabled tracing or an absent collector delays no answer.")
 async def test_a_collector_that_is_not_there_costs_neither_answers_nor_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +232,7 @@ async def test_a_collector_that_is_not_there_costs_neither_answers_nor_the_end(
         assert time.monotonic() - began < 30  # OpenTelemetry itself would wait for longer
 
 
+@pytest.mark.promise("Disabled tracing or an absent collector delays no answer.")
 def test_off_is_off() -> None:
     script = (
         "import sys, tierkv.api.server, tierkv.gateway.server\n"

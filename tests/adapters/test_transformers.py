@@ -55,6 +55,7 @@ def node(role: str, store: str, length: int, output: Path) -> tuple[dict[str, An
         return json.loads(output.read_text()), [rows[name] for name in rows.files]
 
 
+@pytest.mark.promise("transformers generates the same tokens in two processes as in one.")
 @pytest.mark.parametrize("length", [LENGTH, 2 * BLOCK, BLOCK - 1])
 def test_prefill_and_decode_in_two_processes_are_one_run(
     store: str, tmp_path: Path, length: int
@@ -124,6 +125,7 @@ def test_blocks_that_do_not_load_are_computed_and_the_others_are_not(tmp_path: P
         assert engine.cache.verify().wait(20) == []
 
 
+@pytest.mark.promise("A zeroed tail changes the tokens of transformers.")
 def test_a_zeroed_tail_changes_the_tokens(tmp_path: Path) -> None:
     """A control: were the tail not used, the tests above would not notice that it is wrong."""
 

@@ -137,6 +137,7 @@ def elsewhere(model: Any, cache: TierKVCache) -> None:
     generate(model, prompt_of(3 * BLOCK, seed=99), 1, past_key_values=cache)
 
 
+@pytest.mark.promise("`generate` with a `TierKVCache` yields the model's own tokens and bytes.")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mla"])
@@ -268,6 +269,7 @@ def test_a_loop_of_ones_own_is_one_text() -> None:
                 assert cache.last_hit.device == known
 
 
+@pytest.mark.promise("A text named beforehand loads at once.")
 @pytest.mark.parametrize("other", ["a text that goes on", "another text", "none", "rows"])
 def test_a_text_that_is_named_before_loads_at_once_and_no_other_takes_its_blocks(
     other: str,
@@ -315,6 +317,7 @@ def other_process(store: str, output: Path) -> dict[str, Any]:
         return facts | {"rows": [rows[name] for name in rows.files]}
 
 
+@pytest.mark.promise("`generate` with a `TierKVCache` yields the model's own tokens and bytes.")
 def test_a_fresh_process_finds_it_in_the_store(empty_redis: RedisServer, tmp_path: Path) -> None:
     model, prompt = plain(), prompt_of(LENGTH)
     expected = generate(model, prompt)
@@ -342,6 +345,7 @@ def empty_redis_client(server: RedisServer) -> Any:
     return redis.Redis(port=server.port, password=server.password)
 
 
+@pytest.mark.promise("Models of other weights, hooks or adapters share no KV.")
 def test_models_of_other_weights_share_nothing(tmp_path: Path) -> None:
     store, prompt = f"file://{tmp_path}/store", prompt_of(LENGTH)
     model, other = plain(), plain()
@@ -358,6 +362,7 @@ def test_models_of_other_weights_share_nothing(tmp_path: Path) -> None:
         assert cache.last_hit == PromptHit()
 
 
+@pytest.mark.promise("Models of other weights, hooks or adapters share no KV.")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # raised by PEFT
 def test_what_an_adapter_of_peft_computes_is_found_only_while_it_does_the_same(
     tmp_path: Path,
@@ -445,6 +450,7 @@ def test_virtual_tokens_are_refused() -> None:
 # Faults
 
 
+@pytest.mark.promise("A failing store costs `generate` time and no token.")
 def test_a_redis_that_dies_hangs_or_forgets_costs_time_and_no_token() -> None:
     model, texts = plain(), [prompt_of(LENGTH, seed=seed) for seed in range(6)]
     expected = [generate(model, text) for text in texts]
@@ -527,6 +533,7 @@ def test_what_is_not_saved_is_not_found() -> None:
         assert cache.verify() == []
 
 
+@pytest.mark.promise("`generate` waits for no copy to the host.")
 def test_generate_does_not_wait_for_what_it_keeps() -> None:
     model, prompt, latch = plain(), prompt_of(LENGTH), CopyLatch()
     expected = generate(model, prompt)
@@ -620,6 +627,7 @@ def interrupted_at(line: int) -> Callable[..., Any]:
     return at_line
 
 
+@pytest.mark.promise("Ctrl-C at any line of `generate` leaves a `TierKVCache` consistent.")
 @pytest.mark.parametrize("offset", range(3))
 def test_ctrl_c_at_any_line_leaves_nothing_wrong_held_or_taken(offset: int) -> None:
     model, texts = plain(), [prompt_of(n * BLOCK + 9, seed=n) for n in range(1, 4)]
@@ -714,6 +722,7 @@ def test_rows_are_refused_in_a_sentence(arguments: dict[str, Any]) -> None:
         assert generate(model, prompt, past_key_values=cache) == generate(model, prompt)
 
 
+@pytest.mark.promise("A `TierKVCache` refuses inputs that tokens do not identify.")
 def test_what_tokens_do_not_say_is_refused() -> None:
     model = plain()
     ids = torch.tensor([prompt_of(20)])
@@ -794,6 +803,7 @@ def plain_with_hooks() -> Any:
     return model
 
 
+@pytest.mark.promise("Models of other weights, hooks or adapters share no KV.")
 def test_weights_that_change_are_noticed() -> None:
     model, prompt = plain(), prompt_of(20)
     with TierKVCache.for_model(model, host_bytes=16 * MIB) as cache:

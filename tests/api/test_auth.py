@@ -359,6 +359,7 @@ async def test_without_a_certificate_of_the_right_authority_there_is_no_connecti
                     await Client(on.url, session).get("/livez")
 
 
+@pytest.mark.promise("Renewed certificates take effect without a restart or failed handshake.")
 async def test_a_new_certificate_is_used_without_a_restart(
     callers: Callers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -389,6 +390,7 @@ async def test_a_new_certificate_is_used_without_a_restart(
         assert not await trusts(contexts[0])
 
 
+@pytest.mark.promise("Renewed certificates take effect without a restart or failed handshake.")
 async def test_an_authority_that_is_taken_out_is_not_trusted_any_more(
     callers: Callers, tmp_path: Path
 ) -> None:
@@ -416,6 +418,7 @@ async def test_an_authority_that_is_taken_out_is_not_trusted_any_more(
         assert not await is_trusted(of_old)
 
 
+@pytest.mark.promise("Renewed certificates take effect without a restart or failed handshake.")
 async def test_no_handshake_fails_while_certificates_are_renewed(
     callers: Callers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -108,6 +108,7 @@ def disguises(good: str, late: str, other: str) -> dict[str, Headers]:
     }
 
 
+@pytest.mark.promise("A caller without credentials gets only probes.")
 @pytest.mark.parametrize("disguise", disguises("a", "b", "c"))
 async def test_a_stranger_gets_nothing_from_any_route(disguise: str, callers: Callers) -> None:
     good = await callers.token(RoleName.ADMIN)
@@ -176,6 +177,7 @@ async def test_head_needs_what_get_needs(callers: Callers) -> None:
             assert (await call(on, row, bearer(admin), "HEAD")).status not in REFUSED, row.path
 
 
+@pytest.mark.promise("A caller without credentials gets only probes.")
 async def test_every_route_says_what_it_needs_and_only_probes_are_public() -> None:
     public = {row.path for row in TABLE if row.access is Access.PUBLIC}
     assert public <= {"/livez", "/readyz", "/healthz", "/version", "/openapi.json"}

@@ -50,6 +50,7 @@ def test_help_lists_every_command_with_a_sentence() -> None:
     assert "Exit codes: 0" in shown.output
 
 
+@pytest.mark.promise("Every command and option has help.")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_and_every_option_of_it_has_help(command: str) -> None:
     with click.Context(main) as context:
@@ -66,6 +67,7 @@ def test_every_command_and_every_option_of_it_has_help(command: str) -> None:
         assert max(len(line) for line in shown.output.splitlines()) <= 80
 
 
+@pytest.mark.promise("Every command answers in JSON on request.")
 def test_every_command_answers_in_json_if_asked() -> None:
     silent = []
     with click.Context(main) as context:
@@ -90,6 +92,7 @@ def test_help_does_not_wait_for_heavy_imports() -> None:
     assert done.stdout.splitlines()[-1].strip() == "end"
 
 
+@pytest.mark.promise("Wrong usage of a command is one sentence.")
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.api.nodes import here
 from tierkv.gpu.cpu import CpuDevice
 
 
+@pytest.mark.promise("A lost device makes a node unready and leaves it alive.")
 async def test_a_lost_device_makes_a_node_unready_and_leaves_it_alive() -> None:
     async with here() as on:
         device = on.node.device

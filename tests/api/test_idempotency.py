@@ -38,6 +38,7 @@ async def do(
     return call.made
 
 
+@pytest.mark.promise("Requests with one idempotency key get the first result.")
 async def test_all_that_ask_at_once_and_later_get_the_first_result() -> None:
     box, work = once(), Work()
     async with asyncio.TaskGroup() as group:

@@ -21,6 +21,7 @@ class PlantedError(Exception):
     """What nobody expects."""
 
 
+@pytest.mark.promise("A request that fails by a bug releases its blocks.")
 @pytest.mark.parametrize(
     ("place", "name"),
     [

@@ -148,6 +148,7 @@ def tokens(count: int, base: int = 0) -> list[int]:
     return list(range(base, base + count))
 
 
+@pytest.mark.promise("KV events say which blocks are cached where.")
 async def test_a_router_knows_what_is_cached_where(tmp_path: Path) -> None:
     async with (
         world(device_blocks=8, with_store=True, host_write=THROUGH, storage_write=THROUGH) as here,
@@ -224,6 +225,7 @@ async def test_each_block_hangs_at_the_one_before_it_with_its_tokens(tmp_path: P
         assert [*tokens(8), *tokens(12, 900)] in told
 
 
+@pytest.mark.promise("KV events carry tokens only if asked for.")
 async def test_tokens_are_told_to_nobody_unless_asked_for(tmp_path: Path) -> None:
     async with world(device_blocks=8) as here, publishing(tmp_path, here) as (reader, _):
         await here.run(tokens(16))
@@ -255,6 +257,7 @@ async def test_the_older_form_has_fields_in_order_and_numbers_for_keys(tmp_path:
     assert rest == [None, "GPU", None]
 
 
+@pytest.mark.promise("Missed KV events are replayed; after lost ones the full state follows.")
 async def test_what_was_missed_is_replayed(tmp_path: Path) -> None:
     replay = f"ipc://{tmp_path}/replay"
     async with (
@@ -283,6 +286,7 @@ async def test_what_was_missed_is_replayed(tmp_path: Path) -> None:
         assert len(late.blocks["GPU"]) == 8
 
 
+@pytest.mark.promise("A slow reader of replays takes bounded memory.")
 async def test_who_asks_for_replays_and_reads_none_takes_little_memory_and_holds_up_nobody_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -327,6 +331,7 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.promise("Missed KV events are replayed; after lost ones the full state follows.")
 async def test_events_that_are_lost_leave_a_gap_and_all_is_told_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -406,6 +411,7 @@ def engine_telling(
         yield engine, Heard(socket)
 
 
+@pytest.mark.promise("KV events carry an engine's own hashes.")
 def test_an_engines_own_hashes_are_what_routers_are_told(tmp_path: Path) -> None:
     tokens = tokens_of(18)
     names = [[*names_of(18, group), None] for group in range(len(GROUPS))]

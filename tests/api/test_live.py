@@ -139,6 +139,7 @@ async def test_a_page_that_comes_back_goes_on_where_it_was() -> None:
         assert "names" in other.told
 
 
+@pytest.mark.promise("Open live pages neither delay a shutdown nor take unbounded memory.")
 async def test_streams_end_at_once_when_the_node_stops(tmp_path: Path) -> None:
     async with process(tmp_path) as child, opened(child.client) as page:
         await page.until("samples")
@@ -148,6 +149,7 @@ async def test_streams_end_at_once_when_the_node_stops(tmp_path: Path) -> None:
         assert await child.ended() == 0
 
 
+@pytest.mark.promise("Open live pages neither delay a shutdown nor take unbounded memory.")
 async def test_a_page_that_takes_nothing_is_dropped_and_the_ring_stays_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -179,6 +181,7 @@ async def test_an_hour_of_samples_costs_the_node_no_more_memory_than_the_first_m
     assert sum(map(len, ring)) < 2 << 20
 
 
+@pytest.mark.promise("A failure of the live page does not fail the node.")
 async def test_what_fails_for_the_page_does_not_fail_the_node(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -195,6 +198,7 @@ async def test_what_fails_for_the_page_does_not_fail_the_node(
         assert (await on.client.get("/readyz")).status == 200
 
 
+@pytest.mark.promise("The live page never gets a token of a prompt.")
 async def test_what_is_told_of_requests_is_moments_and_counts_and_never_a_token() -> None:
     async with here() as on:
         secret = "the password is swordfish " * 3
@@ -216,6 +220,7 @@ async def test_what_is_told_of_requests_is_moments_and_counts_and_never_a_token(
             assert not re.search(rb"[0-9a-f]{64}", raw)  # nor a digest, by which to guess
 
 
+@pytest.mark.promise("A tenant's live page shows only its own requests.")
 async def test_a_callers_page_shows_the_requests_and_prefixes_of_its_tenant(
     tmp_path: Path,
 ) -> None:

@@ -9,6 +9,7 @@ import random
 from pathlib import Path
 
 import aiohttp
+import pytest
 
 from tests.api.nodes import Process, process
 from tests.api.test_routes_faults import NONSENSE, ROUTES
@@ -67,6 +68,7 @@ async def hostile(on: Process, count: int) -> None:
     gc.collect()  # aiohttp forgets to close a socket whose connecting was given up
 
 
+@pytest.mark.promise("Hostile clients leave no file open.")
 async def test_hostile_calls_leave_no_file_open(tmp_path: Path) -> None:
     async with process(tmp_path) as on:
         await hostile(on, 200)  # what is opened once, and stays

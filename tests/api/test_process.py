@@ -45,6 +45,7 @@ async def test_sigterm_lets_work_finish_and_says_meanwhile_that_it_is_not_ready(
         assert await node.ended() == 0
 
 
+@pytest.mark.promise("SIGTERM cuts off work longer than the grace period.")
 async def test_work_longer_than_the_grace_is_cut_off_and_the_exit_is_clean(tmp_path: Path) -> None:
     config = tmp_path / "node.toml"
     config.write_text("[node]\ndrain_grace_s = 0.05\n")
@@ -108,6 +109,7 @@ Publishings.running = beside
 """
 
 
+@pytest.mark.promise("A node whose main task fails logs why and exits with 1.")
 @pytest.mark.parametrize("hangs", [False, True], ids=["others end", "another one hangs"])
 async def test_a_node_whose_lifetime_fails_says_why_before_it_closes_and_ends_with_1(
     hangs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -142,6 +144,7 @@ async def test_an_idle_node_ends_at_once_even_with_open_connections(tmp_path: Pa
         writer.close()
 
 
+@pytest.mark.promise("SIGHUP ends no request.")
 async def test_sighup_ends_nothing(tmp_path: Path) -> None:
     async with process(tmp_path) as on:
         on.process.send_signal(signal.SIGHUP)
@@ -173,6 +176,7 @@ async def refused(folder: Path, *arguments: str | Path, **environ: str) -> str:
     return lines[0]
 
 
+@pytest.mark.promise("A taken port or unusable store is one error sentence.")
 async def test_a_port_that_is_taken_is_one_sentence(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -212,6 +216,7 @@ async def test_insecure_allows_every_address(tmp_path: Path) -> None:
             assert answer.status == 200
 
 
+@pytest.mark.promise("A taken port or unusable store is one error sentence.")
 async def test_a_store_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a directory")
     assert "file" in await refused(

@@ -99,6 +99,7 @@ MSGPACK_BODIES = [
 ]
 
 
+@pytest.mark.promise("Any body is decoded or refused with a stable code.")
 async def test_bad_bodies_are_refused_with_a_stable_code(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -139,6 +140,7 @@ def test_a_body_that_memory_does_not_suffice_for_is_no_bug() -> None:
     assert (found.status, found.code, bool(found.detail)) == (503, "too_much_in_work", True)
 
 
+@pytest.mark.promise("A refused claim's status separates caller, wait and failure.")
 @pytest.mark.parametrize("problem", HandoffProblem)
 def test_only_what_a_producer_or_a_store_failed_at_is_a_bad_gateway(
     problem: HandoffProblem,
@@ -173,6 +175,7 @@ async def test_bad_claims_are_refused(change: dict[str, object], status: int, co
         assert (answer.status, answer.code) == (status, code)
 
 
+@pytest.mark.promise("Any body is decoded or refused with a stable code.")
 @given(raw=st.binary(max_size=200), content_type=st.sampled_from([JSON, MSGPACK]))
 def test_any_bytes_decode_or_are_refused(raw: bytes, content_type: str) -> None:
     decoded_or_refused(raw, content_type)

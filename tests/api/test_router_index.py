@@ -150,6 +150,7 @@ class Machine:
         assert lost == []
 
 
+@pytest.mark.promise("A router's view equals `/v1/blocks`.")
 @pytest.mark.parametrize(
     "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 60))]
 )

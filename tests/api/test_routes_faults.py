@@ -171,6 +171,7 @@ async def test_a_large_list_of_tokens_is_read_as_exactly_as_a_small_one(
         assert status == 200 or large.code == small.code
 
 
+@pytest.mark.promise("Ten megabytes of JSON do not block the loop.")
 async def test_ten_megabytes_of_json_do_not_stop_the_loop() -> None:
     async with here() as on:
         raw = await asyncio.to_thread(

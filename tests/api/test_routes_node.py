@@ -267,6 +267,7 @@ async def test_bad_pages_are_refused(query: str) -> None:
 # Settings
 
 
+@pytest.mark.promise("`/v1/config` hides secrets.")
 async def test_settings_are_told_without_secrets() -> None:
     async with here() as on:
         told = (await on.client.get("/v1/config")).body["settings"]

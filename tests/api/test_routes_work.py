@@ -251,6 +251,7 @@ async def test_a_lookup_changes_nothing_and_says_if_storage_did_not_answer() -> 
         assert answer.body["num_tokens"] == 40
 
 
+@pytest.mark.promise("A stream's text is right within a multi-byte character.")
 @pytest.mark.parametrize(("answered", "before"), [(0, ""), (1, "\ufffd")])
 async def test_the_text_of_a_stream_goes_on_in_the_middle_of_a_character(
     answered: int, before: str

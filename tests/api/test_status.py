@@ -37,6 +37,7 @@ async def test_a_node_is_ready_and_says_what_it_depends_on_if_asked(path: str) -
             assert (await on.client.get(f"{path}?verbose={no}")).body == {"status": "ok"}
 
 
+@pytest.mark.promise("A node whose store is down is ready and degraded.")
 async def test_a_node_whose_store_is_down_is_ready_but_degraded() -> None:
     async with here() as on:
         on.store.fail_next(1)
@@ -146,6 +147,7 @@ async def test_names_say_whose_they_are_and_in_which_unit() -> None:
                 assert names == {f"{family.name}_total"}
 
 
+@pytest.mark.promise("The documented metrics are all metrics.")
 async def test_the_table_of_metrics_has_all_of_them_and_no_other() -> None:
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     async with here() as on:

@@ -78,6 +78,7 @@ async def check(values: Mapping[str, bytes], *, deadline_s: float = 0.05) -> int
 TRUTH = {name: truth(list(prompt.encode()), NUM_TOKENS).tokens for name, prompt in PROMPTS.items()}
 
 
+@pytest.mark.promise("A stored value under another name never makes a wrong answer.")
 @pytest.mark.parametrize(
     "most", [pytest.param(25, id="some"), pytest.param(1000, id="all", marks=pytest.mark.slow)]
 )

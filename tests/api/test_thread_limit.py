@@ -42,6 +42,7 @@ def num_threads(node: Process) -> int:
     return len(os.listdir(f"/proc/{node.process.pid}/task"))
 
 
+@pytest.mark.promise("A node at its thread limit serves on or ends with one sentence.")
 @pytest.mark.parametrize("kind", ["file", "redis", "layered"])
 async def test_a_node_at_its_limit_of_threads_serves_on(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -73,6 +74,7 @@ async def test_a_node_at_its_limit_of_threads_serves_on(
             assert await node.ended() == 0
 
 
+@pytest.mark.promise("A node at its thread limit serves on or ends with one sentence.")
 @pytest.mark.parametrize("most", [0, 1, 5, 9, 14])
 async def test_a_node_that_may_not_start_its_threads_ends_with_a_sentence(
     most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

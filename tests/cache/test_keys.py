@@ -64,6 +64,7 @@ GOLDEN_KEYS = [
 ]
 
 
+@pytest.mark.promise("Keys are the same in every process, on every machine and in every release.")
 def test_golden_vectors_stay() -> None:  # fault 10
     fingerprint, prompt = golden()
     assert fingerprint.layout.digest.hex() == GOLDEN_LAYOUT
@@ -72,6 +73,7 @@ def test_golden_vectors_stay() -> None:  # fault 10
     assert [(key.digest.hex(), key.num_tokens, key.is_tail) for key in keys] == GOLDEN_KEYS
 
 
+@pytest.mark.promise("Keys follow the documented format.")
 def test_golden_vectors_follow_from_the_written_format() -> None:
     """The same numbers, built here by hand from what the docstrings promise."""
 
@@ -92,6 +94,7 @@ def test_golden_vectors_follow_from_the_written_format() -> None:
     assert [digest.hex() for digest in (first, second, tail)] == [key[0] for key in GOLDEN_KEYS]
 
 
+@pytest.mark.promise("Keys are the same in every process, on every machine and in every release.")
 @pytest.mark.parametrize("hash_seed", ["0", "1", "4242"])
 def test_another_process_with_another_hash_seed_gets_the_same_keys(
     hash_seed: str,
@@ -134,6 +137,7 @@ def test_two_prompts_share_exactly_the_keys_of_their_common_blocks(
     assert len(digests) == len(ours)
 
 
+@pytest.mark.promise("A block's key depends on all tokens before it.")
 def test_a_blocks_key_depends_on_everything_before_it() -> None:
     ours = chain(ROOT, Prompt.of([1, 2, 3, 4, 5, 6, 7, 8], SIZE))
     theirs = chain(ROOT, Prompt.of([0, 2, 3, 4, 5, 6, 7, 8], SIZE))
@@ -191,6 +195,7 @@ def changed_by(*media: MediaItem, num_tokens: int = 12) -> list[bool]:
     return [bool(prompt.extra(at)) for at in range(-(-num_tokens // SIZE))]
 
 
+@pytest.mark.promise("Media change exactly the keys of the blocks they overlap.")
 @pytest.mark.parametrize(
     ("start", "num_tokens", "overlaps"),
     [
@@ -269,6 +274,7 @@ def digests(prompt: Prompt) -> list[bytes]:
     return [key.digest for key in stored_keys(ROOT, prompt)]
 
 
+@pytest.mark.promise("Everything a prompt's KV depends on is in its keys.")
 @given(st.binary(max_size=8), st.binary(max_size=8), st.integers(1, 12))
 def test_what_a_prompt_s_kv_depends_on_beside_its_tokens_is_in_all_of_its_keys(
     left: bytes, right: bytes, length: int
@@ -410,6 +416,7 @@ def test_of_a_run_of_keys_only_what_is_looked_at_is_computed(
     assert sum(made) == 1000
 
 
+@pytest.mark.promise("Logged prompt ids do not reveal the prompt.")
 def test_what_is_logged_of_a_prompt_is_not_what_it_says() -> None:
     assert "1735549292" not in repr(Prompt(pack([1735549292] * 40), 16))
     assert "lrug" not in repr(Prompt(b"lrug" * 40, 16))

@@ -86,6 +86,7 @@ def test_the_cost_aware_policy_ages_what_is_not_used_any_more() -> None:
     assert not cache.has(*long)
 
 
+@pytest.mark.promise("Every eviction policy evicts leaves before parents.")
 @pytest.mark.parametrize("kind", EvictionKind)
 def test_whatever_the_policy_leaves_go_before_their_parents(kind: EvictionKind) -> None:
     cache = Cached(make_policy(kind, 100))

@@ -133,6 +133,7 @@ def hits_of_index(kind: EvictionKind, trace: list[int], capacity: int) -> list[b
     return found
 
 
+@pytest.mark.promise("Each eviction policy evicts what its simulator evicts.")
 @pytest.mark.parametrize("capacity", [1, 2, 5, 10, 23, 40])
 @pytest.mark.parametrize("kind", EvictionKind)
 def test_hits_are_those_of_a_straight_line_simulator(kind: EvictionKind, capacity: int) -> None:

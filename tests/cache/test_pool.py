@@ -96,12 +96,14 @@ PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40
 TestPoolMachine = PoolMachine.TestCase
 
 
+@pytest.mark.promise("A pool refuses a double release, and a refused allocation takes nothing.")
 def test_allocating_none_gives_none() -> None:  # fault 9
     pool = BlockPool("host", 4)
     assert pool.allocate(0).tolist() == []
     assert pool.num_free == 4
 
 
+@pytest.mark.promise("A pool refuses a double release, and a refused allocation takes nothing.")
 def test_a_released_id_cannot_be_released_again() -> None:  # fault 9
     pool = BlockPool("host", 4)
     ids = pool.allocate(2)
@@ -128,6 +130,7 @@ def test_an_id_that_does_not_exist_is_refused_loudly(stranger: int) -> None:  # 
     assert pool.findings([0, 1, 2, 3]) == []
 
 
+@pytest.mark.promise("A pool refuses a double release, and a refused allocation takes nothing.")
 def test_a_refused_allocation_takes_nothing() -> None:
     pool = BlockPool("device", 4)
     pool.allocate(1)

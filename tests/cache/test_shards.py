@@ -68,6 +68,7 @@ def reference(scheme: ShardScheme, whole: Bytes1D, shard: Shard, tokens: int) ->
     return np.concatenate(parts)
 
 
+@pytest.mark.promise("Each rank assembles its slice from shards of any size.")
 @pytest.mark.parametrize("tokens", [1, 3, BLOCK_SIZE])
 @pytest.mark.parametrize("readers", SIZES)
 @pytest.mark.parametrize("writers", SIZES)

@@ -18,6 +18,7 @@ ALLOWED = {
 }
 
 
+@pytest.mark.promise("Every change of a block's state is allowed or refused by one table.")
 @pytest.mark.parametrize(("state", "change"), list(product(CopyState, Change)))
 def test_every_pair_of_state_and_change_is_allowed_or_refused_with_both_names(
     state: CopyState, change: Change

@@ -23,6 +23,7 @@ def told(*arguments: str | Path, **environ: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.promise("`tierkv config` shows the origin of each setting and masks secrets.")
 def test_each_setting_says_where_it_is_from(tmp_path: Path) -> None:
     file = tmp_path / "node.toml"
     file.write_text("[cache]\nblock_size = 32\nhost_blocks = 9\n[storage.redis]\ntimeout_s = 2.0\n")
@@ -33,6 +34,7 @@ def test_each_setting_says_where_it_is_from(tmp_path: Path) -> None:
     assert settings["node.port"] == {"value": 8100, "from": "default"}
 
 
+@pytest.mark.promise("`tierkv config` shows the origin of each setting and masks secrets.")
 def test_secrets_are_masked() -> None:
     url = "redis://user:hunter2@127.0.0.1:1/0"
     shown = config(TIERKV_STORAGE__URL=url, TIERKV_CACHE__TENANT="acme")
@@ -52,6 +54,7 @@ def test_the_default_store_is_told_as_it_would_be_used(tmp_path: Path) -> None:
     assert settings["storage.url"]["value"] == f"file://{tmp_path}/tierkv/store"
 
 
+@pytest.mark.promise("An unknown setting is an error with a suggestion.")
 @pytest.mark.parametrize(
     ("wrong", "meant"),
     [

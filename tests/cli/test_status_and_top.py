@@ -48,6 +48,7 @@ async def test_status_tells_of_nodes_and_gateways_and_what_does_not_answer(tmp_p
         assert (silent["health"], "Connection refused" in silent["detail"]) == ("no answer", True)
 
 
+@pytest.mark.promise("`tierkv status` names problems and exits with 1.")
 async def test_status_names_a_gateways_nodes_when_none_is_ready(tmp_path: Path) -> None:
     arguments = "--both", NOBODY, "--both", "http://127.0.0.1:2"
     async with process(tmp_path, *arguments, command="gateway") as gateway:
@@ -60,6 +61,7 @@ async def test_status_names_a_gateways_nodes_when_none_is_ready(tmp_path: Path) 
         assert "http://127.0.0.1:2 is ejected (failed " in out
 
 
+@pytest.mark.promise("`tierkv status` names problems and exits with 1.")
 async def test_status_names_what_is_not_well(tmp_path: Path) -> None:
     with redis_server() as server:
         async with process(tmp_path, "--storage", server.url) as node:
@@ -100,6 +102,7 @@ async def test_top_prints_rates_until_it_is_stopped(tmp_path: Path) -> None:
         assert out.count("no answer") == 2
 
 
+@pytest.mark.promise("`tierkv top` ends on q and restores the terminal.")
 async def test_top_names_whom_a_terminal_has_no_room_for_and_ends_on_q(tmp_path: Path) -> None:
     parent, child = pty.openpty()
     before = termios.tcgetattr(child)

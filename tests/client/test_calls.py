@@ -93,6 +93,7 @@ async def test_a_prompt_of_a_million_tokens_is_no_trouble() -> None:
 # Errors
 
 
+@pytest.mark.promise("The client raises a node's error as its own class.")
 @pytest.mark.parametrize(("kind", "status", "code"), [row[:3] for row in ERRORS])
 async def test_every_error_of_a_node_is_raised_again_as_its_own_class(
     kind: type[TierKVError], status: int, code: str
@@ -262,6 +263,7 @@ async def test_an_error_that_stays_is_not_asked_again(status: int) -> None:
         assert len(on.asked) == 1
 
 
+@pytest.mark.promise("The client does not repeat a claim that waited until its deadline.")
 async def test_a_claim_that_waited_for_its_own_deadline_is_not_asked_again() -> None:
     refusal = problem(503, "handoff_failed", retry_after="0", reason="not_yet")
     async with scripted(refusal) as on, AsyncClient(on.url, retries=FAST) as client:

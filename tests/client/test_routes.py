@@ -8,6 +8,7 @@ from typing import get_args, get_type_hints
 from urllib.parse import unquote
 
 import msgspec
+import pytest
 
 from tests.api.nodes import settings
 from tests.client.scripted import scripted, value
@@ -58,6 +59,7 @@ async def asked_by(name: str) -> Route:
     return row
 
 
+@pytest.mark.promise("Both clients have a method for every route.")
 async def test_every_route_of_the_table_has_a_method_of_both_clients_with_its_answer() -> None:
     routes = [await asked_by(name) for name in METHODS]
     asked = {(row.method, row.path) for row in routes} | {("GET", "/v1/events")}

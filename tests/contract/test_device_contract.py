@@ -137,6 +137,7 @@ BLOCK_IDS = {
 }
 
 
+@pytest.mark.promise("Every device copies exactly the named blocks.")
 @pytest.mark.parametrize("pattern", BLOCK_IDS)
 @pytest.mark.parametrize("direction", Direction, ids=lambda direction: direction.value)
 @pytest.mark.parametrize("layout", ALL_LAYOUTS.values(), ids=ALL_LAYOUTS)

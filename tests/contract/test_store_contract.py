@@ -163,6 +163,7 @@ def listing_store(store: Store) -> Store:
     return store
 
 
+@pytest.mark.promise("Every store returns a value whole or not at all.")
 @pytest.mark.parametrize("num_bytes", SIZES)
 async def test_a_value_of_any_size_comes_back_byte_for_byte(
     ground: Ground, store: Store, num_bytes: int
@@ -505,6 +506,7 @@ BAD_NAMES = (
 )
 
 
+@pytest.mark.promise("Every store refuses bad names before I/O.")
 @pytest.mark.parametrize("name", BAD_NAMES, ids=lambda name: ascii(name)[:20])
 async def test_bad_names_are_refused_before_the_store_is_asked(name: str, ground: Ground) -> None:
     store = ground.make()  # closed: asking it would be an error
@@ -560,6 +562,7 @@ async def test_a_page_of_nothing_is_refused(store: Store) -> None:
         await store.list("t:f:", limit=0)
 
 
+@pytest.mark.promise("Every store returns a value whole or not at all.")
 @pytest.mark.parametrize("how", ["keep_existing", "only_new", "replace"])
 async def test_of_concurrent_writers_of_one_name_one_is_kept_whole(
     ground: Ground, how: str
@@ -632,6 +635,7 @@ async def test_durable_values_are_there_for_the_next_instance(ground: Ground) ->
     assert (await again.exists(["t:f:a:0"]) == 1) is is_durable
 
 
+@pytest.mark.promise("A cancelled call spoils no later answer and no buffer.")
 async def test_cancels_at_random_points_never_spoil_a_later_answer(
     ground: Ground, store: Store
 ) -> None:
@@ -668,6 +672,7 @@ async def test_cancels_at_random_points_never_spoil_a_later_answer(
         assert await asyncio.to_thread(ground.server.num_connections) <= most
 
 
+@pytest.mark.promise("A cancelled call spoils no later answer and no buffer.")
 async def test_a_cancelled_put_leaves_the_callers_buffers_alone(store: Store) -> None:
     for ticks in range(0, 60, 3):
         buffer = bytearray(b"\x11" * 200_000)
@@ -724,5 +729,6 @@ async def test_a_store_can_be_opened_again(ground: Ground) -> None:
             assert await store.get("t:f:a:0", max_bytes=10) == content
 
 
+@pytest.mark.promise("A store's printed URL contains no secret.")
 async def test_the_url_tells_no_secrets(ground: Ground) -> None:
     assert "@" not in ground.make().url

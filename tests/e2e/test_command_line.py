@@ -79,6 +79,7 @@ def test_a_prompt_file_without_an_end_is_refused_after_the_limit() -> None:
     assert "more than 100000 tokens" in told("demo", "--prompt-file", "/dev/zero").stderr
 
 
+@pytest.mark.promise("Endless input, config and key files are refused.")
 @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="has no /dev/zero")
 def test_other_files_without_an_end_are_refused_after_the_limit(tmp_path: Path) -> None:
     assert "more than 1048576 bytes" in told("config", "--config", "/dev/zero").stderr
@@ -91,6 +92,7 @@ def test_a_number_that_no_node_takes_is_one_sentence(option: str) -> None:
     assert "more than 64 bits" in told("generate", "x", option, str(1 << 64)).stderr
 
 
+@pytest.mark.promise("Endless input, config and key files are refused.")
 def test_a_prompt_of_standard_input_without_an_end_is_refused_after_the_limit() -> None:
     command = [sys.executable, "-m", "tierkv", "generate", "-"]
     with Path("/dev/zero").open("rb") as zeros:
@@ -101,6 +103,7 @@ def test_a_prompt_of_standard_input_without_an_end_is_refused_after_the_limit() 
     assert found.stderr == f"error: the prompt has more than {16 << 20} bytes\n"
 
 
+@pytest.mark.promise("Ctrl-C ends a command with one sentence and status 130.")
 def test_ctrl_c_ends_a_command_with_one_sentence_and_status_130() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"

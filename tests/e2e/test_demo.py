@@ -48,6 +48,7 @@ def running_below(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.promise("Every scene of the demo gives a single node's tokens.")
 @pytest.mark.parametrize(
     "options",
     [

@@ -68,6 +68,7 @@ async def test_a_host_hit_after_pressure(length: int) -> None:
         assert_same_bytes(await node.cached(prompt), expected.kv, length - 1)
 
 
+@pytest.mark.promise("A restarted node reads the same bytes from Storage.")
 @pytest.mark.parametrize("length", LENGTHS)
 async def test_a_storage_hit_after_a_restart(length: int, tmp_path: Path) -> None:
     prompt = text(length)
@@ -97,6 +98,7 @@ async def test_a_claimed_prompt(length: int, sampling: Sampling, tmp_path: Path)
         assert_same_bytes(await decode.cached(prompt), expected.kv, length - 1)
 
 
+@pytest.mark.promise("A prompt spread over all three tiers gives the same tokens.")
 async def test_one_prompt_spread_over_all_three_tiers(tmp_path: Path) -> None:
     prompt = text(40 * BLOCK_SIZE + 5)
     expected = truth(prompt, NEW)
@@ -133,6 +135,7 @@ async def test_longer_and_shorter_prompts_use_a_tail_and_stay_exact() -> None:
             assert_same_bytes(await node.cached(other), expected.kv, len(other) - 1)
 
 
+@pytest.mark.promise("The next turn of a conversation hits the generated tokens.")
 async def test_a_follow_up_turn_hits_what_was_generated() -> None:
     prompt = text(100)
     async with exact_node(None) as node:

@@ -210,6 +210,7 @@ async def test_answers_are_those_of_a_single_node(on: Fleet) -> None:
     await on.settle(NAMES)
 
 
+@pytest.mark.promise("A gateway sends the next turn to the node with its prefix.")
 async def test_the_next_turn_goes_where_its_prefix_is(on: Fleet) -> None:
     first, prompt = await on.complete(600, 5), decode_text(text(600, 5))
     turn = prompt + first.text + " And then?"
@@ -270,6 +271,7 @@ async def test_a_node_killed_under_load_costs_nobody_an_answer(on: Fleet) -> Non
     assert await trials(on, 2, seed=1) == {"right": 8, "error": 0}
 
 
+@pytest.mark.promise("Killed nodes cost no caller of a gateway an answer.")
 @pytest.mark.slow
 async def test_nodes_killed_at_random_moments_cost_nobody_an_answer(on: Fleet) -> None:
     before = await on.broken_attempts()
@@ -313,6 +315,7 @@ async def test_a_caller_that_goes_away_frees_the_nodes(on: Fleet) -> None:
     await on.settle(NAMES)
 
 
+@pytest.mark.promise("SIGTERM lets a gateway's streams end.")
 async def test_sigterm_lets_streams_end_and_the_gateway_exits_with_0(on: Fleet) -> None:
     body = {
         "prompt": decode_text(text(300, 9)),

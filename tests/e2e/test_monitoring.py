@@ -177,6 +177,7 @@ async def on(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Watched]
         yield fleet
 
 
+@pytest.mark.promise("`promtool` accepts metrics and alert rules.")
 async def test_metrics_and_rules_are_what_promtool_likes(on: Watched) -> None:
     for process in (on.prefill, on.gateway):
         async with on.http.get(process.url + "/metrics") as response:
@@ -185,6 +186,7 @@ async def test_metrics_and_rules_are_what_promtool_likes(on: Watched) -> None:
     assert status == 0, said
 
 
+@pytest.mark.promise("Every dashboard panel shows data.")
 async def test_every_panel_of_the_dashboard_shows_something(on: Watched) -> None:
     dashboard = json.loads((DEPLOY / "grafana" / "tierkv.json").read_text())
     empty = [
@@ -196,6 +198,7 @@ async def test_every_panel_of_the_dashboard_shows_something(on: Watched) -> None
     assert empty == []
 
 
+@pytest.mark.promise("Each alert fires on its fault and on no healthy system.")
 async def test_no_alert_fires_while_all_is_well(on: Watched) -> None:
     assert on.fired_before == set()
 
@@ -209,6 +212,7 @@ def damage_all_blocks(redis: RedisServer) -> None:
         redis.execute("SETRANGE", name, 8000, b"damage")
 
 
+@pytest.mark.promise("Each alert fires on its fault and on no healthy system.")
 async def test_alerts_of_the_store_fire(on: Watched) -> None:
     words = "what is stored and damaged. " * 12
     assert await on.post(on.prefill, "/v1/prefill", prompt=words, ticket_id="to-be-damaged") == 200
@@ -237,6 +241,7 @@ async def test_alerts_of_the_store_fire(on: Watched) -> None:
         on.redis.resume()
 
 
+@pytest.mark.promise("Each alert fires on its fault and on no healthy system.")
 async def test_alerts_of_a_small_node_fire(on: Watched) -> None:
     for _ in range(3):
         for number in range(6):  # as much again as both tiers hold
@@ -264,6 +269,7 @@ async def test_alerts_of_a_small_node_fire(on: Watched) -> None:
     await on.fires("TierKVEventLoopLag", on.small)
 
 
+@pytest.mark.promise("Each alert fires on its fault and on no healthy system.")
 async def test_alerts_of_a_node_that_dies_fire(on: Watched) -> None:
     on.mortal.process.kill()
     await on.mortal.process.wait()

@@ -115,6 +115,7 @@ async def test_every_length_around_a_block_is_handed_over_exactly(
         assert await stop(p.process) == await stop(d.process) == 0
 
 
+@pytest.mark.promise("Real processes hand over thousands of tokens exactly.")
 @pytest.mark.parametrize(
     "storage", [pytest.param("file", marks=pytest.mark.slow), "redis"], indirect=True
 )

@@ -190,6 +190,7 @@ async def post(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> d
         return answer
 
 
+@pytest.mark.promise("Nodes of different tensor-parallel sizes read each other's blocks exactly.")
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1), (2, 4)])
 async def test_processes_of_different_sizes_hand_over_exactly(
     first: int, second: int, storage: str, tmp_path: Path

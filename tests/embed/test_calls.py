@@ -179,6 +179,7 @@ def test_a_preempted_request_comes_back_with_its_tokens() -> None:
         assert here.findings() == []
 
 
+@pytest.mark.promise("Asking and polling do not wait for a busy loop.")
 def test_asking_and_polling_do_not_wait_for_a_loop_that_is_busy() -> None:
     held, release = threading.Event(), threading.Event()
 

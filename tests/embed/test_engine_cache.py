@@ -271,6 +271,7 @@ def save_some(on: Engine, tokens: Sequence[int], first: int, last: int, **more: 
     on.until(lambda: len(on.seen.stored) > stored)
 
 
+@pytest.mark.promise("A claimer fetches blocks while the engine computes the rest.")
 def test_a_claimer_fetches_what_is_saved_while_the_rest_is_computed(tmp_path: Path) -> None:
     tokens, url = tokens_of(LONG), f"file://{tmp_path}"
     with engine(url, write=NONE) as producer, engine(url, write=NONE) as consumer:
@@ -394,6 +395,7 @@ def test_saved_blocks_are_found_only_once_their_copies_are_done() -> None:
         assert on.lookup("c", tokens) == Found(2 * BLOCK)
 
 
+@pytest.mark.promise("A reset removes prompts that an engine is saving.")
 def test_nothing_that_was_being_saved_or_published_is_found_after_a_reset(tmp_path: Path) -> None:
     tokens, blocks = tokens_of(LONG), blocks_for(LONG)
     with engine(f"file://{tmp_path}", write=NONE) as on:
@@ -484,6 +486,7 @@ def test_a_block_whose_loads_fail_again_and_again_is_offered_to_nobody() -> None
         on.cache.release("d")
 
 
+@pytest.mark.promise("Promised host blocks of all requests are bounded.")
 def test_promises_are_bounded_together_and_a_queue_of_requests_is_served_in_turn() -> None:
     """A thousand requests that wait do not pin the host tier."""
     tokens = [tokens_of(4 * BLOCK, seed) for seed in range(1, 9)]
@@ -545,6 +548,7 @@ def test_a_count_is_of_the_prompt_that_was_asked_for_and_ends_with_its_request()
         assert ask(lambda: on.cache.count("b", other)) == Found(0)
 
 
+@pytest.mark.promise("A preempted engine request finds its blocks again.")
 def test_a_request_that_lost_its_own_blocks_is_told_anew_what_there_is() -> None:
     """A preempted one: while it had them there was nothing beyond, and no time has passed since."""
     tokens = tokens_of(2 * BLOCK)

@@ -40,6 +40,7 @@ TOKENS = list(range(3 * BLOCK + 1))
 HERE, THERE = [0, 1, 2, 3], [8, 9, 10, 11]
 
 
+@pytest.mark.promise("Ranks in other processes load their own bytes, whoever starts first.")
 @pytest.mark.parametrize(
     ("num_ranks", "workers_first"), [(1, False), (2, True), (2, False), (4, True)]
 )
@@ -66,6 +67,7 @@ def test_ranks_with_the_same_bytes_save_them_once_and_all_load_them(tmp_path: Pa
         assert on.hold(TOKENS, THERE, like=0)
 
 
+@pytest.mark.promise("Each rank saves and loads its own bytes of every group.")
 @pytest.mark.parametrize("are_same", [False, True])
 def test_each_rank_saves_and_loads_its_own_bytes_of_every_group(
     tmp_path: Path, are_same: bool
@@ -143,6 +145,7 @@ def test_blocks_are_found_only_once_the_last_rank_has_saved_them(tmp_path: Path)
         on.cache.release("c")
 
 
+@pytest.mark.promise("A save holds what its own step's kernels wrote.")
 def test_a_step_scheduled_while_another_runs_saves_what_its_own_kernels_wrote(
     tmp_path: Path,
 ) -> None:
@@ -167,6 +170,7 @@ def test_a_step_scheduled_while_another_runs_saves_what_its_own_kernels_wrote(
             assert on.hold(tokens, [12, 13])
 
 
+@pytest.mark.promise("A rank that dies fails its own copies and is named.")
 def test_a_rank_that_is_killed_fails_what_it_owes_and_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -424,6 +428,7 @@ def _reports(planes: WorkerPlanes) -> list[Finished]:
     return reports
 
 
+@pytest.mark.promise("A rank refused for want of a file descriptor connects later.")
 def test_who_cannot_be_accepted_for_want_of_a_descriptor_comes_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -137,6 +137,7 @@ def engine(
             on.until(on.is_at_rest)
 
 
+@pytest.mark.promise("Engines load each other's saved blocks from a node's host tier.")
 @pytest.mark.parametrize("num_ranks", [0, 2])
 def test_what_one_engine_saved_another_loads_from_the_host_tier_they_share(
     tmp_path: Path, num_ranks: int
@@ -162,6 +163,7 @@ def test_what_one_engine_saved_another_loads_from_the_host_tier_they_share(
             assert client.stats() == two.cache.stats().wait(PATIENCE_S)
 
 
+@pytest.mark.promise("Engines share a quarter of a node's slots for saves equally.")
 def test_engines_share_a_quarter_of_a_node_s_slots_for_saves_equally(tmp_path: Path) -> None:
     """One alone has all of it; when others come or go it hears of its part as it asks for more."""
     with node(tmp_path / "node") as at, ExitStack() as stack:
@@ -188,6 +190,7 @@ def test_engines_share_a_quarter_of_a_node_s_slots_for_saves_equally(tmp_path: P
         assert hosts[0].most_reserved[0] == SLOTS // 4
 
 
+@pytest.mark.promise("A killed engine takes no slot with it.")
 def test_an_engine_that_is_killed_takes_nothing_with_it(tmp_path: Path) -> None:
     """Its promise and its slots are given back, and what it saved is found."""
     with node(tmp_path / "node") as at, engine(at, "other") as on:
@@ -440,6 +443,7 @@ def test_a_promise_that_an_engine_does_not_load_expires(tmp_path: Path) -> None:
         on.cache.release("c")
 
 
+@pytest.mark.promise("An engine whose node is gone computes on and joins the next.")
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_an_engine_outlives_its_node_says_so_and_comes_to_the_next(
     how: signal.Signals, tmp_path: Path

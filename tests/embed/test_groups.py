@@ -353,6 +353,7 @@ def test_host_memory_is_divided_so_that_every_group_holds_as_many_tokens() -> No
 # The whole way, bytes compared
 
 
+@pytest.mark.promise("Every group of an engine loads byte for byte, or the hit is shorter.")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("length", [16, 17, 23, 32])
 def test_what_was_saved_is_loaded_byte_for_byte_in_every_group(model: str, length: int) -> None:
@@ -441,6 +442,7 @@ def test_only_what_the_engine_lacks_is_to_be_loaded() -> None:
         on.cache.release("a")
 
 
+@pytest.mark.promise("Every group of an engine loads byte for byte, or the hit is shorter.")
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_what_storage_has_lost_in_one_group_makes_what_is_found_shorter(lost: int) -> None:
     """Of the values of one group the last is gone: what is valid everywhere is still found."""
@@ -635,6 +637,7 @@ def counted(made: list[Counting]) -> Callable[[Store], Store]:
     return around
 
 
+@pytest.mark.promise("A lookup asks storage once, whatever the number of groups.")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("shared", "length"), [(32, 32), (21, 21), (32, 48), (19, 40), (0, 32)])
 def test_storage_is_asked_once_whatever_the_number_of_groups(
@@ -727,6 +730,7 @@ def test_groups_of_another_model_share_nothing() -> None:
                 second.check("a", tokens, 0)
 
 
+@pytest.mark.promise("A ticket promises every group.")
 @pytest.mark.parametrize("model", MODELS)
 def test_a_ticket_promises_every_group(model: str) -> None:
     tokens = tokens_of(23)
@@ -826,6 +830,7 @@ def test_a_reset_forgets_every_group_and_events_name_it_and_what_the_engine_call
 # Against a model that remembers all
 
 
+@pytest.mark.promise("A lookup returns the longest length valid in every group.")
 @pytest.mark.parametrize("store", [None, "memory://"])
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(sorted(MODELS)), st.data())

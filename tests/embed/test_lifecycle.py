@@ -38,6 +38,7 @@ async def _explode(_: Service) -> None:
     raise RuntimeError("nobody expected this")
 
 
+@pytest.mark.promise("An error in an embedded loop reaches every call.")
 def test_an_error_in_the_loop_reaches_every_pending_and_every_later_call() -> None:
     here = open_engine(device_blocks=8)
     here.cache.admit("one", ALL, max_new_tokens=0).wait(PATIENCE_S)
@@ -164,6 +165,7 @@ def test_a_lost_device_fails_what_waits_and_lets_requests_end() -> None:
         assert cache.verify().wait(PATIENCE_S) == []
 
 
+@pytest.mark.promise("A closed embedded service leaves nothing behind.")
 def test_nothing_is_left_after_a_close() -> None:
     def once() -> None:
         with engine(host_write=WritePolicy.WRITE_THROUGH) as here:

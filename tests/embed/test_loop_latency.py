@@ -68,6 +68,7 @@ async def engine_side(redis: RedisServer) -> AsyncIterator[HostSide]:
         await side.give_back()
 
 
+@pytest.mark.promise("A prompt of a million tokens blocks the loop for less than 50 ms.")
 async def test_a_cold_prompt_of_a_million_tokens_holds_up_no_short_one(
     redis: RedisServer,
 ) -> None:
@@ -90,6 +91,7 @@ async def test_names_of_a_million_tokens_are_noted_in_portions(redis: RedisServe
         assert turns.longest_s < LONGEST_S
 
 
+@pytest.mark.promise("A prompt of a million tokens blocks the loop for less than 50 ms.")
 async def test_a_claim_of_a_million_tokens_of_another_prompt_is_refused_in_portions(
     redis: RedisServer,
 ) -> None:

@@ -49,6 +49,7 @@ def written(url: str) -> tuple[str, list[bytes], np.ndarray]:
     return url, keys, pages
 
 
+@pytest.mark.promise("Pages of an engine's host memory come back whole or not at all.")
 def test_what_one_engine_stored_another_reads_to_the_byte(
     written: tuple[str, list[bytes], np.ndarray],
 ) -> None:
@@ -79,6 +80,7 @@ def test_engines_that_differ_never_see_each_others_pages(
     storage.close()
 
 
+@pytest.mark.promise("Pages of an engine's host memory come back whole or not at all.")
 def test_a_damaged_page_is_a_miss_and_the_others_are_read(empty_redis: RedisServer) -> None:
     pages, keys = pages_of(2), [bytes([n]) * 32 for n in range(8)]
     storage, pool = opened(empty_redis.url, pages)
@@ -153,6 +155,7 @@ def test_a_store_that_is_not_there_is_said_when_opening() -> None:
     storage.close()
 
 
+@pytest.mark.promise("Pages of an engine's host memory come back whole or not at all.")
 @pytest.mark.parametrize("part", [0, 1])
 def test_a_page_of_several_parts_counts_only_whole(empty_redis: RedisServer, part: int) -> None:
     keys, values = [bytes([n]) * 32 for n in range(8)], pages_of(7, page_bytes=3000)
@@ -209,6 +212,7 @@ def test_clearing_removes_pages_that_are_being_stored(url: str) -> None:
     storage.close()
 
 
+@pytest.mark.promise("No call on pages waits for ever.")
 def test_a_thread_that_ends_leaves_no_call_waiting() -> None:
     storage, pool = opened("memory://", pages_of(10))
 

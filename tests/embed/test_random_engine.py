@@ -56,6 +56,7 @@ def drive(
     return driver
 
 
+@pytest.mark.promise("An engine over a failing store loads right bytes and leaks no block.")
 @pytest.mark.parametrize("model", sorted(MODELS))
 def test_an_engine_at_random_loads_right_bytes_and_leaves_nothing(model: str) -> None:
     driver = drive(model, 1, 250, store="redis")

@@ -154,6 +154,7 @@ def engine(folder: Path, size: int, *, scheme: ShardScheme | None = SCHEME) -> I
         assert cache.verify().wait(PATIENCE_S) == []
 
 
+@pytest.mark.promise("Engines of other rank counts find every byte or name the reason.")
 @pytest.mark.parametrize(
     ("writers", "readers"), [(1, 2), (2, 1), (2, 4), (4, 2), (4, 1), (1, 4), (2, 2)]
 )
@@ -172,6 +173,7 @@ def test_another_number_of_ranks_finds_every_byte_tail_included(
         assert second.holds(there)
 
 
+@pytest.mark.promise("Engines of other rank counts find every byte or name the reason.")
 def test_where_no_heads_are_known_a_lookup_says_whose_blocks_are_of_no_use(tmp_path: Path) -> None:
     with engine(tmp_path, 2, scheme=None) as first:
         first.save([0, 1, 2, 3], "t")

@@ -64,6 +64,7 @@ def _request(here: Engine, name: str, tokens: list[int]) -> None:
     here.cache.end(name).wait(PATIENCE_S)
 
 
+@pytest.mark.promise("Random cancels and aborts of threads leak nothing.")
 @pytest.mark.parametrize("seed", range(3))
 def test_cancels_and_aborts_at_random_leave_nothing(seed: int) -> None:
     with engine(device_blocks=24, host_blocks=24, host_write=WritePolicy.WRITE_THROUGH) as here:

@@ -66,6 +66,7 @@ def written(url: str, kind: str = "full", num_pages: int = 5, **more: Any) -> An
         return saved(world, slots)
 
 
+@pytest.mark.promise("Every host pool of every SGLang rank comes back byte for byte.")
 @pytest.mark.parametrize("store", ["redis", "file"])
 @pytest.mark.parametrize(
     ("kind", "layout"),
@@ -104,6 +105,7 @@ def test_every_pool_comes_back_to_the_byte(
         assert all(0 < int(str(empty_redis.execute("TTL", key))) <= 86_400 for key in keys)
 
 
+@pytest.mark.promise("Every host pool of every SGLang rank comes back byte for byte.")
 def test_two_ranks_have_each_their_own_bytes_and_what_is_the_same_once(
     empty_redis: RedisServer, tmp_path: Path
 ) -> None:
@@ -194,6 +196,7 @@ def stored_name(world: World, pool: PoolName, key: str) -> str:
     return f"{names.prefix}:{names.fingerprint}:{one._stored([key.encode()])[0].digest.hex()}"  # noqa: SLF001
 
 
+@pytest.mark.promise("SGLang gets no page that was not stored under its name.")
 @pytest.mark.parametrize("damage", ["swapped", "zeroed", "cut", "another page's", "its other half"])
 def test_values_that_are_not_what_was_stored_are_refused(
     empty_redis: RedisServer, damage: str
@@ -304,6 +307,7 @@ def strike(fault: str, server: RedisServer, proxy: Proxy) -> None:
         server.execute("FLUSHALL")
 
 
+@pytest.mark.promise("A failing store blocks SGLang's threads for a bounded time.")
 @pytest.mark.parametrize("fault", ["killed", "hung", "slow", "flushed"])
 @pytest.mark.parametrize("moment", ["before the question", "before the read"])
 def test_a_store_that_fails_costs_a_bounded_time_and_never_a_byte(fault: str, moment: str) -> None:

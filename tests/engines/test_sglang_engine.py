@@ -157,6 +157,7 @@ def alone(model: str) -> tuple[list[Prompt], ...]:
         return tokens(engine.ask(PROMPTS)), tokens(engine.ask(MANY))
 
 
+@pytest.mark.promise("SGLang generates its own tokens under eviction and over failing stores.")
 def test_tokens_are_sglangs_own_through_a_fresh_process_and_fifty_requests_under_eviction(
     model: str, alone: tuple[list[Prompt], ...], empty_redis: RedisServer
 ) -> None:
@@ -192,6 +193,7 @@ def test_tokens_are_sglangs_own_through_a_fresh_process_and_fifty_requests_under
         assert tokens(fresh.ask(MANY)) == alone[1]
 
 
+@pytest.mark.promise("SGLang generates its own tokens under eviction and over failing stores.")
 def test_a_store_that_dies_hangs_forgets_or_is_damaged_costs_no_token(
     model: str, alone: tuple[list[Prompt], ...]
 ) -> None:
@@ -227,6 +229,7 @@ def test_tokens_are_sglangs_own_through_files_into_a_fresh_process(
         assert from_storage(answers) > 1000
 
 
+@pytest.mark.promise("SGLang generates its own tokens under eviction and over failing stores.")
 def test_a_store_that_answers_half_a_second_late_costs_time_and_no_token(
     model: str, alone: tuple[list[Prompt], ...]
 ) -> None:

@@ -139,6 +139,7 @@ def expected(model: str, prompts: list[Prompt]) -> list[list[int]]:
     return tokens
 
 
+@pytest.mark.promise("vLLM's own offloading loads a prefix from a tierkv store.")
 @pytest.mark.parametrize("kind", ["redis", "file"])
 def test_a_prefix_comes_through_storage_into_a_fresh_process(
     model: str,

@@ -196,6 +196,7 @@ PROMPTS = [prompt(n, length) for n, length in enumerate(_LENGTHS)] + [
 ]
 
 
+@pytest.mark.promise("A fresh vLLM process loads a prefix from Redis or files.")
 def test_a_prefix_comes_through_redis_into_a_fresh_process(
     model: str, alone: Engine, empty_redis: RedisServer
 ) -> None:
@@ -219,6 +220,7 @@ def test_a_prefix_comes_through_redis_into_a_fresh_process(
         second.rests()
 
 
+@pytest.mark.promise("A fresh vLLM process loads a prefix from Redis or files.")
 def test_a_prefix_comes_through_files_into_a_fresh_process(
     model: str, alone: Engine, tmp_path: Path
 ) -> None:
@@ -285,6 +287,7 @@ def pair(model: str, empty_redis: RedisServer) -> Iterator[tuple[Engine, Engine]
         assert all(int(str(empty_redis.execute("TTL", name))) != -1 for name in names)
 
 
+@pytest.mark.promise("vLLM hands prompts over, partial block included.")
 def test_a_prefill_is_handed_over_tails_included(
     pair: tuple[Engine, Engine], alone: Engine, empty_redis: RedisServer
 ) -> None:
@@ -325,6 +328,7 @@ def test_a_prefill_is_handed_over_tails_included(
     assert decode.generate(asked)["z"]["tokens"] != alone.tokens([tail])[0]
 
 
+@pytest.mark.promise("An abort at any step leaves no block behind in vLLM.")
 def test_a_hand_over_may_be_aborted_at_every_step(
     pair: tuple[Engine, Engine], alone: Engine
 ) -> None:
@@ -372,6 +376,7 @@ def test_what_the_device_has_lost_comes_back_from_the_host(alone: Engine, one: E
     one.rests()
 
 
+@pytest.mark.promise("vLLM with the connector draws the tokens that vLLM alone draws.")
 def test_seeded_sampling_draws_the_same_tokens(alone: Engine, one: Engine) -> None:
     prompts = [prompt(105 + n, 90 + 31 * n) for n in range(4)]
     drawn: dict[str, Any] = {"temperature": 0.8, "max_tokens": 24}
@@ -404,6 +409,7 @@ def test_answers_are_found_by_prompts_that_continue_them(alone: Engine, one: Eng
     assert found["tokens"] == alone.tokens([longer])[0]
 
 
+@pytest.mark.promise("vLLM computes blocks whose save, load or promise failed.")
 def test_a_load_that_fails_is_computed_and_not_tried_for_ever(alone: Engine, one: Engine) -> None:
     prompts = [prompt(130 + n, 180) for n in range(4)]
     right = alone.tokens(prompts)
@@ -418,6 +424,7 @@ def test_a_load_that_fails_is_computed_and_not_tried_for_ever(alone: Engine, one
         one.rests()
 
 
+@pytest.mark.promise("vLLM computes blocks whose save, load or promise failed.")
 def test_a_save_that_fails_is_no_copy(alone: Engine, one: Engine) -> None:
     """Its blocks are vLLM's again all the same, and the next who computes them saves them."""
     prompts = [prompt(135 + n, 150) for n in range(3)]
@@ -434,6 +441,7 @@ def test_a_save_that_fails_is_no_copy(alone: Engine, one: Engine) -> None:
     one.rests()
 
 
+@pytest.mark.promise("vLLM computes blocks whose save, load or promise failed.")
 def test_promises_that_have_expired_are_computed(alone: Engine, one: Engine) -> None:
     prompts = [prompt(140 + n, 130) for n in range(2)]
     right = alone.tokens(prompts)
@@ -446,6 +454,7 @@ def test_promises_that_have_expired_are_computed(alone: Engine, one: Engine) -> 
         one.rests()
 
 
+@pytest.mark.promise("vLLM with the connector draws the tokens that vLLM alone draws.")
 def test_other_values_in_redis_are_noticed(
     alone: Engine, one: Engine, module_redis: RedisServer
 ) -> None:
@@ -517,6 +526,7 @@ def test_a_reset_cache_is_not_found_again_in_storage_neither(alone: Engine, one:
     one.rests()
 
 
+@pytest.mark.promise("An abort at any step leaves no block behind in vLLM.")
 def test_a_request_may_be_aborted_at_every_step(alone: Engine, one: Engine) -> None:
     """While it is looked up, loaded, computed and saved; another one runs on beside it."""
     there, other = prompt(170, 300), prompt(171, 120)
@@ -541,6 +551,7 @@ HEADS = [prompt(400 + n, 3 * _BLOCK) for n in range(5)]
 MANY = [HEADS[n % 5] + prompt(410 + n, 10 + 3 * n) for n in range(50)]
 
 
+@pytest.mark.promise("vLLM requests under eviction and preemption stay exact.")
 def test_fifty_requests_with_shared_prefixes_under_eviction_are_exact(
     model: str, alone: Engine, empty_redis: RedisServer
 ) -> None:
@@ -606,6 +617,7 @@ def slow(stack: ExitStack, server: RedisServer) -> str:
     return proxy.url
 
 
+@pytest.mark.promise("vLLM does not wait for a store slower than computing.")
 @pytest.mark.parametrize("kind", ["model", "hybrid"])
 def test_a_slow_store_is_not_waited_for_once_it_is_known(
     kind: str, request: pytest.FixtureRequest
@@ -637,6 +649,7 @@ def test_a_slow_store_is_not_waited_for_once_it_is_known(
             assert third.cached(prompts[:1]) == [200], "a store that is fast is asked"
 
 
+@pytest.mark.promise("Each vLLM rank saves and loads its own bytes.")
 def test_two_ranks_in_processes_of_their_own_keep_their_halves(
     model: str, empty_redis: RedisServer
 ) -> None:
@@ -681,6 +694,7 @@ def test_two_ranks_are_exact_when_requests_are_preempted(
         fresh.rests()
 
 
+@pytest.mark.promise("A new vLLM engine removes the socket of a killed one.")
 def test_an_engine_that_was_killed_leaves_no_socket_to_those_that_come(
     model: str, tmp_path: Path
 ) -> None:
@@ -701,6 +715,7 @@ def num_named(server: RedisServer, pattern: str) -> int:
     return len(names)
 
 
+@pytest.mark.promise("vLLM instances of other rank counts read each other's blocks.")
 @pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1)])
 def test_other_numbers_of_ranks_find_each_others_blocks(
     model: str, empty_redis: RedisServer, writers: int, readers: int
@@ -725,6 +740,7 @@ def test_other_numbers_of_ranks_find_each_others_blocks(
         second.rests()
 
 
+@pytest.mark.promise("vLLM instances on one machine share a node's host memory.")
 def test_engines_share_the_host_memory_of_a_node(model: str, alone: Engine, tmp_path: Path) -> None:
     right = alone.tokens(PROMPTS)
     with node(tmp_path / "node", TIERKV_CACHE__HOST_BLOCKS="1024") as at:
@@ -765,6 +781,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
     return path
 
 
+@pytest.mark.promise("vLLM's sliding windows are cached as groups.")
 def test_windows_are_groups_of_their_own(hybrid: str, empty_redis: RedisServer) -> None:
     """vLLM keeps only the blocks of a window; so does tierkv, and finds them in a fresh process,
     in a decode instance with its tail, and under preemption."""
@@ -814,6 +831,7 @@ def test_an_adapter_is_what_its_files_hold(tmp_path: Path) -> None:
     digests.close()
 
 
+@pytest.mark.promise("KV of a LoRA adapter in vLLM belongs to the content of its files.")
 def test_an_adapters_kv_is_its_own(model: str, tmp_path: Path) -> None:
     """Whatever it is called: two names for the same files share, other files under the same name
     do not."""
@@ -858,6 +876,7 @@ def lora(path: Path, seed: int) -> str:
     return str(path)
 
 
+@pytest.mark.promise("vLLM's metrics count loaded, saved and evicted blocks.")
 def test_what_was_loaded_and_saved_is_among_vllms_metrics(alone: Engine, one: Engine) -> None:
     some = [prompt(760, 150)]
     before = one.ask("metrics")

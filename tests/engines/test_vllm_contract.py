@@ -147,6 +147,7 @@ def ours_and_theirs(name: str, source: Path) -> list[dict[str, ast.FunctionDef]]
     return [{m: one for m, one in public.items() if m == "__init__" or m[0] != "_"}, theirs]
 
 
+@pytest.mark.promise("The connector has every method of vLLM's interface.")
 @pytest.mark.parametrize("name", OURS)
 def test_every_method_takes_what_vllm_gives(source: Path, name: str) -> None:
     ours, theirs = ours_and_theirs(name, source)

@@ -98,6 +98,7 @@ def use(body: object) -> None:
             msgspec.msgpack.encode((request.max_tokens, sampling.top_k, sampling.seed))
 
 
+@pytest.mark.promise("Every field of every body refuses values that would fail later.")
 @pytest.mark.parametrize("kind", [*NODE_BODIES, CompletionBody, ChatBody])
 def test_a_value_that_a_field_cannot_have_is_refused_where_it_is_read(
     kind: type[msgspec.Struct],

@@ -252,6 +252,7 @@ async def test_the_request_id_of_the_caller_is_the_nodes_too() -> None:
                 assert body["request_id"].startswith("mine-1.")
 
 
+@pytest.mark.promise("Nodes get the gateway's token and never the caller's.")
 async def test_nodes_get_the_gateways_token_and_never_the_callers() -> None:
     async with stage(node_token="secret") as on:
         await on.caller.ask({"prompt": PROMPT}, Authorization="Bearer of-the-caller")
@@ -313,6 +314,7 @@ async def test_a_caller_that_goes_away_cancels_the_nodes_work(stream: bool) -> N
         await until(lambda: on.gateway.backend.admission.num_running == 0)
 
 
+@pytest.mark.promise("A gateway queues requests over its limit and refuses more.")
 async def test_more_than_may_run_wait_and_more_than_may_wait_are_refused() -> None:
     limits = LimitsSection(max_running=2, max_queued=2)
     async with stage(limits=limits) as on:

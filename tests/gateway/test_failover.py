@@ -60,6 +60,7 @@ async def test_the_first_token_is_passed_on_while_the_prompt_is_still_being_publ
             assert b"[DONE]" in await response.read()
 
 
+@pytest.mark.promise("A dead decode node costs a stream no token.")
 @STREAMED
 @pytest.mark.parametrize("after", [0, 1, 3, 7])
 async def test_a_decode_node_that_dies_is_replaced_without_losing_or_repeating_a_token(
@@ -225,6 +226,7 @@ async def test_a_node_that_answers_garbage_is_left_alone(raw: bytes) -> None:
         await until(lambda: on.decode[0].num_probes > probes + 1, "the gateway to live on")
 
 
+@pytest.mark.promise("A node that continues a stream with other tokens is not used.")
 async def test_a_node_that_goes_on_otherwise_than_the_one_before_it_is_not_believed() -> None:
     async with stage(1, 2) as on:
         for node in on.decode:
@@ -281,6 +283,7 @@ async def test_a_busy_node_is_passed_over_and_one_that_drains_gets_nothing_more(
         assert len(on.decode[1].calls) == before
 
 
+@pytest.mark.promise("Full nodes make a gateway answer 503 and blame no node.")
 @pytest.mark.parametrize("code", ["out_of_blocks", "too_much_in_work", "too_many_connections"])
 async def test_when_all_are_busy_the_caller_is_to_come_back_and_no_node_is_blamed(
     code: str,
@@ -326,6 +329,7 @@ async def test_nodes_of_different_models_never_make_one_answer_together(stream: 
         assert sorted(len(node.calls) for node in on.prefill) == [0, 2]
 
 
+@pytest.mark.promise("A gateway never asks a node of another model.")
 async def test_a_node_of_another_model_is_never_asked_and_readyz_names_the_difference() -> None:
     """Not even at the gateway's start, when nothing has failed yet."""
     async with stage(prefill=1, decode=2, models=("a", "b", "a")) as on:
@@ -380,6 +384,7 @@ def block_the_loop(seconds: float) -> None:
         pass
 
 
+@pytest.mark.promise("A late gateway blames no node.")
 async def test_no_node_is_blamed_while_the_gateways_own_loop_was_late() -> None:
     deadlines = DeadlineSection(lookup_s=5.0, first_token_s=0.4, stall_s=0.4, connect_s=0.4)
     health = HealthSection(probe_interval_s=0.05, probe_timeout_s=0.3)

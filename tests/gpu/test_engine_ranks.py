@@ -40,6 +40,7 @@ def cupy() -> ModuleType:
     return cupy_or_skip()
 
 
+@pytest.mark.promise("Ranks on GPUs move their own tensors through shared host slots.")
 @pytest.mark.parametrize("gpus", [["0"], ["0", "0"], ["0", "1"]])
 def test_ranks_in_other_processes_save_and_load_their_own_tensors(
     cupy: ModuleType, tmp_path: Path, gpus: list[str]
@@ -70,6 +71,7 @@ def tensors(cupy: ModuleType) -> list[object]:
     ]
 
 
+@pytest.mark.promise("An engine's step waits on its stream, not on the host.")
 @pytest.mark.parametrize("through", ["process", "socket"])
 def test_an_engine_s_steps_are_ordered_by_its_stream_and_never_wait_for_a_copy(
     cupy: ModuleType, tmp_path: Path, through: str

@@ -268,6 +268,7 @@ def of_600_mib() -> Iterator[Callable[[], None]]:
         folder.rmdir()
 
 
+@pytest.mark.promise("Host memory above a container's limit is refused, and the process survives.")
 def test_an_engine_cache_above_its_containers_memory_is_refused_and_not_killed(
     of_600_mib: Callable[[], None], tmp_path: Path
 ) -> None:
@@ -296,6 +297,7 @@ except ConfigError as error:
     assert "600.0 MiB (/sys/fs/cgroup/" in ran.stdout
 
 
+@pytest.mark.promise("Host memory above a container's limit is refused, and the process survives.")
 def test_serve_above_its_containers_memory_ends_with_the_sentence(
     of_600_mib: Callable[[], None],
 ) -> None:

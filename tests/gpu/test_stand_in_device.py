@@ -7,6 +7,7 @@ import pytest
 from tests.gpu.cuda import run_program
 
 
+@pytest.mark.promise("No order of GPU work tears a block.")
 @pytest.mark.parametrize("seed", [0, 3, 4])
 def test_no_order_in_which_a_gpu_may_work_tears_a_block(seed: int) -> None:
     run_program("random_copies", seed)

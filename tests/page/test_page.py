@@ -195,6 +195,7 @@ IS_DRAWN = """() => [...document.querySelectorAll('canvas')].map(canvas => {
 })"""
 
 
+@pytest.mark.promise("The live page shows the figures of `/metrics`.")
 def test_it_shows_what_metrics_say_without_a_complaint_or_a_request_to_others(
     node: Served, opened: Callable[..., Opened]
 ) -> None:
@@ -238,6 +239,7 @@ def test_a_request_is_explained_on_a_click_and_names_from_outside_stay_text(
     assert page.complaints == []
 
 
+@pytest.mark.promise("The live page reconnects by itself.")
 def test_it_comes_back_by_itself_when_the_node_does(
     tmp_path: Path, opened: Callable[..., Opened]
 ) -> None:
@@ -258,6 +260,7 @@ def test_it_comes_back_by_itself_when_the_node_does(
     assert [one for one in page.complaints if "Failed to load resource" not in one] == []
 
 
+@pytest.mark.promise("The live page shows no data without a token.")
 def test_who_brings_no_good_token_gets_a_sentence_and_no_data(
     tmp_path: Path, opened: Callable[..., Opened]
 ) -> None:
@@ -299,6 +302,7 @@ FOCUSED = """() => {
 }"""
 
 
+@pytest.mark.promise("The live page fits 320 px and a keyboard.")
 def test_on_a_phone_nothing_is_beside_the_screen_and_the_dark_scheme_is_dark(
     node: Served, opened: Callable[..., Opened]
 ) -> None:
@@ -316,6 +320,7 @@ def test_on_a_phone_nothing_is_beside_the_screen_and_the_dark_scheme_is_dark(
     assert page.complaints == []
 
 
+@pytest.mark.promise("The live page fits 320 px and a keyboard.")
 def test_all_of_it_can_be_reached_and_seen_with_a_keyboard(
     node: Served, opened: Callable[..., Opened]
 ) -> None:
@@ -390,6 +395,7 @@ def test_a_page_that_stays_open_for_an_hour_grows_no_more(
     assert page.complaints == []
 
 
+@pytest.mark.promise("An open live page grows neither browser nor node.")
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_browser_left_open_under_load_grows_neither_page_nor_node(

@@ -73,6 +73,7 @@ async def claim(
     node.service.end(request)
 
 
+@pytest.mark.promise("A claim waits for room until its deadline, then names the reason.")
 @pytest.mark.parametrize("policy", [ClaimPolicy.WHOLE, ClaimPolicy.RECOMPUTE])
 @pytest.mark.parametrize(("count", "length"), [(10, 125), (16, 125), (10, 225)])
 async def test_of_a_burst_of_claims_none_is_refused_and_nothing_is_computed_again(
@@ -86,6 +87,7 @@ async def test_of_a_burst_of_claims_none_is_refused_and_nothing_is_computed_agai
         await node.settle()
 
 
+@pytest.mark.promise("A prompt larger than the host tier is claimed whole.")
 @pytest.mark.parametrize("host_write", [WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK])
 @pytest.mark.parametrize(
     ("device_blocks", "host_blocks", "length"), [(1000, 100, 427), (128, 32, 511), (128, 1, 510)]
@@ -121,6 +123,7 @@ async def test_claims_of_one_prompt_come_through_a_small_host_tier_side_by_side(
         await node.settle()
 
 
+@pytest.mark.promise("A claim waits for room until its deadline, then names the reason.")
 async def test_a_claim_that_finds_no_room_until_its_deadline_says_so(store: Store) -> None:
     prompts = [prompt_of(1, 100)]
     async with published(store, prompts, device_blocks=32, host_blocks=32) as node:

@@ -100,6 +100,7 @@ async def test_what_is_told_is_held_until_the_connection_ends() -> None:
         await prefill.settle()
 
 
+@pytest.mark.promise("A producer answers only holders of the ticket.")
 async def test_only_a_holder_of_the_ticket_is_told_anything() -> None:
     async with pair() as (prefill, _):
         await publish(prefill, ticket="other")
@@ -172,6 +173,7 @@ async def test_noise_holds_nothing_and_harms_nobody(
         assert decode.service.stats().handoff.memory_blocks == BLOCKS
 
 
+@pytest.mark.promise("Bytes that changed since the ticket are fetched from storage.")
 async def test_bytes_that_changed_since_are_fetched_from_storage() -> None:
     async with pair() as (prefill, decode):
         address = await address_of(prefill)

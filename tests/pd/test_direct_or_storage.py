@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tierkv.pd.direct.offers import AGAIN_S, LEAST_BYTES, Speeds
 from tierkv.pd.settings import DirectPath
 
@@ -20,6 +22,7 @@ def speeds(clock: Clock, *, is_named: bool = False) -> Speeds:
     return Speeds(is_named=is_named, now=clock)
 
 
+@pytest.mark.promise("A direct path slower than storage is used only if the settings name it.")
 def test_a_way_slower_than_storage_is_not_taken_by_itself() -> None:
     """As over TCP, where a claim of 78 MiB took 2.4 times the way through Redis."""
     known = speeds(Clock())
@@ -55,6 +58,7 @@ def test_a_way_that_was_slow_is_tried_again_after_a_while() -> None:
     assert not known.prefers_storage(NETWORK, MUCH)
 
 
+@pytest.mark.promise("A direct path slower than storage is used only if the settings name it.")
 def test_a_way_that_is_named_is_taken_whatever_it_costs() -> None:
     known = speeds(Clock(), is_named=True)
     known.note(NETWORK, MUCH, 10.0)

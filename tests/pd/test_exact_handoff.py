@@ -130,6 +130,7 @@ def nothing_lives_for_ever(server: RedisServer) -> None:
     assert [name for name in names if b":open:" in name or b":producer:" in name] == []
 
 
+@pytest.mark.promise("A hand-off gives one node's tokens at any prompt length.")
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize(
     ("kind", "streams", "lengths"),
@@ -154,6 +155,7 @@ async def test_any_length_is_handed_over_exactly(
     nothing_lives_for_ever(server)
 
 
+@pytest.mark.promise("A hand-off gives one node's tokens at any prompt length.")
 @pytest.mark.parametrize("kind", ["redis", "file"])
 @pytest.mark.parametrize("way", WAYS)
 async def test_any_length_is_exact_by_each_direct_way(
@@ -223,6 +225,7 @@ async def test_a_ticket_sampled_in_another_way_stays_for_who_may_claim_it(
         assert (await decode.engine.decode(job, "one"))[0].tokens == right(40, 40, SEEDED)
 
 
+@pytest.mark.promise("Many hand-offs at once are exact and leave nothing.")
 @pytest.mark.parametrize(
     "count",
     [30, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(300)])],

@@ -65,6 +65,7 @@ async def publish_all(service: Service) -> None:
         await publish(service, str(number), prompt)
 
 
+@pytest.mark.promise("Hand-offs succeed over a full Redis with LRU eviction.")
 async def test_hand_offs_go_on_over_a_full_redis_that_evicts_the_least_recently_used() -> None:
     with redis_server("--maxmemory", "8mb", "--maxmemory-policy", "allkeys-lru") as server:
         async with node(server.url) as prefill, node(server.url) as decode:

@@ -61,6 +61,7 @@ async def refused(
     return error.value
 
 
+@pytest.mark.promise("A published prompt is claimed byte for byte, tail included.")
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 8, 11, 40, 200])
 async def test_what_was_published_is_claimed_byte_for_byte_tail_included(count: int) -> None:
     async with pair(device_blocks=64, host_blocks=64) as (prefill, decode):
@@ -110,6 +111,7 @@ async def test_many_claims_at_once_get_one_fetch() -> None:
         await decode.settle()
 
 
+@pytest.mark.promise("A claim that comes first waits for its ticket.")
 async def test_a_claim_that_comes_first_waits_for_the_ticket() -> None:
     async with pair() as (prefill, decode), asyncio.TaskGroup() as group:
         claiming = group.create_task(claim(decode, tokens(9), new=0, deadline_s=100.0))
@@ -118,6 +120,7 @@ async def test_a_claim_that_comes_first_waits_for_the_ticket() -> None:
         await publish(prefill, tokens(9))
 
 
+@pytest.mark.promise("A ticket is written after every block.")
 async def test_the_ticket_is_written_after_every_block() -> None:
     async with pair() as (prefill, decode):
         request = await prefill.admit(tokens(9))
@@ -161,6 +164,7 @@ async def test_publishing_again_writes_only_the_ticket() -> None:
         assert second.flushed_bytes == 0
 
 
+@pytest.mark.promise("A store that fails for a moment only delays a publish.")
 @pytest.mark.parametrize("failures", [1, 3])
 async def test_a_store_that_fails_for_a_moment_costs_a_publish_only_that(failures: int) -> None:
     async with pair() as (prefill, decode):
@@ -339,6 +343,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.promise("A ticket of another prompt or model is refused with the difference.")
 @pytest.mark.parametrize("field", OTHERS)
 async def test_a_node_that_cannot_use_the_kv_names_the_field(field: str) -> None:
     async with pair(who=OTHERS[field]) as (prefill, decode):
@@ -349,6 +354,7 @@ async def test_a_node_that_cannot_use_the_kv_names_the_field(field: str) -> None
         assert "someone else" not in str(problem)
 
 
+@pytest.mark.promise("A ticket of another prompt or model is refused with the difference.")
 @pytest.mark.parametrize(
     "other",
     [tokens(8), tokens(10), tokens(9, 1), [*tokens(8), 99], [99, *tokens(9)[1:]]],
@@ -467,6 +473,7 @@ def test_every_reason_has_a_test_here() -> None:
     }
 
 
+@pytest.mark.promise("A zeroed tail or swapped blocks change the tokens of a node.")
 def test_swapped_blocks_and_a_zeroed_tail_would_be_noticed() -> None:
     """Negative controls: the comparison used above tells what token equality would not."""
     rows = kv_of(tokens(8), LAYOUTS["gqa"])

@@ -89,6 +89,7 @@ async def test_a_prompt_is_handed_over_through_a_store_that_is_not_trusted(
         assert status.state is Standing.ACKNOWLEDGED
 
 
+@pytest.mark.promise("A ticket written without the key is not used.")
 async def test_a_ticket_that_somebody_without_the_key_wrote_is_not_used(
     store: MemoryStore, trust: Trust
 ) -> None:

@@ -104,6 +104,7 @@ async def test_a_streamed_prompt_is_claimed_byte_for_byte(count: int) -> None:
         await decode.ended(request)
 
 
+@pytest.mark.promise("A claim loads blocks before the ticket is written.")
 async def test_blocks_are_fetched_and_loaded_before_the_ticket_is_there() -> None:
     prompt = tokens(42)
     async with pair() as (prefill, decode):
@@ -174,6 +175,7 @@ async def test_a_prefill_that_gives_up_says_why_at_once() -> None:
         await decode.settle()
 
 
+@pytest.mark.promise("A dead producer is reported as lost at once, a slow one never.")
 async def test_a_producer_that_dies_in_the_middle_is_lost_not_late() -> None:
     clock = TurnedClock()
     async with pair(clock=clock) as (prefill, decode):
@@ -189,6 +191,7 @@ async def test_a_producer_that_dies_in_the_middle_is_lost_not_late() -> None:
         await decode.settle()
 
 
+@pytest.mark.promise("A dead producer is reported as lost at once, a slow one never.")
 async def test_a_node_that_ends_by_an_error_says_no_more_that_it_lives() -> None:
     store = MemoryStore(MemorySettings(), SystemClock())
 
@@ -209,6 +212,7 @@ async def test_a_node_that_ends_by_an_error_says_no_more_that_it_lives() -> None
         assert await store.exists(names) == 0
 
 
+@pytest.mark.promise("A dead producer is reported as lost at once, a slow one never.")
 async def test_a_producer_that_only_takes_long_is_not_yet() -> None:
     async with pair() as (prefill, decode):
         async with prefilling(prefill, tokens(21)) as here:

@@ -181,6 +181,7 @@ async def test_waiting_for_a_ticket_is_not_hammering() -> None:
         await finish(waiting)
 
 
+@pytest.mark.promise("Everything a ticket stores has a time to live.")
 async def test_a_ticket_leaves_nothing_but_what_has_a_time_to_live() -> None:
     clock = TurnedClock()
     async with pair(clock) as (prefill, decode):
@@ -202,6 +203,7 @@ async def copied(node: World, source: str, target: str) -> None:
     await finish(node.the_store.put([PutItem(target, (value,), ttl_s=60, keep_existing=False)]))
 
 
+@pytest.mark.promise("A ticket under another ticket's name counts as damaged.")
 async def test_a_ticket_under_another_tickets_name_is_damaged() -> None:
     async with pair() as (prefill, decode):
         names = Names("tierkv", "")

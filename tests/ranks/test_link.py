@@ -84,6 +84,7 @@ def test_fields_that_are_not_known_are_passed_over() -> None:
     assert isinstance(read(seal(MAGIC, VERSION, BODY | {"later": 1})), Plan)
 
 
+@pytest.mark.promise("A new engine removes sockets of killed engines and no living one.")
 def test_sockets_of_schedulers_that_were_killed_are_removed_and_no_other_is_disturbed(
     tmp_path: Path,
 ) -> None:

@@ -133,6 +133,7 @@ CASES: dict[str, tuple[bool, Work, Work]] = {
 }
 
 
+@pytest.mark.promise("A cancel at any await of the scheduler leaves nothing behind.")
 @pytest.mark.parametrize("late", [False, True], ids=["while it waits", "as it wakes"])
 @pytest.mark.parametrize("case", CASES)
 async def test_a_cancel_at_any_await_leaves_nothing_behind(case: str, late: bool) -> None:

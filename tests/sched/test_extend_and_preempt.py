@@ -122,6 +122,7 @@ async def preempted(here: World, count: int) -> Request:
     return request
 
 
+@pytest.mark.promise("A preempted request comes back byte for byte.")
 @pytest.mark.parametrize("count", [3, 8, 11])
 async def test_what_was_preempted_comes_back_byte_for_byte_after_others_had_the_device(
     count: int,

@@ -91,6 +91,7 @@ async def test_device_blocks_that_others_were_fetched_behind_go_to_the_host_befo
         assert (await here.run(tokens(24))).host_tokens == 23  # checks every byte
 
 
+@pytest.mark.promise("Equal prompts share one fetch.")
 async def test_identical_prompts_at_the_same_time_share_one_fetch() -> None:
     async with world(store=await filled(tokens(18)), device_blocks=64) as here:
         here.the_store.hold()
@@ -139,6 +140,7 @@ async def test_a_hole_ends_the_run_before_it(hole: int) -> None:  # fault 11
         assert matched.storage_tokens == hole * 4
 
 
+@pytest.mark.promise("A damaged block ends a fetch before it and is deleted.")
 @pytest.mark.parametrize("at", range(5))
 async def test_a_damaged_block_ends_the_run_before_it_and_is_deleted(at: int) -> None:
     async with world(store=await filled(tokens(18))) as here:
@@ -159,6 +161,7 @@ async def replace(here: World, name: str, content: bytes) -> None:
     await put_one(here.the_store, name, content, keep_existing=False)
 
 
+@pytest.mark.promise("A bad store delays requests by at most the deadline, and makes none wrong.")
 @pytest.mark.parametrize("failures", range(1, 4))
 async def test_a_store_that_fails_makes_it_slower_never_wrong(failures: int) -> None:  # fault 12
     async with world(store=await filled(tokens(18))) as here:
@@ -168,6 +171,7 @@ async def test_a_store_that_fails_makes_it_slower_never_wrong(failures: int) -> 
         assert (await here.run(tokens(18))).total_tokens == 17
 
 
+@pytest.mark.promise("A bad store delays requests by at most the deadline, and makes none wrong.")
 async def test_a_store_that_hangs_costs_at_most_the_deadline() -> None:  # fault 12
     async with world(store=await filled(tokens(18)), fetch_deadline_s=0.3) as here:
         here.the_store.hold()

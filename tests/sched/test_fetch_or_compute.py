@@ -63,6 +63,7 @@ async def test_while_a_tier_is_late_for_one_request_no_other_asks_it() -> None:
         await here.ended(request)
 
 
+@pytest.mark.promise("A store slower than computing is not used, and `explain` says so.")
 async def test_a_tier_slower_than_computing_is_not_used_and_it_says_so() -> None:
     async with best_effort(store=await filled(tokens(40))) as here:
         here.service.note_prefill(1000, 100.0)  # 4 s for this prompt

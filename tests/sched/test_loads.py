@@ -52,6 +52,7 @@ async def test_a_match_lists_blocks_in_order_whatever_tier_they_sit_on() -> None
         assert (matched.device_tokens, matched.host_tokens) == (8, 15)
 
 
+@pytest.mark.promise("Layers open as they arrive and not before.")
 async def test_layers_open_as_they_arrive_and_not_before() -> None:  # faults 4 and 5
     async with with_host_copies(tokens(8)) as here:
         here.latch.hold(LOAD)
@@ -84,6 +85,7 @@ async def test_the_books_are_right_while_others_load_again_what_one_load_has_fai
         await here.ended(second)
 
 
+@pytest.mark.promise("Equal prompts share one load.")
 async def test_identical_prompts_at_the_same_time_share_one_load() -> None:
     async with with_host_copies(tokens(16)) as here:
         here.latch.hold(LOAD)
@@ -139,6 +141,7 @@ async def test_a_private_block_is_not_given_away_while_a_load_writes_into_it() -
         assert here.service.stats().running_requests == 0
 
 
+@pytest.mark.promise("A cancelled wait does not stop a load.")
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("at", range(2))
 async def test_a_cancelled_wait_for_a_load_leaves_the_load_alone(at: int, late: bool) -> None:
@@ -157,6 +160,7 @@ async def test_a_cancelled_wait_for_a_load_leaves_the_load_alone(at: int, late: 
         await here.ended(request)
 
 
+@pytest.mark.promise("A failed load names its blocks, and no request gets them.")
 async def test_a_failed_load_names_its_blocks_and_the_index_forgets_the_device_copies() -> None:
     async with with_host_copies(tokens(16)) as here:
         free = here.service.stats().device.free
@@ -358,6 +362,7 @@ async def test_a_load_that_joined_another_keeps_its_blocks_in_whatever_order_the
 # The engine's kernels (rule 7)
 
 
+@pytest.mark.promise("No block is written while a kernel may read it.")
 async def test_no_block_is_written_while_a_kernel_of_its_last_request_may_read_it() -> None:
     async with world(device_blocks=2, host_write=WritePolicy.NONE) as here:
         kernel = ManualEvent()
@@ -389,6 +394,7 @@ async def test_private_blocks_wait_for_the_kernels_too() -> None:
         await here.settle()
 
 
+@pytest.mark.promise("An offload starts after the kernels that wrote the blocks.")
 async def test_an_offload_for_room_starts_after_the_kernels_that_wrote_the_blocks() -> None:
     async with world(device_blocks=3, host_write=WritePolicy.WRITE_BACK) as here:
         kernel = ManualEvent()

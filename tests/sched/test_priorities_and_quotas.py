@@ -55,6 +55,7 @@ async def order_of(here: World, wanted: list[tuple[str, int, str]], running: Req
     return found
 
 
+@pytest.mark.promise("Higher priority goes first, and the lowest does not starve.")
 async def test_the_higher_priority_goes_first_and_equals_in_order() -> None:
     async with world(device_blocks=4) as here:
         running = await here.admit(tokens(16))
@@ -64,6 +65,7 @@ async def test_the_higher_priority_goes_first_and_equals_in_order() -> None:
         await here.settle()
 
 
+@pytest.mark.promise("Higher priority goes first, and the lowest does not starve.")
 async def test_the_lowest_priority_is_not_passed_over_for_ever() -> None:
     async with world(device_blocks=4) as here:
         running = await here.admit(tokens(16))
@@ -75,6 +77,7 @@ async def test_the_lowest_priority_is_not_passed_over_for_ever() -> None:
         await here.settle()
 
 
+@pytest.mark.promise("Tenants take turns however many requests one sends.")
 async def test_tenants_take_turns_however_many_one_of_them_sends() -> None:
     async with world(device_blocks=4) as here:
         acme = here.service.open_fingerprint(ACME)
@@ -117,6 +120,7 @@ async def test_a_tenant_may_have_all_that_its_limit_says_and_a_new_one_none_of_i
         await here.settle()
 
 
+@pytest.mark.promise("Tenants share no block, also not through storage.")
 async def test_two_tenants_share_nothing_not_even_through_storage() -> None:
     async with world(with_store=True, storage_write=WritePolicy.WRITE_THROUGH) as here:
         acme = here.service.open_fingerprint(ACME)
@@ -130,6 +134,7 @@ async def test_two_tenants_share_nothing_not_even_through_storage() -> None:
         await here.ended(again)
 
 
+@pytest.mark.promise("A tenant over its quota evicts only its own blocks.")
 async def test_over_its_quota_a_tenant_evicts_its_own_blocks_only() -> None:
     async with world(device_blocks=12, host_write=NONE) as here:
         acme = here.service.open_fingerprint(ACME, quota=(4, None))

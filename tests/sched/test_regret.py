@@ -95,6 +95,7 @@ async def answers(
     return took_s
 
 
+@pytest.mark.promise("Fetching costs at most 15 % and 50 ms beyond the better choice.")
 @pytest.mark.parametrize("tells", [True, False], ids=["told", "observed"])
 @pytest.mark.parametrize(("delay_s", "compute_s"), CASES)
 def test_a_node_takes_the_better_way_whatever_the_delay_of_its_store(
@@ -117,6 +118,7 @@ def test_a_node_takes_the_better_way_whatever_the_delay_of_its_store(
     assert max(took) <= max(SHARE_MORE * compute_s + MORE_S, fetch_s)
 
 
+@pytest.mark.promise("Fetching costs at most 15 % and 50 ms beyond the better choice.")
 @pytest.mark.parametrize(("delay_s", "compute_s"), CASES)
 def test_an_engine_that_tells_its_speed_before_loses_next_to_nothing_from_the_first_request_on(
     delay_s: float, compute_s: float, stored: MemoryStore
@@ -179,6 +181,7 @@ def test_a_node_whose_engine_was_slow_when_it_learnt_its_speed_finds_out(
     assert sum(took[FIRST:]) <= (ALL - FIRST) * (SHARE_MORE * 0.1 + MORE_S)
 
 
+@pytest.mark.promise("A node uses a stalled store again after a few requests.")
 @pytest.mark.parametrize("tells", [True, False], ids=["told", "observed"])
 @pytest.mark.parametrize("compute_s", [0.3, 1.0])
 @pytest.mark.parametrize("delay_s", [0.02, 0.09, 0.3])

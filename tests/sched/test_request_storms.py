@@ -155,6 +155,7 @@ async def run(seed: int) -> Storm:
     return storm
 
 
+@pytest.mark.promise("Every request of a storm ends.")
 @pytest.mark.parametrize("seed", range(20))
 def test_all_requests_of_a_storm_end(seed: int) -> None:
     storm = simulate(run(seed))

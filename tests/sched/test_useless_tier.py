@@ -63,6 +63,7 @@ def test_a_store_that_answers_in_time_and_brings_nothing_costs_little_in_the_lon
     assert COMPUTE_S < waited <= most, "it is tried at first, and now and then"
 
 
+@pytest.mark.promise("A store that becomes useful is used again.")
 @simulated
 async def test_a_store_that_brings_something_after_all_is_used_again() -> None:
     rules = {"host_write": THROUGH, "storage_write": THROUGH}

@@ -15,6 +15,7 @@ def tokens(count: int) -> list[int]:
     return list(range(count))
 
 
+@pytest.mark.promise("A service that ends reports each leaked lease and slot.")
 async def test_a_lease_that_nobody_released_is_told_of_at_the_end() -> None:
     async def leak() -> None:
         async with world() as here:
@@ -26,6 +27,7 @@ async def test_a_lease_that_nobody_released_is_told_of_at_the_end() -> None:
         await leak()
 
 
+@pytest.mark.promise("A service that ends reports each leaked lease and slot.")
 async def test_slots_that_nobody_gave_back_are_told_of_at_the_end() -> None:
     with pytest.raises(InvariantError, match="taken but has no owner"):
         async with world() as here:

@@ -91,6 +91,7 @@ def device(latch: CopyLatch) -> Counting:
     return Counting(latch)
 
 
+@pytest.mark.promise("A service that ended has released all memory.")
 async def test_a_service_that_ended_has_given_everything_back(
     device: Counting, latch: CopyLatch
 ) -> None:

@@ -66,6 +66,7 @@ async def hands_over(client: Client, ticket_id: str) -> tuple[int, int]:
     return published.status, (await client.post("/v1/decode", body)).status
 
 
+@pytest.mark.promise("A node outlives failures of its background tasks and stores.")
 async def test_every_task_that_a_node_can_do_without_may_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +128,7 @@ async def test_a_hint_that_cannot_be_sent_costs_its_connection_alone(
             assert (await on.client.get("/readyz")).status == 200
 
 
+@pytest.mark.promise("A node outlives failures of its background tasks and stores.")
 async def test_a_node_outlives_a_redis_that_stops_while_connections_are_cut(
     tmp_path: Path,
 ) -> None:
@@ -194,6 +196,7 @@ class Raising(StoreWrapper):
         return await self._ask(lambda store: store.put(items))
 
 
+@pytest.mark.promise("A node outlives failures of its background tasks and stores.")
 async def test_whatever_a_store_raises_is_the_stores_failure_and_the_node_goes_on() -> None:
     raising = Raising()
     settings = ResilienceSettings(probe_interval_s=0.02)
@@ -211,6 +214,7 @@ async def test_whatever_a_store_raises_is_the_stores_failure_and_the_node_goes_o
         assert on.node.service.failure is None
 
 
+@pytest.mark.promise("A node outlives failures of its background tasks and stores.")
 async def test_a_store_whose_own_tasks_fail_is_opened_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -47,6 +47,7 @@ def missed(on: World) -> dict[str, int]:
     return {reason: tokens for reason, tokens in counts.missed_tokens.items() if tokens}
 
 
+@pytest.mark.promise("Each missed token counts under one reason.")
 async def test_each_missed_token_is_counted_under_one_reason() -> None:
     async with world(device_blocks=4, host_write=WritePolicy.NONE) as on:
         await served(on, PROMPT)
@@ -73,6 +74,7 @@ async def test_blocks_that_another_request_computes_are_missed_as_in_flight() ->
             on.service.end(request)
 
 
+@pytest.mark.promise("A request's timeline separates match, fetch, ticket and queue.")
 async def test_the_moments_of_a_request_come_in_order_and_loads_are_told_of() -> None:
     async with world(with_store=True) as on:
         await served(on, PROMPT)

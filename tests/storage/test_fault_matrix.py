@@ -127,6 +127,7 @@ async def check_losses(wait: Callable[[int], Awaitable[int]]) -> None:
     assert max(losses) <= SHARE * COMPUTE_S + MORE_S + NOISE_S, losses
 
 
+@pytest.mark.promise("A bad store costs a request at most 1.5 s, then 15 % and 50 ms.")
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_request_loses_little_by_its_fetch(place: Place, fault: str) -> None:
     server, proxy = place
@@ -156,6 +157,7 @@ def claiming(node: ExactNode, policy: ClaimPolicy) -> Callable[[int], Awaitable[
     return claim
 
 
+@pytest.mark.promise("A bad store costs a request at most 1.5 s, then 15 % and 50 ms.")
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_claim_that_may_recompute_loses_little(place: Place, fault: str) -> None:
     server, proxy = place
@@ -166,6 +168,7 @@ async def test_a_claim_that_may_recompute_loses_little(place: Place, fault: str)
             await check_losses(claiming(node, ClaimPolicy.RECOMPUTE))
 
 
+@pytest.mark.promise("A claim succeeds over a slow store and fails at once without one.")
 @pytest.mark.parametrize("fault", ["0.25 s late", "0.5 s late"])
 async def test_claims_of_the_whole_prompt_succeed_over_a_slow_store(
     place: Place, fault: str
@@ -206,6 +209,7 @@ async def test_twenty_claims_of_the_whole_prompt_succeed_with_half_a_second_each
         proxy.latency_s = 0.0
 
 
+@pytest.mark.promise("A claim succeeds over a slow store and fails at once without one.")
 @pytest.mark.parametrize("fault", ["hung", "dead"])
 async def test_a_claim_of_the_whole_prompt_is_told_at_once_that_the_store_is_gone(
     place: Place, fault: str
@@ -240,6 +244,7 @@ async def test_claims_of_the_whole_prompt_over_a_flapping_store_succeed_or_say_w
         assert found >= MANY // 2
 
 
+@pytest.mark.promise("A bad store costs a request at most 1.5 s, then 15 % and 50 ms.")
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_lookup_of_an_engine_loses_little(place: Place, fault: str) -> None:
     server, proxy = place

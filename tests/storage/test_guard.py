@@ -73,6 +73,7 @@ async def failed(pair: Pair) -> str:
     return await refused(pair.store.exists(NAMES))
 
 
+@pytest.mark.promise("The breaker opens after repeated failures and closes when the store is back.")
 async def test_the_breaker_opens_after_the_failures_it_was_set_to(make: Make) -> None:
     pair = await make(failures_to_open=3, probe_interval_s=100.0)
     pair.faulty.fail_next(1_000)
@@ -120,6 +121,7 @@ async def test_of_writes_that_fail_now_and_then_a_success_says_enough(make: Make
     assert pair.state is BreakerState.CLOSED
 
 
+@pytest.mark.promise("The breaker opens after repeated failures and closes when the store is back.")
 async def test_probes_close_the_breaker_when_the_store_is_back(make: Make) -> None:
     pair = await make(failures_to_open=1)
     pair.faulty.fail_next(5)

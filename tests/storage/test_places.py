@@ -53,6 +53,7 @@ async def answers(store: FaultyStore) -> bool:
     return True
 
 
+@pytest.mark.promise("A store can be exchanged while requests run.")
 async def test_a_store_is_exchanged_while_requests_run(tmp_path: Path) -> None:
     old, new = memory(), memory()
     store = Places(old)

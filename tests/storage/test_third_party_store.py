@@ -34,6 +34,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.promise("The store in the documentation hands prompts over between nodes.")
 async def test_nodes_hand_over_through_the_store_that_is_documented(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
