@@ -31,6 +31,7 @@ import uvloop
 from benchmarks.bench import Row, row, show
 from benchmarks.gpu_decoder import BLOCK_SIZE, DIM, KV_HEADS, LAYERS, Decoder, check_attention
 from benchmarks.gpu_one_token import OneToken, check_one_token
+from tests.sessions import begin_request
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Fingerprint, Prompt, pack
 from tierkv.cache.layout import attention_layout
@@ -76,12 +77,12 @@ class Bench:
     async def admitted(self, tokens: Tokens, *, uses_cache: bool = True) -> Request:
         self.count += 1
         prompt = Prompt(pack(tokens), BLOCK_SIZE)
-        return await self.service.admit(
-            f"r{self.count}", prompt, max_new_tokens=0, uses_cache=uses_cache
+        return await begin_request(
+            self.service, f"r{self.count}", prompt, max_new_tokens=0, uses_cache=uses_cache
         )
 
     def end(self, request: Request) -> None:
-        self.service.end(request, after=(self.service.device.compute_stream.record(),))
+        self.service.scheduler.end(request, after=(self.service.device.compute_stream.record(),))
 
     async def computed(
         self,
@@ -151,7 +152,7 @@ class Bench:
         request = await self.admitted(tokens)
         await self.computed(request, tokens)
         after = (self.service.device.compute_stream.record(),)
-        await self.service.commit(request, pack(tokens), after=after)
+        await self.service.scheduler.commit(request, pack(tokens), after=after)
         self.end(request)
         await self.settled()
 

@@ -42,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.bench import Row, row, show
 from tests.redis_server import RedisServer, redis_server
+from tests.sessions import begin_request, claim_request, publish_request
 from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey, pack
 from tierkv.cache.layout import layered
 from tierkv.clock import SystemClock
@@ -138,19 +139,19 @@ class BulkNode:
         service, name = self.service, work["id"]
         started = now_s()
         if work["do"] == "publish":
-            request = await service.admit(name, prompt, max_new_tokens=0)
-            await service.commit(request, prompt.tokens)
+            request = await begin_request(service, name, prompt, max_new_tokens=0)
+            await service.scheduler.commit(request, prompt.tokens)
             started = now_s()
-            await service.publish(request, name, [1])
+            await publish_request(service, request, name, [1])
         elif work["do"] == "claim":
-            request, _ = await service.claim(name, name, prompt, max_new_tokens=0)
+            request, _ = await claim_request(service, name, name, prompt, max_new_tokens=0)
             await request.gate.all_layers(60)
         elif work["do"] in PATH_STEPS:
             return await self._by_path(work)
         else:
             return await self._raw(work)
         taken = now_s() - started
-        service.end(request)
+        service.scheduler.end(request)
         while service.tiers.work.num_tasks:
             await service.tiers.work.next_change()
         if work["do"] == "claim":

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import uvloop
 
 from benchmarks.workload import Pieces
+from tests.sessions import begin_request
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Fingerprint, Prompt
 from tierkv.cache.layout import layered
@@ -28,9 +29,9 @@ async def _run(service: Service, prompts: Sequence[bytes]) -> tuple[float, int]:
     for at, packed in enumerate(prompts):
         started = time.thread_time()
         prompt = Prompt.of(packed, size)
-        request = await service.admit(str(at), prompt, max_new_tokens=0)
-        await service.commit(request, packed)
-        service.end(request)
+        request = await begin_request(service, str(at), prompt, max_new_tokens=0)
+        await service.scheduler.commit(request, packed)
+        service.scheduler.end(request)
         seconds += time.thread_time() - started
         blocks += prompt.num_blocks
     return seconds, blocks

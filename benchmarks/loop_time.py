@@ -26,6 +26,7 @@ import uvloop
 from benchmarks.bench import Row, row, show
 from tests.loop_turns import LoopTurns
 from tests.redis_server import redis_server
+from tests.sessions import begin_request, claim_request, publish_request
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.groups import CacheGroup, GroupKind
 from tierkv.cache.keys import Fingerprint, Prompt
@@ -33,7 +34,6 @@ from tierkv.cache.layout import Layout, layered
 from tierkv.clock import SystemClock
 from tierkv.embed.host_side import Copied, EngineCacheSettings, HostSide, HostSizes
 from tierkv.gpu.cpu import CpuDevice
-from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.request import RequestSpec
 from tierkv.sched.settings import CacheSettings
@@ -129,16 +129,16 @@ async def _of_services(figures: Figures, url: str, num_tokens: int) -> None:
         await figures.of(f"lookup of a miss, {end}", prefill.lookup(prompt))
         asked = prefill.explain_with_storage(prompt, deadline_s=300.0)
         await figures.of(f"explain a miss, {end}", asked)
-        spec = RequestSpec("a", prompt, 0)
-        request = await figures.of(f"admit a miss, {end}", prefill.admit_as(spec))
-        await figures.of(f"commit, {end}", prefill.commit(request, prompt.tokens))
-        await figures.of(f"publish, {end}", prefill.publish(request, "ticket", (1,)))
-        await figures.of(f"end, {end}", _now(lambda: prefill.end(request)))
+        beginning = begin_request(prefill, "a", prompt, max_new_tokens=0)
+        request = await figures.of(f"admit a miss, {end}", beginning)
+        await figures.of(f"commit, {end}", prefill.scheduler.commit(request, prompt.tokens))
+        await figures.of(f"publish, {end}", publish_request(prefill, request, "ticket", (1,)))
+        await figures.of(f"end, {end}", _now(lambda: prefill.scheduler.end(request)))
         await figures.of(f"copies down, {end}", _settled(prefill))
         again = await figures.of(
-            f"admit a hit, {end}", prefill.admit_as(RequestSpec("b", prompt, 0))
+            f"admit a hit, {end}", begin_request(prefill, "b", prompt, max_new_tokens=0)
         )
-        prefill.end(again)
+        prefill.scheduler.end(again)
         await figures.of(f"lookup of a hit, {end}", prefill.lookup(prompt))
         asked = prefill.explain_with_storage(prompt, deadline_s=300.0)
         await figures.of(f"explain a hit, {end}", asked)
@@ -148,10 +148,9 @@ async def _of_services(figures: Figures, url: str, num_tokens: int) -> None:
         other = _prompt(num_tokens)
         await figures.of(f"keys of another prompt, {end}", _now(lambda: keys(other)))
     async with _service(url, num_tokens) as decode:
-        spec = RequestSpec("c", prompt, 0, needs_logits=False)
-        claiming = decode.claim_as(spec, "ticket", ClaimPolicy.WHOLE, 300.0, {})
+        claiming = claim_request(decode, "c", "ticket", prompt, max_new_tokens=0, deadline_s=300.0)
         claimed, _ = await figures.of(f"claim, {end}", claiming)
-        decode.end(claimed)
+        decode.scheduler.end(claimed)
         await _settled(decode)
         await figures.of(f"DELETE of all blocks, {end}", decode.free())
     async with _service(url, num_tokens) as decode:

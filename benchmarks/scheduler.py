@@ -31,6 +31,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.bench import row, show
+from tests.sessions import begin_request
 
 _BLOCK = 16
 _TOKENS = 2048
@@ -70,9 +71,9 @@ async def _requests(service: Any, prompts: list[bytes]) -> float:  # noqa: ANN40
     prompt_of = _prompts()
     started = time.thread_time()
     for at, packed in enumerate(prompts):
-        request = await service.admit(str(at), prompt_of(packed), max_new_tokens=0)
-        await service.commit(request, packed)
-        service.end(request)
+        request = await begin_request(service, str(at), prompt_of(packed), max_new_tokens=0)
+        await service.scheduler.commit(request, packed)
+        service.scheduler.end(request)
         await asyncio.sleep(0)  # as between two steps of an engine: copies go on
     return (time.thread_time() - started) / len(prompts) * 1e6
 
@@ -115,18 +116,18 @@ async def _measure_extend(rounds: int) -> float:
     async with (service := _service(device_blocks=_BATCH * 40, host_blocks=16)).running():
         prompt_of = _prompts()
         requests = [
-            await service.admit(str(at), prompt_of(one[: 64 * 4]), max_new_tokens=0)
+            await begin_request(service, str(at), prompt_of(one[: 64 * 4]), max_new_tokens=0)
             for at, one in enumerate(_new(_BATCH))
         ]
         taken, grown = 0.0, 0
         for step in range(1, min(rounds // 10, 30) + 1):
             started = time.thread_time()
             for request in requests:
-                await service.extend(request, step * _BLOCK)
+                await service.scheduler.growth.extend(request, step * _BLOCK)
             taken += time.thread_time() - started
             grown += len(requests)
         for request in requests:
-            service.end(request)
+            service.scheduler.end(request)
         return taken / grown * 1e6
 
 

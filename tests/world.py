@@ -14,6 +14,7 @@ import numpy as np
 from tests.faulty import FaultyStore
 from tests.latch import CopyLatch, finish, until
 from tests.layouts import LAYOUTS
+from tests.sessions import begin_request
 from tests.stored import stored_keys
 from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey, pack
 from tierkv.cache.layout import Layout
@@ -88,7 +89,8 @@ class World:
     ) -> Request:
         self.num_requests += 1
         return await finish(
-            self.service.admit(
+            begin_request(
+                self.service,
                 name or f"request {self.num_requests}",
                 self.prompt(tokens),
                 max_new_tokens=new,
@@ -138,7 +140,7 @@ class World:
         await request.gate.all_layers(100.0)
         self.check_kv(request, tokens, request.cached_tokens)
         self.compute(request, tokens, request.cached_tokens)
-        await finish(self.service.commit(request, pack(list(tokens))))
+        await finish(self.service.scheduler.commit(request, pack(list(tokens))))
 
     async def run(self, tokens: Sequence[int], *, uses_cache: bool = True) -> Matched:
         """A whole request; afterwards its copies have settled."""
@@ -150,7 +152,7 @@ class World:
 
     async def ended(self, request: Request) -> None:
         """The request ends, and all that it has begun."""
-        self.service.end(request)
+        self.service.scheduler.end(request)
         await self.settle()
 
     async def settle(self) -> None:

@@ -185,7 +185,7 @@ class NodeEngine(Protocol):
 
         Raises:
             BadRequestError: The engine cannot serve the request.
-            TierKVError: What `Service.admit` raises.
+            TierKVError: What `Session.admit` raises.
             DeviceFailedError: The device is lost.
         """
         ...
@@ -233,7 +233,7 @@ class NodeEngine(Protocol):
 
         Raises:
             HandoffError: The claim failed; the reason is a HandoffProblem.
-            TierKVError: What `Service.claim` raises.
+            TierKVError: What `Session.claim` raises.
         """
         ...
 

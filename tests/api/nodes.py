@@ -18,6 +18,7 @@ import aiohttp
 
 from tests.faulty import FaultyStore
 from tests.latch import CopyLatch, until
+from tests.sessions import begin_request, publish_request
 from tierkv.api.node import Node
 from tierkv.api.server import listening
 from tierkv.api.settings import NodeSection, NodeSettings, Role
@@ -121,22 +122,24 @@ async def compute(
     """
     prompt = node.prompt(pack(tokens), tenant, media, adapter)
     name = node.request_name(f"computed-{uuid4().hex}", tenant)
-    request = await node.service.admit(name, prompt, max_new_tokens=0)
+    request = await begin_request(node.service, name, prompt, max_new_tokens=0)
     stop = len(prompt.tokens) if num_tokens is None else num_tokens * TOKEN_BYTES
-    await node.service.commit(request, prompt.tokens[:stop])
+    await node.service.scheduler.commit(request, prompt.tokens[:stop])
     if ticket_id is not None:
-        await node.service.publish(request, ticket_name(ticket_id, tenant), [7])
-    node.service.end(request)
+        await publish_request(node.service, request, ticket_name(ticket_id, tenant), [7])
+    node.service.scheduler.end(request)
 
 
 @asynccontextmanager
 async def holding(node: Node, tokens: Sequence[int]) -> AsyncIterator[None]:
     """Hold the device blocks of a prompt while the body runs."""
-    request = await node.service.admit("holder", node.prompt(pack(tokens), ""), max_new_tokens=0)
+    request = await begin_request(
+        node.service, "holder", node.prompt(pack(tokens), ""), max_new_tokens=0
+    )
     try:
         yield
     finally:
-        node.service.end(request)
+        node.service.scheduler.end(request)
 
 
 @asynccontextmanager

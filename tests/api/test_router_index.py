@@ -13,6 +13,7 @@ import pytest
 from tests.api.test_kv_events import Router, publishing
 from tests.faulty import FaultyStore
 from tests.latch import PATIENCE_S
+from tests.sessions import begin_request
 from tests.world import GQA, World, world
 from tierkv.api.routes_node import Listings
 from tierkv.api.types import BlockAnswer
@@ -56,9 +57,11 @@ class Machine:
         tenant = self.rng.choice(["", "", "a", "b"])
         space = self.here.service.space_of_tenant(tenant) if tenant else ""
         prompt = Prompt.of(tokens, GQA.block_size, space=space)
-        request = await self.here.service.admit(f"{len(self.prompts)}", prompt, max_new_tokens=0)
+        request = await begin_request(
+            self.here.service, f"{len(self.prompts)}", prompt, max_new_tokens=0
+        )
         await self.here.prefill(request, tokens)
-        self.here.service.end(request)
+        self.here.service.scheduler.end(request)
         self.prompts.append(prompt)
 
     async def look(self) -> None:

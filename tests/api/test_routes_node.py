@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from tests.api.nodes import Here, compute, here, holding, settings
 from tests.latch import until
+from tests.sessions import begin_request, publish_request
 from tierkv.api.events import RING_EVENTS, EventFeed
 from tierkv.api.routes_node import MOST_LISTINGS
 from tierkv.api.settings import masked, masked_url
@@ -171,10 +172,10 @@ async def test_a_node_tells_where_in_a_store_its_blocks_and_a_tenants_are() -> N
         service = on.node.service
         for space in ("", service.space_of_tenant("someone")):
             prompt = Prompt.of([1] * 100, on.node.settings.cache.block_size, space=space)
-            request = await service.admit(f"r{space}", prompt, max_new_tokens=1)
-            await service.commit(request, prompt.tokens)
-            await service.publish(request, f"t{space}", [1])
-            service.end(request)
+            request = await begin_request(service, f"r{space}", prompt, max_new_tokens=1)
+            await service.scheduler.commit(request, prompt.tokens)
+            await publish_request(service, request, f"t{space}", [1])
+            service.scheduler.end(request)
         assert service.store is not None
         for prefix in (own, under):
             assert (await service.store.list(f"{prefix}:", limit=10)).values

@@ -10,6 +10,7 @@ import aiohttp
 import numpy as np
 import numpy.typing as npt
 
+from tests.sessions import begin_request
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Fingerprint, Prompt, pack
 from tierkv.engine import GenerateRequest, Generation, Sampling
@@ -100,8 +101,11 @@ class ExactNode:
     async def cached(self, prompt: Sequence[int]) -> list[Bytes]:
         """The KV bytes that the cache hands to a request for `prompt`, from wherever they are."""
         self._count += 1
-        request = await self.service.admit(
-            f"probe-{self._count}", Prompt.of(list(prompt), BLOCK_SIZE), max_new_tokens=0
+        request = await begin_request(
+            self.service,
+            f"probe-{self._count}",
+            Prompt.of(list(prompt), BLOCK_SIZE),
+            max_new_tokens=0,
         )
         try:
             await request.gate.all_layers(10)
@@ -109,7 +113,7 @@ class ExactNode:
             arrays = self.service.planes.arrays
             return [rows_of(array, request.block_table, count) for array in arrays]
         finally:
-            self.service.end(request)
+            self.service.scheduler.end(request)
 
     async def where(self, prompt: Sequence[int]) -> tuple[int, int]:
         """Blocks of `prompt` on the device and on the host only."""

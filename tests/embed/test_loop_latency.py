@@ -15,6 +15,7 @@ import pytest
 
 from tests.loop_turns import LoopTurns
 from tests.redis_server import PATIENT, RedisServer, redis_server
+from tests.sessions import begin_request, claim_request, publish_request
 from tierkv.cache.groups import CacheGroup
 from tierkv.cache.keys import Fingerprint, Prompt
 from tierkv.cache.layout import layered
@@ -22,9 +23,7 @@ from tierkv.clock import SystemClock
 from tierkv.embed.host_side import EngineCacheSettings, HostSide, HostSizes
 from tierkv.errors import HandoffError
 from tierkv.gpu.cpu import CpuDevice
-from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.settings import HandoffSettings
-from tierkv.sched.request import RequestSpec
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import FetchPolicy
 from tierkv.service import Service
@@ -102,13 +101,13 @@ async def test_a_claim_of_a_million_tokens_of_another_prompt_is_refused_in_porti
     service = Service(CpuDevice(), Fingerprint("m", LAYOUT), settings, HANDOFF, store)
     async with service.running():
         short = prompt_of(500)
-        request = await service.admit("short", short, max_new_tokens=0)
-        await service.commit(request, short.tokens)
-        await service.publish(request, "ticket", (1,))
-        service.end(request)
-        spec, turns = RequestSpec("long", prompt_of(MILLION), 0, needs_logits=False), LoopTurns()
+        request = await begin_request(service, "short", short, max_new_tokens=0)
+        await service.scheduler.commit(request, short.tokens)
+        await publish_request(service, request, "ticket", (1,))
+        service.scheduler.end(request)
+        long, turns = prompt_of(MILLION), LoopTurns()
         with turns.measured(), pytest.raises(HandoffError, match="for another prompt"):
-            await service.claim_as(spec, "ticket", ClaimPolicy.WHOLE, 100.0, {})
+            await claim_request(service, "long", "ticket", long, max_new_tokens=0)
         assert turns.longest_s < LONGEST_S
 
 

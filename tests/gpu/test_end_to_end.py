@@ -13,6 +13,7 @@ import pytest
 
 from tests.e2e.exact import text
 from tests.gpu.cuda import cupy_or_skip
+from tests.sessions import begin_request
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Fingerprint, Prompt, pack
 from tierkv.clock import SystemClock
@@ -78,15 +79,18 @@ class GpuNode:
     async def cached(self, prompt: Sequence[int]) -> list[Bytes]:
         """KV bytes by token that the cache hands to a request for `prompt`."""
         self._count += 1
-        request = await self.service.admit(
-            f"probe-{self._count}", Prompt.of(list(prompt), BLOCK_SIZE), max_new_tokens=0
+        request = await begin_request(
+            self.service,
+            f"probe-{self._count}",
+            Prompt.of(list(prompt), BLOCK_SIZE),
+            max_new_tokens=0,
         )
         try:
             await request.gate.all_layers(100.0)
             arrays = self.service.planes.arrays
             return self.rows(arrays, request.block_table, request.cached_tokens)
         finally:
-            self.service.end(request)
+            self.service.scheduler.end(request)
 
     def rows(
         self, planes: Sequence[Bytes], table: npt.NDArray[np.integer], num: int

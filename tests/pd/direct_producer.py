@@ -19,6 +19,7 @@ import msgspec
 
 from tests.latch import finish
 from tests.redis_server import PATIENT
+from tests.sessions import claim_request, publish_request
 from tests.world import World, world
 from tierkv.clock import SystemClock
 from tierkv.pd.settings import HandoffSettings
@@ -79,7 +80,7 @@ async def claim(node: World, count: int, ticket: str = "t") -> None:
     is left afterwards."""
     prompt = list(range(count))
     request, found = await finish(
-        node.service.claim("claim", ticket, node.prompt(prompt), max_new_tokens=1)
+        claim_request(node.service, "claim", ticket, node.prompt(prompt), max_new_tokens=1)
     )
     await finish(request.gate.all_layers(100.0))
     assert found is not None
@@ -99,7 +100,7 @@ async def _publish(node: World, count: int, ticket: str, base: int) -> None:
     tokens = list(range(base, base + count))
     request = await node.admit(tokens)
     await node.prefill(request, tokens)
-    await node.service.publish(request, ticket, [42])
+    await publish_request(node.service, request, ticket, [42])
     await node.ended(request)
 
 

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from tests.latch import finish
+from tests.sessions import claim_request, publish_request
 from tests.world import World, world
 from tierkv.cache.keys import Fingerprint
 from tierkv.clock import Clock, SystemClock
@@ -61,7 +62,7 @@ async def pair(
 async def publish(node: World, prompt: Sequence[int] = TOKENS, ticket: str = "ticket") -> Published:
     request = await node.admit(prompt)
     await node.prefill(request, prompt)
-    published = await finish(node.service.publish(request, ticket, [42, 43]))
+    published = await finish(publish_request(node.service, request, ticket, [42, 43]))
     await node.ended(request)
     return published
 
@@ -77,7 +78,9 @@ async def claimed(
 ) -> Request:
     """Its blocks are on the device, every byte right."""
     request, _ = await finish(
-        node.service.claim(name, ticket, node.prompt(prompt), max_new_tokens=new, **options)
+        claim_request(
+            node.service, name, ticket, node.prompt(prompt), max_new_tokens=new, **options
+        )
     )
     await finish(request.gate.all_layers(100.0))
     node.check_kv(request, prompt, request.cached_tokens)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.latch import finish, turns
+from tests.sessions import claim_request, publish_request
 from tests.simulated import simulated
 from tests.world import World, world
 from tierkv.cache.eviction import WritePolicy
@@ -54,7 +55,7 @@ async def published(
         for number, prompt in enumerate(prompts):
             request = await prefill.admit(prompt)
             await prefill.prefill(request, prompt)
-            await finish(prefill.service.publish(request, str(number), [42]))
+            await finish(publish_request(prefill.service, request, str(number), [42]))
             await prefill.ended(request)
     async with world(store=store, handoff=SHORT, **settings) as decode:
         yield decode
@@ -63,14 +64,19 @@ async def published(
 async def claim(
     node: World, number: int, prompt: list[int], policy: ClaimPolicy = ClaimPolicy.WHOLE
 ) -> None:
-    request, _ = await node.service.claim(
-        f"claim {number}", str(number), node.prompt(prompt), max_new_tokens=1, policy=policy
+    request, _ = await claim_request(
+        node.service,
+        f"claim {number}",
+        str(number),
+        node.prompt(prompt),
+        max_new_tokens=1,
+        policy=policy,
     )
     await request.gate.all_layers(100.0)
     assert request.cached_tokens == len(prompt)
     assert request.matched.total_tokens == len(prompt)
     node.check_kv(request, prompt, len(prompt))
-    node.service.end(request)
+    node.service.scheduler.end(request)
 
 
 @pytest.mark.promise("A claim waits for room until its deadline, then names the reason.")
@@ -110,12 +116,12 @@ async def test_claims_of_one_prompt_come_through_a_small_host_tier_side_by_side(
     async with published(store, prompts, device_blocks=256, host_blocks=16) as node:
 
         async def claim_it(name: str) -> None:
-            request, _ = await node.service.claim(
-                name, "0", node.prompt(prompts[0]), max_new_tokens=1
+            request, _ = await claim_request(
+                node.service, name, "0", node.prompt(prompts[0]), max_new_tokens=1
             )
             await request.gate.all_layers(100.0)
             node.check_kv(request, prompts[0], 200)
-            node.service.end(request)
+            node.service.scheduler.end(request)
 
         async with asyncio.TaskGroup() as claims:
             for number in range(3):
@@ -131,14 +137,19 @@ async def test_a_claim_that_finds_no_room_until_its_deadline_says_so(store: Stor
         reason = ""
         for deadline_s in (0.2, 2.0, 20.0):  # a slow machine may not come as far as that before
             with pytest.raises(HandoffError) as error:
-                await node.service.claim(
-                    "claim", "0", node.prompt(prompts[0]), max_new_tokens=1, deadline_s=deadline_s
+                await claim_request(
+                    node.service,
+                    "claim",
+                    "0",
+                    node.prompt(prompts[0]),
+                    max_new_tokens=1,
+                    deadline_s=deadline_s,
                 )
             reason = error.value.reason
             if reason == HandoffProblem.NO_ROOM.value:
                 break
         assert reason == HandoffProblem.NO_ROOM.value
-        node.service.end(running)
+        node.service.scheduler.end(running)
         await finish(claim(node, 0, prompts[0]))
         await node.settle()
 

@@ -17,6 +17,7 @@ import pytest
 from tests.latch import PATIENCE_S, finish, turns, until
 from tests.pd import nodes
 from tests.pd.nodes import TOKENS, claim, claimed, publish, settings
+from tests.sessions import claim_request
 from tests.world import GQA, World
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt
@@ -214,7 +215,7 @@ async def test_blocks_land_within_the_tenants_quota_beside_what_its_requests_wri
         async with own.running():
             request = await decode.admit(list(range(700, 724)))  # 6 blocks, to be computed
             assert not await finish(own.land(prompt, 0, shown, ids, asked))
-            decode.service.end(request)
+            decode.service.scheduler.end(request)
             assert await finish(own.land(prompt, 0, shown, ids, asked))
         await decode.settle()
 
@@ -226,8 +227,8 @@ async def test_a_device_without_room_is_left_alone() -> None:
         claiming = asyncio.create_task(claimed(decode))
         await until(lambda: decode.service.scheduler.num_waiting == 1, "a claim that waits")
         await decode.prefill(running, other)
-        decode.service.end(running)
-        decode.service.end(await finish(claiming))
+        decode.service.scheduler.end(running)
+        decode.service.scheduler.end(await finish(claiming))
         assert counts(decode) == (0, 0, BLOCKS + 1)
         await decode.settle()
 
@@ -247,13 +248,13 @@ async def test_a_claim_that_is_cancelled_anywhere_leaves_nothing(held_reads: Rea
         for num_turns in range(0, 120, 3):
             name, prompt = f"claim {num_turns}", decode.prompt(TOKENS)
             waiting = asyncio.create_task(
-                decode.service.claim(name, "ticket", prompt, max_new_tokens=1)
+                claim_request(decode.service, name, "ticket", prompt, max_new_tokens=1)
             )
             await turns(num_turns)
             waiting.cancel()
             await asyncio.wait([waiting])
             if not waiting.cancelled():
-                decode.service.end(waiting.result()[0])
+                decode.service.scheduler.end(waiting.result()[0])
             await decode.settle()
             decode.service.reset()
         await until(lambda: leases(prefill) == 0, "an end of what was held")
@@ -266,7 +267,7 @@ async def test_claims_of_one_prompt_at_the_same_time_share_what_lands() -> None:
         tables = {tuple(request.block_table[:BLOCKS].tolist()) for request in requests}
         assert len(tables) == 1
         for request in requests:
-            decode.service.end(request)
+            decode.service.scheduler.end(request)
         await decode.settle()
         assert decode.service.stats().handoff.device_blocks == BLOCKS
 

@@ -277,7 +277,7 @@ async def test_a_node_that_is_told_to_offer_nothing_builds_no_direct_paths() -> 
         assert isinstance(prefill.service.handoff.source, NoPeers)
         request = await nodes.claimed(decode)
         assert (request.matched.storage_tokens, request.matched.direct_tokens) == (COUNT, 0)
-        decode.service.end(request)
+        decode.service.scheduler.end(request)
 
 
 async def test_blocks_that_storage_may_not_see_are_not_shown() -> None:
@@ -335,7 +335,7 @@ async def test_what_came_straight_from_the_producer_counts_apart_from_storage() 
         assert matched.total_tokens == COUNT
         counts = decode.service.stats().requests
         assert (counts.direct_hit_tokens, counts.storage_hit_tokens) == (COUNT - tail, tail)
-        decode.service.end(request)
+        decode.service.scheduler.end(request)
 
 
 @pytest.mark.parametrize("blocks", [(4,), (0, -1), (1 << 40,)])

@@ -10,14 +10,13 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.redis_server import PATIENT, redis_server
+from tests.sessions import begin_request, claim_request, publish_request
 from tierkv.cache.keys import Fingerprint, Prompt
 from tierkv.cache.layout import layered
 from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError
 from tierkv.gpu.cpu import CpuDevice
-from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.settings import HandoffSettings
-from tierkv.sched.request import RequestSpec
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.storage.factory import open_store
@@ -43,12 +42,12 @@ async def node(url: str) -> AsyncIterator[Service]:
 
 async def publish(service: Service, name: str, prompt: Prompt) -> None:
     """Compute `prompt` and publish it under the ticket `name`."""
-    request = await service.admit(name, prompt, max_new_tokens=0)
+    request = await begin_request(service, name, prompt, max_new_tokens=0)
     try:
-        await service.commit(request, prompt.tokens)
-        await service.publish(request, name, (1,))
+        await service.scheduler.commit(request, prompt.tokens)
+        await publish_request(service, request, name, (1,))
     finally:
-        service.end(request)
+        service.scheduler.end(request)
 
 
 def prompts() -> list[Prompt]:
@@ -72,11 +71,12 @@ async def test_hand_offs_go_on_over_a_full_redis_that_evicts_the_least_recently_
             for number, prompt in enumerate(prompts()):
                 name = str(number)
                 await publish(prefill, name, prompt)
-                spec = RequestSpec(name, prompt, 0, needs_logits=False)
-                claimed, ticket = await decode.claim_as(spec, name, ClaimPolicy.WHOLE, 30.0, {})
+                claimed, ticket = await claim_request(
+                    decode, name, name, prompt, max_new_tokens=0, deadline_s=30.0
+                )
                 assert ticket is not None
                 assert claimed.cached_tokens == prompt.num_tokens
-                decode.end(claimed)
+                decode.scheduler.end(claimed)
         evicted = server.execute("INFO", "stats")
         assert isinstance(evicted, dict)
         assert evicted["evicted_keys"] > NUM_BLOCKS

@@ -15,6 +15,7 @@ import pytest
 from tests.latch import finish, turns, until
 from tests.layouts import LAYOUTS
 from tests.pd.nodes import TOKENS, claim, claimed, pair, publish, settings, tokens
+from tests.sessions import claim_request, publish_request
 from tests.storage.values import TurnedClock, put_one
 from tests.world import World, fingerprint, kv_of, world
 from tierkv.cache.keys import Fingerprint, Names, pack
@@ -52,8 +53,13 @@ async def refused(
 ) -> HandoffError:
     with pytest.raises(HandoffError) as error:
         await finish(
-            decode.service.claim(
-                "claim", ticket_id, decode.prompt(prompt), max_new_tokens=1, **options
+            claim_request(
+                decode.service,
+                "claim",
+                ticket_id,
+                decode.prompt(prompt),
+                max_new_tokens=1,
+                **options,
             )
         )
     await decode.settle()
@@ -68,7 +74,9 @@ async def test_what_was_published_is_claimed_byte_for_byte_tail_included(count: 
         published = await publish(prefill, tokens(count))
         assert published.num_blocks == -(-count // 4)
         request, ticket = await finish(
-            decode.service.claim("claim", "ticket", decode.prompt(tokens(count)), max_new_tokens=3)
+            claim_request(
+                decode.service, "claim", "ticket", decode.prompt(tokens(count)), max_new_tokens=3
+            )
         )
         await finish(request.gate.all_layers(100.0))
         assert request.cached_tokens == count  # not one token is left to compute
@@ -92,8 +100,8 @@ async def test_a_claimed_prompt_grows_like_any_other() -> None:
         request = await claimed(decode, tokens(6), new=4)
         grown = [*tokens(6), 42, 43, 44, 45]
         decode.compute(request, grown, 6)
-        await finish(decode.service.commit(request, pack(grown)))
-        decode.service.end(request)
+        await finish(decode.service.scheduler.commit(request, pack(grown)))
+        decode.service.scheduler.end(request)
         assert (await decode.run([*grown, 1])).device_tokens == 10
 
 
@@ -102,7 +110,7 @@ async def test_many_claims_at_once_get_one_fetch() -> None:
         await publish(prefill, tokens(16))
 
         async def one(number: int) -> None:
-            decode.service.end(await claimed(decode, tokens(16), name=f"c{number}"))
+            decode.service.scheduler.end(await claimed(decode, tokens(16), name=f"c{number}"))
 
         async with asyncio.TaskGroup() as group:
             for number in range(6):
@@ -128,7 +136,7 @@ async def test_the_ticket_is_written_after_every_block() -> None:
         name = Names("tierkv", "").ticket("ticket")
         prefill.the_store.hold()
         async with asyncio.TaskGroup() as group:
-            publishing = group.create_task(prefill.service.publish(request, "ticket", [1]))
+            publishing = group.create_task(publish_request(prefill.service, request, "ticket", [1]))
             states = set()
             while not publishing.done():
                 await until(lambda: publishing.done() or prefill.the_store.num_held > 0)
@@ -139,15 +147,15 @@ async def test_the_ticket_is_written_after_every_block() -> None:
             assert {(0, 0), (3, 0)} <= states
         prefill.the_store.release()
         assert await decode.the_store.exists([name, *prefill.names(tokens(9))]) == 4
-        prefill.service.end(request)
+        prefill.service.scheduler.end(request)
 
 
 async def test_what_is_published_is_what_the_kernels_of_the_commit_have_written() -> None:
     async with pair() as (prefill, decode), asyncio.TaskGroup() as group:
         prompt, kernels = tokens(9), CpuEvent()
         request = await prefill.admit(prompt)
-        await finish(prefill.service.commit(request, pack(prompt), after=(kernels,)))
-        publishing = group.create_task(prefill.service.publish(request, "ticket", [1]))
+        await finish(prefill.service.scheduler.commit(request, pack(prompt), after=(kernels,)))
+        publishing = group.create_task(publish_request(prefill.service, request, "ticket", [1]))
         await turns(200)
         prefill.compute(request, prompt)
         kernels.reach()
@@ -171,7 +179,7 @@ async def test_a_store_that_fails_for_a_moment_costs_a_publish_only_that(failure
         request = await prefill.admit(tokens(9))
         await prefill.prefill(request, tokens(9))
         prefill.the_store.fail_next(failures)
-        await finish(prefill.service.publish(request, "t", [1]))
+        await finish(publish_request(prefill.service, request, "t", [1]))
         await prefill.ended(request)
         await claim(decode, tokens(9), "t")
 
@@ -191,9 +199,9 @@ async def test_a_full_store_is_not_asked_again_by_a_publish(
         await here.prefill(request, tokens(9))
         monkeypatch.setattr(here.the_store, "put", put)
         with pytest.raises(HandoffError, match="did not take"):
-            await finish(here.service.publish(request, "t", [1]))
+            await finish(publish_request(here.service, request, "t", [1]))
         assert set(num_puts.values()) == {1}
-        here.service.end(request)
+        here.service.scheduler.end(request)
 
 
 async def test_a_publish_that_storage_does_not_take_leaves_no_ticket(
@@ -206,7 +214,7 @@ async def test_a_publish_that_storage_does_not_take_leaves_no_ticket(
             await prefill.prefill(request, tokens(9, 100 * failures))
             prefill.the_store.fail_next(failures)
             with pytest.raises(HandoffError) as error:
-                await finish(prefill.service.publish(request, f"t{failures}", [1]))
+                await finish(publish_request(prefill.service, request, f"t{failures}", [1]))
             assert error.value.reason == "storage_unavailable"
             prefill.the_store.fail_next(0)
             await prefill.ended(request)
@@ -222,7 +230,7 @@ async def test_a_publish_has_a_deadline() -> None:  # fault 12
         await here.prefill(request, tokens(9))
         here.the_store.hold()
         with pytest.raises(HandoffError, match="within") as error:
-            await finish(here.service.publish(request, "ticket", [1]))
+            await finish(publish_request(here.service, request, "ticket", [1]))
         assert error.value.reason == "storage_unavailable"
         here.the_store.release()
         await here.ended(request)
@@ -234,8 +242,8 @@ async def test_a_publish_whose_copy_fails_says_so() -> None:
         await here.prefill(request, tokens(9))
         here.latch.fail_next(Direction.OFFLOAD, 2)  # the host's own copy, and the publish's
         with pytest.raises(HandoffError, match="caught fire"):
-            await finish(here.service.publish(request, "ticket", [1]))
-        await finish(here.service.publish(request, "ticket", [1]))
+            await finish(publish_request(here.service, request, "ticket", [1]))
+        await finish(publish_request(here.service, request, "ticket", [1]))
         await here.ended(request)
 
 
@@ -250,7 +258,7 @@ async def test_staging_is_reused_only_when_the_copy_into_it_has_ended() -> None:
         prefill.latch.hold(Direction.OFFLOAD)
         async with asyncio.TaskGroup() as group:
             publishing = [
-                group.create_task(prefill.service.publish(request, f"t{n}", [1]))
+                group.create_task(publish_request(prefill.service, request, f"t{n}", [1]))
                 for n, request in enumerate(requests)
             ]
             await prefill.latch.until_held()
@@ -262,7 +270,7 @@ async def test_staging_is_reused_only_when_the_copy_into_it_has_ended() -> None:
         for number in (1, 2):
             await claim(decode, tokens(9, 100 * number), f"t{number}", new=0)
         for request in requests:
-            prefill.service.end(request)
+            prefill.service.scheduler.end(request)
         await prefill.settle()
 
 
@@ -274,14 +282,14 @@ async def test_only_a_running_request_whose_prompt_is_computed_can_be_published(
         if state != "not computed":
             here.compute(request, tokens(9))
             computed = tokens(9) if state == "ended" else tokens(4)
-            await finish(here.service.commit(request, pack(computed)))
+            await finish(here.service.scheduler.commit(request, pack(computed)))
         if state == "ended":
-            here.service.end(request)
+            here.service.scheduler.end(request)
         with pytest.raises(OwnershipError):
-            await finish(here.service.publish(request, "ticket", [1]))
+            await finish(publish_request(here.service, request, "ticket", [1]))
         assert await here.the_store.exists(here.names(tokens(9))[2:]) == 0
         if state != "ended":
-            here.service.end(request)
+            here.service.scheduler.end(request)
         await here.settle()
 
 
@@ -437,8 +445,8 @@ async def test_without_a_store_there_is_no_handoff_and_it_says_so() -> None:
         assert (await refused(here, tokens(9))).reason == "storage_unavailable"
         request = await here.admit(tokens(9))
         with pytest.raises(HandoffError, match=r"storage\.url"):
-            await here.service.publish(request, "ticket", [1])
-        here.service.end(request)
+            await publish_request(here.service, request, "ticket", [1])
+        here.service.scheduler.end(request)
 
 
 async def test_a_decode_node_that_dies_in_a_claim_loses_nothing_that_was_published() -> None:
@@ -447,7 +455,9 @@ async def test_a_decode_node_that_dies_in_a_claim_loses_nothing_that_was_publish
         decode.the_store.hold()
         async with asyncio.TaskGroup() as group:
             dying = group.create_task(
-                decode.service.claim("claim", "ticket", decode.prompt(tokens(9)), max_new_tokens=0)
+                claim_request(
+                    decode.service, "claim", "ticket", decode.prompt(tokens(9)), max_new_tokens=0
+                )
             )
             await decode.the_store.until_held(1)
             dying.cancel()

@@ -16,6 +16,7 @@ from tests.redis_groups import (
     wait_until,
 )
 from tests.redis_server import PATIENT
+from tests.sessions import claim_request, publish_request
 from tests.storage.test_notify import live, opened
 from tests.world import world
 from tierkv.clock import SystemClock
@@ -80,16 +81,16 @@ async def test_a_claim_hears_of_its_ticket(url: str) -> None:
         world(store=store(), handoff=settings) as decode,  # type: ignore[arg-type]
     ):
         claim = asyncio.create_task(
-            decode.service.claim("c", "t", decode.prompt(tokens), max_new_tokens=1)
+            claim_request(decode.service, "c", "t", decode.prompt(tokens), max_new_tokens=1)
         )
         request = await prefill.admit(tokens)
         await prefill.prefill(request, tokens)
-        await finish(prefill.service.publish(request, "t", [42]))
+        await finish(publish_request(prefill.service, request, "t", [42]))
         claimed, _ = await finish(claim)
         await finish(claimed.gate.all_layers(100.0))
         decode.check_kv(claimed, tokens, 21)
-        decode.service.end(claimed)
-        prefill.service.end(request)
+        decode.service.scheduler.end(claimed)
+        prefill.service.scheduler.end(request)
         await decode.settle()
         await prefill.settle()
 

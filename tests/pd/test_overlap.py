@@ -10,6 +10,7 @@ import pytest
 
 from tests.gated_reads import GatedReads
 from tests.latch import finish, turns, until
+from tests.sessions import claim_request, publish_request
 from tests.world import World, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
@@ -66,7 +67,7 @@ def memory() -> MemoryStore:
 async def test_groups_are_copied_from_the_device_while_others_are_being_stored() -> None:
     async with computed(memory()) as (here, request), asyncio.TaskGroup() as group:
         here.the_store.hold_writes()
-        publishing = group.create_task(here.service.publish(request, "t", [1]))
+        publishing = group.create_task(publish_request(here.service, request, "t", [1]))
         await here.the_store.until_held(NUM_GROUPS)
         assert here.latch.count(Direction.OFFLOAD) == NUM_GROUPS, "as many as have staging slots"
         here.the_store.release()
@@ -82,7 +83,7 @@ async def test_a_write_that_fails_ends_the_publish_and_gives_back_what_it_used(
     monkeypatch.setattr("tierkv.pd.handoff._PATIENCE_S", 0.0)
     async with computed(memory()) as (here, request):
         here.the_store.hold_writes()
-        publishing = asyncio.create_task(here.service.publish(request, "t", [1]))
+        publishing = asyncio.create_task(publish_request(here.service, request, "t", [1]))
         await here.the_store.until_held(NUM_GROUPS)
         here.the_store.release()
         for _ in range(good_writes):
@@ -92,14 +93,14 @@ async def test_a_write_that_fails_ends_the_publish_and_gives_back_what_it_used(
             await finish(publishing)
         here.the_store.fail_next(0)
         # All of it can be published all the same, on slots that have come back.
-        await finish(here.service.publish(request, "t", [1]))
+        await finish(publish_request(here.service, request, "t", [1]))
         assert await here.the_store.exists(here.names(PROMPT)) == BLOCKS
 
 
 async def test_a_publish_that_is_cancelled_stops_all_of_its_groups() -> None:
     async with computed(memory()) as (here, request):
         here.latch.hold(Direction.OFFLOAD)
-        publishing = asyncio.create_task(here.service.publish(request, "t", [1]))
+        publishing = asyncio.create_task(publish_request(here.service, request, "t", [1]))
         await here.latch.until_held()
         publishing.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -107,7 +108,7 @@ async def test_a_publish_that_is_cancelled_stops_all_of_its_groups() -> None:
         here.latch.release()
         await here.settle()
         assert await here.the_store.exists(here.names(PROMPT)) == 0
-        await finish(here.service.publish(request, "t", [1]))
+        await finish(publish_request(here.service, request, "t", [1]))
 
 
 async def test_what_has_been_fetched_is_loaded_while_the_rest_is_on_its_way(
@@ -116,11 +117,11 @@ async def test_what_has_been_fetched_is_loaded_while_the_rest_is_on_its_way(
     monkeypatch.setattr(claims, "LEAST_BYTES", 1)
     store = memory()
     async with computed(store) as (there, request):
-        await finish(there.service.publish(request, "t", [1]))
+        await finish(publish_request(there.service, request, "t", [1]))
         gated = GatedReads(store)
         async with node(gated) as here, asyncio.TaskGroup() as group:
             claiming = group.create_task(
-                here.service.claim("c", "t", here.prompt(PROMPT), max_new_tokens=0)
+                claim_request(here.service, "c", "t", here.prompt(PROMPT), max_new_tokens=0)
             )
             for at in range(4):
                 await gated.until_asked(at + 1)
@@ -142,13 +143,13 @@ async def test_what_has_been_fetched_is_loaded_when_it_is_worth_a_load(
 ) -> None:
     store = memory()
     async with computed(store) as (there, request):
-        await finish(there.service.publish(request, "t", [1]))
+        await finish(publish_request(there.service, request, "t", [1]))
         gated = GatedReads(store)
         async with node(gated) as here, asyncio.TaskGroup() as group:
             worth = groups * GROUP_BLOCKS * here.layout.block_bytes
             monkeypatch.setattr(claims, "LEAST_BYTES", worth)
             claiming = group.create_task(
-                here.service.claim("c", "t", here.prompt(PROMPT), max_new_tokens=0)
+                claim_request(here.service, "c", "t", here.prompt(PROMPT), max_new_tokens=0)
             )
             for at in range(3):
                 await gated.until_asked(at + 1)
@@ -173,19 +174,19 @@ async def test_a_device_without_room_takes_blocks_only_when_the_request_is_admit
     monkeypatch.setattr(claims, "LEAST_BYTES", 1)
     store = memory()
     async with computed(store) as (there, request):
-        await finish(there.service.publish(request, "t", [1]))
+        await finish(publish_request(there.service, request, "t", [1]))
         gated = GatedReads(store)
         async with node(gated) as here, asyncio.TaskGroup() as group:
             busy = await here.admit([60 + token for token in range(40)])
             claiming = group.create_task(
-                here.service.claim("c", "t", here.prompt(PROMPT), max_new_tokens=0)
+                claim_request(here.service, "c", "t", here.prompt(PROMPT), max_new_tokens=0)
             )
             for at in range(4):
                 await gated.until_asked(at + 1)
                 gated.gates[at].set_result(GetStatus.HIT)
             await until(lambda: here.service.scheduler.num_waiting == 1)
             assert here.latch.count(Direction.LOAD) == 0
-            here.service.end(busy)
+            here.service.scheduler.end(busy)
             claimed, _ = await claiming
             await finish(claimed.gate.all_layers(100.0))
             assert here.latch.count(Direction.LOAD) == 1

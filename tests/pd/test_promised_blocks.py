@@ -11,6 +11,7 @@ import pytest
 from tests.latch import finish, turns, until
 from tests.pd import nodes
 from tests.pd.nodes import claimed, publish, settings
+from tests.sessions import claim_request
 from tests.world import World, world
 from tierkv.cache.index import Lease
 from tierkv.cache.keys import Prompt
@@ -78,7 +79,7 @@ async def test_it_is_not_asked_whether_what_a_ticket_names_is_stored() -> None:
         request = await claimed(decode, PROMPT, new=0)
         assert request.cached_tokens == len(PROMPT)
         assert store.num_asked == 0
-        decode.service.end(request)
+        decode.service.scheduler.end(request)
 
 
 async def test_what_nobody_promised_is_asked_for() -> None:
@@ -98,7 +99,7 @@ async def test_where_other_sizes_have_stored_blocks_before_the_size_is_asked_for
         request = await claimed(decode, PROMPT, new=0)
         assert request.cached_tokens == len(PROMPT)
         assert store.num_asked == ALL_KEYS
-        decode.service.end(request)
+        decode.service.scheduler.end(request)
 
 
 @pytest.mark.parametrize("gone", [0, 1, GROUP_BLOCKS - 1, GROUP_BLOCKS, NUM_BLOCKS - 1, NUM_BLOCKS])
@@ -113,7 +114,7 @@ async def test_a_block_that_went_although_it_was_promised_is_a_gap(gone: int) ->
         await decode.settle()
         request = await claimed(decode, PROMPT, new=0, policy=ClaimPolicy.RECOMPUTE)
         assert request.cached_tokens == 4 * gone
-        decode.service.end(request)
+        decode.service.scheduler.end(request)
 
 
 @pytest.mark.parametrize("gone", [1, GROUP_BLOCKS + 3])
@@ -124,7 +125,7 @@ async def test_behind_the_gap_comes_what_another_prompts_tail_has_of_it(gone: in
         await decode.the_store.delete([prefill.names(PROMPT)[gone]])
         request = await claimed(decode, PROMPT, new=0, policy=ClaimPolicy.RECOMPUTE)
         assert request.cached_tokens == 4 * gone + 3
-        decode.service.end(request)
+        decode.service.scheduler.end(request)
 
 
 async def test_a_host_without_room_is_no_gap_in_storage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +145,7 @@ async def test_a_host_without_room_is_no_gap_in_storage(monkeypatch: pytest.Monk
         monkeypatch.setattr(SharedTails, "find", find)
         request = await claimed(decode, list(range(38)), new=0)
         assert request.cached_tokens == 38
-        decode.service.end(request)
+        decode.service.scheduler.end(request)
         assert not looked_for, "nobody needs to know who else stored a tail there"
         await decode.settle()
 
@@ -156,14 +157,16 @@ async def test_a_claim_is_acknowledged_when_its_blocks_are_on_the_device() -> No
         assert handoff is not None
         decode.latch.hold(Direction.LOAD)
         request, _ = await finish(
-            decode.service.claim("claim", "ticket", decode.prompt(PROMPT), max_new_tokens=0)
+            claim_request(
+                decode.service, "claim", "ticket", decode.prompt(PROMPT), max_new_tokens=0
+            )
         )
         await turns(20)
         assert await handoff.tickets.read_acknowledgement("ticket") is None
         decode.latch.release()
         await until(lambda: decode.service.tiers.work.num_tasks == 0, "the acknowledgement")
         assert await handoff.tickets.read_acknowledgement("ticket") is not None
-        decode.service.end(request)
+        decode.service.scheduler.end(request)
 
 
 async def test_a_claim_whose_load_fails_is_acknowledged_all_the_same() -> None:
@@ -173,8 +176,10 @@ async def test_a_claim_whose_load_fails_is_acknowledged_all_the_same() -> None:
         assert handoff is not None
         decode.latch.fail_next(Direction.LOAD)
         request, _ = await finish(
-            decode.service.claim("claim", "ticket", decode.prompt(PROMPT), max_new_tokens=0)
+            claim_request(
+                decode.service, "claim", "ticket", decode.prompt(PROMPT), max_new_tokens=0
+            )
         )
         await until(lambda: decode.service.tiers.work.num_tasks == 0, "the acknowledgement")
         assert await handoff.tickets.read_acknowledgement("ticket") is not None
-        decode.service.end(request)
+        decode.service.scheduler.end(request)

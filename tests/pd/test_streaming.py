@@ -12,6 +12,7 @@ import pytest
 
 from tests.latch import PATIENCE_S, CancelPoint, finish, turns, until
 from tests.pd.nodes import BLOCK, pair, settings, tokens
+from tests.sessions import claim_request, open_stream
 from tests.storage.values import TurnedClock
 from tests.world import World, background_tasks, world
 from tierkv.cache.keys import Names, Prompt, pack
@@ -43,7 +44,7 @@ class Prefill:
         """The first `count` tokens."""
         done = self.request.computed_tokens
         self.node.compute(self.request, self.prompt[:count], done)
-        await finish(self.node.service.commit(self.request, pack(self.prompt[:count])))
+        await finish(self.node.service.scheduler.commit(self.request, pack(self.prompt[:count])))
         self.stream.advance(count)
 
     async def stored(self, blocks: int) -> None:
@@ -62,28 +63,27 @@ class Prefill:
 @asynccontextmanager
 async def prefilling(node: World, prompt: list[int], ticket: str = "t") -> AsyncIterator[Prefill]:
     request = await node.admit(prompt, name=f"prefill of {ticket}")
-    stream = node.service.stream(request, ticket)
-    assert stream is not None
+    stream = open_stream(node.service, request, ticket)
     here = Prefill(node, request, stream, prompt)
     here.task = asyncio.create_task(stream.run())
     try:
         yield here
     finally:
         await asyncio.wait([here.task])
-        node.service.end(request)
+        node.service.scheduler.end(request)
         if not here.task.cancelled():
             here.task.exception()  # the test looks at it, or not
     await node.settle()
 
 
 async def claim(node: World, prompt: list[int], ticket: str = "t", **options: Any) -> Request:
-    request, _ = await node.service.claim(
-        f"claim of {ticket}", ticket, node.prompt(prompt), max_new_tokens=1, **options
+    request, _ = await claim_request(
+        node.service, f"claim of {ticket}", ticket, node.prompt(prompt), max_new_tokens=1, **options
     )
     try:
         await request.gate.all_layers(100.0)
     except BaseException:
-        node.service.end(request)
+        node.service.scheduler.end(request)
         raise
     return request
 
@@ -138,7 +138,7 @@ async def test_what_came_for_a_claim_before_its_ticket_counts_as_from_storage() 
             here.finish()
         request = await finish(claiming)
         assert request.matched == Matched(device_tokens=8, storage_tokens=34)
-        decode.service.end(request)
+        decode.service.scheduler.end(request)
         again = await claim(decode, prompt)
         assert again.matched == Matched(device_tokens=40, host_tokens=2)
         await decode.ended(again)
@@ -341,7 +341,7 @@ async def test_a_claim_cancelled_at_any_await_leaves_nothing_behind(late: bool) 
                 pass
             else:
                 decode.check_kv(request, prompt, 21)
-                decode.service.end(request)
+                decode.service.scheduler.end(request)
             await decode.settle()
             assert decode.service.stats().running_requests == 0
             if not point.was_reached:
@@ -469,7 +469,8 @@ async def test_with_a_policy_that_may_compute_a_lost_producer_is_no_failure() ->
             here.task.cancel()
         clock.now += settings().producer_lease_s + 1
         request, ticket = await finish(
-            decode.service.claim(
+            claim_request(
+                decode.service,
                 "claim",
                 "t",
                 decode.prompt(tokens(21)),

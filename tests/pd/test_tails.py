@@ -13,6 +13,7 @@ import pytest
 
 from tests.latch import finish
 from tests.layouts import LAYOUTS
+from tests.sessions import publish_request
 from tests.storage.values import TurnedClock, put_one
 from tests.world import World, fingerprint, world
 from tierkv.cache.eviction import WritePolicy
@@ -95,7 +96,7 @@ async def test_the_next_turn_hits_on_another_node_what_decoding_made() -> None:
         await first.prefill(request, prompt)
         told = [*prompt, *answer]
         first.compute(request, told, len(prompt))
-        await finish(first.service.commit(request, pack(told)))
+        await finish(first.service.scheduler.commit(request, pack(told)))
         await first.ended(request)
         matched = await second.run([*told, 70, 71, 72])
         assert matched.storage_tokens == len(told)
@@ -105,7 +106,7 @@ async def test_a_published_tail_is_found_too() -> None:
     async with two(storage_write=WritePolicy.NONE) as (first, second):
         request = await first.admit(tokens(10))
         await first.prefill(request, tokens(10))
-        await finish(first.service.publish(request, "ticket", [1]))
+        await finish(publish_request(first.service, request, "ticket", [1]))
         await first.ended(request)
         assert (await second.run(tokens(15))).storage_tokens == 10
 
@@ -218,7 +219,7 @@ async def test_writers_at_once_lose_at_most_entries() -> None:
 async def run_on(node: World, prompt: list[int]) -> None:
     request = await node.admit(prompt)
     await node.prefill(request, prompt)
-    node.service.end(request)
+    node.service.scheduler.end(request)
 
 
 async def test_tails_of_other_tenants_are_not_found() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.latch import finish, turns
 from tests.redis_server import PATIENT, RedisServer, module_redis  # noqa: F401 - a fixture
+from tests.sessions import claim_request, open_stream, publish_request
 from tests.world import World, world
 from tierkv.clock import SystemClock
 from tierkv.errors import DuplicateRequestError
@@ -58,20 +59,19 @@ async def hand_over(
     await node.service.check_ticket_is_free(ticket, node.prompt(prompt))
     request = await node.admit(prompt)
     node.compute(request, prompt)
-    await finish(node.service.commit(request, node.prompt(prompt).tokens))
+    await finish(node.service.scheduler.commit(request, node.prompt(prompt).tokens))
     await begin.wait()
     try:
         if not streams:
-            return await node.service.publish(request, ticket, [prompt[0]])
-        stream = node.service.stream(request, ticket)
-        assert stream is not None
+            return await publish_request(node.service, request, ticket, [prompt[0]])
+        stream = open_stream(node.service, request, ticket)
         stream.advance(len(prompt))
         stream.finish([prompt[0]])
         return await stream.run()
     except DuplicateRequestError as error:
         return error
     finally:
-        node.service.end(request)
+        node.service.scheduler.end(request)
 
 
 @pytest.mark.parametrize("streams", [(False, False), (True, True), (True, False)])
@@ -92,12 +92,12 @@ async def test_of_two_prompts_that_take_one_id_at_the_same_moment_one_has_it(
             failed = [node.service.stats().handoff.failed_publishes for node in (first, second)]
             assert sum(failed) == round_ + 1
             prompt = PROMPTS[winners[0]]
-            request, claimed = await claimer.service.claim(
-                f"claim {ticket}", ticket, claimer.prompt(prompt), max_new_tokens=0
+            request, claimed = await claim_request(
+                claimer.service, f"claim {ticket}", ticket, claimer.prompt(prompt), max_new_tokens=0
             )
             assert claimed is not None
             assert claimed.first_tokens == (prompt[0],)
-            claimer.service.end(request)
+            claimer.service.scheduler.end(request)
         for node in (first, second, claimer):
             await node.settle()
 
@@ -116,8 +116,8 @@ async def test_who_comes_when_another_prompts_ticket_is_whole_leaves_it_alone(
         assert isinstance(published, Published)
         await late.wait()
         assert isinstance(await task, DuplicateRequestError)
-        request, claimed = await claimer.service.claim(
-            "c", ticket, claimer.prompt(PROMPTS[0]), max_new_tokens=0
+        request, claimed = await claim_request(
+            claimer.service, "c", ticket, claimer.prompt(PROMPTS[0]), max_new_tokens=0
         )
         assert claimed is not None
         assert claimed.first_tokens == (PROMPTS[0][0],)
@@ -163,12 +163,11 @@ async def test_a_producer_that_gives_up_does_not_close_what_another_has_begun(
         prompt = PROMPTS[0]
         requests = [await node.admit(prompt) for node in (first, second)]
         streams = [
-            node.service.stream(request, "t")
+            open_stream(node.service, request, "t")
             for node, request in zip((first, second), requests, strict=True)
         ]
         tasks, begun = [], 0.0
         for stream in streams:
-            assert stream is not None
             tasks.append(asyncio.create_task(stream.run()))
             begun = await opened(claimer, begun)
         slow, helper = streams
@@ -179,15 +178,15 @@ async def test_a_producer_that_gives_up_does_not_close_what_another_has_begun(
         assert tasks[0].exception() is not None
         assert (await claimer.service.ticket_state("t")).state is Standing.OPEN
         second.compute(requests[1], prompt)
-        await finish(second.service.commit(requests[1], second.prompt(prompt).tokens))
+        await finish(second.service.scheduler.commit(requests[1], second.prompt(prompt).tokens))
         helper.advance(len(prompt))
         helper.finish([9])
         await finish(tasks[1])
-        request, ticket = await claimer.service.claim(
-            "c", "t", claimer.prompt(prompt), max_new_tokens=0
+        request, ticket = await claim_request(
+            claimer.service, "c", "t", claimer.prompt(prompt), max_new_tokens=0
         )
         assert ticket is not None
-        claimer.service.end(request)
+        claimer.service.scheduler.end(request)
         for node, held in zip((first, second), requests, strict=True):
             await node.ended(held)
         await claimer.settle()

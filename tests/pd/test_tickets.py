@@ -16,6 +16,7 @@ import pytest
 from tests.latch import finish, turns, until
 from tests.pd import nodes
 from tests.pd.nodes import claim, publish, settings, tokens
+from tests.sessions import begin_request, claim_request, open_stream, publish_request
 from tests.storage.values import TurnedClock
 from tests.world import World, fingerprint
 from tierkv.cache.keys import Names, Prompt, pack
@@ -106,16 +107,16 @@ async def test_a_ticket_is_for_any_tenant_that_both_nodes_serve() -> None:
     async with pair() as (prefill, decode):
         names = [node.service.open_fingerprint(tenant) for node in (prefill, decode)]
         prompt = Prompt.of(tokens(9), 4, space=names[0])
-        request = await finish(prefill.service.admit("p", prompt, max_new_tokens=0))
+        request = await finish(begin_request(prefill.service, "p", prompt, max_new_tokens=0))
         prefill.compute(request, tokens(9))
-        await finish(prefill.service.commit(request, pack(tokens(9))))
-        await finish(prefill.service.publish(request, "ticket", [1]))
-        prefill.service.end(request)
+        await finish(prefill.service.scheduler.commit(request, pack(tokens(9))))
+        await finish(publish_request(prefill.service, request, "ticket", [1]))
+        prefill.service.scheduler.end(request)
         with pytest.raises(HandoffError, match="tenant") as error:  # the service's own is another
             await claim(decode, tokens(9))
         assert error.value.reason == "incompatible"
         claimed, ticket = await finish(
-            decode.service.claim("c", "ticket", prompt, max_new_tokens=0)
+            claim_request(decode.service, "c", "ticket", prompt, max_new_tokens=0)
         )
         await finish(claimed.gate.all_layers(100.0))
         assert ticket is not None
@@ -127,7 +128,8 @@ async def test_a_ticket_is_for_any_tenant_that_both_nodes_serve() -> None:
 async def test_no_ticket_is_no_failure_where_the_policy_may_compute() -> None:
     async with pair() as (_, decode):
         request, ticket = await finish(
-            decode.service.claim(
+            claim_request(
+                decode.service,
                 "claim",
                 "none",
                 decode.prompt(tokens(9)),
@@ -146,7 +148,8 @@ async def test_who_recomputes_all_asks_storage_for_nothing() -> None:
         await publish(prefill, tokens(9))
         before = decode.the_store.num_operations
         request, ticket = await finish(
-            decode.service.claim(
+            claim_request(
+                decode.service,
                 "claim",
                 "ticket",
                 decode.prompt(tokens(9)),
@@ -242,7 +245,9 @@ async def test_an_acknowledgement_under_another_tickets_name_says_nothing() -> N
         await publish(prefill, tokens(9), "other")
         await publish(prefill, tokens(9))
         request, _ = await finish(
-            decode.service.claim("claim", "other", decode.prompt(tokens(9)), max_new_tokens=1)
+            claim_request(
+                decode.service, "claim", "other", decode.prompt(tokens(9)), max_new_tokens=1
+            )
         )
         await decode.ended(request)
         await copied(prefill, names.acknowledgement("other"), names.acknowledgement("ticket"))
@@ -308,14 +313,16 @@ async def test_an_id_that_is_no_text_is_refused_by_every_call_and_leaves_nothing
         await prefill.prefill(request, tokens(9))
         service, prompt = decode.service, decode.prompt(tokens(9))
         with pytest.raises(BadRequestError, match="is no text"):
-            await finish(prefill.service.publish(request, ticket_id, [1]))
+            await finish(publish_request(prefill.service, request, ticket_id, [1]))
         with pytest.raises(BadRequestError, match="is no text"):
-            prefill.service.stream(request, ticket_id)
-        prefill.service.end(request)
+            open_stream(prefill.service, request, ticket_id)
+        prefill.service.scheduler.end(request)
         for policy in ClaimPolicy:
             with pytest.raises(BadRequestError, match="is no text"):
                 await finish(
-                    service.claim("claim", ticket_id, prompt, max_new_tokens=1, policy=policy)
+                    claim_request(
+                        service, "claim", ticket_id, prompt, max_new_tokens=1, policy=policy
+                    )
                 )
         for call in (
             service.ticket_state(ticket_id),

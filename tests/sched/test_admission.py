@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from tests.latch import PATIENCE_S, finish, turns, until
+from tests.sessions import begin_request
 from tests.world import BLOCK, World, background_tasks, tokens, world
 from tierkv.cache.keys import Prompt, pack
 from tierkv.errors import (
@@ -24,7 +25,7 @@ async def test_a_request_gets_blocks_for_its_prompt_and_all_it_may_generate() ->
         request = await here.admit(tokens(5), new=8)
         assert len(set(request.block_table.tolist())) == 4
         assert here.free_device_blocks == 4
-        here.service.end(request)
+        here.service.scheduler.end(request)
         assert here.free_device_blocks == 8
 
 
@@ -37,7 +38,7 @@ async def test_one_that_waits_is_admitted_when_blocks_come_free_first_come_first
             request = await here.admit(tokens(8, 100 * number), name=f"waiting {number}")
             order.append(number)
             await turns(2)
-            here.service.end(request)
+            here.service.scheduler.end(request)
 
         async with asyncio.TaskGroup() as group:
             for number in range(6):
@@ -45,7 +46,7 @@ async def test_one_that_waits_is_admitted_when_blocks_come_free_first_come_first
                 await turns(2)
             assert here.service.stats().waiting_requests == 6
             assert order == []
-            here.service.end(running)
+            here.service.scheduler.end(running)
         assert order == list(range(6))
         await here.settle()
 
@@ -67,11 +68,11 @@ async def test_a_small_request_does_not_overtake_a_large_one_so_none_starves() -
             await turns(10)
             assert here.free_device_blocks == 2  # the small one would fit
             assert order == []
-            here.service.end(first)
+            here.service.scheduler.end(first)
             await until(large.done)
             assert order == ["large"]
-            here.service.end(large.result())
-        here.service.end(small.result())
+            here.service.scheduler.end(large.result())
+        here.service.scheduler.end(small.result())
         assert order == ["large", "small"]
         await here.settle()
 
@@ -99,8 +100,8 @@ async def test_a_running_or_waiting_request_of_the_same_id_is_refused(with_store
             await until(lambda: here.service.stats().waiting_requests == 1)
             with pytest.raises(DuplicateRequestError, match="'b'"):
                 await here.admit(tokens(4), name="b")
-            here.service.end(running)
-        here.service.end(waiting.result())
+            here.service.scheduler.end(running)
+        here.service.scheduler.end(waiting.result())
         again = await here.admit(tokens(4), name="a")
         await here.ended(again)
 
@@ -167,7 +168,7 @@ async def test_waiting_requests_do_not_hold_each_other_up_by_what_they_fetched()
 
         async def one(prompt: list[int], name: str) -> None:
             request = await here.admit(prompt, name=name)
-            here.service.end(request)
+            here.service.scheduler.end(request)
 
         async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
             group.create_task(one(tokens(16, 100), "large"))
@@ -190,18 +191,18 @@ async def test_a_cancelled_request_leaves_the_queue_and_the_next_one_comes() -> 
             large.cancel()
             await until(small.done)  # it fits beside the running one
         assert large.cancelled()
-        here.service.end(small.result())
+        here.service.scheduler.end(small.result())
         await here.ended(running)
 
 
 async def test_a_request_ends_once() -> None:  # fault 9
     async with world() as here:
         request = await here.admit(tokens(5))
-        here.service.end(request)
+        here.service.scheduler.end(request)
         with pytest.raises(OwnershipError, match="has ended"):
-            here.service.end(request)
+            here.service.scheduler.end(request)
         with pytest.raises(OwnershipError, match="has ended"):
-            await here.service.commit(request, pack(tokens(5)))
+            await here.service.scheduler.commit(request, pack(tokens(5)))
 
 
 async def test_without_cache_everything_is_computed_and_nothing_breaks() -> None:
@@ -226,10 +227,10 @@ async def test_requests_in_parallel_share_blocks_and_each_reads_its_own_kv() -> 
             for step in range(4):
                 prompt.append(step)
                 here.compute(request, prompt, len(prompt) - 1)
-                await finish(here.service.commit(request, pack(prompt)))
+                await finish(here.service.scheduler.commit(request, pack(prompt)))
                 await turns(1)
             here.check_kv(request, prompt, len(prompt))
-            here.service.end(request)
+            here.service.scheduler.end(request)
 
         async with asyncio.TaskGroup() as group:
             for number in range(20, 26):
@@ -244,8 +245,8 @@ async def test_generated_tokens_are_cached_too_tail_included() -> None:
         await here.prefill(request, prompt)
         prompt += [7, 7, 7, 7, 7]
         here.compute(request, prompt, 6)
-        await here.service.commit(request, pack(prompt))
-        here.service.end(request)
+        await here.service.scheduler.commit(request, pack(prompt))
+        here.service.scheduler.end(request)
         assert (await here.run([*prompt, 1])).device_tokens == 11
 
 
@@ -263,9 +264,9 @@ async def test_a_commit_that_cannot_be_true_is_refused_and_changes_nothing(bad: 
         request = await here.admit(tokens(8), new=4)
         await here.prefill(request, tokens(8))
         with pytest.raises(BadRequestError):
-            await here.service.commit(request, pack(bad))
+            await here.service.scheduler.commit(request, pack(bad))
         assert here.service.verify() == []
-        await here.service.commit(request, pack(tokens(9)))
+        await here.service.scheduler.commit(request, pack(tokens(9)))
         await here.ended(request)
 
 
@@ -302,7 +303,7 @@ async def test_leaving_waits_for_the_requests_that_run() -> None:
                 await until(lambda: here.service.is_draining)
                 await turns(5)
                 ended = True
-                here.service.end(request)
+                here.service.scheduler.end(request)
 
             group.create_task(end_later())
         assert ended
@@ -323,11 +324,11 @@ async def test_nothing_is_left_running_after_a_service() -> None:
 async def test_a_prompt_that_is_committed_in_parts_is_cached_whole() -> None:
     async with world() as here:
         prompt = here.prompt(range(14))
-        request = await here.service.admit("parts", prompt, max_new_tokens=0)
+        request = await begin_request(here.service, "parts", prompt, max_new_tokens=0)
         here.compute(request, range(14))
         for stop in (5, 8):
-            await here.service.commit(request, prompt.tokens[: 4 * stop])
-        await here.service.commit(request, prompt.tokens)  # the very same bytes
+            await here.service.scheduler.commit(request, prompt.tokens[: 4 * stop])
+        await here.service.scheduler.commit(request, prompt.tokens)  # the very same bytes
         assert request.prompt.num_tokens == 14
         await here.ended(request)
         assert here.service.index.match(prompt, 14).num_blocks == 3

@@ -8,6 +8,7 @@ import dataclasses
 import pytest
 
 from tests.latch import finish, turns, until
+from tests.sessions import begin_request
 from tests.world import World, fingerprint, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt
@@ -30,7 +31,7 @@ async def admit(
     on: World, ids: list[int], name: str, *, space: str = "", priority: int = 0
 ) -> Request:
     prompt = Prompt.of(ids, on.layout.block_size, space=space)
-    return await on.service.admit(name, prompt, max_new_tokens=0, priority=priority)
+    return await begin_request(on.service, name, prompt, max_new_tokens=0, priority=priority)
 
 
 async def parked(
@@ -61,9 +62,9 @@ async def test_a_tenant_whose_quota_is_full_holds_up_itself_only() -> None:
             other = await finish(admit(on, tokens(16), "other"))  # there is room for it
             assert not second.done()
             assert not third.done(), "a small one of the same tenant overtook"
-            on.service.end(first)
+            on.service.scheduler.end(first)
         for request in (other, second.result(), third.result()):
-            on.service.end(request)
+            on.service.scheduler.end(request)
         await on.settle()
 
 
@@ -76,9 +77,9 @@ async def test_a_large_one_is_not_overtaken_by_another_tenants_small_ones() -> N
             small = group.create_task(admit(on, tokens(4, 500), "small", space=acme))
             await turns(10)
             assert not small.done(), "there is room for it, but it is not its turn"
-            on.service.end(first)
-            on.service.end(await finish(large))
-        on.service.end(small.result())
+            on.service.scheduler.end(first)
+            on.service.scheduler.end(await finish(large))
+        on.service.scheduler.end(small.result())
         await on.settle()
 
 
@@ -88,18 +89,18 @@ async def test_one_that_grows_into_its_quota_holds_up_its_tenant_only() -> None:
         one = await finish(admit(on, tokens(8), "one", space=acme))
         two = await finish(admit(on, tokens(8, 100), "two", space=acme))
         async with asyncio.TaskGroup() as group:
-            grows = group.create_task(on.service.extend(one, 4))
+            grows = group.create_task(on.service.scheduler.growth.extend(one, 4))
             await turns(5)
             small = group.create_task(admit(on, tokens(4, 200), "small", space=acme))
             other = await finish(admit(on, tokens(16), "other"))  # there is room for it
             await turns(5)
             assert not grows.done()
             assert not small.done()
-            on.service.end(two)
+            on.service.scheduler.end(two)
             await finish(grows)
             assert len(one.block_table) == 3
         for request in (one, other, small.result()):
-            on.service.end(request)
+            on.service.scheduler.end(request)
         await on.settle()
 
 
@@ -112,19 +113,19 @@ async def test_one_whose_quota_is_raised_while_it_grows_waits_for_the_device_lik
         two = await finish(admit(on, tokens(4, 100), "two", space=acme))
         other = await finish(admit(on, tokens(16, 200), "other"))
         async with asyncio.TaskGroup() as group:
-            grows = group.create_task(on.service.extend(one, 4))
+            grows = group.create_task(on.service.scheduler.growth.extend(one, 4))
             await turns(5)
             small = await finish(admit(on, tokens(4, 300), "small"))  # the last free block
             on.service.set_quota(acme, (None, None))
             await turns(5)
             late = group.create_task(admit(on, tokens(4, 400), "late"))
             await turns(5)
-            on.service.end(small)
+            on.service.scheduler.end(small)
             await finish(grows)
             assert not late.done(), "the block was for the one that grows"
-            on.service.end(other)
+            on.service.scheduler.end(other)
         for request in (one, two, late.result()):
-            on.service.end(request)
+            on.service.scheduler.end(request)
         await on.settle()
 
 
@@ -133,16 +134,16 @@ async def test_one_that_grows_into_a_full_device_goes_before_all_that_wait() -> 
         one = await finish(admit(on, tokens(16), "one"))
         two = await finish(admit(on, tokens(12, 100), "two"))
         async with asyncio.TaskGroup() as group:
-            grows = group.create_task(on.service.extend(one, 12))
+            grows = group.create_task(on.service.scheduler.growth.extend(one, 12))
             await turns(5)
             small = group.create_task(admit(on, tokens(4, 200), "small", priority=9))
             await turns(5)
             assert not small.done(), "the block that is free is for the one that grows"
-            on.service.end(two)
+            on.service.scheduler.end(two)
             await finish(grows)
         assert len(one.block_table) == 7
-        on.service.end(one)
-        on.service.end(small.result())
+        on.service.scheduler.end(one)
+        on.service.scheduler.end(small.result())
         await on.settle()
 
 
@@ -154,8 +155,8 @@ async def test_a_limit_that_is_raised_lets_the_waiting_in_at_once() -> None:
             await turns(5)
             assert not second.done()
             on.service.set_limits("", Limits(requests=2))
-        on.service.end(first)
-        on.service.end(second.result())
+        on.service.scheduler.end(first)
+        on.service.scheduler.end(second.result())
         await on.settle()
 
 
@@ -170,7 +171,7 @@ async def test_what_a_tenant_got_without_waiting_counts_when_turns_are_taken() -
         async def run(name: str, base: int, space: str) -> None:
             request = await admit(on, tokens(4, base), name, space=space)
             order.append(name)
-            on.service.end(request)
+            on.service.scheduler.end(request)
 
         async with asyncio.TaskGroup() as group:
             for at, name in enumerate(("ours 1", "acme", "ours 2", "ours 3")):
@@ -179,7 +180,7 @@ async def test_what_a_tenant_got_without_waiting_counts_when_turns_are_taken() -
                 await turns(2)
             on.service.unpause()
         assert order == ["ours 1", "ours 2", "ours 3", "acme"]
-        on.service.end(big)
+        on.service.scheduler.end(big)
         await on.ended(small)
 
 
@@ -195,10 +196,10 @@ async def test_a_parked_request_of_high_priority_waits_no_longer_for_a_low_one_t
         started = asyncio.get_running_loop().time()
         high = await parked(on, [*tokens(16), 9], "high", priority=9)
         low = await finish(admit(on, tokens(8, 100), "behind"))
-        on.service.end(low)
+        on.service.scheduler.end(low)
         request = await finish(high)
         assert asyncio.get_running_loop().time() - started < 2.0
-        on.service.end(owner)
+        on.service.scheduler.end(owner)
         await on.ended(request)
 
 
@@ -212,7 +213,7 @@ async def test_a_parked_request_has_its_turn_before_those_that_came_later() -> N
             request = await finish(task)
             order.append(name)
             await turns(5)
-            on.service.end(request)
+            on.service.scheduler.end(request)
 
         async with asyncio.TaskGroup() as group:
             waits = await parked(on, [*tokens(16), *tokens(8, 500)], "parked")
@@ -221,9 +222,9 @@ async def test_a_parked_request_has_its_turn_before_those_that_came_later() -> N
             for name, task in (("parked", waits), ("later", later)):
                 group.create_task(run(name, task))
             await turns(5)
-            on.service.end(owner)  # it never computed: the parked one is in line again
+            on.service.scheduler.end(owner)  # it never computed: the parked one is in line again
             await turns(5)
-            on.service.end(filler)
+            on.service.scheduler.end(filler)
         assert order == ["parked", "later"]
         await on.settle()
 
@@ -238,7 +239,7 @@ async def test_parked_requests_that_are_cancelled_leave_nothing_behind() -> None
             await asyncio.wait([waits])
             assert on.service.stats().waiting_requests == 0
             assert on.service.verify() == []
-            on.service.end(owner)
+            on.service.scheduler.end(owner)
         await on.settle()
 
 
@@ -250,8 +251,8 @@ async def test_the_first_of_two_equal_prompts_is_aborted_and_the_second_computes
         assert on.service.abort("first")
         request = await finish(second)
         await on.prefill(request, tokens(16))
-        on.service.end(first)
-        on.service.end(request)
+        on.service.scheduler.end(first)
+        on.service.scheduler.end(request)
         assert (await on.run(tokens(16))).device_tokens == 15
         await on.settle()
 
@@ -263,7 +264,7 @@ async def test_a_device_that_shrinks_refuses_a_parked_request_that_fits_no_more(
         big = await parked(on, [*tokens(16), *tokens(20, 500)], "big")
         shrinks = asyncio.ensure_future(on.service.resize(Tier.DEVICE, 6))
         await turns(10)
-        on.service.end(owner)
+        on.service.scheduler.end(owner)
         await finish(shrinks)
         with pytest.raises(RequestTooLargeError, match="holds 6"):
             await finish(big)
@@ -298,8 +299,8 @@ async def test_a_device_full_of_pins_lets_requests_in_as_they_end() -> None:
         await on.prefill(request, tokens(8, 100))
         waits = asyncio.ensure_future(admit(on, tokens(8, 200), "more"))
         await finish(waits)  # the pin's time is up
-        on.service.end(request)
-        on.service.end(waits.result())
+        on.service.scheduler.end(request)
+        on.service.scheduler.end(waits.result())
         await on.settle()
 
 
@@ -309,7 +310,7 @@ async def test_the_only_one_that_runs_does_not_wait_for_pins_to_grow() -> None:
         on.service.pin("half", on.prompt(tokens(8)), 1000.0)
         request = await finish(admit(on, tokens(8, 100), "grows"))
         with pytest.raises(OutOfBlocksError):
-            await finish(on.service.extend(request, 4))
+            await finish(on.service.scheduler.growth.extend(request, 4))
         await on.ended(request)
 
 
@@ -326,6 +327,6 @@ async def test_an_abort_during_a_write_back_lets_the_copy_end_and_the_next_one_i
         await turns(10)
         assert not after.done()
         on.latch.release()
-        on.service.end(await finish(after))
+        on.service.scheduler.end(await finish(after))
         await on.settle()
         assert (await on.run(tokens(16))).host_tokens == 15

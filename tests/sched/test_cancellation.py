@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.latch import cancelled_at, finish, until
+from tests.sessions import begin_request, claim_request, publish_request
 from tests.world import World, background_tasks, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
@@ -43,7 +44,7 @@ async def stage(*, published: bool) -> AsyncIterator[Stage]:
         if published:
             request = await other.admit(PROMPT)
             await other.prefill(request, PROMPT)
-            await finish(other.service.publish(request, "ticket", [42]))
+            await finish(publish_request(other.service, request, "ticket", [42]))
             await other.ended(request)
     async with world(store=store, device_blocks=6, host_blocks=8, **settings) as here:
         yield Stage(here)
@@ -54,15 +55,17 @@ Work = Callable[[Stage], Awaitable[object]]
 
 async def admit(on: Stage) -> None:
     here = on.here
-    request = await here.service.admit("r", here.prompt(PROMPT), max_new_tokens=2)
-    here.service.end(request)
+    request = await begin_request(here.service, "r", here.prompt(PROMPT), max_new_tokens=2)
+    here.service.scheduler.end(request)
 
 
 async def admit_after_another(on: Stage) -> None:
     """The device is full of cached blocks of others, the host nearly: room must be made."""
     here = on.here
-    request = await here.service.admit("r", here.prompt([*PROMPT, *PROMPT[:8]]), max_new_tokens=0)
-    here.service.end(request)
+    request = await begin_request(
+        here.service, "r", here.prompt([*PROMPT, *PROMPT[:8]]), max_new_tokens=0
+    )
+    here.service.scheduler.end(request)
 
 
 async def gate(on: Stage) -> None:
@@ -71,24 +74,26 @@ async def gate(on: Stage) -> None:
 
 async def commit(on: Stage) -> None:
     on.here.compute(on.running[0], PROMPT, on.running[0].cached_tokens)
-    await on.here.service.commit(on.running[0], pack(PROMPT))
+    await on.here.service.scheduler.commit(on.running[0], pack(PROMPT))
 
 
 async def publish(on: Stage) -> None:
-    await on.here.service.publish(on.running[0], "mine", [1])
+    await publish_request(on.here.service, on.running[0], "mine", [1])
 
 
 async def claim(on: Stage) -> None:
     here = on.here
-    request, _ = await here.service.claim("c", "ticket", here.prompt(PROMPT), max_new_tokens=2)
-    here.service.end(request)
+    request, _ = await claim_request(
+        here.service, "c", "ticket", here.prompt(PROMPT), max_new_tokens=2
+    )
+    here.service.scheduler.end(request)
 
 
 async def claim_later(on: Stage) -> None:
     here = on.here
     with suppress(Exception):
-        await here.service.claim(
-            "c", "not there", here.prompt(PROMPT), max_new_tokens=2, deadline_s=0.02
+        await claim_request(
+            here.service, "c", "not there", here.prompt(PROMPT), max_new_tokens=2, deadline_s=0.02
         )
 
 
@@ -146,22 +151,22 @@ async def test_a_cancel_at_any_await_leaves_nothing_behind(case: str, late: bool
             was_reached = await cancelled_at(at, finish_cancelled(work, on), late=late)
             assert on.here.service.verify() == [], f"right after the cancel at await {at}"
             for request in on.here.service.scheduler.running_requests:
-                on.here.service.end(request)
+                on.here.service.scheduler.end(request)
             await on.here.settle()
             assert on.here.service.stats().waiting_requests == 0
             # All of the device can be had again: nothing is held by anybody.
             all_of_it = await on.here.admit([9] * 24, uses_cache=False)
-            on.here.service.end(all_of_it)
+            on.here.service.scheduler.end(all_of_it)
             await on.here.settle()
             if published:
                 again, _ = await finish(
-                    on.here.service.claim(
-                        "again", "ticket", on.here.prompt(PROMPT), max_new_tokens=0
+                    claim_request(
+                        on.here.service, "again", "ticket", on.here.prompt(PROMPT), max_new_tokens=0
                     )
                 )
                 await finish(again.gate.all_layers(100.0))
                 on.here.check_kv(again, PROMPT, len(PROMPT))
-                on.here.service.end(again)
+                on.here.service.scheduler.end(again)
         at += 1
         assert at < 200, "this coroutine never ends"
     await until(lambda: background_tasks() == before, "no task left over")

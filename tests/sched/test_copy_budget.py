@@ -95,8 +95,8 @@ async def test_write_downs_make_way_for_loads() -> None:
             prompt = list(range(base, base + 8))
             request = await here.admit(prompt)
             here.compute(request, prompt)
-            await finish(here.service.commit(request, pack(prompt)))
-            here.service.end(request)
+            await finish(here.service.scheduler.commit(request, pack(prompt)))
+            here.service.scheduler.end(request)
         await until(lambda: here.service.tiers.copies.background.num_waiting == 2)
         assert here.service.tiers.copies.background.bytes_in_flight == 2 * GQA.block_bytes
         here.latch.release(LOAD)
@@ -112,12 +112,12 @@ async def test_a_block_that_is_matched_again_while_its_copy_waits_is_not_queued_
         prompt = list(range(16))
         request = await here.admit(prompt)
         here.compute(request, prompt)
-        await finish(here.service.commit(request, pack(prompt)))
-        here.service.end(request)
+        await finish(here.service.scheduler.commit(request, pack(prompt)))
+        here.service.scheduler.end(request)
         before = here.service.tiers.work.num_tasks
         for number in range(5):
             again = await here.admit([*prompt, 50 + number])
-            here.service.end(again)
+            here.service.scheduler.end(again)
         assert here.service.tiers.work.num_tasks <= before
         here.latch.release()
         await here.settle()

@@ -9,6 +9,7 @@ import pytest
 from tests.latch import PATIENCE_S, finish
 from tests.pd.nodes import publish
 from tests.sched.test_fetch import filled
+from tests.sessions import publish_request
 from tests.world import tokens, world
 from tierkv.api.movements import backing_up
 from tierkv.cache.eviction import WritePolicy
@@ -189,8 +190,8 @@ async def test_a_published_tail_is_not_told_as_the_block_that_a_request_made_of_
             request = await here.admit(tokens(18), new=2)
             await here.prefill(request, tokens(18))
             here.compute(request, tokens(20), 18)
-            await finish(here.service.commit(request, pack(tokens(20))))
-            await finish(here.service.publish(request, "ticket", [18]))
+            await finish(here.service.scheduler.commit(request, pack(tokens(20))))
+            await finish(publish_request(here.service, request, "ticket", [18]))
             told = blocks(await everything(subscription), CacheEventKind.STORED, "storage")
             assert told == [0, 1, 2, 3]
             await here.ended(request)
@@ -202,7 +203,7 @@ async def test_what_is_written_to_a_store_that_was_detached_meanwhile_is_not_tol
             here.the_store.hold_writes(firmly=True)
             request = await here.admit(tokens(16))
             await here.prefill(request, tokens(16))
-            here.service.end(request)
+            here.service.scheduler.end(request)
             await here.the_store.until_held(1)
             here.service.detach_storage()
             here.the_store.release()
@@ -262,7 +263,7 @@ async def test_a_block_that_a_fetch_finds_on_its_way_from_the_device_is_not_told
             here.the_store.release()
             fetched = await finish(fetching)
             here.latch.release()
-            here.service.end(fetched)
+            here.service.scheduler.end(fetched)
             await here.ended(computes)
             told = [
                 one.tier for one in await everything(events) if one.kind is CacheEventKind.STORED

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from tests.latch import finish, turns, until
+from tests.sessions import begin_request, resume_request
 from tests.world import World, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt, pack
@@ -22,12 +23,12 @@ async def test_a_request_grows_by_the_blocks_it_needs_and_no_more() -> None:
     async with world(device_blocks=8) as here:
         request = await here.admit(tokens(6))
         await here.prefill(request, tokens(6))
-        await here.service.extend(request, 2)  # there is room in the tail
+        await here.service.scheduler.growth.extend(request, 2)  # there is room in the tail
         assert len(request.block_table) == 2
-        await here.service.extend(request, 7)
+        await here.service.scheduler.growth.extend(request, 7)
         assert len(request.block_table) == len(set(request.block_table.tolist())) == 4
         here.compute(request, tokens(13), 6)
-        await here.service.commit(request, pack(tokens(13)))
+        await here.service.scheduler.commit(request, pack(tokens(13)))
         here.check_kv(request, tokens(13), 13)
         await here.ended(request)
         assert (await here.run([*tokens(13), 1])).device_tokens == 13
@@ -37,11 +38,11 @@ async def test_room_to_grow_is_beyond_the_whole_prompt_however_much_of_it_is_com
     async with world(host_write=NONE) as here:
         request = await here.admit(tokens(20))
         here.compute(request, tokens(8))
-        await here.service.commit(request, pack(tokens(8)))  # a first piece of the prompt
-        await here.service.extend(request, 8)
+        await here.service.scheduler.commit(request, pack(tokens(8)))  # a first piece of the prompt
+        await here.service.scheduler.growth.extend(request, 8)
         assert len(request.block_table) == 7
         here.compute(request, tokens(28), 8)
-        await here.service.commit(request, pack(tokens(28)))
+        await here.service.scheduler.commit(request, pack(tokens(28)))
         await here.ended(request)
 
 
@@ -49,12 +50,12 @@ async def test_one_that_runs_may_grow_while_fewer_requests_are_allowed_than_run(
     async with world(host_write=NONE) as here:
         first, second = await here.admit(tokens(8)), await here.admit(tokens(8, 100))
         here.service.set_limits("", Limits(requests=1))
-        await finish(here.service.extend(first, 8))
+        await finish(here.service.scheduler.growth.extend(first, 8))
         assert len(first.block_table) == 4
         here.service.set_limits("", Limits(requests=1, blocks=5))
         with pytest.raises(OutOfBlocksError, match="limit: 1 blocks needed, 0 available"):
-            await finish(here.service.extend(second, 1))
-        here.service.end(first)
+            await finish(here.service.scheduler.growth.extend(second, 1))
+        here.service.scheduler.end(first)
         await here.ended(second)
 
 
@@ -62,21 +63,21 @@ async def test_growing_evicts_waits_for_others_and_goes_before_those_who_wait() 
     async with world(device_blocks=6, host_write=NONE) as here:
         await here.run(tokens(8, 900))  # can go
         first = await here.admit(tokens(8))
-        await here.service.extend(first, 12)  # two of them were evicted
+        await here.service.scheduler.growth.extend(first, 12)  # two of them were evicted
         await here.prefill(first, tokens(8))
         second = await here.admit(tokens(4, 100))
         async with asyncio.TaskGroup() as group:
             waits = group.create_task(here.admit(tokens(4, 200)))
             await turns(3)
-            grows = group.create_task(here.service.extend(first, 16))
+            grows = group.create_task(here.service.scheduler.growth.extend(first, 16))
             await turns(20)
             assert not grows.done()
             assert not waits.done()
-            here.service.end(second)
+            here.service.scheduler.end(second)
             await until(grows.done)
             assert not waits.done()
-            here.service.end(first)
-        here.service.end(waits.result())
+            here.service.scheduler.end(first)
+        here.service.scheduler.end(waits.result())
         await here.settle()
 
 
@@ -85,15 +86,15 @@ async def test_if_all_that_run_wait_for_each_other_the_least_is_told_to_yield() 
         first = await here.admit(tokens(8))
         second = await here.admit(tokens(8, 100))
         async with asyncio.TaskGroup() as group:
-            grows = group.create_task(here.service.extend(first, 4))
+            grows = group.create_task(here.service.scheduler.growth.extend(first, 4))
             await turns(3)
             with pytest.raises(OutOfBlocksError):
-                await finish(here.service.extend(second, 4))
+                await finish(here.service.scheduler.growth.extend(second, 4))
             assert not grows.done()
-            here.service.preempt(second)
+            here.service.scheduler.preempt(second)
             await until(grows.done)
-        here.service.end(first)
-        again = await finish(here.service.resume(second, max_new_tokens=0))
+        here.service.scheduler.end(first)
+        again = await finish(resume_request(here.service, second, max_new_tokens=0))
         assert again.request_id == second.request_id
         await here.ended(again)
 
@@ -103,22 +104,22 @@ async def test_a_cancelled_extension_takes_nothing() -> None:
         first = await here.admit(tokens(8))
         second = await here.admit(tokens(8, 100))
         with pytest.raises(RequestTooLargeError):
-            await here.service.extend(first, 12)
-        grows = asyncio.ensure_future(here.service.extend(first, 4))
+            await here.service.scheduler.growth.extend(first, 12)
+        grows = asyncio.ensure_future(here.service.scheduler.growth.extend(first, 4))
         await turns(3)
         grows.cancel()
         with pytest.raises(asyncio.CancelledError):
             await grows
-        here.service.end(second)
+        here.service.scheduler.end(second)
         third = await here.admit(tokens(8, 200))  # nobody stands in front of it
-        here.service.end(third)
+        here.service.scheduler.end(third)
         await here.ended(first)
 
 
 async def preempted(here: World, count: int) -> Request:
     request = await here.admit(tokens(count), new=4)
     await here.prefill(request, tokens(count))
-    here.service.preempt(request)
+    here.service.scheduler.preempt(request)
     return request
 
 
@@ -130,18 +131,18 @@ async def test_what_was_preempted_comes_back_byte_for_byte_after_others_had_the_
     async with world(device_blocks=4, host_write=NONE) as here:
         request = await preempted(here, count)
         with pytest.raises(OwnershipError, match="preempted"):
-            await here.service.commit(request, pack(tokens(count)))
+            await here.service.scheduler.commit(request, pack(tokens(count)))
         await until(lambda: here.service.tiers.work.num_tasks == 0)
         await here.run(tokens(16, 500))
         await here.run(tokens(16, 600))
-        again = await finish(here.service.resume(request, max_new_tokens=4))
+        again = await finish(resume_request(here.service, request, max_new_tokens=4))
         await finish(again.gate.all_layers(100.0))
         assert again.cached_tokens == count  # the tail included: nothing is computed again
         assert again.matched.host_tokens == count
         here.check_kv(again, tokens(count), count)
         await here.ended(again)
         with pytest.raises(OwnershipError, match="not preempted"):
-            await here.service.resume(request, max_new_tokens=0)
+            await resume_request(here.service, request, max_new_tokens=0)
 
 
 @pytest.mark.parametrize("committed", [0, 8, 20])
@@ -152,10 +153,10 @@ async def test_one_preempted_in_the_middle_of_its_prompt_comes_back_for_the_whol
         request = await here.admit(tokens(20))
         if committed:
             here.compute(request, tokens(committed))
-            await here.service.commit(request, pack(tokens(committed)))
-        here.service.preempt(request)
+            await here.service.scheduler.commit(request, pack(tokens(committed)))
+        here.service.scheduler.preempt(request)
         await here.run(tokens(20), uses_cache=False)  # another one leaves all of it here
-        again = await finish(here.service.resume(request, max_new_tokens=4))
+        again = await finish(resume_request(here.service, request, max_new_tokens=4))
         assert len(again.block_table) == 6
         # The next token is known only to who has computed the last of the prompt.
         assert again.cached_tokens == (20 if committed == 20 else 19)
@@ -168,16 +169,16 @@ async def test_an_abort_of_a_preempted_request_abandons_it() -> None:
         service = here.service
         space = service.space_of_tenant("a")
         prompt = Prompt.of(tokens(8), 4, space=space)
-        request = await service.admit("one", prompt, max_new_tokens=0)
-        await service.commit(request, prompt.tokens)
-        service.preempt(request)
+        request = await begin_request(service, "one", prompt, max_new_tokens=0)
+        await service.scheduler.commit(request, prompt.tokens)
+        service.scheduler.preempt(request)
         await here.settle()
         with pytest.raises(OutOfBlocksError):
             service.space_of_tenant("b")  # the other tenant's blocks are kept for the resume
         assert service.abort("one")
         assert not service.abort("one")
         with pytest.raises(OwnershipError, match="preempted"):
-            await service.resume(request, max_new_tokens=0)
+            await resume_request(service, request, max_new_tokens=0)
         service.space_of_tenant("b")
         await here.settle()
 
@@ -200,7 +201,7 @@ async def test_a_pause_holds_admissions_back() -> None:
             await turns(20)
             assert not waits.done()
             here.service.unpause()
-        here.service.end(waits.result())
+        here.service.scheduler.end(waits.result())
         await here.settle()
 
 
@@ -212,13 +213,16 @@ async def test_nobody_is_told_to_yield_while_a_copy_is_under_way_after_which_the
         first, second = await here.admit(tokens(8)), await here.admit(tokens(8, 100))
         here.latch.hold(Direction.OFFLOAD)
         async with asyncio.TaskGroup() as group:
-            grows = [group.create_task(here.service.extend(one, 8)) for one in (first, second)]
+            grows = [
+                group.create_task(here.service.scheduler.growth.extend(one, 8))
+                for one in (first, second)
+            ]
             await here.latch.until_held()
             await turns(20)
             assert not any(one.done() for one in grows)
             here.latch.release()
         assert [len(one.block_table) for one in (first, second)] == [4, 4]
-        here.service.end(first)
+        here.service.scheduler.end(first)
         await here.ended(second)
 
 
@@ -227,7 +231,8 @@ async def test_of_those_that_all_wait_to_grow_the_lowest_priority_yields_whoever
 ):
     async with world(device_blocks=4, host_write=NONE) as here:
         low, high = [
-            await here.service.admit(
+            await begin_request(
+                here.service,
                 str(priority),
                 here.prompt(tokens(8, 100 * priority)),
                 max_new_tokens=0,
@@ -236,10 +241,10 @@ async def test_of_those_that_all_wait_to_grow_the_lowest_priority_yields_whoever
             for priority in (0, 5)
         ]
         async with asyncio.TaskGroup() as group:
-            grows = group.create_task(here.service.extend(high, 4))
+            grows = group.create_task(here.service.scheduler.growth.extend(high, 4))
             await turns(3)
             with pytest.raises(OutOfBlocksError):
-                await finish(here.service.extend(low, 4))
+                await finish(here.service.scheduler.growth.extend(low, 4))
             assert not grows.done()
-            here.service.end(low)
+            here.service.scheduler.end(low)
         await here.ended(high)

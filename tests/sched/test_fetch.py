@@ -99,7 +99,7 @@ async def test_identical_prompts_at_the_same_time_share_one_fetch() -> None:
         async def one(number: int) -> int:
             request = await here.admit([*tokens(16), 100 + number])
             await here.prefill(request, [*tokens(16), 100 + number])
-            here.service.end(request)
+            here.service.scheduler.end(request)
             return request.cached_tokens
 
         async with asyncio.TaskGroup() as group:
@@ -189,7 +189,7 @@ async def test_a_store_that_does_not_leave_the_buffers_holds_slots_but_no_reques
         assert not here.service.fetcher.num_in_flight, "others may ask for the same blocks"
         assert here.service.verify() == []
         await here.prefill(request, tokens(18))
-        here.service.end(request)
+        here.service.scheduler.end(request)
         assert here.service.tiers.work.num_tasks, "the store is not done"
         here.the_store.release()
         await here.settle()
@@ -208,7 +208,7 @@ async def test_what_arrived_before_the_store_got_stuck_is_used() -> None:
         assert request.cached_tokens >= 128
         assert here.service.verify() == []
         await here.prefill(request, prompt)  # checks every byte
-        here.service.end(request)
+        here.service.scheduler.end(request)
         here.the_store.release()
         await here.settle()
         again = await here.run(prompt)
@@ -285,7 +285,7 @@ async def test_a_stuck_fetch_keeps_its_slots_until_the_store_is_done() -> None:
         assert len(here.service.tiers.slots.lent(Tier.HOST)) == 5
         assert here.service.stats().host.free == 3
         assert here.service.verify() == []
-        here.service.end(request)
+        here.service.scheduler.end(request)
         store.left.set()
         await here.settle()
         assert here.service.stats().host.free == 8
@@ -349,7 +349,7 @@ async def test_a_fetch_waits_for_copies_that_hold_the_hosts_slots_on_their_way()
         waits = asyncio.ensure_future(here.admit(tokens(16)))
         await turns(30)
         assert not waits.done()
-        here.service.end(other)
+        here.service.scheduler.end(other)
         here.latch.release()
         request = await finish(waits)
         assert request.cached_tokens == 15, "the host had room as soon as the copies had ended"

@@ -62,7 +62,7 @@ async def test_a_long_estimate_of_computing_does_not_outlast_the_deadline() -> N
         here.service.note_prefill(100, 100.0)
         here.the_store.hold()
         began = asyncio.get_running_loop().time()
-        here.service.end(await here.admit(prompt))
+        here.service.scheduler.end(await here.admit(prompt))
         assert asyncio.get_running_loop().time() - began == pytest.approx(1.0, abs=0.1)
         here.the_store.release()
 
@@ -109,7 +109,7 @@ async def test_fetches_that_queue_behind_others_and_come_to_nothing_are_not_made
             began = asyncio.get_running_loop().time()
             four = [asyncio.ensure_future(here.admit(one)) for one in prompts[first : first + 4]]
             for one in four:
-                here.service.end(await one)
+                here.service.scheduler.end(await one)
             waits.append(asyncio.get_running_loop().time() - began)
         assert waits == [pytest.approx(0.13, abs=0.01), *[pytest.approx(0.0, abs=0.01)] * 3]
         await here.settle()

@@ -49,7 +49,7 @@ async def test_a_fetch_and_one_that_waits_for_it() -> None:
         await turns(5)
         on.the_store.release()
         for one in both:
-            on.service.end(await finish(one))
+            on.service.scheduler.end(await finish(one))
         await on.settle()
         assert decided(on) == {"fetch_storage": 1, "wait_storage": 1, "load_host": 1}
 
@@ -78,7 +78,7 @@ async def test_waiting_for_one_that_computes() -> None:
         await until(lambda: on.service.stats().requests.shared_waits == 1, "a wait")
         assert decided(on) == {"wait_device": 1}
         await on.prefill(owner, tokens(16))
-        on.service.end(await finish(waits))
+        on.service.scheduler.end(await finish(waits))
         await on.ended(owner)
 
 
@@ -87,11 +87,11 @@ async def test_computing_although_another_one_does_since_that_one_is_behind() ->
         on.service.note_prefill(1000, 1000.0)  # 32 s for the owner's, and hardly one is over
         owner = await on.admit(tokens(32))
         on.compute(owner, tokens(16))
-        await on.service.commit(owner, pack(tokens(16)))
+        await on.service.scheduler.commit(owner, pack(tokens(16)))
         request = await on.admit([*tokens(32), 99])  # of which 16 tokens are left
         assert request.cached_tokens == 16
         assert decided(on) == {"recompute_device": 1}
-        on.service.end(request)
+        on.service.scheduler.end(request)
         await on.ended(owner)
 
 
@@ -105,11 +105,11 @@ async def test_a_bug_where_a_chance_is_passed_by_keeps_no_blocks(
         on.service.note_prefill(1000, 1000.0)
         owner = await on.admit(tokens(32))
         on.compute(owner, tokens(16))
-        await on.service.commit(owner, pack(tokens(16)))
+        await on.service.scheduler.commit(owner, pack(tokens(16)))
         monkeypatch.setattr(Computing, "passed_by", broken)
         with pytest.raises(ZeroDivisionError):
             await on.admit([*tokens(32), 99])
-        on.service.end(owner)
+        on.service.scheduler.end(owner)
         await on.settle()
         assert on.service.verify() == []
         assert on.service.stats().running_requests == 0
@@ -131,7 +131,7 @@ async def test_a_bug_where_a_start_is_counted_for_its_tenant_keeps_no_blocks(
         waits = asyncio.ensure_future(on.admit(tokens(24, 900)))
         await until(lambda: on.service.scheduler.num_waiting == 1)
         is_broken = True
-        on.service.end(owner)
+        on.service.scheduler.end(owner)
         for start in (waits, on.admit(tokens(24))):  # in its turn, and at once
             with pytest.raises(ZeroDivisionError):
                 await finish(start)
@@ -154,7 +154,7 @@ async def test_a_chance_is_passed_by_once_however_long_there_is_no_room() -> Non
         for _ in range(5):
             on.service.tiers.work.capacity_changed()
         assert decided(on) == {}
-        on.service.end(busy)
-        on.service.end(await finish(waits))
+        on.service.scheduler.end(busy)
+        on.service.scheduler.end(await finish(waits))
         assert decided(on) == {"recompute_device": 1}
         await on.ended(owner)

@@ -36,7 +36,7 @@ async def fetching() -> AsyncGenerator[tuple[World, GatedReads, asyncio.Task[int
         async def admit() -> int:
             request = await here.admit(PROMPT)
             await here.prefill(request, PROMPT)  # checks every byte
-            here.service.end(request)
+            here.service.scheduler.end(request)
             return request.cached_tokens
 
         async with asyncio.TaskGroup() as group:

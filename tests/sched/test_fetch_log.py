@@ -8,6 +8,7 @@ import logging
 import pytest
 
 from tests.latch import finish
+from tests.sessions import begin_request
 from tests.world import world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.sched.worth import FetchPolicy
@@ -32,7 +33,9 @@ async def test_only_a_store_that_is_late_is_warned_of(
         here.service.reset()
         here.service.note_prefill(1000, 1000 * seconds_per_token)
         here.the_store.hold()
-        request = await finish(here.service.admit("late", here.prompt(TOKENS), max_new_tokens=1))
+        request = await finish(
+            begin_request(here.service, "late", here.prompt(TOKENS), max_new_tokens=1)
+        )
         assert request.cached_tokens == 0
         here.the_store.release()
         await here.ended(request)

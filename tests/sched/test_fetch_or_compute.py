@@ -40,7 +40,7 @@ async def test_a_tier_that_hangs_costs_a_share_of_computing() -> None:
         assert request.cached_tokens == 0
         found = here.service.explain(here.prompt(tokens(40)))
         assert (found.reason, found.tier) == ("in flight", "storage")  # to find out how fast it is
-        here.service.end(request)
+        here.service.scheduler.end(request)
         here.the_store.release()
         await here.settle()
 
@@ -52,7 +52,7 @@ async def test_while_a_tier_is_late_for_one_request_no_other_asks_it() -> None:
         for _ in range(20):
             request = await here.admit(tokens(40))
             assert request.cached_tokens == 0
-            here.service.end(request)
+            here.service.scheduler.end(request)
         assert here.the_store.num_operations == 1
         here.the_store.release()
         await here.settle()
@@ -117,8 +117,8 @@ async def test_blocks_that_others_fetch_are_waited_for_no_longer_than_is_worth_i
             assert second.cached_tokens == 0
             assert here.service.explain(here.prompt(tokens(40))).reason == "in flight"
             here.the_store.release()
-            here.service.end(second)
-            here.service.end(await finish(first))
+            here.service.scheduler.end(second)
+            here.service.scheduler.end(await finish(first))
         await here.settle()
 
 
@@ -131,7 +131,7 @@ async def test_damage_and_failure_are_explained() -> None:
         assert here.service.explain(prompt).reason in ("checksum failed", "evicted")
     async with best_effort(store=await filled(tokens(16))) as here:
         here.the_store.fail_next(1)
-        here.service.end(await here.admit(tokens(16)))
+        here.service.scheduler.end(await here.admit(tokens(16)))
         assert here.service.explain(here.prompt(tokens(16))).reason == "the transfer failed"
         await here.settle()
 
@@ -186,7 +186,7 @@ async def test_a_running_request_is_aborted_by_its_engine_when_its_kernels_allow
         with pytest.raises(RequestAbortedError):
             await here.prefill(request, tokens(16))
         with pytest.raises(RequestAbortedError):
-            await here.service.extend(request, 8)
+            await here.service.scheduler.growth.extend(request, 8)
         await here.ended(request)
         assert here.free_device_blocks == 10
         assert not here.service.abort("runs")
@@ -199,13 +199,13 @@ async def test_a_request_that_waits_for_more_blocks_hears_of_its_abort() -> None
 
         async def grow() -> None:
             with pytest.raises(RequestAbortedError):
-                await here.service.extend(request, 8)
+                await here.service.scheduler.growth.extend(request, 8)
 
         async with asyncio.TaskGroup() as group:
             group.create_task(grow())
             await turns(10)
             here.service.abort("grows")
-        here.service.end(request)
+        here.service.scheduler.end(request)
         await here.ended(other)
 
 
@@ -240,7 +240,7 @@ def test_a_store_that_says_what_it_has_and_does_not_send_it_is_known_to_be_slow(
             waits = []
             for _ in range(2):
                 began = loop_time()
-                here.service.end(await here.admit(tokens(40)))
+                here.service.scheduler.end(await here.admit(tokens(40)))
                 waits.append(loop_time() > began)
                 await asyncio.sleep(1.0)
             monkey.undo()

@@ -28,7 +28,7 @@ async def test_shrinking_evicts_what_can_go_and_growing_gives_it_back() -> None:
             await here.admit(tokens(16, 100))
         request = await here.admit(tokens(12, 100))
         assert max(request.block_table.tolist()) < 3
-        here.service.end(request)
+        here.service.scheduler.end(request)
         await here.service.resize(Tier.DEVICE, 8)
         await here.run(tokens(32, 200))
         await here.settle()
@@ -58,7 +58,7 @@ async def test_shrinking_waits_for_what_is_held() -> None:
             assert not shrinks.done()
             assert here.service.verify() == []
             await here.prefill(request, tokens(32))
-            here.service.end(request)
+            here.service.scheduler.end(request)
             await until(shrinks.done)
         assert here.service.stats().device.capacity == 4
         await here.settle()
@@ -73,7 +73,7 @@ async def test_a_cancelled_shrink_leaves_the_capacity_as_it_was() -> None:
         with pytest.raises(asyncio.CancelledError):
             await shrinks
         assert here.service.stats().device.capacity == 8
-        here.service.end(request)
+        here.service.scheduler.end(request)
         await here.run(tokens(32, 100))
         await here.settle()
 
@@ -200,7 +200,7 @@ async def test_after_a_reset_what_a_request_holds_is_offered_to_storage_again() 
         await here.settle()
         assert here.service.reset() > 0
         await here.the_store.delete(here.names(tokens(16)))
-        here.service.end(request)
+        here.service.scheduler.end(request)
         await here.run(tokens(16))
         assert await here.the_store.exists(here.names(tokens(16))) == 4
 
@@ -231,7 +231,7 @@ async def test_closing_waits_for_a_store_that_uses_the_slots_and_says_so(
     async with AsyncExitStack() as stack:
         here = await stack.enter_async_context(world(with_store=True, fetch_deadline_s=0.3))
         here.the_store.hold_firmly()
-        here.service.end(await here.admit(list(range(8))))
+        here.service.scheduler.end(await here.admit(list(range(8))))
         assert here.service.tiers.work.num_tasks
         here.service.drain()
         release = here.the_store.release

@@ -40,7 +40,7 @@ async def test_a_request_finds_a_load_that_is_on_its_way_and_shares_it() -> None
         loading.cancel()
         here.latch.release()
         await here.prefill(request, tokens(17))  # checks every byte
-        here.service.end(request)
+        here.service.scheduler.end(request)
         assert here.service.stats().loaded_bytes == 4 * here.layout.block_bytes
         await here.settle()
 
@@ -53,8 +53,8 @@ async def test_nothing_is_loaded_while_somebody_waits_for_room() -> None:
         await finish(here.service.scheduler.load_ahead(here.prompt(tokens(16))))
         await turns(3)
         assert here.latch.count(LOAD) == 0
-        here.service.end(busy)
-        here.service.end(await finish(waits))
+        here.service.scheduler.end(busy)
+        here.service.scheduler.end(await finish(waits))
         await here.settle()
 
 

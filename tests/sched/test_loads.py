@@ -75,13 +75,13 @@ async def test_the_books_are_right_while_others_load_again_what_one_load_has_fai
         here.latch.fail_next(LOAD)
         first = await here.admit(prompt)
         with pytest.raises(TransferError):
-            await finish(here.service.commit(first, pack(prompt)))
+            await finish(here.service.scheduler.commit(first, pack(prompt)))
         second = await here.admit(prompt)  # in other slots: those of the first are in its table
         await here.prefill(second, prompt)  # checks every byte
         assert second.cached_tokens == 12
         assert not set(second.block_table[:3].tolist()) & set(second.private_slots().tolist())
         assert here.service.verify() == []
-        here.service.end(first)
+        here.service.scheduler.end(first)
         await here.ended(second)
 
 
@@ -101,7 +101,7 @@ async def test_identical_prompts_at_the_same_time_share_one_load() -> None:
         assert here.latch.count(LOAD) == before + 1
         assert len({tuple(request.block_table[:4].tolist()) for request in requests}) == 1
         for request in requests:
-            here.service.end(request)
+            here.service.scheduler.end(request)
         await here.settle()
 
 
@@ -110,14 +110,14 @@ async def test_blocks_stay_leased_until_the_device_is_done_even_if_the_request_e
         here.latch.hold(LOAD)
         request = await here.admit(tokens(32))
         await here.latch.until_held()
-        here.service.end(request)
+        here.service.scheduler.end(request)
         async with asyncio.TaskGroup() as group:
             other = group.create_task(here.admit(tokens(32, 900)))
             await turns(50)
             assert not other.done()  # every block is still being written to
             assert here.service.verify() == []
             here.latch.release()
-        here.service.end(other.result())
+        here.service.scheduler.end(other.result())
         await here.settle()
 
 
@@ -130,13 +130,13 @@ async def test_a_private_block_is_not_given_away_while_a_load_writes_into_it() -
         assert request.cached_tokens == 5
         private = int(request.block_table[1])
         await here.latch.until_held()
-        here.service.end(request)
+        here.service.scheduler.end(request)
         others = [await here.admit(tokens(4, 100 * n), name=f"o{n}") for n in range(1, 7)]
         assert private not in [slot for other in others for slot in other.block_table.tolist()]
         here.latch.release()
-        await here.service.commit(others[0], pack(tokens(4, 100)))
+        await here.service.scheduler.commit(others[0], pack(tokens(4, 100)))
         for other in others:
-            here.service.end(other)
+            here.service.scheduler.end(other)
         await here.settle()
         assert here.service.stats().running_requests == 0
 
@@ -171,7 +171,7 @@ async def test_a_failed_load_names_its_blocks_and_the_index_forgets_the_device_c
                 await finish(request.gate.all_layers(100.0))
             assert sorted(error.value.blocks) == sorted(request.block_table[:4].tolist())
         with pytest.raises(TransferError, match="caught fire"):
-            await finish(here.service.commit(request, pack([*tokens(16), 5])))
+            await finish(here.service.scheduler.commit(request, pack([*tokens(16), 5])))
         await here.settle()
         match = here.service.index.match(here.prompt(tokens(16)))
         assert (match.device_blocks, match.loading_blocks, match.host_blocks) == (0, 0, 4)
@@ -200,7 +200,7 @@ async def test_a_last_block_that_was_not_copied_fails_its_request_and_nothing_of
             await finish(request.gate.all_layers(100.0))
         for _ in range(2):
             with pytest.raises(TransferError, match="caught fire"):
-                await finish(here.service.commit(request, pack(tokens(16))))
+                await finish(here.service.scheduler.commit(request, pack(tokens(16))))
         await here.ended(request)
         assert here.service.stats().tiers.failed_transfers == 1
         assert here.service.verify() == []
@@ -223,7 +223,7 @@ async def test_a_failed_load_fails_everyone_who_waits_for_it_and_all_blocks_belo
         match = here.service.index.match(here.prompt(tokens(24)))
         assert (match.device_blocks, match.loading_blocks, match.host_blocks) == (0, 0, 6)
         for request in (first, second):
-            here.service.end(request)
+            here.service.scheduler.end(request)
         assert (await here.run([*tokens(24), 72])).host_tokens == 24
 
 
@@ -238,7 +238,7 @@ async def test_the_books_are_right_at_every_moment_while_loads_fail() -> None:
             found += here.service.verify()
             await turns(1)
         for request in requests:
-            here.service.end(request)
+            here.service.scheduler.end(request)
         assert found == []
 
 
@@ -355,7 +355,7 @@ async def test_a_load_that_joined_another_keeps_its_blocks_in_whatever_order_the
         here.compute(third, tokens(8, 7000))
         here.check_kv(second, tokens(16), 16)
         for request in (first, second, third):
-            here.service.end(request)
+            here.service.scheduler.end(request)
         await here.settle()
 
 
@@ -368,14 +368,14 @@ async def test_no_block_is_written_while_a_kernel_of_its_last_request_may_read_i
         kernel = ManualEvent()
         request = await here.admit(tokens(8))
         here.compute(request, tokens(8))
-        await finish(here.service.commit(request, pack(tokens(8)), after=[kernel]))
-        here.service.end(request, after=[kernel])
+        await finish(here.service.scheduler.commit(request, pack(tokens(8)), after=[kernel]))
+        here.service.scheduler.end(request, after=[kernel])
         async with asyncio.TaskGroup() as group:
             other = group.create_task(here.admit(tokens(8, 100)))
             await turns(50)
             was_early = other.done()
             kernel.finish()
-        here.service.end(other.result())
+        here.service.scheduler.end(other.result())
         assert not was_early, "blocks were given away under a running kernel"
         await here.settle()
 
@@ -384,13 +384,13 @@ async def test_private_blocks_wait_for_the_kernels_too() -> None:
     async with world(device_blocks=2) as here:
         kernel = ManualEvent()
         request = await here.admit(tokens(8))
-        here.service.end(request, after=[kernel])
+        here.service.scheduler.end(request, after=[kernel])
         async with asyncio.TaskGroup() as group:
             other = group.create_task(here.admit(tokens(8, 100)))
             await turns(50)
             assert not other.done()
             kernel.finish(TransferError("even if the kernel fails"))
-        here.service.end(other.result())
+        here.service.scheduler.end(other.result())
         await here.settle()
 
 
@@ -399,14 +399,14 @@ async def test_an_offload_for_room_starts_after_the_kernels_that_wrote_the_block
     async with world(device_blocks=3, host_write=WritePolicy.WRITE_BACK) as here:
         kernel = ManualEvent()
         request = await here.admit(tokens(8))
-        await finish(here.service.commit(request, pack(tokens(8)), after=[kernel]))
-        here.service.end(request, after=[kernel])
+        await finish(here.service.scheduler.commit(request, pack(tokens(8)), after=[kernel]))
+        here.service.scheduler.end(request, after=[kernel])
         async with asyncio.TaskGroup() as group:
             other = group.create_task(here.admit(tokens(12, 100)))
             await turns(50)
             here.compute(request, tokens(8))  # the kernels run only now
             kernel.finish()
-        here.service.end(other.result())
+        here.service.scheduler.end(other.result())
         await here.settle()
         found = await here.admit([*tokens(8), 1])
         await finish(found.gate.all_layers(100.0))
@@ -419,7 +419,7 @@ async def test_a_write_through_copy_waits_for_the_kernels_that_wrote_the_blocks(
     async with world(host_write=WritePolicy.WRITE_THROUGH, host_blocks=64) as here:
         kernel = ManualEvent()
         request = await here.admit(tokens(8))
-        await finish(here.service.commit(request, pack(tokens(8)), after=[kernel]))
+        await finish(here.service.scheduler.commit(request, pack(tokens(8)), after=[kernel]))
         await turns(50)
         assert here.service.stats().offloaded_bytes == 0
         here.compute(request, tokens(8))
@@ -470,12 +470,12 @@ async def test_blocks_are_not_on_the_device_before_those_above_them_are(
         late[0].tell()
         if fails:  # the first copy, and with it what hangs below
             with pytest.raises(TransferError):
-                await finish(here.service.commit(second, pack([*tokens(16), 71])))
+                await finish(here.service.scheduler.commit(second, pack([*tokens(16), 71])))
             assert here.service.index.match(prompt).device_blocks == 0
         else:
             await here.prefill(second, [*tokens(16), 71])  # checks every byte
             assert here.service.index.match(prompt).device_blocks == 4
-        here.service.end(first)
+        here.service.scheduler.end(first)
         await here.ended(second)
 
 
@@ -486,9 +486,9 @@ async def test_a_tail_whose_kernels_failed_is_not_cached(whole: int) -> None:
         request = await here.admit(prompt)
         here.compute(request, prompt)
         if whole:
-            await here.service.commit(request, pack(prompt[:whole]))
-        await here.service.commit(request, pack(prompt), after=[event])
-        here.service.end(request)
+            await here.service.scheduler.commit(request, pack(prompt[:whole]))
+        await here.service.scheduler.commit(request, pack(prompt), after=[event])
+        here.service.scheduler.end(request)
         event.finish(TransferError("the kernel that wrote the tail failed"))
         await here.settle()
         found = await here.service.lookup(here.prompt(prompt))
@@ -501,16 +501,16 @@ async def test_blocks_whose_kernels_failed_are_not_cached(*, ends_first: bool) -
         prompt, event = tokens(16), ManualEvent()
         request = await here.admit(prompt)
         here.compute(request, prompt)
-        await here.service.commit(request, pack(prompt[:8]))
-        await here.service.commit(request, pack(prompt), after=[event])
+        await here.service.scheduler.commit(request, pack(prompt[:8]))
+        await here.service.scheduler.commit(request, pack(prompt), after=[event])
         failure = TransferError("the kernel that wrote them failed")
         if ends_first:
-            here.service.end(request)
+            here.service.scheduler.end(request)
             event.finish(failure)
         else:
             event.finish(failure)
             await until(lambda: here.service.tiers.work.num_tasks == 0, "the end of the commit")
-            here.service.end(request)
+            here.service.scheduler.end(request)
         await here.settle()
         found = await here.service.lookup(here.prompt(prompt))
         assert found.device_tokens + found.host_tokens == 8
@@ -524,17 +524,17 @@ async def test_a_later_commit_does_not_tell_of_blocks_that_earlier_kernels_still
         prompt, slow, fast = tokens(16), ManualEvent(), ManualEvent()
         request = await here.admit(prompt)
         here.compute(request, prompt)
-        await here.service.commit(request, pack(prompt[:8]), after=[slow])
-        await here.service.commit(request, pack(prompt), after=[fast])
+        await here.service.scheduler.commit(request, pack(prompt[:8]), after=[slow])
+        await here.service.scheduler.commit(request, pack(prompt), after=[fast])
         fast.finish()
         if ends_first:
-            here.service.end(request)
+            here.service.scheduler.end(request)
         await turns(10)
         assert here.service.index.match(here.prompt(prompt)).num_blocks == 0
         slow.finish()
         await until(lambda: here.service.index.match(here.prompt(prompt)).num_blocks > 0)
         if not ends_first:
-            here.service.end(request)
+            here.service.scheduler.end(request)
         await here.settle()
         assert here.service.index.match(here.prompt(prompt)).num_blocks == 4
 
@@ -555,7 +555,7 @@ async def test_slots_of_a_failed_load_are_lent_until_all_who_shared_it_have_ende
                 await finish(request.gate.all_layers(100.0))
         await until(lambda: here.service.tiers.copies.num_loads == 0)
         first, last = both if starter_ends_first else reversed(both)
-        here.service.end(first)
+        here.service.scheduler.end(first)
         shared = set(last.block_table[:4].tolist())
         assert shared <= set(here.service.tiers.slots.lent(Tier.DEVICE).tolist())
         assert here.service.verify() == []

@@ -39,7 +39,7 @@ async def found(on: World, prompt: list[int]) -> Matched:
     request = await finish(service.scheduler.admit(spec, fetched))
     await request.gate.all_layers(100.0)
     on.check_kv(request, prompt, request.cached_tokens)
-    service.end(request)
+    service.scheduler.end(request)
     await on.settle()
     return request.matched
 

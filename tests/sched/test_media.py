@@ -8,6 +8,7 @@ import asyncio
 import pytest
 
 from tests.latch import finish, turns
+from tests.sessions import begin_request, claim_request, publish_request
 from tests.world import GQA, World, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import MediaItem, Prompt, pack
@@ -37,7 +38,7 @@ def prompt(places: Places, *contents: bytes) -> Prompt:
 
 async def whole(here: World, wanted: Prompt, name: str) -> int:
     """How many tokens were found; then the rest is computed."""
-    request = await finish(here.service.admit(name, wanted, max_new_tokens=0))
+    request = await finish(begin_request(here.service, name, wanted, max_new_tokens=0))
     await here.prefill(request, IDS)
     await here.ended(request)
     return request.cached_tokens
@@ -74,35 +75,46 @@ async def test_nobody_waits_for_what_is_computed_with_another_image() -> None:
     places = ((0, 8),)
     async with world() as here:
         here.service.note_prefill(1000, 1000.0)
-        owner = await finish(here.service.admit("owner", prompt(places, CAT), max_new_tokens=0))
-        other = await finish(here.service.admit("other", prompt(places, DOG), max_new_tokens=0))
+        owner = await finish(
+            begin_request(here.service, "owner", prompt(places, CAT), max_new_tokens=0)
+        )
+        other = await finish(
+            begin_request(here.service, "other", prompt(places, DOG), max_new_tokens=0)
+        )
         async with asyncio.TaskGroup() as group:
             same = group.create_task(
-                here.service.admit("same", prompt(places, CAT), max_new_tokens=0)
+                begin_request(here.service, "same", prompt(places, CAT), max_new_tokens=0)
             )
             await turns(5)
             assert not same.done(), "its blocks are being computed"
             here.compute(owner, IDS)
-            await here.service.commit(owner, pack(IDS))
+            await here.service.scheduler.commit(owner, pack(IDS))
         for request in (owner, other, same.result()):
-            here.service.end(request)
+            here.service.scheduler.end(request)
         await here.settle()
 
 
 async def test_a_ticket_is_for_the_prompt_with_its_images() -> None:
     places = ((3, 6),)
     async with world(with_store=True) as here:
-        request = await finish(here.service.admit("p", prompt(places, CAT), max_new_tokens=0))
+        request = await finish(
+            begin_request(here.service, "p", prompt(places, CAT), max_new_tokens=0)
+        )
         await here.prefill(request, IDS)
-        await finish(here.service.publish(request, "ticket", [1]))
+        await finish(publish_request(here.service, request, "ticket", [1]))
         await here.ended(request)
         here.service.reset()
         with pytest.raises(HandoffError, match="prompt"):
-            await here.service.claim(
-                "wrong", "ticket", prompt(places, DOG), max_new_tokens=0, deadline_s=1.0
+            await claim_request(
+                here.service,
+                "wrong",
+                "ticket",
+                prompt(places, DOG),
+                max_new_tokens=0,
+                deadline_s=1.0,
             )
         claimed, _ = await finish(
-            here.service.claim("right", "ticket", prompt(places, CAT), max_new_tokens=0)
+            claim_request(here.service, "right", "ticket", prompt(places, CAT), max_new_tokens=0)
         )
         await finish(claimed.gate.all_layers(100.0))
         here.check_kv(claimed, IDS, len(IDS))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.latch import finish
+from tests.sessions import begin_request, resume_request
 from tests.world import GQA, World, fingerprint, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt, pack
@@ -20,7 +21,7 @@ IDS = list(range(40))  # ten blocks
 
 async def computed(here: World, space: str, name: str = "one") -> Request:
     prompt = Prompt.of(IDS, GQA.block_size, space=space)
-    request = await finish(here.service.admit(name, prompt, max_new_tokens=0))
+    request = await finish(begin_request(here.service, name, prompt, max_new_tokens=0))
     await here.prefill(request, IDS)
     return request
 
@@ -28,11 +29,11 @@ async def computed(here: World, space: str, name: str = "one") -> Request:
 async def test_what_was_preempted_keeps_as_much_as_the_host_takes() -> None:
     async with world(device_blocks=10, host_blocks=7, host_write=NONE) as here:
         request = await computed(here, "")
-        here.service.preempt(request)
+        here.service.scheduler.preempt(request)
         await here.settle()
         others = await here.admit(list(range(1000, 1040)), uses_cache=False)
         await here.ended(others)
-        again = await finish(here.service.resume(request, max_new_tokens=0))
+        again = await finish(resume_request(here.service, request, max_new_tokens=0))
         assert again.matched.host_tokens == 7 * GQA.block_size
         await finish(again.gate.all_layers(100.0))
         here.check_kv(again, IDS, again.cached_tokens)
@@ -45,7 +46,7 @@ async def test_a_tenant_fetches_a_prompt_without_more_of_the_host_than_its_quota
 ) -> None:
     async with world(host_write=NONE, storage_write=THROUGH, with_store=True) as here:
         acme = here.service.open_fingerprint(ACME)
-        here.service.end(await computed(here, acme))
+        here.service.scheduler.end(await computed(here, acme))
         await here.settle()
         here.service.reset()
         here.service.set_quota(acme, (None, quota))
@@ -59,11 +60,13 @@ async def test_a_tenant_fetches_a_prompt_without_more_of_the_host_than_its_quota
 async def test_a_prompt_longer_than_a_tenants_host_quota_is_stored_as_far_as_that_goes() -> None:
     async with world(host_write=NONE, storage_write=THROUGH, with_store=True) as here:
         acme = here.service.open_fingerprint(ACME, quota=(None, 6))
-        here.service.end(await computed(here, acme))
+        here.service.scheduler.end(await computed(here, acme))
         await here.settle()
         assert here.storage_stats.flushed_blocks == 6
         request = await finish(
-            here.service.admit("two", Prompt.of(IDS, GQA.block_size, space=acme), max_new_tokens=0)
+            begin_request(
+                here.service, "two", Prompt.of(IDS, GQA.block_size, space=acme), max_new_tokens=0
+            )
         )
-        await finish(here.service.commit(request, pack(IDS)))
+        await finish(here.service.scheduler.commit(request, pack(IDS)))
         await here.ended(request)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.latch import finish, turns, until
 from tests.sched.test_fetch import filled
+from tests.sessions import begin_request, resume_request
 from tests.world import World, tokens, world
 from tierkv.errors import RequestAbortedError
 from tierkv.gpu.protocol import Direction
@@ -32,7 +33,7 @@ async def use(node: World, prompt: list[int], request: Request) -> int:
     assert request.matched.total_tokens == cached
     await node.prefill(request, prompt)
     node.check_kv(request, prompt, len(prompt))
-    node.service.end(request)
+    node.service.scheduler.end(request)
     return cached
 
 
@@ -71,7 +72,9 @@ async def test_one_that_is_aborted_or_cancelled_between_two_portions_leaves_noth
         prompt, num_cancelled = node.prompt(LONG), 0
 
         async def admit() -> None:
-            node.service.end(await node.service.admit("one", prompt, max_new_tokens=0))
+            node.service.scheduler.end(
+                await begin_request(node.service, "one", prompt, max_new_tokens=0)
+            )
 
         for num_turns in range(0, 160, 4):
             admitting = asyncio.create_task(admit())
@@ -223,9 +226,9 @@ async def test_what_came_in_portions_is_not_taken_for_fast_computing() -> None:
 async def test_what_a_resumed_request_has_no_room_for_counts_as_missed_all_the_same() -> None:
     async with world(store=await stored(LONG), device_blocks=110, host_blocks=2) as node:
         request = await node.admit(LONG)
-        node.service.preempt(request)
+        node.service.scheduler.preempt(request)
         node.service.reset()
-        again = await finish(node.service.resume(request, max_new_tokens=0))
+        again = await finish(resume_request(node.service, request, max_new_tokens=0))
         await use(node, LONG, again)
         await node.settle()
         counts = node.service.stats().requests

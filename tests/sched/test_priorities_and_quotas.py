@@ -8,6 +8,7 @@ import dataclasses
 import pytest
 
 from tests.latch import finish, turns
+from tests.sessions import begin_request
 from tests.world import World, fingerprint, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt, pack
@@ -27,7 +28,7 @@ async def admit(
     here: World, ids: list[int], name: str, *, space: str = "", priority: int = 0
 ) -> Request:
     prompt = Prompt.of(ids, here.layout.block_size, space=space)
-    return await here.service.admit(name, prompt, max_new_tokens=0, priority=priority)
+    return await begin_request(here.service, name, prompt, max_new_tokens=0, priority=priority)
 
 
 async def compute(here: World, ids: list[int], name: str, space: str) -> Request:
@@ -45,13 +46,13 @@ async def order_of(here: World, wanted: list[tuple[str, int, str]], running: Req
         request = await admit(here, ids, name, space=space, priority=priority)
         found.append(name)
         await turns(2)
-        here.service.end(request)
+        here.service.scheduler.end(request)
 
     async with asyncio.TaskGroup() as group:
         for number, (name, priority, space) in enumerate(wanted):
             group.create_task(one(number, name, priority, space))
             await turns(2)
-        here.service.end(running)
+        here.service.scheduler.end(running)
     return found
 
 
@@ -99,9 +100,9 @@ async def test_a_tenant_at_its_limit_waits_and_lets_others_pass() -> None:
             await turns(3)
             other = await finish(admit(here, tokens(8), "other"))
             assert not second.done()
-            here.service.end(first)
-        here.service.end(second.result())
-        here.service.end(other)
+            here.service.scheduler.end(first)
+        here.service.scheduler.end(second.result())
+        here.service.scheduler.end(other)
         with pytest.raises(RequestTooLargeError, match="limit"):
             await admit(here, tokens(20), "too large", space=acme)
         await here.settle()
@@ -111,12 +112,16 @@ async def test_a_tenant_may_have_all_that_its_limit_says_and_a_new_one_none_of_i
     async with world(device_blocks=8, host_write=NONE) as here:
         acme = here.service.open_fingerprint(ACME, limits=Limits(blocks=4))
         whole = Prompt.of(tokens(16), 4, space=acme)
-        here.service.end(await finish(here.service.admit("all of it", whole, max_new_tokens=0)))
+        here.service.scheduler.end(
+            await finish(begin_request(here.service, "all of it", whole, max_new_tokens=0))
+        )
         await here.settle()
         here.service.close_fingerprint(acme)
         assert here.service.open_fingerprint(ACME) == acme
         more = Prompt.of(tokens(20), 4, space=acme)
-        here.service.end(await finish(here.service.admit("more", more, max_new_tokens=0)))
+        here.service.scheduler.end(
+            await finish(begin_request(here.service, "more", more, max_new_tokens=0))
+        )
         await here.settle()
 
 
@@ -141,7 +146,7 @@ async def test_over_its_quota_a_tenant_evicts_its_own_blocks_only() -> None:
         await here.run(tokens(16))  # the oldest of all, and not touched
         for number in range(4):
             ids = tokens(8, 100 * (number + 1))
-            here.service.end(await compute(here, ids, f"acme {number}", acme))
+            here.service.scheduler.end(await compute(here, ids, f"acme {number}", acme))
             await here.settle()
         space = here.service.index.spaces.root_of(Prompt.of([1], 4, space=acme)).space
         assert space.used[Tier.DEVICE] == 4
@@ -159,8 +164,8 @@ async def test_within_its_quota_a_tenant_waits_for_its_own_running_requests() ->
             second = group.create_task(admit(here, tokens(8, 100), "second", space=acme))
             await turns(20)
             assert not second.done()
-            here.service.end(first)
-        here.service.end(second.result())
+            here.service.scheduler.end(first)
+        here.service.scheduler.end(second.result())
         await here.settle()
 
 
@@ -196,7 +201,7 @@ async def test_what_must_be_copied_down_ahead_of_need_goes_once_it_is_and_no_mor
         assert tiers.offloaded_blocks <= 8, "no more copies than slots that are to be free"
         assert here.free_device_blocks == 8, "up to the high watermark, and no further"
         for request in requests:
-            here.service.end(request)
+            here.service.scheduler.end(request)
         await here.settle()
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.latch import ManualEvent, finish, turns, until
 from tests.sched.test_fetch import filled
+from tests.sessions import begin_request, resume_request
 from tests.world import World, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt, pack
@@ -32,7 +33,7 @@ NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH
 async def preempted(on: World, prompt: list[int]) -> Request:
     request = await on.admit(prompt, name="moves")
     await on.prefill(request, prompt)
-    on.service.preempt(request)
+    on.service.scheduler.preempt(request)
     return request
 
 
@@ -43,10 +44,10 @@ async def test_one_that_is_abandoned_while_it_comes_back_leaves_nothing_running(
     async with world(device_blocks=4, host_write=NONE) as on:
         request = await preempted(on, tokens(8))
         other = await on.admit(tokens(16, 100))
-        comes_back = asyncio.ensure_future(on.service.resume(request, max_new_tokens=0))
+        comes_back = asyncio.ensure_future(resume_request(on.service, request, max_new_tokens=0))
         await turns(5)
         on.service.scheduler.abandon(request)
-        on.service.end(other)
+        on.service.scheduler.end(other)
         with pytest.raises(OwnershipError):
             await finish(comes_back)
         assert on.service.stats().running_requests == 0
@@ -57,8 +58,8 @@ async def test_of_two_that_bring_one_back_one_is_refused() -> None:
     async with world(host_write=NONE) as on:
         request = await preempted(on, tokens(8))
         results = await asyncio.gather(
-            on.service.resume(request, max_new_tokens=0),
-            on.service.resume(request, max_new_tokens=0),
+            resume_request(on.service, request, max_new_tokens=0),
+            resume_request(on.service, request, max_new_tokens=0),
             return_exceptions=True,
         )
         back = [one for one in results if isinstance(one, Request)]
@@ -66,7 +67,7 @@ async def test_of_two_that_bring_one_back_one_is_refused() -> None:
             one for one in results if isinstance(one, DuplicateRequestError | OwnershipError)
         ]
         assert (len(back), len(refused)) == (1, 1)
-        on.service.end(back[0])
+        on.service.scheduler.end(back[0])
         await on.settle()
 
 
@@ -74,14 +75,14 @@ async def test_a_return_that_is_aborted_can_be_tried_again() -> None:
     async with world(device_blocks=4) as on:
         request = await preempted(on, tokens(8))
         other = await on.admit(tokens(16, 100))
-        comes_back = asyncio.ensure_future(on.service.resume(request, max_new_tokens=0))
+        comes_back = asyncio.ensure_future(resume_request(on.service, request, max_new_tokens=0))
         await turns(5)
         assert on.service.abort("moves")
         with pytest.raises(RequestAbortedError):
             await finish(comes_back)
         assert request.state is RequestState.PREEMPTED
-        on.service.end(other)
-        back = await finish(on.service.resume(request, max_new_tokens=0))
+        on.service.scheduler.end(other)
+        back = await finish(resume_request(on.service, request, max_new_tokens=0))
         await back.gate.all_layers(100.0)
         on.check_kv(back, tokens(8), back.cached_tokens)
         assert back.cached_tokens == 8
@@ -96,8 +97,8 @@ async def test_one_preempted_while_it_loads_comes_back_with_every_byte() -> None
         on.latch.hold(Direction.LOAD)
         request = await on.admit(tokens(16))
         await on.latch.until_held()
-        on.service.preempt(request)
-        comes_back = asyncio.ensure_future(on.service.resume(request, max_new_tokens=0))
+        on.service.scheduler.preempt(request)
+        comes_back = asyncio.ensure_future(resume_request(on.service, request, max_new_tokens=0))
         await turns(10)
         assert not comes_back.done(), "its blocks are being written still"
         on.latch.release()
@@ -111,7 +112,7 @@ async def test_a_drain_refuses_one_that_comes_back() -> None:
         request = await preempted(on, tokens(8))
         on.service.drain()
         with pytest.raises(ShuttingDownError):
-            await finish(on.service.resume(request, max_new_tokens=0))
+            await finish(resume_request(on.service, request, max_new_tokens=0))
         on.service.scheduler.abandon(request)
         await on.settle()
 
@@ -124,10 +125,12 @@ async def test_two_extensions_to_the_same_length_take_the_blocks_once() -> None:
         request = await on.admit(tokens(8))
         other = await on.admit(tokens(20, 100))
         both = asyncio.gather(
-            on.service.extend(request, 8), on.service.extend(request, 8), return_exceptions=True
+            on.service.scheduler.growth.extend(request, 8),
+            on.service.scheduler.growth.extend(request, 8),
+            return_exceptions=True,
         )
         await turns(5)
-        on.service.end(other)
+        on.service.scheduler.end(other)
         assert list(await finish(both)) == [None, None]
         assert len(request.block_table) == 4
         await on.ended(request)
@@ -137,12 +140,12 @@ async def test_two_extensions_to_the_same_length_take_the_blocks_once() -> None:
 async def test_one_that_goes_while_it_waits_to_grow_hears_of_it(how: str) -> None:
     async with world(device_blocks=4, host_write=NONE) as on:
         request, other = await on.admit(tokens(8)), await on.admit(tokens(8, 100))
-        grows = asyncio.ensure_future(on.service.extend(request, 8))
+        grows = asyncio.ensure_future(on.service.scheduler.growth.extend(request, 8))
         await turns(5)
         if how == "end":
-            on.service.end(request)
+            on.service.scheduler.end(request)
         else:
-            on.service.preempt(request)
+            on.service.scheduler.preempt(request)
         with pytest.raises(OwnershipError):
             await finish(grows)
         if how == "preempt":
@@ -158,10 +161,10 @@ async def test_one_cancelled_in_the_moment_in_which_it_is_admitted_does_not_run(
     async with world(device_blocks=4, host_write=NONE) as on:
         other = await on.admit(tokens(16))
         waits = asyncio.ensure_future(
-            on.service.admit("waits", on.prompt(tokens(16, 100)), max_new_tokens=0)
+            begin_request(on.service, "waits", on.prompt(tokens(16, 100)), max_new_tokens=0)
         )
         await turns(5)
-        on.service.end(other)
+        on.service.scheduler.end(other)
         assert on.service.stats().running_requests == 1, "it is admitted, and does not know yet"
         waits.cancel()
         await asyncio.wait([waits])
@@ -197,7 +200,7 @@ async def test_a_store_that_hangs_and_is_detached_lets_the_request_compute() -> 
         request = await finish(waits)
         assert request.cached_tokens == 0
         await on.prefill(request, tokens(18))
-        on.service.end(request)
+        on.service.scheduler.end(request)
         on.the_store.release()
         await on.settle()
 
@@ -207,7 +210,7 @@ async def test_a_flush_under_way_when_the_store_is_detached_leaves_no_belief() -
         on.the_store.hold_writes()
         request = await on.admit(tokens(16))
         await on.prefill(request, tokens(16))
-        on.service.end(request)
+        on.service.scheduler.end(request)
         await finish(on.the_store.until_held(1))
         on.service.detach_storage()
         on.the_store.release()
@@ -276,7 +279,9 @@ async def test_one_whose_commit_waits_for_a_failed_load_ends_without_a_trace() -
         on.latch.hold(Direction.LOAD)
         request = await on.admit([*tokens(16), 99])
         on.latch.fail_next(Direction.LOAD, 1)
-        commits = asyncio.ensure_future(on.service.commit(request, request.spec.prompt.tokens))
+        commits = asyncio.ensure_future(
+            on.service.scheduler.commit(request, request.spec.prompt.tokens)
+        )
         await turns(5)
         on.latch.release()
         with pytest.raises(TransferError):
@@ -308,8 +313,8 @@ async def test_a_tail_is_not_cached_if_the_blocks_above_it_are_on_their_way_for_
         loads = await on.admit([*tokens(16), 99])
         alone = await on.admit(tokens(18), uses_cache=False)
         on.compute(alone, tokens(18))
-        await on.service.commit(alone, pack(tokens(18)))
-        on.service.end(alone)
+        await on.service.scheduler.commit(alone, pack(tokens(18)))
+        on.service.scheduler.end(alone)
         assert on.service.verify() == []
         on.latch.release()
         await on.prefill(loads, [*tokens(16), 99])
@@ -322,7 +327,7 @@ async def test_what_a_kernel_wrote_that_failed_before_the_end_is_not_cached() ->
         await on.prefill(request, tokens(10))
         failed = ManualEvent()
         failed.finish(TransferError("the kernel failed"))
-        on.service.end(request, after=[failed])
+        on.service.scheduler.end(request, after=[failed])
         await on.settle()
         match = on.service.index.match(on.prompt(tokens(10)))
         assert (match.num_blocks, match.partial) == (2, None), "the tail may be half written"

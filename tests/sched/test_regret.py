@@ -44,8 +44,8 @@ def stored() -> MemoryStore:
         async with node(BEST, values) as here:
             for number in range(ALL):
                 request = await here.admit(prompt_of(number), uses_cache=False)
-                await here.service.commit(request, pack(prompt_of(number)))
-                here.service.end(request)
+                await here.service.scheduler.commit(request, pack(prompt_of(number)))
+                here.service.scheduler.end(request)
                 await until(lambda: here.service.tiers.work.num_tasks == 0, "an idle node")
 
     simulate(fill())
@@ -89,9 +89,9 @@ async def answers(
     await asyncio.sleep(compute_s)
     if tells and rest > 1:  # as the reference model, which does not tell of a prompt's last token
         here.service.note_prefill(rest, compute_s)
-    await here.service.commit(request, pack(prompt))
+    await here.service.scheduler.commit(request, pack(prompt))
     took_s = loop.time() - began
-    here.service.end(request)
+    here.service.scheduler.end(request)
     return took_s
 
 

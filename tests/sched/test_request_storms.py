@@ -9,6 +9,7 @@ import random
 
 import pytest
 
+from tests.sessions import begin_request, resume_request
 from tests.simulated import simulate, simulated_world
 from tests.world import GQA, World
 from tierkv.cache.eviction import WritePolicy
@@ -34,8 +35,12 @@ class Storm:
         space = service.space_of_tenant(rng.choice("ab")) if rng.random() < 0.6 else ""
         prompt = Prompt.of(ids, GQA.block_size, space=space)
         try:
-            request = await service.admit(
-                str(number), prompt, max_new_tokens=rng.randrange(3), priority=rng.randrange(4)
+            request = await begin_request(
+                service,
+                str(number),
+                prompt,
+                max_new_tokens=rng.randrange(3),
+                priority=rng.randrange(4),
             )
         except RequestAbortedError:
             return
@@ -44,7 +49,7 @@ class Storm:
             if rng.random() < 0.4:
                 break
         if request.state is RequestState.RUNNING:
-            service.end(request)
+            service.scheduler.end(request)
             self.whole += 1
 
     async def grow(
@@ -55,29 +60,29 @@ class Storm:
         try:
             await request.gate.all_layers(100.0)
             self.here.compute(request, ids, request.cached_tokens)
-            await service.commit(request, pack(ids))
+            await service.scheduler.commit(request, pack(ids))
             for _ in range(count):
-                await service.extend(request, 1)
+                await service.scheduler.growth.extend(request, 1)
                 ids = [*ids, rng.randrange(50)]
                 self.here.compute(request, ids, len(ids) - 1)
-                await service.commit(request, pack(ids))
+                await service.scheduler.commit(request, pack(ids))
                 await asyncio.sleep(rng.random() * 0.002)
         except OutOfBlocksError:
             self.yields += 1
             return await self.come_back(request, ids)
         except TierKVError:  # aborted, or a load of it failed
-            service.end(request)
+            service.scheduler.end(request)
             return None
         except asyncio.CancelledError:
-            service.end(request)
+            service.scheduler.end(request)
             raise
         return ids, request
 
     async def come_back(self, request: Request, ids: list[int]) -> tuple[list[int], Request] | None:
         service = self.here.service
-        service.preempt(request)
+        service.scheduler.preempt(request)
         try:
-            again = await service.resume(request, max_new_tokens=1)
+            again = await resume_request(service, request, max_new_tokens=1)
         except TierKVError:
             if request.state is RequestState.PREEMPTED:
                 service.scheduler.abandon(request)

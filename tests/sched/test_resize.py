@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from tests.latch import finish, turns, until
+from tests.sessions import begin_request, publish_request
 from tests.world import GQA, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
@@ -45,9 +46,9 @@ async def test_what_is_published_never_passes_through_slots_of_the_cache() -> No
         assert on.service.stats().host.free == 1  # so what is published now finds no room there
         request = await on.admit(tokens(18), name="one", uses_cache=False)
         await on.prefill(request, tokens(18))
-        await on.service.publish(request, "ticket", [1])
+        await publish_request(on.service, request, "ticket", [1])
         assert await on.the_store.exists(on.names(tokens(18))) == 5
-        on.service.end(request)
+        on.service.scheduler.end(request)
         on.service.unpin("kept")
         await on.run(tokens(63, 200))  # takes the device
         # Every byte that comes back from the host is checked.
@@ -78,7 +79,7 @@ async def test_a_second_resize_does_not_wait_for_slots_that_the_first_holds(seco
         with pytest.raises(OwnershipError, match="being resized"):
             await finish(on.service.resize(Tier.DEVICE, second))
         await on.service.resize(Tier.HOST, 30)  # another tier is another matter
-        on.service.end(request)
+        on.service.scheduler.end(request)
         await finish(first)
         assert on.service.stats().device.capacity == 4
         await on.service.resize(Tier.DEVICE, second)
@@ -94,7 +95,7 @@ async def test_a_sleep_and_a_shrink_do_not_wait_for_each_other() -> None:
         with pytest.raises(OwnershipError, match="being resized"):
             await finish(on.service.sleep())
         assert not on.service.scheduler.is_paused
-        on.service.end(request)
+        on.service.scheduler.end(request)
         await finish(shrinks)
 
         request = await on.admit(tokens(15))
@@ -102,7 +103,7 @@ async def test_a_sleep_and_a_shrink_do_not_wait_for_each_other() -> None:
         await turns(5)
         with pytest.raises(OwnershipError, match="being resized, emptied or filled"):
             await finish(on.service.resize(Tier.DEVICE, 2))
-        on.service.end(request)
+        on.service.scheduler.end(request)
         await finish(sleeps)
         await on.service.resize(Tier.HOST, 16)
         await on.service.wake(8)
@@ -117,11 +118,13 @@ async def test_who_comes_while_the_device_is_emptied_waits_until_it_is_awake() -
         await turns(5)
         waits = asyncio.ensure_future(on.admit(tokens(31, 100)))
         await turns(5)
-        on.service.end(running)  # its blocks are for the sleep, not for the one that waits
+        on.service.scheduler.end(
+            running
+        )  # its blocks are for the sleep, not for the one that waits
         await finish(sleeps)
         assert not waits.done()
         await on.service.wake()
-        on.service.end(await finish(waits))
+        on.service.scheduler.end(await finish(waits))
         await on.settle()
 
 
@@ -146,7 +149,7 @@ async def test_both_pools_go_up_and_down_beside_requests_and_sleep() -> None:
                 await on.prefill(request, prompt)
                 on.check_kv(request, prompt, len(prompt))
             finally:
-                on.service.end(request)
+                on.service.scheduler.end(request)
 
         async with asyncio.TaskGroup() as group:
             for base in (0, 100, 200):
@@ -173,7 +176,7 @@ async def test_a_drain_in_the_middle_of_a_shrink_lets_both_end() -> None:
         with pytest.raises(ShuttingDownError):
             await finish(waiting)
         await on.prefill(request, tokens(31))
-        on.service.end(request)
+        on.service.scheduler.end(request)
         await finish(shrinks)
         assert on.service.stats().device.capacity == 4
         await on.settle()
@@ -186,11 +189,13 @@ async def test_who_waits_for_room_does_not_get_the_slots_that_a_shrink_has_freed
         await turns(5)
         waits = asyncio.ensure_future(on.admit(tokens(20, 200)))  # 5 blocks
         await turns(5)
-        on.service.end(second)  # 4 are free, and then, for a moment, the shrink's 3 as well
+        on.service.scheduler.end(
+            second
+        )  # 4 are free, and then, for a moment, the shrink's 3 as well
         await finish(shrinks)
         assert on.service.stats().device.capacity == 5
-        on.service.end(first)
-        on.service.end(await finish(waits))
+        on.service.scheduler.end(first)
+        on.service.scheduler.end(await finish(waits))
         await on.settle()
 
 
@@ -204,7 +209,7 @@ async def test_a_shrink_does_not_wait_until_nobody_is_in_line(
         if is_cached:
             await on.prefill(request, tokens(16, base))
         await turns(5)
-        on.service.end(request)
+        on.service.scheduler.end(request)
 
     async with world(device_blocks=8, host_blocks=8, host_write=THROUGH) as on:
         holding = [await on.admit(tokens(16, base)) for base in (100, 200)]
@@ -215,7 +220,7 @@ async def test_a_shrink_does_not_wait_until_nobody_is_in_line(
             shrinks = group.create_task(on.service.resize(tier, 4))
             await turns(5)
             for request in holding:
-                on.service.end(request)
+                on.service.scheduler.end(request)
             await finish(shrinks)
             assert on.service.scheduler.num_waiting, "else it had all the time of the world"
             assert on.service.verify() == []
@@ -232,17 +237,17 @@ async def test_a_request_that_a_shrink_leaves_no_room_for_takes_nothing_with_it(
         shrinks = asyncio.ensure_future(on.service.resize(Tier.DEVICE, 4))
         await turns(5)
         waits = asyncio.ensure_future(on.admit(tokens(20, 200)))  # 5 blocks
-        on.service.end(first)
+        on.service.scheduler.end(first)
         await turns(5)
         assert not waits.done()
         assert on.service.verify() == []
         if is_cancelled:
             shrinks.cancel()
-            on.service.end(second)
-            on.service.end(await finish(waits))
+            on.service.scheduler.end(second)
+            on.service.scheduler.end(await finish(waits))
             assert on.service.stats().device.free == 8
         else:
-            on.service.end(second)
+            on.service.scheduler.end(second)
             await finish(shrinks)
             with pytest.raises(RequestTooLargeError):
                 await finish(waits)
@@ -258,7 +263,7 @@ async def test_a_second_sleep_is_refused_and_lets_nobody_in() -> None:
         with pytest.raises(OwnershipError):
             await finish(on.service.sleep())
         assert on.service.scheduler.is_paused
-        on.service.end(request)
+        on.service.scheduler.end(request)
         await finish(sleeps)
         await on.service.wake()
 
@@ -282,9 +287,9 @@ async def test_a_shrink_of_a_large_cache_lets_others_go_on_and_misses_nothing_me
         service, size = here.service, GQA.block_size
         for number in range(4000):
             prompt = here.prompt([number, *range(size - 1)])
-            request = await service.admit(str(number), prompt, max_new_tokens=0)
-            await service.commit(request, prompt.tokens)
-            service.end(request)
+            request = await begin_request(service, str(number), prompt, max_new_tokens=0)
+            await service.scheduler.commit(request, prompt.tokens)
+            service.scheduler.end(request)
         host = service.tiers.eviction.take(Tier.HOST, 16)  # no copy ends meanwhile
         service.tiers.slots.lend(Tier.HOST, host)
         newest = here.prompt([3999, *range(size - 1)])  # is looked at first

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.latch import until
+from tests.sessions import begin_request, resume_request
 from tests.simulated import simulate, simulated_world
 from tests.world import GQA, World
 from tierkv.cache.eviction import EvictionKind, WritePolicy
@@ -88,7 +89,9 @@ class Machine:
             space = service.space_of_tenant(tenant) if tenant else ""
             whole = Prompt.of(prompt, GQA.block_size, space=space)
             weights = service.deletions.generation
-            request = await service.admit(name, whole, max_new_tokens=0, priority=rng.randrange(3))
+            request = await begin_request(
+                service, name, whole, max_new_tokens=0, priority=rng.randrange(3)
+            )
         except TierKVError:
             return
         try:
@@ -98,22 +101,22 @@ class Machine:
             self.here.check_kv(request, prompt, request.cached_tokens, weights=weights)
             for stop in range(request.cached_tokens + 8, len(prompt), 8):
                 self.here.compute(request, prompt[:stop], stop - 8, weights=weights)
-                await service.commit(request, pack(prompt[:stop]))
+                await service.scheduler.commit(request, pack(prompt[:stop]))
                 await asyncio.sleep(0)
             self.here.compute(request, prompt, request.cached_tokens, weights=weights)
-            await service.commit(request, pack(prompt))
+            await service.scheduler.commit(request, pack(prompt))
             if preempts:
-                service.preempt(request)
+                service.scheduler.preempt(request)
                 weights = service.deletions.generation
-                request = await service.resume(request, max_new_tokens=0)
+                request = await resume_request(service, request, max_new_tokens=0)
                 if weights != service.deletions.generation:
                     return
                 await request.gate.all_layers(100.0)
                 self.here.check_kv(request, prompt, request.cached_tokens, weights=weights)
             elif more:
-                await service.extend(request, len(more))
+                await service.scheduler.growth.extend(request, len(more))
                 self.here.compute(request, prompt + more, len(prompt), weights=weights)
-                await service.commit(request, pack(prompt + more))
+                await service.scheduler.commit(request, pack(prompt + more))
                 self.here.check_kv(request, prompt + more, len(prompt + more), weights=weights)
             self.whole += 1
         except TierKVError:
@@ -125,7 +128,7 @@ class Machine:
         service = self.here.service
         for running in service.scheduler.running_requests:
             if running is request:
-                service.end(running)
+                service.scheduler.end(running)
                 return
         state = getattr(request, "state", None)
         if state is not None and state.value == "preempted":

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from tests.latch import ManualEvent, cancelled_at, finish, turns, until
+from tests.sessions import begin_request
 from tests.world import World, tokens, world
 from tierkv.cache.keys import Prompt, pack
 from tierkv.errors import ShuttingDownError
@@ -38,7 +39,7 @@ async def test_blocks_that_are_being_computed_are_not_computed_twice() -> None:
             request = await finish(waits)
         assert request.cached_tokens == 16
         await here.prefill(request, [*tokens(16), 99])  # checks every byte
-        here.service.end(owner)
+        here.service.scheduler.end(owner)
         await here.ended(request)
         assert here.service.stats().requests.lost_waits == 0
 
@@ -50,13 +51,13 @@ async def test_it_goes_on_as_soon_as_the_blocks_it_shares_are_there() -> None:
         async with asyncio.TaskGroup() as group:
             waits = await waiting(here, group, [*tokens(12), 99])
             here.compute(owner, tokens(32))
-            await finish(here.service.commit(owner, pack(tokens(8))))
+            await finish(here.service.scheduler.commit(owner, pack(tokens(8))))
             await turns(20)
             assert not waits.done()
-            await finish(here.service.commit(owner, pack(tokens(12))))
+            await finish(here.service.scheduler.commit(owner, pack(tokens(12))))
             request = await finish(waits)
         assert request.cached_tokens == 12
-        here.service.end(request)
+        here.service.scheduler.end(request)
         await here.ended(owner)
 
 
@@ -67,8 +68,8 @@ async def test_blocks_whose_kernels_still_run_are_waited_for_as_well() -> None:
         async with asyncio.TaskGroup() as group:
             waits = await waiting(here, group, [*tokens(16), 99])
             here.compute(owner, tokens(16))
-            await finish(here.service.commit(owner, pack(tokens(16)), after=[event]))
-            here.service.end(owner, after=[event])
+            await finish(here.service.scheduler.commit(owner, pack(tokens(16)), after=[event]))
+            here.service.scheduler.end(owner, after=[event])
             await turns(20)
             assert not waits.done()
             event.finish()
@@ -87,14 +88,14 @@ async def test_an_owner_that_goes_without_computing_lets_the_others_compute(how:
             if how == "abort":
                 assert here.service.abort("owner")
             elif how == "preempt":
-                here.service.preempt(owner)
+                here.service.scheduler.preempt(owner)
             else:
-                here.service.end(owner)
+                here.service.scheduler.end(owner)
             request = await finish(waits)
         assert request.cached_tokens == 0
         assert here.service.stats().requests.lost_waits == 1
         if how == "abort":
-            here.service.end(owner)
+            here.service.scheduler.end(owner)
         await here.ended(request)
 
 
@@ -108,7 +109,7 @@ async def test_an_owner_that_takes_too_long_is_not_waited_for() -> None:
         assert 0.9 * 16 * 0.005 < loop.time() - started < 5.0
         assert request.cached_tokens == 0
         assert here.service.stats().requests.lost_waits == 1
-        here.service.end(owner)
+        here.service.scheduler.end(owner)
         await here.ended(request)
 
 
@@ -117,7 +118,7 @@ async def test_after_waits_that_came_to_nothing_fewer_are_tried() -> None:
         slow(here, 0.0005)
         owner = await here.admit(tokens(16))
         for number in range(30):
-            here.service.end(await here.admit([*tokens(16), 100 + number]))
+            here.service.scheduler.end(await here.admit([*tokens(16), 100 + number]))
         stats = here.service.stats().requests
         assert stats.shared_waits == stats.lost_waits
         assert 1 <= stats.lost_waits <= 4  # after each, twice as many chances pass by
@@ -129,7 +130,7 @@ async def test_nobody_waits_while_the_engines_speed_is_not_known() -> None:
         owner = await here.admit(tokens(16))
         request = await here.admit([*tokens(16), 99])
         assert here.service.stats().requests.shared_waits == 0
-        here.service.end(owner)
+        here.service.scheduler.end(owner)
         await here.ended(request)
 
 
@@ -139,10 +140,10 @@ async def test_who_waits_for_blocks_does_not_hold_up_those_behind() -> None:
         owner = await here.admit(tokens(16))
         async with asyncio.TaskGroup() as group:
             waits = await waiting(here, group, [*tokens(16), 99])
-            here.service.end(await here.admit(tokens(16, 500)))
+            here.service.scheduler.end(await here.admit(tokens(16, 500)))
             assert not waits.done()
-            here.service.end(owner)
-            here.service.end(await finish(waits))
+            here.service.scheduler.end(owner)
+            here.service.scheduler.end(await finish(waits))
         await here.settle()
 
 
@@ -156,7 +157,7 @@ async def test_two_who_wait_both_get_the_blocks() -> None:
             requests = [await finish(one) for one in both]
         assert [request.cached_tokens for request in requests] == [16, 16]
         for request in (owner, *requests):
-            here.service.end(request)
+            here.service.scheduler.end(request)
         await here.settle()
 
 
@@ -166,11 +167,11 @@ async def test_an_owner_that_needs_room_gets_it_while_others_wait_for_it() -> No
         owner = await here.admit(tokens(16))
         async with asyncio.TaskGroup() as group:
             waits = await waiting(here, group, [*tokens(12), 99])
-            await finish(here.service.extend(owner, 8))
+            await finish(here.service.scheduler.growth.extend(owner, 8))
             assert len(owner.block_table) == 6
             assert not waits.done()
-            here.service.end(owner)
-            here.service.end(await finish(waits))
+            here.service.scheduler.end(owner)
+            here.service.scheduler.end(await finish(waits))
         await here.settle()
 
 
@@ -183,7 +184,9 @@ async def test_a_wait_can_be_cancelled_anywhere(at: int, late: bool) -> None:
 
         async def wait_for_it() -> None:
             prompt = Prompt.of([*tokens(16), 99], 4)
-            here.service.end(await here.service.admit("waits", prompt, max_new_tokens=0))
+            here.service.scheduler.end(
+                await begin_request(here.service, "waits", prompt, max_new_tokens=0)
+            )
 
         async with asyncio.TaskGroup() as group:
             group.create_task(cancelled_at(at, wait_for_it(), late=late))

@@ -68,7 +68,7 @@ async def test_requests_wait_for_the_wake_and_running_ones_for_the_sleep() -> No
             await turns(20)
             assert not sleeps.done()
             await here.prefill(running, tokens(8))
-            here.service.end(running)
+            here.service.scheduler.end(running)
             await until(sleeps.done)
             waits = group.create_task(here.admit(tokens(8)))
             await turns(20)
@@ -88,7 +88,7 @@ async def test_a_cancelled_sleep_leaves_the_node_awake() -> None:
         with pytest.raises(asyncio.CancelledError):
             await sleeps
         assert not here.service.is_asleep
-        here.service.end(request)
+        here.service.scheduler.end(request)
         await here.run(tokens(32, 100))
 
 
@@ -126,7 +126,7 @@ async def test_a_node_that_was_paused_before_it_slept_is_paused_when_it_wakes() 
         await turns(20)
         assert not waits.done()
         here.service.unpause()
-        here.service.end(await finish(waits))
+        here.service.scheduler.end(await finish(waits))
         await here.settle()
 
 
@@ -139,10 +139,10 @@ async def test_an_unpause_admits_nobody_while_the_device_is_being_emptied() -> N
         waits = asyncio.ensure_future(here.admit(tokens(8, 100)))
         await turns(20)
         assert not waits.done(), "the sleep would wait for it too"
-        here.service.end(running)
+        here.service.scheduler.end(running)
         await finish(sleeps)
         await finish(here.service.wake())
-        here.service.end(await finish(waits))
+        here.service.scheduler.end(await finish(waits))
         await here.settle()
 
 
@@ -204,7 +204,7 @@ async def test_who_waits_while_nobody_is_admitted_holds_up_neither_a_sleep_nor_a
         empties = asyncio.ensure_future(work)
         await turns(5)
         waits = before or await comes_now()
-        here.service.end(running)
+        here.service.scheduler.end(running)
         await finish(empties)
         if what == "sleep":
             await finish(here.service.wake())

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import pytest
 
+from tests.sessions import begin_request
 from tests.simulated import simulate, simulated, simulated_world
 from tests.world import World, tokens
 from tierkv.cache.eviction import WritePolicy
@@ -27,12 +28,12 @@ async def longest_admission(here: World, num_requests: int, num_tokens: int = 16
     for number in range(num_requests):
         ids = tokens(num_tokens, 100 * (number % 20))
         began = loop.time()
-        request = await here.service.admit(str(number), here.prompt(ids), max_new_tokens=0)
+        request = await begin_request(here.service, str(number), here.prompt(ids), max_new_tokens=0)
         longest = max(longest, loop.time() - began)
         await request.gate.all_layers(100.0)
         here.compute(request, ids, request.cached_tokens)
-        await here.service.commit(request, pack(ids))
-        here.service.end(request)
+        await here.service.scheduler.commit(request, pack(ids))
+        here.service.scheduler.end(request)
         await asyncio.sleep(0.01)
     return longest
 
@@ -141,7 +142,7 @@ async def computed(here: World, ids: list[int]) -> None:
     """A whole request, which waits for no copy of its own."""
     request = await here.admit(ids, uses_cache=False)
     await here.prefill(request, ids)
-    here.service.end(request)
+    here.service.scheduler.end(request)
     await asyncio.sleep(0.1)
 
 
@@ -178,13 +179,13 @@ async def total_time(here: World, *, uses_cache: bool) -> float:
         for number, size in work:
             ids = tokens(size, 1000 * number)
             began = loop.time()
-            request = await here.service.admit(
-                str(number), here.prompt(ids), max_new_tokens=0, uses_cache=uses_cache
+            request = await begin_request(
+                here.service, str(number), here.prompt(ids), max_new_tokens=0, uses_cache=uses_cache
             )
             await asyncio.sleep(size / 1000)
             took += loop.time() - began
-            await here.service.commit(request, pack(ids))
-            here.service.end(request)
+            await here.service.scheduler.commit(request, pack(ids))
+            here.service.scheduler.end(request)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(4):
@@ -251,13 +252,13 @@ async def test_blocks_that_a_store_is_slow_to_take_leave_the_device_at_once() ->
             here.the_store.delay_s = delay_s
             request = await here.admit(tokens(8, base), uses_cache=False)
             await here.prefill(request, tokens(8, base))
-            here.service.end(request)
+            here.service.scheduler.end(request)
             await asyncio.sleep(0.1)
         here.service.note_prefill(1000, 0.01)
         began = asyncio.get_running_loop().time()
         request = await here.admit(tokens(56, 1000), uses_cache=False)
         assert asyncio.get_running_loop().time() - began < 0.1
-        here.service.end(request)
+        here.service.scheduler.end(request)
 
 
 @simulated

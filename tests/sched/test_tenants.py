@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from tests.latch import finish, turns, until
+from tests.sessions import begin_request, resume_request
 from tests.world import GQA, World, fingerprint, tokens, world
 from tierkv.cache.eviction import EvictionKind, WritePolicy
 from tierkv.cache.keys import Prompt, pack
@@ -26,12 +27,12 @@ NONE = WritePolicy.NONE
 async def admit(here: World, tenant: str, prompt: list[int], name: str = "r") -> Request:
     space = here.service.space_of_tenant(tenant)
     whole = Prompt.of(prompt, GQA.block_size, space=space)
-    return await finish(here.service.admit(f"{tenant} {name}", whole, max_new_tokens=0))
+    return await finish(begin_request(here.service, f"{tenant} {name}", whole, max_new_tokens=0))
 
 
 async def run(here: World, tenant: str, prompt: list[int]) -> int:
     request = await admit(here, tenant, prompt)
-    await finish(here.service.commit(request, pack(prompt)))
+    await finish(here.service.scheduler.commit(request, pack(prompt)))
     await here.ended(request)
     return request.cached_tokens
 
@@ -83,7 +84,7 @@ async def test_closing_frees_the_blocks_and_is_refused_while_in_use() -> None:
         assert here.free_device_blocks == used + 4
         assert here.service.verify() == []
         with pytest.raises(BadRequestError, match="no fingerprint"):
-            await here.service.admit("x", Prompt.of([1], 4, space=space), max_new_tokens=0)
+            await begin_request(here.service, "x", Prompt.of([1], 4, space=space), max_new_tokens=0)
         for name in (space, ""):
             with pytest.raises(BadRequestError):
                 here.service.close_fingerprint(name)
@@ -132,16 +133,16 @@ async def test_limits_come_from_the_settings_and_change_at_run_time() -> None:
         with pytest.raises(RequestTooLargeError):
             await admit(here, "a", tokens(20), "big")
         with pytest.raises(RequestTooLargeError):
-            await here.service.extend(first, 12)
+            await here.service.scheduler.growth.extend(first, 12)
         async with asyncio.TaskGroup() as group:
             second = group.create_task(admit(here, "a", tokens(8, 50), "second"))
             await turns(10)
             assert not second.done()
-            here.service.end(await admit(here, "b", tokens(8)))
+            here.service.scheduler.end(await admit(here, "b", tokens(8)))
             here.service.set_limits(space, Limits(requests=2, blocks=4))
-            here.service.end(await second)
+            here.service.scheduler.end(await second)
         with pytest.raises(OutOfBlocksError):
-            await here.service.extend(first, 12)
+            await here.service.scheduler.growth.extend(first, 12)
         await here.ended(first)
 
 
@@ -153,15 +154,15 @@ async def test_a_tenant_whose_requests_all_wait_for_its_quota_does_not_wait_for_
 
         async def grow(request: Request) -> bool:
             try:
-                await finish(here.service.extend(request, 4))
+                await finish(here.service.scheduler.growth.extend(request, 4))
             except OutOfBlocksError:
-                here.service.end(request)
+                here.service.scheduler.end(request)
                 return False
             return True
 
         grown = await asyncio.gather(grow(one), grow(two))
         assert list(grown) == [True, False]
-        here.service.end(one)
+        here.service.scheduler.end(one)
         await here.ended(other)
 
 
@@ -171,8 +172,8 @@ async def test_an_operator_is_told_the_field_that_differs_and_a_tenant_is_not() 
         prompt = here.prompt(tokens(8))
         [other] = [s.name for s in here.service.index.spaces.all() if s.name]
         elsewhere = Prompt.of(tokens(8), 4, space=other)
-        request = await here.service.admit("r", elsewhere, max_new_tokens=0)
-        await here.service.commit(request, pack(tokens(8)))
+        request = await begin_request(here.service, "r", elsewhere, max_new_tokens=0)
+        await here.service.scheduler.commit(request, pack(tokens(8)))
         await here.ended(request)
         quiet = here.service.explain(prompt)
         assert (quiet.reason, quiet.detail) == (
@@ -191,7 +192,7 @@ async def test_a_quota_lowered_below_what_one_waits_for_refuses_it() -> None:
             waits = group.create_task(refused(here, tenant))
             await until(lambda: here.service.scheduler.num_waiting == 1)
             here.service.set_quota(tenant, (8, None))
-            here.service.end(running)
+            here.service.scheduler.end(running)
             message = await finish(waits)
         assert "quota" in message
         await here.settle()
@@ -214,7 +215,7 @@ async def refused(here: World, tenant: str) -> str:
     """Why a request of ten blocks is."""
     prompt = Prompt.of(list(range(40)), GQA.block_size, space=tenant)
     with pytest.raises(RequestTooLargeError) as told:
-        await here.service.admit("big", prompt, max_new_tokens=0)
+        await begin_request(here.service, "big", prompt, max_new_tokens=0)
     return str(told.value)
 
 
@@ -315,17 +316,17 @@ async def test_a_tenant_whose_request_is_preempted_is_not_closed_for_others(
     async with world(max_tenants=1, host_write=NONE) as here:
         space = here.service.space_of_tenant("a")
         request = await admit(here, "a", tokens(8))
-        await here.service.commit(request, pack(tokens(8)))
-        here.service.preempt(request)
+        await here.service.scheduler.commit(request, pack(tokens(8)))
+        here.service.scheduler.preempt(request)
         await here.settle()
         with pytest.raises(OutOfBlocksError):
             here.service.space_of_tenant("b")
         with pytest.raises(BadRequestError, match="have not ended"):
             here.service.close_fingerprint(space)
         if is_resumed:
-            resumed = await finish(here.service.resume(request, max_new_tokens=0))
+            resumed = await finish(resume_request(here.service, request, max_new_tokens=0))
             assert resumed.cached_tokens == 8
-            here.service.end(resumed)
+            here.service.scheduler.end(resumed)
         else:
             here.service.scheduler.abandon(request)
         await here.settle()
@@ -382,8 +383,8 @@ async def with_many_runs(here: World, tenant: str) -> str:
     """500 runs of one block, which take four turns to forget."""
     for number in range(500):
         request = await admit(here, tenant, tokens(4, 10 * number))
-        await finish(here.service.commit(request, pack(tokens(4, 10 * number))))
-        here.service.end(request)
+        await finish(here.service.scheduler.commit(request, pack(tokens(4, 10 * number))))
+        here.service.scheduler.end(request)
     return here.service.space_of_tenant(tenant)
 
 
@@ -430,7 +431,7 @@ async def test_a_fingerprint_with_many_blocks_is_retired_while_others_go_on(come
             request = await admit(here, "a", tokens(8))
             with pytest.raises(BadRequestError, match="have not ended"):
                 await retiring
-            here.service.end(request)
+            here.service.scheduler.end(request)
         else:
             here.service.close_fingerprint(space)
             with pytest.raises(BadRequestError, match="no fingerprint"):

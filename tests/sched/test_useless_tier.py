@@ -24,7 +24,7 @@ async def waits(here: World, prompt: list[int]) -> float:
     request = await here.admit(prompt)
     took = time() - began
     assert request.cached_tokens == 0
-    here.service.end(request)
+    here.service.scheduler.end(request)
     return took
 
 
@@ -88,7 +88,7 @@ async def test_what_storage_does_not_have_is_not_said_to_have_come_too_late() ->
     async with world(with_store=True) as here:
         here.service.note_prefill(1000, 1.0)
         request = await here.admit(tokens(40))
-        here.service.end(request)
+        here.service.scheduler.end(request)
         found = here.service.explain(here.prompt(tokens(40)))
         assert (found.reason, found.first_miss) == ("never stored", 0)
         assert here.service.stats().decisions.recompute_late == 0

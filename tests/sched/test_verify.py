@@ -239,7 +239,7 @@ async def test_what_is_broken_is_named(broken: Callable[[World, Request], Undo])
         here.service.space_of_tenant("opened by name")
         preempted = await here.admit(list(range(400, 408)), name="preempted")
         await here.prefill(preempted, list(range(400, 408)))
-        here.service.preempt(preempted)
+        here.service.scheduler.preempt(preempted)
         await here.settle()
         here.service.note_prefill(1000, 1000.0)
         running = await here.admit(list(range(300, 316)), name="runs")
@@ -253,9 +253,9 @@ async def test_what_is_broken_is_named(broken: Callable[[World, Request], Undo])
         undo()
         assert any(BROKEN[broken] in one for one in found), found
         assert here.service.verify() == []
-        here.service.end(running)
-        here.service.end(await waits)
-        here.service.abandon(preempted)
+        here.service.scheduler.end(running)
+        here.service.scheduler.end(await waits)
+        here.service.scheduler.abandon(preempted)
         await here.settle()
 
 
@@ -296,7 +296,7 @@ async def test_what_must_be_over_when_nothing_runs_is_named(what: str, words: st
             undo = put(service.scheduler.loads, "_active", {7: None})
         else:
             shared = service.fetcher._shared
-            undo = partial(shared.finish, shared.claim(here.keys(range(16)), 0))
+            undo = partial(shared.finish, shared.reserve(here.keys(range(16)), 0))
         found = service.verify()
         undo()
         assert any(words in one for one in found), found

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.latch import until
+from tests.sessions import begin_request
 from tests.simulated import simulated
 from tests.world import GQA, World, world
 from tierkv.cache.index import Index
@@ -126,8 +127,8 @@ async def test_one_that_may_not_go_holds_up_its_own_tenant_only() -> None:
 
 async def run_one(here: World, name: str, tenant: str = "") -> None:
     prompt = Prompt.of([int(name) % 7] * 4, GQA.block_size, space=tenant)
-    request = await here.service.admit(name, prompt, max_new_tokens=0)
-    here.service.end(request)
+    request = await begin_request(here.service, name, prompt, max_new_tokens=0)
+    here.service.scheduler.end(request)
 
 
 async def test_ten_thousand_wait_and_the_loop_goes_round_between_them() -> None:

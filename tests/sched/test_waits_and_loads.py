@@ -27,8 +27,8 @@ async def second_waits(here: World, *, owner_takes_s: float) -> bool:
     owner = await here.admit(tokens(40))
     second = asyncio.ensure_future(here.admit(tokens(40)))
     await asyncio.sleep(owner_takes_s)
-    here.service.end(owner)
-    here.service.end(await second)
+    here.service.scheduler.end(owner)
+    here.service.scheduler.end(await second)
     return here.service.stats().requests.shared_waits > before
 
 
@@ -116,7 +116,7 @@ async def test_a_tail_that_a_fetch_finds_on_its_way_from_the_device_is_not_told_
             here.latch.hold(Direction.OFFLOAD)
             computes = await here.admit(prompt, uses_cache=False)
             await here.prefill(computes, prompt)
-            here.service.end(computes)
+            here.service.scheduler.end(computes)
             await until(lambda: here.service.stats().host.used == 5, "copies on their way")
             here.latch.fail_next(Direction.OFFLOAD, 2)
             here.the_store.release()

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from tests.latch import cancelled_at, turns, until
+from tests.sessions import begin_request, claim_request, publish_request, resume_request
 from tests.simulated import simulate, simulated_world
 from tests.world import GQA, World, fingerprint, tokens
 from tierkv.cache.eviction import WritePolicy
@@ -40,11 +41,11 @@ def play(scene: Scene, **settings: object) -> None:
 async def whole(here: World, ids: list[int], name: str, space: str = "") -> None:
     """A request from its admission to its end, and all that its blocks set going."""
     prompt = Prompt.of(ids, GQA.block_size, space=space)
-    request = await here.service.admit(name, prompt, max_new_tokens=0)
+    request = await begin_request(here.service, name, prompt, max_new_tokens=0)
     await request.gate.all_layers(100.0)
     here.compute(request, ids, request.cached_tokens)
-    await here.service.commit(request, pack(ids))
-    here.service.end(request)
+    await here.service.scheduler.commit(request, pack(ids))
+    here.service.scheduler.end(request)
     while here.service.tiers.work.num_tasks:
         await here.service.tiers.work.next_change()
 
@@ -52,9 +53,9 @@ async def whole(here: World, ids: list[int], name: str, space: str = "") -> None
 async def grown(here: World, request: Request, count: int) -> bool:
     """Whether the request could grow; if not, it has given all back, as it was told."""
     try:
-        await here.service.extend(request, count)
+        await here.service.scheduler.growth.extend(request, count)
     except OutOfBlocksError:
-        here.service.end(request)
+        here.service.scheduler.end(request)
         return False
     return True
 
@@ -73,7 +74,7 @@ def test_the_least_of_all_that_grow_is_told_to_yield_whoever_waits_first(
                 await turns(5)
         assert jobs[first].result()
         assert not jobs[second].result()
-        here.service.end(first)
+        here.service.scheduler.end(first)
 
     play(scene, device_blocks=4)
 
@@ -92,8 +93,8 @@ def test_those_that_grow_do_not_wait_for_a_store_that_hangs() -> None:
             assert list(both) == [True, False]
         finally:
             here.the_store.release()
-        here.service.end(first)
-        here.service.end(await stuck)
+        here.service.scheduler.end(first)
+        here.service.scheduler.end(await stuck)
 
     play(scene, device_blocks=4)
 
@@ -103,7 +104,7 @@ def test_those_that_grow_do_not_wait_for_a_store_that_does_not_take_what_it_was_
         here.the_store.hold_writes()
         stored = await here.admit(tokens(8, 500), uses_cache=False)
         await here.prefill(stored, tokens(8, 500))
-        here.service.end(stored)
+        here.service.scheduler.end(stored)
         await until(lambda: here.service.tiers.copies.storing.bytes_in_flight > 0)
         first = await here.admit(tokens(8), uses_cache=False)
         second = await here.admit(tokens(8, 100), uses_cache=False)
@@ -113,8 +114,8 @@ def test_those_that_grow_do_not_wait_for_a_store_that_does_not_take_what_it_was_
         assert list(both) == [True, True]
         assert asyncio.get_running_loop().time() == began
         here.the_store.release()
-        here.service.end(first)
-        here.service.end(second)
+        here.service.scheduler.end(first)
+        here.service.scheduler.end(second)
 
     play(scene, device_blocks=6, storage_write=THROUGH)
 
@@ -128,9 +129,9 @@ def test_before_one_that_runs_gives_up_those_that_wait_let_go_what_they_hold() -
         waits = asyncio.ensure_future(here.admit(tokens(32)))
         await asyncio.sleep(1.0)
         assert here.service.stats().waiting_requests == 1
-        await here.service.extend(running, 16)
-        here.service.end(running)
-        here.service.end(await waits)
+        await here.service.scheduler.growth.extend(running, 16)
+        here.service.scheduler.end(running)
+        here.service.scheduler.end(await waits)
 
     play(scene, device_blocks=8, storage_write=THROUGH)
 
@@ -148,12 +149,12 @@ def test_a_tenant_whose_waiting_requests_fill_its_quota_goes_on_while_others_run
 
         async def again(name: str) -> None:  # half of it is cached, and held while it waits
             prompt = Prompt.of(prompts[name], GQA.block_size, space=acme)
-            request = await here.service.admit(name, prompt, max_new_tokens=0)
+            request = await begin_request(here.service, name, prompt, max_new_tokens=0)
             await request.gate.all_layers(100.0)
-            here.service.end(request)
+            here.service.scheduler.end(request)
 
         await asyncio.gather(*(again(name) for name in prompts))
-        here.service.end(others)
+        here.service.scheduler.end(others)
 
     play(scene, device_blocks=32, host_blocks=64, storage_write=THROUGH)
 
@@ -168,7 +169,7 @@ def test_a_pin_that_replaces_another_lets_those_in_for_whom_there_is_room_now() 
         assert not waits.done()
         here.service.pin("one", here.prompt([1]), 1e6)
         async with asyncio.timeout(1.0):
-            here.service.end(await waits)
+            here.service.scheduler.end(await waits)
         for name in ("one", "two"):
             here.service.unpin(name)
 
@@ -181,7 +182,7 @@ def test_a_sleep_does_not_wait_for_what_others_ask_of_a_store() -> None:
 
         async def one(number: int) -> None:
             request = await here.admit(tokens(8, 40 * number), name=str(number))
-            here.service.end(request)
+            here.service.scheduler.end(request)
 
         async with asyncio.TaskGroup() as group:
             group.create_task(one(0))
@@ -203,7 +204,7 @@ def test_an_abort_is_one_at_whatever_moment_of_an_arrival_it_comes() -> None:
         for moment in range(40):
             prompt = here.prompt(tokens(16, 50 * moment))
             arrives = asyncio.ensure_future(
-                here.service.admit(str(moment), prompt, max_new_tokens=0)
+                begin_request(here.service, str(moment), prompt, max_new_tokens=0)
             )
             await turns(moment)
             was_there = here.service.abort(str(moment))
@@ -213,7 +214,7 @@ def test_an_abort_is_one_at_whatever_moment_of_an_arrival_it_comes() -> None:
                 assert was_there
                 continue
             assert request.is_aborted == was_there, f"after {moment} turns"
-            here.service.end(request)
+            here.service.scheduler.end(request)
 
     play(scene)
 
@@ -222,8 +223,12 @@ def test_a_claim_that_waits_for_its_ticket_can_be_aborted_by_its_id() -> None:
     async def scene(here: World) -> None:
         for moment in range(30):
             claims = asyncio.ensure_future(
-                here.service.claim(
-                    "mine", "no such ticket", here.prompt(tokens(16)), max_new_tokens=0
+                claim_request(
+                    here.service,
+                    "mine",
+                    "no such ticket",
+                    here.prompt(tokens(16)),
+                    max_new_tokens=0,
                 )
             )
             await turns(moment)
@@ -243,12 +248,12 @@ def test_a_claim_that_is_aborted_as_it_gets_its_blocks_does_not_run() -> None:
         ids = tokens(12)
         request = await here.admit(ids)
         await here.prefill(request, ids)
-        await here.service.publish(request, "ticket", [1])
-        here.service.end(request)
+        await publish_request(here.service, request, "ticket", [1])
+        here.service.scheduler.end(request)
         moment, has_run = 1, False
         while not has_run:
             claims = asyncio.ensure_future(
-                here.service.claim("mine", "ticket", here.prompt(ids), max_new_tokens=0)
+                claim_request(here.service, "mine", "ticket", here.prompt(ids), max_new_tokens=0)
             )
             await turns(moment)
             was_there = here.service.abort("mine")
@@ -259,7 +264,7 @@ def test_a_claim_that_is_aborted_as_it_gets_its_blocks_does_not_run() -> None:
             else:
                 assert request.is_aborted == was_there, f"after {moment} turns"
                 has_run = True
-                here.service.end(request)
+                here.service.scheduler.end(request)
             assert here.service.stats().running_requests == 0
             moment += 1
         assert moment > 5
@@ -268,37 +273,39 @@ def test_a_claim_that_is_aborted_as_it_gets_its_blocks_does_not_run() -> None:
 
 
 async def grow(here: World, mine: Request) -> None:
-    await here.service.extend(mine, 44)
+    await here.service.scheduler.growth.extend(mine, 44)
 
 
 async def come_back(here: World, mine: Request) -> None:
-    here.service.preempt(mine)
-    here.service.end(await here.service.resume(mine, max_new_tokens=40))
+    here.service.scheduler.preempt(mine)
+    here.service.scheduler.end(await resume_request(here.service, mine, max_new_tokens=40))
 
 
 async def share(here: World, mine: Request) -> None:
     """What another one computes, until that one goes."""
-    here.service.end(mine)
-    request = await here.service.admit("shares", here.prompt([*SHARED, 1]), max_new_tokens=0)
-    here.service.end(request)
+    here.service.scheduler.end(mine)
+    request = await begin_request(
+        here.service, "shares", here.prompt([*SHARED, 1]), max_new_tokens=0
+    )
+    here.service.scheduler.end(request)
 
 
 async def shrink(here: World, mine: Request) -> None:
-    here.service.end(mine)
+    here.service.scheduler.end(mine)
     await here.service.resize(Tier.DEVICE, 12)
 
 
 async def shrink_host(here: World, mine: Request) -> None:
     def end() -> None:
         if mine.state is RequestState.RUNNING:
-            here.service.end(mine)
+            here.service.scheduler.end(mine)
 
     asyncio.get_running_loop().call_later(0.002, end)
     await here.service.resize(Tier.HOST, 1)  # of which it holds two
 
 
 async def sleep_and_wake(here: World, mine: Request) -> None:
-    here.service.end(mine)
+    here.service.scheduler.end(mine)
     await here.service.sleep(keeps_blocks=True)
     await here.service.wake(16)
 
@@ -317,12 +324,12 @@ async def run_behind(here: World) -> None:
     """One that finds no room while the others run."""
     request = await here.admit(tokens(48, 4000), name="behind")
     await asyncio.sleep(0.001)
-    here.service.end(request)
+    here.service.scheduler.end(request)
 
 
 async def end_later(here: World, request: Request) -> None:
     await asyncio.sleep(0.005)
-    here.service.end(request)
+    here.service.scheduler.end(request)
 
 
 async def tidy(here: World) -> None:
@@ -331,7 +338,7 @@ async def tidy(here: World) -> None:
         await here.service.wake(16)
     for request in here.service.scheduler.running_requests:
         if request.request_id != "behind":
-            here.service.end(request)
+            here.service.scheduler.end(request)
 
 
 async def cancel_on_the_way(
@@ -346,7 +353,7 @@ async def cancel_on_the_way(
     owner = await here.admit(SHARED, name="owner")
     mine = await here.admit(tokens(8, 800), name="mine")
     here.compute(mine, tokens(8, 800))
-    await service.commit(mine, pack(tokens(8, 800)))
+    await service.scheduler.commit(mine, pack(tokens(8, 800)))
     behind = asyncio.ensure_future(run_behind(here))
     await until(lambda: service.stats().waiting_requests == 1)
     goes = asyncio.ensure_future(end_later(here, owner))

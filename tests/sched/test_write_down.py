@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.latch import finish, turns, until
+from tests.sessions import publish_request
 from tests.world import GQA, World, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
@@ -31,7 +32,7 @@ async def test_write_through_copies_as_soon_as_blocks_are_whole() -> None:
         request = await here.admit(tokens(10))
         await here.prefill(request, tokens(10))
         await until(lambda: on_host(here) == 2)
-        here.service.end(request)  # the tail follows
+        here.service.scheduler.end(request)  # the tail follows
         await here.settle()
         assert on_host(here) == 3
         assert await stored(here, tokens(10)) == 3
@@ -91,7 +92,7 @@ async def test_a_block_that_was_never_matched_is_not_written_for_its_parents_hit
         for number in range(3):
             request = await here.admit([*tokens(8), 90 + number])
             await finish(request.gate.all_layers(100.0))
-            here.service.end(request)
+            here.service.scheduler.end(request)
         await here.settle()
         assert on_host(here) == 2
         await here.run(tokens(16))
@@ -120,7 +121,7 @@ async def test_write_back_copies_on_eviction_and_the_slot_is_reused_only_after_t
             assert here.service.verify() == []
             here.latch.release()
         here.compute(other.result(), tokens(16, 100))
-        here.service.end(other.result())
+        here.service.scheduler.end(other.result())
         await here.settle()
         assert (await here.run([*tokens(15), 99])).host_tokens == 15  # checks every byte
 
@@ -238,8 +239,8 @@ async def test_copies_in_the_background_are_bounded() -> None:
         for base in range(0, 800, 100):
             request = await here.admit(tokens(8, base))
             here.compute(request, tokens(8, base))
-            await finish(here.service.commit(request, pack(tokens(8, base))))
-            here.service.end(request)
+            await finish(here.service.scheduler.commit(request, pack(tokens(8, base))))
+            here.service.scheduler.end(request)
         await until(lambda: on_host(here) >= 4, "what may be under way")
         await turns(50)
         assert on_host(here) == 4  # two groups of two blocks, the rest waits its turn
@@ -255,9 +256,9 @@ async def test_a_write_down_does_not_hold_up_the_request() -> None:  # fault 13
         here.the_store.hold()
         here.latch.hold(OFFLOAD)
         await here.prefill(request, tokens(16))
-        here.service.end(request)
+        here.service.scheduler.end(request)
         other = await here.admit([*tokens(8, 500)], uses_cache=False)
-        here.service.end(other)
+        here.service.scheduler.end(other)
         here.the_store.release()
         here.latch.release()
         await here.settle()
@@ -303,13 +304,13 @@ async def test_under_pressure_every_policy_keeps_the_bytes_and_the_books(
             request = await here.admit(prompt, new=2, name=f"n{number}")
             await here.prefill(request, prompt)
             if number % 7 == 0:
-                await finish(here.service.publish(request, f"ticket {number}", [1]))
+                await finish(publish_request(here.service, request, f"ticket {number}", [1]))
             for step in range(2):
                 prompt.append(step)
                 here.compute(request, prompt, len(prompt) - 1)
-                await finish(here.service.commit(request, pack(prompt)))
+                await finish(here.service.scheduler.commit(request, pack(prompt)))
             here.check_kv(request, prompt, len(prompt))
-            here.service.end(request)
+            here.service.scheduler.end(request)
             assert here.service.verify() == []
 
         for start in range(0, 60, 6):
@@ -321,5 +322,5 @@ async def test_under_pressure_every_policy_keeps_the_bytes_and_the_books(
                         task.cancel()
                         # A cancelled engine ends its request, as every engine must.
             for request in here.service.scheduler.running_requests:
-                here.service.end(request)
+                here.service.scheduler.end(request)
         await here.settle()

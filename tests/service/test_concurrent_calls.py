@@ -10,6 +10,7 @@ import pytest
 
 from tests.latch import finish, turns, until
 from tests.sched.test_fetch import filled
+from tests.sessions import begin_request, claim_request, resume_request
 from tests.world import GQA, World, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt, pack
@@ -41,8 +42,13 @@ async def test_a_drain_refuses_at_once_those_whose_blocks_are_fetched() -> None:
 
 async def test_a_drain_refuses_at_once_those_who_wait_for_a_ticket() -> None:
     async with world(with_store=True) as here:
-        claim = here.service.claim(
-            "mine", "no such ticket", here.prompt(tokens(18)), max_new_tokens=0, deadline_s=1000.0
+        claim = claim_request(
+            here.service,
+            "mine",
+            "no such ticket",
+            here.prompt(tokens(18)),
+            max_new_tokens=0,
+            deadline_s=1000.0,
         )
         claims = asyncio.ensure_future(claim)
         await turns(20)
@@ -99,7 +105,9 @@ async def test_a_service_that_runs_again_is_as_new() -> None:
         assert here.service.verify() == []
         space = here.service.space_of_tenant("acme")
         prompt = Prompt.of(tokens(8), GQA.block_size, space=space)
-        here.service.end(await finish(here.service.admit("mine", prompt, max_new_tokens=0)))
+        here.service.scheduler.end(
+            await finish(begin_request(here.service, "mine", prompt, max_new_tokens=0))
+        )
         await here.settle()
 
 
@@ -110,7 +118,9 @@ async def test_an_abort_may_come_twice_while_the_first_is_under_way() -> None:
     async with world(store=await filled(tokens(18))) as here:
         here.the_store.hold_firmly()  # so that a cancel takes a while
         prompt = here.prompt(tokens(18))
-        claim = here.service.claim("mine", "none", prompt, max_new_tokens=0, deadline_s=1000.0)
+        claim = claim_request(
+            here.service, "mine", "none", prompt, max_new_tokens=0, deadline_s=1000.0
+        )
         claims = asyncio.ensure_future(claim)
         await finish(here.the_store.until_held(1))
         assert here.service.abort("mine")
@@ -127,7 +137,7 @@ async def test_one_that_was_aborted_is_not_preempted_to_come_back() -> None:
         await here.prefill(request, tokens(16))
         assert here.service.abort("mine")
         with pytest.raises(RequestAbortedError):
-            here.service.preempt(request)
+            here.service.scheduler.preempt(request)
         assert request.state is RequestState.RUNNING
         await here.ended(request)
 
@@ -142,12 +152,12 @@ async def test_one_that_comes_back_gets_from_storage_what_left_the_host_meanwhil
         request = await here.admit(tokens(16), name="mine")
         await here.prefill(request, tokens(16))
         await until(lambda: here.service.tiers.work.num_tasks == 0)
-        here.service.preempt(request)
+        here.service.scheduler.preempt(request)
         for base in range(1000, 7000, 1000):
             await here.run(tokens(60, base))
         lookup = await here.service.lookup(here.prompt(tokens(16)))
         assert lookup.storage_tokens, "some of it is in storage only"
-        back = await finish(here.service.resume(request, max_new_tokens=0))
+        back = await finish(resume_request(here.service, request, max_new_tokens=0))
         assert back.cached_tokens == 16
         await back.gate.all_layers(100.0)
         here.check_kv(back, tokens(16), 16)
@@ -157,18 +167,18 @@ async def test_one_that_comes_back_gets_from_storage_what_left_the_host_meanwhil
 async def test_one_that_comes_back_is_aborted_while_its_blocks_are_fetched() -> None:
     async with world(store=await filled(tokens(18))) as here:
         request = await here.admit(tokens(18), name="mine", uses_cache=True)
-        here.service.preempt(request)
+        here.service.scheduler.preempt(request)
         await until(lambda: here.service.tiers.work.num_tasks == 0)
         here.service.reset()
         here.the_store.hold()
-        comes_back = asyncio.ensure_future(here.service.resume(request, max_new_tokens=0))
+        comes_back = asyncio.ensure_future(resume_request(here.service, request, max_new_tokens=0))
         await finish(here.the_store.until_held(1))
         assert here.service.abort("mine")
         with pytest.raises(RequestAbortedError):
             await finish(comes_back)
         here.the_store.release()
         assert request.state is RequestState.PREEMPTED
-        here.service.abandon(request)
+        here.service.scheduler.abandon(request)
         await here.settle()
 
 
@@ -199,7 +209,7 @@ async def test_an_explanation_names_no_block_twice_when_some_come_while_storage_
         await finish(here.the_store.until_held(1))
         request = await finish(here.service.scheduler.admit(RequestSpec("mine", prompt, 0)))
         here.compute(request, tokens(20))
-        await here.service.commit(request, pack(tokens(20)))
+        await here.service.scheduler.commit(request, pack(tokens(20)))
         here.the_store.release()
         runs = [(run.start, run.stop, run.where) for run in (await finish(asks)).runs]
         assert runs == [(0, 5, "device"), (5, 10, "storage")]
@@ -225,8 +235,8 @@ async def test_a_request_cannot_grow_by_less_than_nothing() -> None:
     async with world() as here:
         request = await here.admit(tokens(8))
         with pytest.raises(BadRequestError, match="negative"):
-            await here.service.extend(request, -1)
-        here.service.end(request)
+            await here.service.scheduler.growth.extend(request, -1)
+        here.service.scheduler.end(request)
 
 
 async def test_a_subscription_that_holds_nothing_is_refused() -> None:

@@ -10,6 +10,7 @@ import pytest
 from tests.faulty import FaultyStore
 from tests.latch import finish, turns, until
 from tests.pd.nodes import publish
+from tests.sessions import publish_request
 from tests.world import World, fingerprint, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
@@ -34,7 +35,7 @@ async def test_a_deletion_waits_for_a_flush_and_removes_what_it_wrote() -> None:
         here.the_store.hold_writes(firmly=True)
         request = await here.admit(PROMPT)
         await here.prefill(request, PROMPT)
-        here.service.end(request)
+        here.service.scheduler.end(request)
         await here.the_store.until_held(1)
         async with asyncio.TaskGroup() as group:
             deleting = group.create_task(here.service.free(clears_storage=True))
@@ -54,7 +55,7 @@ async def test_what_waits_for_its_turn_at_the_store_is_dropped() -> None:
         here.latch.hold(Direction.OFFLOAD)
         request = await here.admit(PROMPT)
         await here.prefill(request, PROMPT)
-        here.service.end(request)
+        here.service.scheduler.end(request)
         await here.latch.until_held(1)
         await finish(here.service.free(clears_storage=True))
         here.latch.release()
@@ -75,7 +76,7 @@ async def test_what_a_request_holds_through_a_deletion_is_never_found_again() ->
         assert freed.held_copies >= 4
         assert here.service.verify() == []
         here.compute(request, PROMPT + more, len(PROMPT))
-        await finish(here.service.commit(request, pack(PROMPT + more)))
+        await finish(here.service.scheduler.commit(request, pack(PROMPT + more)))
         beside = await here.run(PROMPT + more)  # which is stored, as its blocks are new
         assert beside == NOTHING
         here.check_kv(request, PROMPT + more, len(PROMPT + more))
@@ -158,7 +159,7 @@ async def test_what_was_computed_before_the_deletion_is_not_published_after_it()
         await here.prefill(request, PROMPT)
         await here.service.free(clears_storage=True)
         with pytest.raises(HandoffError, match="deleted"):
-            await finish(here.service.publish(request, "ticket", [42]))
+            await finish(publish_request(here.service, request, "ticket", [42]))
         await here.ended(request)
         assert await num_values(here.the_store) == 0
 
@@ -167,7 +168,7 @@ async def failed_publish(here: World) -> str:
     request = await here.admit(PROMPT)
     await here.prefill(request, PROMPT)
     with pytest.raises(HandoffError) as failure:
-        await finish(here.service.publish(request, "ticket", [42]))
+        await finish(publish_request(here.service, request, "ticket", [42]))
     await here.ended(request)
     return str(failure.value)
 

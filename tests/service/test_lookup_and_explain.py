@@ -41,7 +41,7 @@ async def test_what_is_fetched_for_one_prompt_is_in_flight_for_that_one_alone() 
         other = here.service.explain(here.prompt(tokens(18, 500)))
         assert (other.reason, other.tier) == ("never stored", None)
         here.the_store.release()
-        here.service.end(await finish(fetches))
+        here.service.scheduler.end(await finish(fetches))
         await here.settle()
 
 
@@ -52,7 +52,7 @@ async def test_what_is_computed_for_one_prompt_is_in_flight_for_who_shares_it_al
         assert (shares.reason, shares.tier, shares.first_miss) == ("in flight", None, 0)
         assert here.service.explain(here.prompt(tokens(16, 500))).reason == "never stored"
         here.compute(request, tokens(8))
-        await here.service.commit(request, pack(tokens(8)))
+        await here.service.scheduler.commit(request, pack(tokens(8)))
         shares = here.service.explain(here.prompt([*tokens(8), *tokens(8, 300)]))
         assert (shares.reason, shares.first_miss) == ("never stored", 2)
         await here.ended(request)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.latch import finish, turns
 from tests.sched.test_fetch import filled
+from tests.sessions import begin_request, claim_request, publish_request
 from tests.world import GQA, World, fingerprint, tokens, world
 from tierkv.cache.eviction import EvictionKind, WritePolicy
 from tierkv.cache.keys import Prompt, pack
@@ -23,11 +24,12 @@ from tierkv.errors import (
 )
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.settings import HandoffSettings
-from tierkv.sched.request import Request
+from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.tenants import Limits
 from tierkv.sched.worth import FetchPolicy
 from tierkv.service import Service
+from tierkv.service.session import Session
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import Store
 
@@ -38,7 +40,7 @@ async def run_for(here: World, tenant: str, prompt: list[int]) -> int:
     """How many tokens a tenant's request found."""
     space = here.service.space_of_tenant(tenant) if tenant else ""
     whole = Prompt.of(prompt, GQA.block_size, space=space)
-    request = await finish(here.service.admit(f"{tenant} runs", whole, max_new_tokens=0))
+    request = await finish(begin_request(here.service, f"{tenant} runs", whole, max_new_tokens=0))
     await here.prefill(request, prompt)
     await here.ended(request)
     return request.cached_tokens
@@ -77,7 +79,7 @@ async def test_what_was_freed_is_stored_again_though_a_request_held_it_all_the_w
         await here.run(tokens(16))
         holds = await here.admit(tokens(16))
         assert (await here.service.free(clears_storage=True)).removed_values == 4
-        here.service.end(holds)
+        here.service.scheduler.end(holds)
         await here.run(tokens(16))
         assert await here.the_store.exists(here.names(tokens(16))) == 4
 
@@ -141,8 +143,8 @@ async def test_a_claim_that_is_aborted_in_the_moment_in_which_it_has_its_blocks_
     async with world(with_store=True) as here:
         publishes = await here.admit(tokens(16))
         await here.prefill(publishes, tokens(16))
-        await finish(here.service.publish(publishes, "ticket", [1]))
-        here.service.end(publishes)
+        await finish(publish_request(here.service, publishes, "ticket", [1]))
+        here.service.scheduler.end(publishes)
         admit = here.service.scheduler.admit
 
         async def aborted_as_it_ends(*spec: object, **rest: object) -> Request:
@@ -153,7 +155,9 @@ async def test_a_claim_that_is_aborted_in_the_moment_in_which_it_has_its_blocks_
         monkeypatch.setattr(here.service.scheduler, "admit", aborted_as_it_ends)
         with pytest.raises(RequestAbortedError):
             await finish(
-                here.service.claim("goes", "ticket", here.prompt(tokens(16)), max_new_tokens=1)
+                claim_request(
+                    here.service, "goes", "ticket", here.prompt(tokens(16)), max_new_tokens=1
+                )
             )
         assert here.service.stats().running_requests == 0
         await here.settle()
@@ -164,7 +168,9 @@ async def test_a_tenant_whose_claim_waits_for_its_ticket_is_not_closed() -> None
         space = here.service.space_of_tenant("waits")
         prompt = Prompt.of(tokens(16), GQA.block_size, space=space)
         claims = asyncio.ensure_future(
-            here.service.claim("waits", "no ticket", prompt, max_new_tokens=1, deadline_s=100.0)
+            claim_request(
+                here.service, "waits", "no ticket", prompt, max_new_tokens=1, deadline_s=100.0
+            )
         )
         await turns(10)
         with pytest.raises(BadRequestError, match="have not ended"):
@@ -177,9 +183,11 @@ async def test_a_tenant_whose_claim_waits_for_its_ticket_is_not_closed() -> None
 
 async def test_a_node_that_does_not_stream_offers_no_stream() -> None:
     async with world(with_store=True, handoff=HandoffSettings(streams=False)) as here:
-        request = await here.admit(tokens(16))
-        assert here.service.stream(request, "ticket") is None
-        await here.ended(request)
+        session = Session(here.service, RequestSpec("r", here.prompt(tokens(16)), 0))
+        await session.admit()
+        assert not await session.stream("ticket")
+        assert not session.is_streaming
+        session.end()
 
 
 async def test_a_store_that_does_not_answer_is_in_no_tickets_way() -> None:
@@ -249,6 +257,6 @@ async def test_a_service_ends_only_when_its_last_request_has() -> None:
         with pytest.raises(ShuttingDownError):
             await here.admit(tokens(8), name="late")
         here.compute(request, tokens(8))
-        await here.service.commit(request, pack(tokens(8)))
-        here.service.end(request)
+        await here.service.scheduler.commit(request, pack(tokens(8)))
+        here.service.scheduler.end(request)
         await finish(has_ended.wait())

@@ -71,7 +71,7 @@ async def test_blocks_that_another_request_computes_are_missed_as_in_flight() ->
         second = await on.admit(PROMPT)
         assert missed(on) == {"never_stored": 3 * BLOCK, "in_flight": 3 * BLOCK}
         for request in (first, second):
-            on.service.end(request)
+            on.service.scheduler.end(request)
 
 
 @pytest.mark.promise("A request's timeline separates match, fetch, ticket and queue.")
@@ -136,7 +136,7 @@ async def test_a_request_that_comes_to_nothing_says_why() -> None:
         waits.cancel()
         await asyncio.wait([waits])
         assert on.service.timelines.since(0)[-1].problem == "its caller has gone"
-        on.service.end(kept)
+        on.service.scheduler.end(kept)
 
 
 async def test_only_the_last_requests_are_kept_and_fewer_of_their_prompts() -> None:

@@ -17,6 +17,7 @@ from tests.e2e.exact import BLOCK_SIZE, ExactNode, exact_node, text
 from tests.embed.test_groups import FULL, WINDOW, hybrid, tokens_of
 from tests.redis_proxy import Proxy, redis_proxy
 from tests.redis_server import RedisServer, redis_server
+from tests.sessions import begin_request, claim_request
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt
 from tierkv.clock import SystemClock
@@ -137,8 +138,8 @@ async def test_a_request_loses_little_by_its_fetch(place: Place, fault: str) -> 
 
         async def fetch(number: int) -> int:
             prompt = Prompt.of(prompt_of(number), BLOCK_SIZE)
-            request = await node.service.admit(f"r{number}", prompt, max_new_tokens=0)
-            node.service.end(request)
+            request = await begin_request(node.service, f"r{number}", prompt, max_new_tokens=0)
+            node.service.scheduler.end(request)
             return request.cached_tokens
 
         async with broken(place, fault):
@@ -148,10 +149,16 @@ async def test_a_request_loses_little_by_its_fetch(place: Place, fault: str) -> 
 def claiming(node: ExactNode, policy: ClaimPolicy) -> Callable[[int], Awaitable[int]]:
     async def claim(number: int) -> int:
         prompt = Prompt.of(prompt_of(number), BLOCK_SIZE)
-        request, _ = await node.service.claim(
-            f"r{number}", f"t{number}", prompt, max_new_tokens=0, policy=policy, deadline_s=10.0
+        request, _ = await claim_request(
+            node.service,
+            f"r{number}",
+            f"t{number}",
+            prompt,
+            max_new_tokens=0,
+            policy=policy,
+            deadline_s=10.0,
         )
-        node.service.end(request)
+        node.service.scheduler.end(request)
         return request.cached_tokens
 
     return claim

@@ -15,6 +15,7 @@ import pytest
 from tests.api.nodes import process, run_to_end
 from tests.e2e.exact import text, truth
 from tests.latch import CopyLatch, finish, until
+from tests.sessions import publish_request
 from tests.storage.values import TurnedClock, get_one, put_one
 from tests.world import BLOCK, World, fingerprint
 from tierkv.cache.eviction import WritePolicy
@@ -109,10 +110,10 @@ async def test_a_request_goes_on_and_the_slots_stay_lent_until_the_hung_read_ret
             assert here.service.stats().host.free == 32 - 5
             assert here.service.verify() == []
             await here.prefill(request, TOKENS)
-            here.service.end(request)
+            here.service.scheduler.end(request)
             async with asyncio.timeout(10):  # nor does it wait for others' reads of these blocks
                 again = await here.admit([*TOKENS, 1, 2, 3])
-            here.service.end(again)
+            here.service.scheduler.end(again)
             assert len(here.service.tiers.slots.lent(Tier.HOST)) >= 5
         finally:
             disk.release()
@@ -141,7 +142,7 @@ async def test_hung_reads_open_the_breaker_and_it_closes_when_they_return(
             for prompt in prompts:
                 async with asyncio.timeout(10):
                     request = await here.admit(prompt)
-                here.service.end(request)
+                here.service.scheduler.end(request)
             await until(lambda: circuit() != BreakerState.CLOSED.value, "an open breaker")
             assert disk.num_hung <= FileSettings().num_threads
         finally:
@@ -160,7 +161,7 @@ async def test_closing_waits_for_a_hung_read_and_says_so(
         await here.run(TOKENS)
         here.service.reset()
         disk = HungReads(tmp_path / "fifo", monkeypatch)
-        here.service.end(await here.admit(TOKENS))
+        here.service.scheduler.end(await here.admit(TOKENS))
         closing = asyncio.ensure_future(stack.aclose())
         try:
             await until(lambda: "closing waits for" in caplog.text, "a word on it")
@@ -211,14 +212,16 @@ async def test_a_publish_ends_at_its_deadline_and_the_slots_stay_lent_until_the_
         await until(lambda: (here.service.stats().host.used > 0) == on_host, "copies to the host")
         disk = HungWrites(tmp_path / "fifo", monkeypatch)
         try:
-            publishing = asyncio.ensure_future(here.service.publish(request, "ticket", [1]))
+            publishing = asyncio.ensure_future(
+                publish_request(here.service, request, "ticket", [1])
+            )
             await asyncio.wait([publishing], timeout=5)
             assert publishing.done()
             with pytest.raises(HandoffError) as problem:
                 publishing.result()
             assert problem.value.reason == "storage_unavailable"
             assert disk.num_hung > 0
-            here.service.end(request)
+            here.service.scheduler.end(request)
             assert here.service.verify() == []
             here.service.reset()
             assert (here.service.stats().host.used > 0) == on_host  # what is read may not go
@@ -232,8 +235,8 @@ async def test_a_publish_ends_at_its_deadline_and_the_slots_stay_lent_until_the_
 
         circuit = here.service.storage_state
         await until(lambda: circuit()[0].circuit == BreakerState.CLOSED.value, "a closed breaker")
-        await finish(here.service.publish(request, "ticket", [1]))
-        here.service.end(request)
+        await finish(publish_request(here.service, request, "ticket", [1]))
+        here.service.scheduler.end(request)
 
 
 async def test_a_ticket_whose_write_hangs_holds_nobody_beyond_the_deadline(
@@ -244,16 +247,20 @@ async def test_a_ticket_whose_write_hangs_holds_nobody_beyond_the_deadline(
         await here.run(TOKENS)
         request = await here.admit(TOKENS)
         await here.prefill(request, TOKENS)
-        await finish(here.service.publish(request, "first", [1]))  # the tail is stored, too
+        await finish(
+            publish_request(here.service, request, "first", [1])
+        )  # the tail is stored, too
         disk = HungWrites(tmp_path / "fifo", monkeypatch)
         try:
-            publishing = asyncio.ensure_future(here.service.publish(request, "ticket", [1]))
+            publishing = asyncio.ensure_future(
+                publish_request(here.service, request, "ticket", [1])
+            )
             await asyncio.wait([publishing], timeout=5)
             assert publishing.done()
             with pytest.raises(HandoffError):
                 publishing.result()
             assert disk.num_hung == 1
-            here.service.end(request)
+            here.service.scheduler.end(request)
         finally:
             disk.release()
         await here.settle()

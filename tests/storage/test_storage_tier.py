@@ -12,6 +12,7 @@ import pytest
 
 from tests.faulty import FaultyStore
 from tests.latch import CopyLatch, finish, until
+from tests.sessions import begin_request, claim_request, publish_request
 from tests.world import BLOCK, World, fingerprint
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Fingerprint
@@ -82,7 +83,7 @@ async def test_a_service_started_without_a_store_can_be_given_one_and_lose_it() 
         assert here.service.stats().storage is None
         await here.run(TOKENS)
         with pytest.raises(HandoffError, match="no storage tier"):
-            await here.service.claim("c", "t", here.prompt(TOKENS), max_new_tokens=0)
+            await claim_request(here.service, "c", "t", here.prompt(TOKENS), max_new_tokens=0)
 
         await here.service.attach_storage(store)
         [state] = here.service.storage_state()
@@ -92,14 +93,14 @@ async def test_a_service_started_without_a_store_can_be_given_one_and_lose_it() 
 
         request = await here.admit([7, *TOKENS])
         await here.prefill(request, [7, *TOKENS])
-        await finish(here.service.publish(request, "ticket", [1]))
+        await finish(publish_request(here.service, request, "ticket", [1]))
         await here.ended(request)
 
         assert here.service.detach_storage()
         assert not here.service.detach_storage()
         assert here.service.storage_state() == ()
         with pytest.raises(HandoffError, match="no storage tier"):
-            await here.service.claim("c", "ticket", here.prompt(TOKENS), max_new_tokens=0)
+            await claim_request(here.service, "c", "ticket", here.prompt(TOKENS), max_new_tokens=0)
         await here.run([9, *TOKENS])
 
 
@@ -127,9 +128,9 @@ async def test_a_tenant_has_its_blocks_in_a_store_of_its_own() -> None:
         prompt = type(here.prompt(TOKENS))(
             here.prompt(TOKENS).tokens, here.layout.block_size, space=tenant
         )
-        request = await finish(here.service.admit("tenant's", prompt, max_new_tokens=0))
+        request = await finish(begin_request(here.service, "tenant's", prompt, max_new_tokens=0))
         here.compute(request, TOKENS)
-        await finish(here.service.commit(request, prompt.tokens))
+        await finish(here.service.scheduler.commit(request, prompt.tokens))
         await here.ended(request)
         assert await values_in(common) == num_common
         assert await values_in(own) >= 3

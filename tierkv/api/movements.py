@@ -176,7 +176,7 @@ def backing_up(service: Service) -> Move:
         try:
             async with asyncio.timeout(deadline_s):
                 spec = RequestSpec(f"backup {next(numbers)}", head, 0, needs_logits=False)
-                request = await service.admit_as(spec)
+                request = await service.scheduler.admit(spec)
                 try:
                     await request.gate.all_layers(deadline_s)
                     stop = request.matched.total_tokens // size
@@ -185,7 +185,7 @@ def backing_up(service: Service) -> Move:
                     present = await handoff.find_stored(blocks, stop)
                     await handoff.store(blocks, present, stop, ())
                 finally:
-                    service.end(request)
+                    service.scheduler.end(request)
         except TimeoutError:
             return range(0), f"it was not stored within {deadline_s:g} s"
         is_all = stop * size >= prompt.num_blocks * size

@@ -180,7 +180,7 @@ class Embedded:
         deadline_s: float | None = None,
         sampling: Mapping[str, str] | None = None,
     ) -> Call[Admitted]:
-        """Wait for a published prompt and load all its tokens; see Service.claim.
+        """Wait for a published prompt and load all its tokens; see Session.claim.
 
         Args:
             request_id: A name for the request.

@@ -452,7 +452,7 @@ class GroupTier:
                 problems.append(outcome.reason)
         return problems
 
-    async def publish(self, blocks: Sequence[FlatBlock]) -> None:
+    async def store_missing(self, blocks: Sequence[FlatBlock]) -> None:
         """Store those of the held `blocks` that storage does not have.
 
         Raises:

@@ -48,7 +48,7 @@ from tierkv.errors import (
 from tierkv.gpu.protocol import Event, HostSlots
 from tierkv.observe import Stats
 from tierkv.pd.claims import acknowledge, claim_budget, wait_for_ticket
-from tierkv.pd.handoff import Handoff, Published, PublishStream
+from tierkv.pd.handoff import Published, PublishStream
 from tierkv.pd.tickets import HandoffProblem, Ticket, TicketLedger
 from tierkv.sched.budget import Budget
 from tierkv.sched.copies import HASHED_BLOCKS, Beyond, path_keys, stored_beyond
@@ -499,7 +499,7 @@ class HostSide:
         Raises:
             HandoffError: the ticket does not come; the engine computes the prompt then.
         """
-        handoff = self._handoff()
+        handoff = self._service.require_handoff()
         try:
             return await wait_for_ticket(
                 handoff.tickets,
@@ -1112,12 +1112,6 @@ class HostSide:
 
     # Tickets
 
-    def _handoff(self) -> Handoff:
-        handoff = self._service.handoff
-        if handoff is None or self._service.tiers.copies.storage is None:
-            raise HandoffError(HandoffProblem.UNAVAILABLE.value, "there is no storage for a ticket")
-        return handoff
-
     async def publish(self, number: int, prompt: Prompt, ticket_id: str) -> Published:
         """Store the saved blocks of `prompt` that storage does not have, and then a ticket.
 
@@ -1133,7 +1127,10 @@ class HostSide:
             HandoffError: there is no storage, or the prompt was not saved whole.
             DuplicateRequestError: another prompt's ticket of this id can be claimed.
         """
-        handoff, deadline_s = self._handoff(), self._service.handoff_settings.publish_deadline_s
+        handoff, deadline_s = (
+            self._service.require_handoff(),
+            self._service.handoff_settings.publish_deadline_s,
+        )
         with self._saved(prompt) as saved:
             stream = PublishStream(handoff, saved, ticket_id, deadline_s=deadline_s)
             self._publishes[number] = stream, saved
@@ -1230,7 +1227,7 @@ class HostSide:
             StoreUnavailableError: a block was not stored.
         """
         for number, blocks in promise.held.items():
-            await self._tiers[number].publish(blocks)
+            await self._tiers[number].store_missing(blocks)
 
     # All of it
 

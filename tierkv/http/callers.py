@@ -434,7 +434,7 @@ class Guard:
             raise UnauthenticatedError("this node asks for a token")
         return self._keyring.by_token(token.encode(), now=time.time())
 
-    def admit(self, request: web.BaseRequest, needed: Access) -> None:
+    def authorize(self, request: web.BaseRequest, needed: Access) -> None:
         """Set `request[PRINCIPAL]` to the caller, if the caller has the `needed` access.
 
         Raises:

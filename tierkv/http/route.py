@@ -185,7 +185,7 @@ class HttpRouter:
         if request.version not in _SPOKEN:
             raise web.HTTPVersionNotSupported
         row = place.rows.get(request.method) if place else None
-        self._guard.admit(request, row.access if row else Access.READ)
+        self._guard.authorize(request, row.access if row else Access.READ)
         if row is not None:
             return row
         if place is None:

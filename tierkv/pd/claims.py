@@ -387,7 +387,7 @@ class Claims:
         deadline_s: float,
         sampling: Mapping[str, str],
     ) -> tuple[Request, Ticket | None]:
-        """Wait for a published prompt and get its blocks; see Service.claim."""
+        """Wait for a published prompt and get its blocks; see Session.claim."""
         self._scheduler.check(spec)
         check_id(ticket_id)
         give_up_at = asyncio.get_running_loop().time() + deadline_s

@@ -496,7 +496,7 @@ class _Shared:
                 return run.ended
         return None
 
-    def claim(self, keys: Sequence[StoredKey], start: int) -> _Run:
+    def reserve(self, keys: Sequence[StoredKey], start: int) -> _Run:
         """Mark `keys` as being fetched until `finish`.
 
         Other fetches of one of them wait until then.
@@ -698,7 +698,7 @@ class _Fetch:
             return keys, 0
         self.question = question
         shared.estimator.tier.num_tries += question.is_try
-        self.claimed.append(shared.claim(keys, start))
+        self.claimed.append(shared.reserve(keys, start))
         # Blocks of other sizes are found by asking.
         is_asked = not (self.promised or shared.storage.reads_at_once)
         if not is_asked and not shared.storage.meets_other_sizes:
@@ -834,7 +834,7 @@ class _Fetch:
             if tail is not None:
                 landed.tail = index.hold(tail.node, tail.block + 1)
             return
-        self.claimed.append(shared.claim([found.key], start))
+        self.claimed.append(shared.reserve([found.key], start))
         space = index.spaces.root_of(self.prompt).space
         slots = await shared.groups.take(1, space)
         if slots is None:

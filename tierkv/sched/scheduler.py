@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from time import monotonic
 
@@ -44,7 +44,7 @@ class Scheduler:
     """Admits requests in the order of `WaitingLine`; the first is admitted as soon as it fits.
 
     No request overtakes the first, and each becomes the first at some time, so none starves. Blocks
-    for the whole request are reserved at admission. `extend` adds more later, and goes before all
+    for the whole request are reserved at admission. `growth` adds more later, and goes before all
     admissions.
 
     Args:
@@ -80,7 +80,7 @@ class Scheduler:
             given=self._waiting.given,
             end=self.end,
         )
-        self._growth = Growth(
+        self.growth = Growth(
             tiers,
             self._running,
             self._starts,
@@ -92,7 +92,7 @@ class Scheduler:
             self._waiting,
             self._running,
             starts=self._starts,
-            growth=self._growth,
+            growth=self.growth,
             limits=self._limits,
             computing=self.computing,
         )
@@ -274,7 +274,7 @@ class Scheduler:
         Raises:
             TransferError: the copy failed.
         """
-        if self.is_paused or self._is_draining or self._waiting or self._growth.extending:
+        if self.is_paused or self._is_draining or self._waiting or self.growth.extending:
             return
         try:
             movement = self._starts.load(prompt)
@@ -429,10 +429,6 @@ class Scheduler:
         if request.promise is not None:
             self.computing.advance(request.promise, lease.node, end)
         tiers.copies.write_down(lease.node, end)
-
-    def extend(self, request: Request, num_tokens: int) -> Coroutine[None, None, None]:
-        """Add room to the block table; see Growth.extend."""
-        return self._growth.extend(request, num_tokens)
 
     def preempt(self, request: Request, *, after: Sequence[Event] = ()) -> None:
         """Return all blocks of a request until it is resumed.

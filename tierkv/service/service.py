@@ -6,11 +6,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import operator
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-
-import msgspec
 
 from tierkv.cache.groups import FlatBlocks
 from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey
@@ -18,26 +16,23 @@ from tierkv.cache.node import CopyState, Quota, Tier
 from tierkv.clock import Clock, SystemClock
 from tierkv.errors import (
     ConfigError,
-    DeviceFailedError,
     HandoffError,
     OwnershipError,
     ShuttingDownError,
     StoreUnavailableError,
     TierKVError,
-    TransferError,
 )
-from tierkv.gpu.protocol import Device, Event, HostSlots, Planes
+from tierkv.gpu.protocol import Device, HostSlots, Planes
 from tierkv.observe import Lookup, Stats, Timelines
-from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import Handoff, Published, PublishStream
 from tierkv.pd.settings import HandoffSettings
-from tierkv.pd.tickets import HandoffProblem, Ticket, TicketStatus, TicketView, look_at
+from tierkv.pd.tickets import HandoffProblem, TicketStatus, TicketView, look_at
 from tierkv.sched.budget import Budget
 from tierkv.sched.copies import count_stored, keys_beyond, stored_beyond
 from tierkv.sched.events import CacheEvents
 from tierkv.sched.explain import Explanation, explain
 from tierkv.sched.fetch import Fetched
-from tierkv.sched.request import Request, RequestSpec
+from tierkv.sched.request import RequestSpec
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.tenants import Limits
 from tierkv.sched.worth import FetchPolicy
@@ -291,6 +286,7 @@ class Service:
         self.mover, self.index, self.tiers = parts.mover, parts.index, parts.tiers
         self.scheduler, self.fetcher = parts.scheduler, parts.fetcher
         self.estimator, self.tenants = parts.estimator, parts.tenants
+        self.claims, self.portions = parts.claims, parts.portions
         self._arrivals = parts.arrivals
 
     @property
@@ -591,32 +587,7 @@ class Service:
     def unpause(self) -> None:
         self.scheduler.unpause()
 
-    # Requests: what a Session is made of
-
-    def admit(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int,
-        uses_cache: bool = True,
-        priority: int = 0,
-    ) -> Coroutine[None, None, Request]:
-        """Find what is cached of `prompt` on any tier and get its blocks; see Scheduler.admit."""
-        spec = RequestSpec(
-            request_id, prompt, max_new_tokens, uses_cache=uses_cache, priority=priority
-        )
-        return self.admit_as(spec)
-
-    def admit_as(self, spec: RequestSpec) -> Coroutine[None, None, Request]:
-        """Admit the request that `spec` describes."""
-        return self._admit_fetched(spec) if self.fetches(spec) else self.scheduler.admit(spec)
-
-    async def _admit_fetched(self, spec: RequestSpec) -> Request:
-        budget = self.budget()
-        fetched = await self.fetched(spec, budget)
-        request = await self.scheduler.admit(spec, fetched)
-        return await self.with_rest(request, budget) if fetched.lacked_room else request
+    # Requests: what a Session needs beside the scheduler
 
     def budget(self) -> Budget:
         """Return what a request that begins now may wait for storage."""
@@ -628,34 +599,6 @@ class Service:
                 return Budget(deadline_s, step_s=deadline_s)
             case FetchPolicy.DEADLINE:
                 return Budget(deadline_s)
-
-    async def with_rest(self, request: Request, budget: Budget) -> Request:
-        """Bring the stored blocks of an admitted request that the host had no room for.
-
-        The blocks come in portions, if that is worth its time. If a portion does not load, another
-        request of the same id is admitted and returned, without cached tokens.
-        """
-        try:
-            await self._bring_rest(request, budget)
-        except DeviceFailedError:
-            raise
-        except TransferError as error:
-            log.warning("request %s computes all of it: %s", request.request_id, error)
-            alone = msgspec.structs.replace(request.spec, uses_cache=False)
-            return await self.scheduler.admit(alone)
-        return request
-
-    async def _bring_rest(self, request: Request, budget: Budget) -> None:
-        """Bring the rest in portions if that is worth its time.
-
-        If this raises, the request has ended.
-        """
-        missing = request.spec.prompt.num_tokens - request.cached_tokens
-        if budget.restrict(missing, is_answered=True).is_asked:
-            budget.arrived()
-            await self._parts.portions.bring_or_end(request, budget)
-        else:
-            self.scheduler.brought_all(request)
 
     def fetches(self, spec: RequestSpec) -> bool:
         """Return True if storage is asked for the part of a prompt that the tiers do not have."""
@@ -674,37 +617,6 @@ class Service:
             arrival.let_go = fetched.release
         return fetched
 
-    def commit(
-        self, request: Request, tokens: bytes, *, after: Sequence[Event] = ()
-    ) -> Coroutine[None, None, None]:
-        """Record that the block table has the KV of `tokens` once `after` is done.
-
-        See Scheduler.commit.
-        """
-        return self.scheduler.commit(request, tokens, after=after)
-
-    def extend(self, request: Request, num_tokens: int) -> Coroutine[None, None, None]:
-        """Enlarge the block table; see Scheduler.extend."""
-        return self.scheduler.extend(request, num_tokens)
-
-    def preempt(self, request: Request, *, after: Sequence[Event] = ()) -> None:
-        """Give all blocks back for a while; see Scheduler.preempt."""
-        self.scheduler.preempt(request, after=after)
-
-    def abandon(self, request: Request) -> None:
-        """End a preempted request, which will not be resumed."""
-        self.scheduler.abandon(request)
-
-    def end(self, request: Request, *, after: Sequence[Event] = ()) -> None:
-        """Give all blocks of a request back; committed tokens stay cached. See Scheduler.end."""
-        self.scheduler.end(request, after=after)
-
-    async def resume(self, request: Request, *, max_new_tokens: int) -> Request:
-        """Get a preempted request's blocks again, with what is cached of it on any tier; see
-        Scheduler.resume."""
-        fetch = self.fetched if self.fetches(request.spec) else None
-        return await self.scheduler.resume(request, max_new_tokens=max_new_tokens, fetch=fetch)
-
     def abort(self, request_id: str) -> bool:
         """Abort a request, and return True if there was one. See Scheduler.abort."""
         return self._arrivals.abort(request_id) or self.scheduler.abort(request_id)
@@ -721,60 +633,12 @@ class Service:
 
     # Hand-off
 
-    async def claim(  # noqa: PLR0913 - what an admission says, the ticket, and how to go on
-        self,
-        request_id: str,
-        ticket_id: str,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int,
-        policy: ClaimPolicy = ClaimPolicy.WHOLE,
-        deadline_s: float | None = None,
-        sampling: Mapping[str, str] | None = None,
-    ) -> tuple[Request, Ticket | None]:
-        """Wait for a published prompt and get its blocks, every token of them on the way.
-
-        With ClaimPolicy.RECOMPUTE the request may have fewer `cached_tokens`, the rest of which the
-        engine computes, and there may be no ticket; with RECOMPUTE_ALL there is neither. Raises the
-        errors of `admit`, too.
-
-        Args:
-            request_id: id of the new request.
-            ticket_id: id of the ticket.
-            prompt: the prompt that the ticket must be for.
-            max_new_tokens: number of tokens to reserve room for behind the prompt.
-            policy: what the engine may compute if the prompt does not come whole.
-            deadline_s: seconds to wait for the ticket; None for the setting.
-            sampling: the engine's sampling; a ticket with another one is incompatible.
-
-        Raises:
-            HandoffError: the prompt cannot be claimed; its reason is a HandoffProblem.
-        """
-        spec = RequestSpec(request_id, prompt, max_new_tokens, needs_logits=False)
-        return await self.claim_as(spec, ticket_id, policy, deadline_s, sampling)
-
-    def claim_as(
-        self,
-        spec: RequestSpec,
-        ticket_id: str,
-        policy: ClaimPolicy,
-        deadline_s: float | None,
-        sampling: Mapping[str, str] | None,
-    ) -> Coroutine[None, None, tuple[Request, Ticket | None]]:
-        """Claim a ticket for the request that `spec` describes; see `claim`."""
-        self._the_handoff()
-        if deadline_s is None:
-            deadline_s = self._made_of.handoff.claim_deadline_s
-        return self._parts.claims.claim(
-            spec, ticket_id, policy=policy, deadline_s=deadline_s, sampling=sampling or {}
-        )
-
     @property
     def handoff(self) -> Handoff | None:
         """The hand-off of prompts; None without a storage tier."""
         return self._parts.handoff if self.tiers.copies.storage is not None else None
 
-    def _the_handoff(self) -> Handoff:
+    def require_handoff(self) -> Handoff:
         """Return the hand-off of prompts.
 
         Raises:
@@ -787,39 +651,6 @@ class Service:
             )
         return self._parts.handoff
 
-    async def publish(
-        self,
-        request: Request,
-        ticket_id: str,
-        first_tokens: Sequence[int],
-        *,
-        after: Sequence[Event] = (),
-        sampling: Mapping[str, str] | None = None,
-    ) -> Published:
-        """Store the request's computed prompt, and a ticket for it; see Handoff.publish."""
-        handoff = self._the_handoff()
-        return await handoff.publish(
-            handoff.blocks_of(request),
-            ticket_id,
-            first_tokens,
-            after=after,
-            sampling=sampling,
-            deadline_s=self._made_of.handoff.publish_deadline_s,
-        )
-
-    def stream(self, request: Request, ticket_id: str) -> PublishStream | None:
-        """Return a stream that publishes the prompt while it is computed.
-
-        None if settings forbid it.
-
-        See PublishStream.
-        """
-        handoff, settings = self._the_handoff(), self._made_of.handoff
-        if not settings.streams:
-            return None
-        blocks = handoff.blocks_of(request)
-        return PublishStream(handoff, blocks, ticket_id, deadline_s=settings.publish_deadline_s)
-
     async def check_ticket_is_free(self, ticket_id: str, prompt: Prompt) -> None:
         """Check that no ticket of this id for another prompt can be claimed.
 
@@ -830,7 +661,7 @@ class Service:
         Raises:
             DuplicateRequestError: another prompt's ticket of this id can be claimed.
         """
-        tickets = self._the_handoff().tickets
+        tickets = self.require_handoff().tickets
         with suppress(TimeoutError):
             async with asyncio.timeout(self._made_of.handoff.lookup_deadline_s):
                 keys = await tickets.hashed_keys_of(prompt)
@@ -838,7 +669,7 @@ class Service:
 
     async def ticket_state(self, ticket_id: str) -> TicketStatus:
         """Return the state of a ticket of any node, without waiting for the ticket."""
-        return await look_at(self._the_handoff().tickets, ticket_id)
+        return await look_at(self.require_handoff().tickets, ticket_id)
 
     async def forget_ticket(self, ticket_id: str) -> bool:
         """Delete a ticket, whole or open, and return True if there was one.
@@ -846,7 +677,7 @@ class Service:
         Raises:
             StoreUnavailableError: the store did not answer.
         """
-        return await self._the_handoff().tickets.forget(ticket_id)
+        return await self.require_handoff().tickets.forget(ticket_id)
 
     async def acknowledge(self, ticket_id: str) -> None:
         """Record that an engine has claimed a ticket without `claim`.
@@ -855,7 +686,7 @@ class Service:
             HandoffError: the ticket does not exist.
             StoreUnavailableError: the store did not answer.
         """
-        tickets = self._the_handoff().tickets
+        tickets = self.require_handoff().tickets
         ticket = await tickets.read(ticket_id)
         if ticket is None:
             raise HandoffError(

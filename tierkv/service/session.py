@@ -34,6 +34,7 @@ from tierkv.observe import Moment, Timeline
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import Published, PublishStream
 from tierkv.pd.tickets import HandoffProblem, Ticket
+from tierkv.sched.budget import Budget
 from tierkv.sched.request import Matched, Request, RequestSpec, RequestState
 from tierkv.service.service import Publishing, Service
 
@@ -122,7 +123,7 @@ class Session:
     async def admit(self) -> Request:
         """Wait for blocks, and start to load what any tier has of the prompt into them.
 
-        A cancel leaves nothing behind. Raises the errors of `Service.admit`.
+        A cancel leaves nothing behind. Raises the errors of `Scheduler.admit`.
         """
         with self._timed():
             fetched, budget = None, self._service.budget()
@@ -136,8 +137,30 @@ class Session:
                     raise
             request = await self._service.scheduler.admit(self.spec, fetched)
             if fetched is not None and fetched.lacked_room:
-                request = await self._service.with_rest(request, budget)
+                request = await self._with_rest(request, budget)
             return self._take(request)
+
+    async def _with_rest(self, request: Request, budget: Budget) -> Request:
+        """Bring the stored blocks of an admitted request that the host had no room for.
+
+        The blocks come in portions, if that is worth its time. If a portion does not load, another
+        request of the same id is admitted and returned, without cached tokens.
+        """
+        scheduler = self._service.scheduler
+        missing = request.spec.prompt.num_tokens - request.cached_tokens
+        if not budget.restrict(missing, is_answered=True).is_asked:
+            scheduler.brought_all(request)
+            return request
+        budget.arrived()
+        try:
+            await self._service.portions.bring_or_end(request, budget)
+        except DeviceFailedError:
+            raise
+        except TransferError as error:
+            log.warning("request %s computes all of it: %s", request.request_id, error)
+            alone = msgspec.structs.replace(request.spec, uses_cache=False)
+            return await scheduler.admit(alone)
+        return request
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -163,13 +186,31 @@ class Session:
     ) -> Request:
         """Wait for a published prompt and for blocks, and start to load every token into them.
 
-        `ticket` is set afterwards. See `Service.claim`.
+        `ticket` is set afterwards; it stays None if no ticket came and `policy` lets the engine
+        compute. The request then has fewer `cached_tokens`.
+
+        Args:
+            ticket_id: id of the ticket.
+            policy: what the engine may compute if the prompt does not come whole.
+            deadline_s: seconds to wait for the ticket; None for the setting.
+            sampling: the engine's sampling; a ticket with another one is incompatible.
+
+        Raises:
+            HandoffError: the prompt cannot be claimed; its reason is a HandoffProblem.
+            TierKVError: any error of `admit`.
         """
         self._policy = policy
+        self._service.require_handoff()
+        if deadline_s is None:
+            deadline_s = self._service.handoff_settings.claim_deadline_s
         with self._timed():
             try:
-                request, self.ticket = await self._service.claim_as(
-                    self.spec, ticket_id, policy, deadline_s, sampling
+                request, self.ticket = await self._service.claims.claim(
+                    self.spec,
+                    ticket_id,
+                    policy=policy,
+                    deadline_s=deadline_s,
+                    sampling=sampling or {},
                 )
             except DeviceFailedError:
                 raise
@@ -178,7 +219,7 @@ class Session:
                 log.warning("request %s computes all of it: %s", self.spec.request_id, error)
                 self.load_problem = str(error)
                 alone = msgspec.structs.replace(self.spec, needs_logits=True, uses_cache=False)
-                request = await self._service.admit_as(alone)
+                request = await self._service.scheduler.admit(alone)
             return self._take(request)
 
     def _take(self, request: Request) -> Request:
@@ -315,8 +356,8 @@ class Session:
         self._mark(Moment.COMPUTED)
 
     async def extend(self, num_tokens: int) -> None:
-        """Enlarge the block table; see Scheduler.extend."""
-        await self._service.scheduler.extend(self.running(), num_tokens)
+        """Enlarge the block table; see Growth.extend."""
+        await self._service.scheduler.growth.extend(self.running(), num_tokens)
 
     async def preempt(self, *, after: Sequence[Event] = ()) -> None:
         """Give the blocks back for a while, once every publish under way has ended.
@@ -345,9 +386,13 @@ class Session:
         request = self.request
         if not self.is_preempted or self._resuming is not None:
             raise OwnershipError(f"request {self.spec.request_id!r} is not preempted")
+        service = self._service
+        fetch = service.fetched if service.fetches(request.spec) else None
         try:
             async with asyncio.timeout(None) as self._resuming:
-                resumed = await self._service.resume(request, max_new_tokens=max_new_tokens)
+                resumed = await service.scheduler.resume(
+                    request, max_new_tokens=max_new_tokens, fetch=fetch
+                )
         except TimeoutError:
             if not self.is_ending:
                 raise
@@ -378,9 +423,11 @@ class Session:
         if ticket_id in self._publishes:  # another call was faster during the wait
             return True
         request = self.running()
-        stream = self._service.stream(request, ticket_id)
-        if stream is None:
+        handoff, settings = self._service.require_handoff(), self._service.handoff_settings
+        if not settings.streams:
             return False
+        blocks = handoff.blocks_of(request)
+        stream = PublishStream(handoff, blocks, ticket_id, deadline_s=settings.publish_deadline_s)
         stream.advance(min(request.computed_tokens, self.spec.prompt.num_tokens))
         self._publishes[ticket_id] = self._start(stream.run(), stream)
         return True
@@ -448,8 +495,14 @@ class Session:
     ) -> Published:
         if ticket_id not in self._free_tickets:
             await self.check_ticket(ticket_id)
-        return await self._service.publish(
-            request, ticket_id, first_tokens, after=after, sampling=sampling
+        handoff = self._service.require_handoff()
+        return await handoff.publish(
+            handoff.blocks_of(request),
+            ticket_id,
+            first_tokens,
+            after=after,
+            sampling=sampling,
+            deadline_s=self._service.handoff_settings.publish_deadline_s,
         )
 
     def _start(

@@ -433,8 +433,9 @@ def cut_buffers(buffers: Sequence[Buffer], sizes: Sequence[int]) -> list[tuple[m
             view = rest.popleft()
             if len(view) > missing:
                 rest.appendleft(view[missing:])
-            piece.append(view[:missing])
-            missing -= len(piece[-1])
+                view = view[:missing]
+            piece.append(view)
+            missing -= len(view)
         pieces.append(tuple(piece))
     return pieces
 
