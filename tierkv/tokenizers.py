@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from tierkv.errors import BadRequestError
+
+Messages = Sequence[Mapping[str, str]]
+"""The messages of a chat, each with its `role` and its `content`."""
 
 
 class TextDecoder(Protocol):
@@ -28,16 +31,32 @@ class Tokenizer(Protocol):
 
     Attributes:
         vocab_size: Number of tokens; a token is in [0, vocab_size).
+        stop_tokens: Tokens that end an answer. A decoder gives them no text.
     """
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def stop_tokens(self) -> frozenset[int]: ...
 
     def encode(self, text: str) -> bytes:
         """Return the tokens of `text`, packed as `cache.keys.pack` packs them.
 
         Raises:
             BadRequestError: The text has no tokens, such as a lone surrogate.
+        """
+        ...
+
+    def encode_chat(self, messages: Messages) -> bytes:
+        """Return the tokens of a chat up to the place where the next answer begins, packed.
+
+        Args:
+            messages: The messages, oldest first.
+
+        Raises:
+            BadRequestError: The model has no chat template, the template refuses the messages, or
+                a text has no tokens.
         """
         ...
 
@@ -62,10 +81,26 @@ class Tokenizer(Protocol):
         ...
 
 
+def answer_text(tokenizer: Tokenizer, prompt: bytes, tokens: Iterable[int]) -> str:
+    """Return the text of an answer, equal to its joined pieces.
+
+    Args:
+        tokenizer: The tokenizer of the model.
+        prompt: The packed tokens that the answer follows.
+        tokens: The tokens of the answer.
+    """
+    decoder = tokenizer.decoder(prompt)
+    return "".join([decoder.feed(token) for token in tokens]) + decoder.rest()
+
+
 class ByteTokenizer:
-    """One token per byte of UTF-8; bytes that are not UTF-8 become U+FFFD."""
+    """One token per byte of UTF-8; bytes that are not UTF-8 become U+FFFD.
+
+    A chat is one line `role: content` for each message, and `assistant: ` at the end.
+    """
 
     vocab_size = 256
+    stop_tokens: frozenset[int] = frozenset()
 
     def encode(self, text: str) -> bytes:
         """See Tokenizer.encode."""
@@ -74,6 +109,11 @@ class ByteTokenizer:
         except UnicodeEncodeError as error:
             raise BadRequestError(f"the text is no UTF-8: {error}") from error
         return np.frombuffer(raw, np.uint8).astype("<i4").tobytes()
+
+    def encode_chat(self, messages: Messages) -> bytes:
+        """See Tokenizer.encode_chat."""
+        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+        return self.encode("".join([*lines, "assistant: "]))
 
     def fewest_tokens(self, text: str) -> int:
         """See Tokenizer.fewest_tokens."""

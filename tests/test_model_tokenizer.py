@@ -1,0 +1,193 @@
+"""Tokenizers of models in a directory and in a GGUF file."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import gguf
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders
+from tokenizers import models as library_models
+
+from tests.models import BOS, EOS, add_tokenizer, close, vocabulary, write_json, write_tokenizer
+from tierkv.cache.keys import unpack
+from tierkv.errors import BadRequestError, ConfigError
+from tierkv.model_tokenizer import ModelTokenizer, read_tokenizer
+from tierkv.tokenizers import answer_text
+
+KINDS = ("directory", "gguf")
+CHAT = [{"role": "system", "content": "hello"}, {"role": "user", "content": "€ {{ 1 }}"}]
+CHAT_TEXT = f"{BOS}system\nhello{EOS}\n{BOS}user\n€ {{{{ 1 }}}}{EOS}\n{BOS}assistant\n"
+
+
+@cache
+def tokenizer(kind: str, *, template: str | None = "") -> ModelTokenizer:
+    with TemporaryDirectory() as folder:
+        return read_tokenizer(write(Path(folder), kind, template=template))
+
+
+def write(folder: Path, kind: str, *, template: str | None = "") -> Path:
+    options = {} if template == "" else {"template": template}
+    if kind == "directory":
+        write_tokenizer(folder / "model", **options)
+        return folder / "model"
+    path = folder / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    add_tokenizer(writer, **options)
+    close(writer)
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=st.text())
+def test_any_text_comes_back_whole_and_in_pieces(kind: str, text: str) -> None:
+    model = tokenizer(kind)
+    packed = model.encode(text)
+    tokens = unpack(packed).tolist()
+    assert model.decode(tokens) == text
+    assert model.fewest_tokens(text) <= len(tokens)
+    assert answer_text(model, b"", tokens) == text
+
+
+@given(tokens=st.lists(st.integers(0, len(vocabulary()) - 1), max_size=12))
+def test_pieces_of_any_tokens_join_to_the_text_of_all_without_stop_tokens(
+    tokens: list[int],
+) -> None:
+    model = tokenizer("gguf")
+    assert answer_text(model, b"", tokens) == model.decode([t for t in tokens if t != 1])
+
+
+@given(text=st.text())
+def test_a_directory_and_a_gguf_file_give_the_same_tokens(text: str) -> None:
+    assert tokenizer("directory").encode(text) == tokenizer("gguf").encode(text)
+
+
+def test_no_piece_has_half_a_character_and_the_rest_says_that_one_is_incomplete() -> None:
+    model = tokenizer("gguf")
+    first, last = unpack(model.encode("€")).tolist()
+    decoder = model.decoder(b"")
+    assert [decoder.feed(first), decoder.feed(last), decoder.rest()] == ["", "€", ""]
+    assert [decoder.feed(first), decoder.rest(), decoder.rest()] == ["", "\ufffd", ""]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chat_is_the_text_of_the_models_template_and_ends_where_the_answer_begins(
+    kind: str,
+) -> None:
+    model = tokenizer(kind)
+    assert model.encode_chat(CHAT) == model.encode(CHAT_TEXT)
+    assert unpack(model.encode_chat(CHAT)).tolist().count(0) == 3, "special tokens are tokens"
+    assert model.stop_tokens == {1}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_without_a_template_refuses_chats(kind: str) -> None:
+    with pytest.raises(BadRequestError, match="no chat template"):
+        tokenizer(kind, template=None).encode_chat(CHAT)
+
+
+def test_a_template_refuses_messages_with_its_own_words() -> None:
+    model = tokenizer("gguf", template="{{ raise_exception('no system role') }}")
+    with pytest.raises(BadRequestError, match="no system role"):
+        model.encode_chat(CHAT)
+
+
+def test_a_template_cannot_reach_the_process() -> None:
+    model = tokenizer("gguf", template="{{ messages.__class__.__mro__ }}")
+    with pytest.raises(BadRequestError, match="unsafe"):
+        model.encode_chat(CHAT)
+
+
+def test_a_bos_token_is_added_to_completions_and_not_to_chats(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    add_tokenizer(writer)
+    writer.add_add_bos_token(True)
+    close(writer)
+    model = read_tokenizer(path)
+    assert unpack(model.encode("hello")).tolist()[0] == 0
+    assert unpack(model.encode_chat(CHAT)).tolist().count(0) == 3
+
+
+def test_words_of_a_sentencepiece_vocabulary_keep_the_space_before_them(tmp_path: Path) -> None:
+    """The first token of a whole text has no space; the first token of an answer has one."""
+    pieces = tokenizers.Tokenizer(
+        library_models.BPE(
+            vocab={"▁a": 0, "▁b": 1, "<0xE2>": 2, "<0x82>": 3, "<0xAC>": 4},
+            merges=[],
+            byte_fallback=True,
+        )
+    )
+    pieces.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    write_tokenizer(tmp_path)
+    pieces.save(str(tmp_path / "tokenizer.json"))
+    write_json(tmp_path / "generation_config.json", {"eos_token_id": 9})
+    model = read_tokenizer(tmp_path)
+    prompt = b"\0\0\0\0"
+    decoder = model.decoder(prompt)
+    assert [decoder.feed(token) for token in (1, 2, 3, 4, 0)] == [" b", "", "", "€", " a"]
+
+
+def test_a_vocabulary_has_as_many_tokens_as_the_models_embedding_has_rows(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    write_json(tmp_path / "config.json", {"vocab_size": 1000})
+    model = read_tokenizer(tmp_path)
+    assert model.vocab_size == 1000
+    assert model.decode([999]) == ""
+    with pytest.raises(BadRequestError, match="1000"):
+        model.decode([1000])
+
+
+def test_a_text_that_is_no_utf8_is_refused() -> None:
+    with pytest.raises(BadRequestError, match="UTF-8"):
+        tokenizer("gguf").encode("\ud800")
+
+
+def test_a_damaged_model_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_tokenizer(tmp_path / "none.gguf")
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
+        read_tokenizer(tmp_path)
+    whole = write(tmp_path, "gguf").read_bytes()
+    short = tmp_path / "short.gguf"
+    for size in (0, 3, 4, 20, 100, len(whole) // 2):
+        short.write_bytes(whole[:size])
+        with pytest.raises(ConfigError, match="cannot be read as a GGUF file"):
+            read_tokenizer(short)
+    write_tokenizer(tmp_path / "model", template="{% if %}")
+    with pytest.raises(ConfigError, match="chat template"):
+        read_tokenizer(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read"):
+        read_tokenizer(tmp_path / "model")
+
+
+def test_a_tokenizer_of_another_kind_is_refused_with_its_name(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    close(writer)
+    with pytest.raises(ConfigError, match=r"tokenizer llama/None .* tokenizer\.json"):
+        read_tokenizer(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("package", ["tokenizers", "jinja2"])
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, "gguf")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"package {package}: pip install .*\[model\]"):
+        read_tokenizer(path)

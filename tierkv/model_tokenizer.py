@@ -1,0 +1,303 @@
+"""The tokenizer of a model that lies in a GGUF file or in a directory with `tokenizer.json`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from tierkv.cache.keys import unpack
+from tierkv.errors import BadRequestError, ConfigError
+from tierkv.gguf_file import GGUFFile, optional
+from tierkv.tokenizers import Messages, TextDecoder
+
+
+class _Encoded(Protocol):
+    ids: list[int]
+
+
+class _Vocabulary(Protocol):
+    """The part of the library's `Tokenizer` that is used here."""
+
+    def encode(self, sequence: str, *, add_special_tokens: bool) -> _Encoded: ...
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+    def get_vocab(self, *, with_added_tokens: bool) -> dict[str, int]: ...
+
+
+class _Template(Protocol):
+    def render(self, **names: object) -> str: ...
+
+
+_SPECIAL_TYPES = (3, 4)  # of GGUF: control tokens, and tokens that a user defined
+_GPT2_WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+_LATER_WORDS = (
+    r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS|"""
+    r""" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+)
+# Names of llama.cpp and the pattern of a word. Digits of "smollm" are words of their own.
+_WORDS = {
+    "gpt-2": _GPT2_WORDS,
+    "llama-bpe": _LATER_WORDS.replace("DIGITS", r"\p{N}{1,3}"),
+    "qwen2": _LATER_WORDS.replace("DIGITS", r"\p{N}"),
+    "smollm": _GPT2_WORDS,
+}
+_CONTEXT_TOKENS = 6  # of the prompt: enough for a word that begins before the answer
+_MAX_HELD_TOKENS = 16  # a character of UTF-8 has up to 4
+
+
+def read_tokenizer(path: Path) -> ModelTokenizer:
+    """Read the tokenizer, the chat template and the stop tokens of a model.
+
+    Args:
+        path: A GGUF file, or a directory with `tokenizer.json`.
+
+    Raises:
+        ConfigError: A file is missing, damaged or not supported, or a package is not installed.
+    """
+    if not path.is_dir():
+        return _of_gguf(path, GGUFFile(path).fields)
+    library = optional("tokenizers", path)
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError(f"{path} has no tokenizer.json: give the directory of a whole model")
+    try:
+        vocabulary = library.Tokenizer.from_file(str(file))
+    except Exception as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    config, about = read_json(path / "config.json"), read_json(path / "tokenizer_config.json")
+    config = {**config, **config.get("text_config", {})}
+    generation = read_json(path / "generation_config.json")
+    stops = generation.get("eos_token_id", config.get("eos_token_id"))
+    apart = path / "chat_template.jinja"
+    template = apart.read_text(encoding="utf-8") if apart.is_file() else about.get("chat_template")
+    if isinstance(template, list):  # several templates by name
+        template = next((one["template"] for one in template if one["name"] == "default"), None)
+    special = {
+        name: token if isinstance(token, str) else token["content"]
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+        if (token := about.get(name))
+    }
+    return ModelTokenizer(
+        path,
+        vocabulary,
+        stop_tokens=frozenset([stops] if isinstance(stops, int) else stops or ()),
+        template=template,
+        special=special,
+        vocab_size=int(config.get("vocab_size", 0)),
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, an empty one without a file.
+
+    Raises:
+        ConfigError: The file cannot be read, or holds no object.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return found
+
+
+def _of_gguf(path: Path, fields: Mapping[str, Any]) -> ModelTokenizer:
+    library = optional("tokenizers", path)
+    kind, words = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
+    if kind != "gpt2" or words not in _WORDS:
+        raise ConfigError(
+            f"the tokenizer {kind}/{words} of {path} is not supported in a GGUF file (only gpt2/"
+            f"{', gpt2/'.join(_WORDS)}): give the model's directory with tokenizer.json"
+        )
+    texts = fields["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    vocabulary = library.Tokenizer(
+        library.models.BPE(
+            vocab={text: index for index, text in enumerate(texts)},
+            merges=merges,
+            ignore_merges=words == "llama-bpe",
+        )
+    )
+    split = library.pre_tokenizers
+    steps = [split.Digits(individual_digits=True)] if words == "smollm" else []
+    steps.append(split.Split(library.Regex(_WORDS[words]), behavior="isolated"))
+    vocabulary.pre_tokenizer = split.Sequence(
+        [*steps, split.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    vocabulary.decoder = library.decoders.ByteLevel()
+    types = fields.get("tokenizer.ggml.token_type", ())
+    vocabulary.add_special_tokens(
+        [
+            library.AddedToken(text, special=True, normalized=False)
+            for text, type_ in zip(texts, types, strict=False)
+            if type_ in _SPECIAL_TYPES
+        ]
+    )
+    ids = {
+        name: int(fields[f"tokenizer.ggml.{name}_id"])
+        for name in ("bos_token", "eos_token", "eot_token", "eom_token")
+        if f"tokenizer.ggml.{name}_id" in fields
+    }
+    special = {name: texts[token] for name, token in ids.items()}
+    if "bos_token" in ids and fields.get("tokenizer.ggml.add_bos_token", words == "llama-bpe"):
+        bos = special["bos_token"]
+        vocabulary.post_processor = library.processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, ids["bos_token"])]
+        )
+    return ModelTokenizer(
+        path,
+        vocabulary,
+        stop_tokens=frozenset(token for name, token in ids.items() if name != "bos_token"),
+        template=fields.get("tokenizer.chat_template"),
+        special=special,
+    )
+
+
+class ModelTokenizer:
+    """The tokenizer of one model, see `tokenizers.Tokenizer`.
+
+    Args:
+        path: The model, for messages.
+        vocabulary: A `tokenizers.Tokenizer` of the library.
+        stop_tokens: Tokens that end an answer.
+        template: The Jinja template of the model's chats, None without one.
+        special: Texts by the name that a template may use, such as `bos_token`.
+        vocab_size: Number of rows of the model's embedding, where it is above the vocabulary's.
+
+    Raises:
+        ConfigError: The template cannot be read, or the package `jinja2` is not installed.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        vocabulary: _Vocabulary,
+        *,
+        stop_tokens: frozenset[int],
+        template: str | None,
+        special: Mapping[str, str],
+        vocab_size: int = 0,
+    ) -> None:
+        self._vocabulary = vocabulary
+        texts = vocabulary.get_vocab(with_added_tokens=True)
+        self._most_characters = max(map(len, texts), default=1)
+        self.vocab_size = max(vocab_size, 1 + max(texts.values(), default=0))
+        self.stop_tokens = stop_tokens
+        self._special = special
+        self._template = None if template is None else _template(path, template)
+
+    def encode(self, text: str) -> bytes:
+        """See Tokenizer.encode; names of special tokens in `text` become these tokens."""
+        return self._encode(text, adds_special=True)
+
+    def encode_chat(self, messages: Messages) -> bytes:
+        """See Tokenizer.encode_chat."""
+        if self._template is None:
+            raise BadRequestError("the model has no chat template: send a completion instead")
+        template_error = importlib.import_module("jinja2").TemplateError
+        try:
+            text = self._template.render(
+                messages=[dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._special,
+            )
+        except (template_error, TypeError, ValueError) as error:
+            raise BadRequestError(f"the chat template refuses the messages: {error}") from error
+        return self._encode(text, adds_special=False)
+
+    def _encode(self, text: str, *, adds_special: bool) -> bytes:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadRequestError(f"the text is no UTF-8: {error}") from error
+        ids = self._vocabulary.encode(text, add_special_tokens=adds_special).ids
+        return np.array(ids, "<i4").tobytes()
+
+    def fewest_tokens(self, text: str) -> int:
+        """See Tokenizer.fewest_tokens."""
+        return len(text) // self._most_characters
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """See Tokenizer.decode; special tokens have no text."""
+        ids = [int(token) for token in tokens]
+        if not all(0 <= token < self.vocab_size for token in ids):
+            raise BadRequestError(f"a token of this model is in [0, {self.vocab_size})")
+        return str(self._vocabulary.decode(ids, skip_special_tokens=True))
+
+    def decoder(self, before: bytes) -> TextDecoder:
+        """See Tokenizer.decoder."""
+        known = unpack(before[-4 * _CONTEXT_TOKENS :]).tolist()
+        return _Pieces(self, known, len(known))
+
+
+@dataclass(slots=True)
+class _Pieces:
+    """Decodes a window of tokens, as the text of a token may depend on the tokens before it.
+
+    ids:  | context | read | new |
+                    ^ text before it has been given out
+    """
+
+    tokenizer: ModelTokenizer
+    ids: list[int]
+    num_read: int
+    stops: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stops = self.tokenizer.stop_tokens
+
+    def feed(self, token: int) -> str:
+        if token in self.stops:
+            return ""
+        self.ids.append(token)
+        text = self._new_text()
+        is_held = text.endswith("\ufffd") and len(self.ids) - self.num_read < _MAX_HELD_TOKENS
+        if is_held or not text:
+            return ""
+        self.ids = self.ids[self.num_read :]
+        self.num_read = len(self.ids)
+        return text
+
+    def rest(self) -> str:
+        text = self._new_text()
+        self.ids, self.num_read = self.ids[self.num_read :], len(self.ids) - self.num_read
+        return text
+
+    def _new_text(self) -> str:
+        read = self.tokenizer.decode(self.ids[: self.num_read])
+        return self.tokenizer.decode(self.ids)[len(read) :]
+
+
+def _template(path: Path, text: str) -> _Template:
+    """Compile a chat template with the names that templates of models use."""
+    jinja2 = optional("jinja2", path)
+    sandbox = importlib.import_module("jinja2.sandbox").ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+
+    def refuse(why: str) -> None:
+        raise jinja2.TemplateError(why)
+
+    sandbox.globals["raise_exception"] = refuse
+    sandbox.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
+    sandbox.filters["tojson"] = lambda value, **options: json.dumps(
+        value, ensure_ascii=False, **{"indent": None, **options}
+    )
+    try:
+        compiled: _Template = sandbox.from_string(text)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"the chat template of {path} cannot be read: {error}") from error
+    return compiled
