@@ -13,6 +13,7 @@ from enum import Enum
 from functools import cached_property
 
 import msgspec
+import numpy as np
 from aiohttp import hdrs, web
 
 import tierkv
@@ -24,12 +25,14 @@ from tierkv.api.types import (
     LifeAnswer,
     LiveAnswer,
     PartHealth,
+    PromptTextAnswer,
     ReadyAnswer,
     SleepBody,
     VerifyAnswer,
     VersionAnswer,
     WakeBody,
 )
+from tierkv.cache.keys import Prompt
 from tierkv.errors import (
     BadRequestError,
     ConfigError,
@@ -347,6 +350,7 @@ _FIGURES = frozenset(
     )
 )
 _MOST_DIGITS = 18  # of a request's number; Python refuses numbers of thousands of digits
+_SHOWN_TOKENS = 256  # at the beginning and at the end of a prompt's text
 _MOST_TOLD = 24  # requests in one event of the page; see _chosen
 _RUN_S = 0.0004  # pause per run of blocks read, 200 times its reading time
 
@@ -375,15 +379,41 @@ class NodeLiveRoutes(Routes):
     @Route("GET", "/live/requests/{number}/explain", Access.READ, answer=Explanation)
     async def explain(self, request: web.BaseRequest) -> Explanation:
         """Explain what of one of the last requests' prompts is cached now."""
-        node, number = self._node, in_path(request, "number")
-        async with node.call():
-            is_number = number.isdecimal() and len(number) <= _MOST_DIGITS
-            one = node.service.timelines.find(int(number)) if is_number else None
-            if one is None or not self._may_see(self._whose(request), one.space):
-                raise UnknownIdError("this request is none of the last ones")
-            if one.prompt is None:
-                raise UnknownIdError("the prompt of this request is not kept any more")
-            return await explained(node, principal_of(request), one.prompt)
+        async with self._node.call():
+            return await explained(self._node, principal_of(request), self._prompt(request))
+
+    @Route("GET", "/live/requests/{number}/text", Access.WRITE, answer=PromptTextAnswer)
+    async def text(self, request: web.BaseRequest) -> PromptTextAnswer:
+        """Return the text of one of the last requests' prompts, shortened in the middle.
+
+        A caller with the role `read` sees counts of tokens alone.
+        """
+        async with self._node.call():
+            prompt = self._prompt(request)
+            tokenizer = self._node.spec.tokenizer
+            tokens = np.frombuffer(prompt.tokens, "<i4")
+            if len(tokens) <= 2 * _SHOWN_TOKENS:
+                return PromptTextAnswer(await aside(tokenizer.decode, tokens), "", 0)
+            return PromptTextAnswer(
+                await aside(tokenizer.decode, tokens[:_SHOWN_TOKENS]),
+                await aside(tokenizer.decode, tokens[-_SHOWN_TOKENS:]),
+                len(tokens) - 2 * _SHOWN_TOKENS,
+            )
+
+    def _prompt(self, request: web.BaseRequest) -> Prompt:
+        """Return the prompt of the request in the path.
+
+        Raises:
+            UnknownIdError: The node does not remember it, or it is another tenant's.
+        """
+        number = in_path(request, "number")
+        is_number = number.isdecimal() and len(number) <= _MOST_DIGITS
+        one = self._node.service.timelines.find(int(number)) if is_number else None
+        if one is None or not self._may_see(self._whose(request), one.space):
+            raise UnknownIdError("this request is none of the last ones")
+        if one.prompt is None:
+            raise UnknownIdError("the prompt of this request is not kept any more")
+        return one.prompt
 
     def _whose(self, request: web.BaseRequest) -> str | None:
         """Return the tenant that owns the requests and prefixes visible to the caller.
