@@ -380,7 +380,7 @@ class NodeLiveRoutes(Routes):
     async def explain(self, request: web.BaseRequest) -> Explanation:
         """Explain what of one of the last requests' prompts is cached now."""
         async with self._node.call():
-            return await explained(self._node, principal_of(request), self._prompt(request))
+            return await explained(self._node, principal_of(request), self._past_prompt(request))
 
     @Route("GET", "/live/requests/{number}/text", Access.WRITE, answer=PromptTextAnswer)
     async def text(self, request: web.BaseRequest) -> PromptTextAnswer:
@@ -389,7 +389,7 @@ class NodeLiveRoutes(Routes):
         A caller with the role `read` sees counts of tokens alone.
         """
         async with self._node.call():
-            prompt = self._prompt(request)
+            prompt = self._past_prompt(request)
             tokenizer = self._node.spec.tokenizer
             tokens = np.frombuffer(prompt.tokens, "<i4")
             if len(tokens) <= 2 * _SHOWN_TOKENS:
@@ -400,7 +400,7 @@ class NodeLiveRoutes(Routes):
                 len(tokens) - 2 * _SHOWN_TOKENS,
             )
 
-    def _prompt(self, request: web.BaseRequest) -> Prompt:
+    def _past_prompt(self, request: web.BaseRequest) -> Prompt:
         """Return the prompt of the request in the path.
 
         Raises:
