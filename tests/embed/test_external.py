@@ -185,7 +185,7 @@ def test_engines_share_a_quarter_of_a_node_s_slots_for_saves_equally(tmp_path: P
         assert taken(hosts[1], has=SLOTS // 16 + 1) == 0, "it has more than its part"
         for host in hosts[1:]:
             host.close()
-        until(lambda: at.log.count("all it held is given back") == 3)
+        until(lambda: at.log.count("its slots and promises were released") == 3)
         assert taken(hosts[0], has=SLOTS // 16) == SLOTS // 4 - SLOTS // 16
         assert hosts[0].most_reserved[0] == SLOTS // 4
 
@@ -199,7 +199,7 @@ def test_an_engine_that_is_killed_takes_nothing_with_it(tmp_path: Path) -> None:
         doomed = doomed_engine(at)
         doomed.kill()
         doomed.communicate()
-        until(lambda: "engine doomed has gone, and all it held is given back" in at.log)
+        until(lambda: "engine doomed ended, and its slots and promises were released" in at.log)
         assert on.lookup("b", TOKENS) == Found(len(TOKENS))
         on.load("b", THERE)
         assert on.hold(TOKENS, THERE)
@@ -224,7 +224,7 @@ def test_an_engine_that_dies_before_it_is_answered_leaves_the_node_alive(tmp_pat
                 link.send(msgspec.msgpack.encode([number, ["verify", []]]))
             link.close()
             close_all(descriptors)
-        until(lambda: at.log.count("all it held is given back") == 5)
+        until(lambda: at.log.count("its slots and promises were released") == 5)
         on.compute(TOKENS, HERE)
         on.save("a", TOKENS, HERE)
         assert on.lookup("b", TOKENS) == Found(len(TOKENS))
@@ -251,7 +251,7 @@ def test_engines_killed_at_random_leave_another_and_the_node_as_they_were(
                 doomed.kill()
                 doomed.communicate()
             driver.finish()
-            until(lambda: at.log.count("all it held is given back") == num_killed)
+            until(lambda: at.log.count("its slots and promises were released") == num_killed)
             until(lambda: on.cache.reset().wait(PATIENCE_S) == 0, "nothing is held")
             with at.client() as client:
                 assert client.verify().findings == []
@@ -270,12 +270,12 @@ def test_slots_wait_for_the_last_rank_of_an_engine_that_was_killed(tmp_path: Pat
             assert rank.step(StepMessage(saves=[doomed.plan], holds=True)) == []
             doomed.kill()
             doomed.communicate()
-            until(lambda: "engine doomed has gone; its ranks may still copy" in at.log)
+            until(lambda: "engine doomed disconnected; its ranks may still copy" in at.log)
             with at.client() as client:  # it answers, and has given nothing back
                 assert client.verify().findings == []
-            assert "all it held is given back" not in at.log
+            assert "its slots and promises were released" not in at.log
             rank.step(StepMessage(holds=False))
-            until(lambda: "engine doomed has gone, and all it held is given back" in at.log)
+            until(lambda: "engine doomed ended, and its slots and promises were released" in at.log)
         finally:
             rank.process.kill()
             rank.process.communicate()
@@ -459,7 +459,7 @@ def test_an_engine_outlives_its_node_says_so_and_comes_to_the_next(
             on.save("a", TOKENS, HERE)
             doomed_node.process.send_signal(how)
             assert doomed_node.process.wait(PATIENCE_S) == code
-            until(lambda: "has gone" in str(on.lookup("b", TOKENS).problem))
+            until(lambda: "was lost" in str(on.lookup("b", TOKENS).problem))
             assert cache.load("b", [THERE]) is None
     with node(tmp_path / "node") as again, engine(again, "anew") as on:
         on.compute(TOKENS, HERE)

@@ -758,7 +758,7 @@ def test_a_ticket_for_a_prompt_one_group_of_which_is_not_there_is_refused_and_sa
         key = on.save(tokens, [full, [NO_BLOCK, 1, NO_BLOCK]], ticket="t")
         problem = on.published(key)
         assert isinstance(problem, HandoffError)
-        assert "16 of 20 tokens in every group" in str(problem)
+        assert "only 16 of 20 prompt tokens are in host memory" in str(problem)
 
 
 def test_a_load_that_failed_in_one_plan_is_not_offered_again_in_any_group() -> None:

@@ -243,7 +243,7 @@ def test_wrong_use_is_refused_with_its_reason() -> None:
         storage.pool({}, pages_of(6))
     with pytest.raises(LayoutError, match="num_pages"):
         storage.pool(_ENGINE, pages_of(6)[0])
-    with pytest.raises(LayoutError, match="as many rows"):
+    with pytest.raises(LayoutError, match="same number of rows"):
         storage.pool(_ENGINE, pages_of(6), pages_of(6, 7))
     pool = storage.pool(_ENGINE, pages_of(6))
     with pytest.raises(LayoutError, match="2 keys for 1 pages"):

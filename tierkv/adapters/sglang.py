@@ -54,7 +54,10 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _Ints = npt.NDArray[np.int64]
-_NOT_V1 = 'tierkv is a backend of interface v1: put "interface_v1": 1 into the extra config'
+_NOT_V1 = (
+    "tierkv's backend needs SGLang's storage interface v1: add \"interface_v1\": 1 to "
+    "--hicache-storage-backend-extra-config"
+)
 # What SGLang and its other parts read of the extra config.
 _OF_SGLANG = {
     "allocator", "backend_name", "class_name", "file_storage_path", "interface_v1", "module_path",
@@ -109,7 +112,10 @@ class TierKVHiCache(HiCacheStorage):
         if not extra.get("interface_v1"):
             raise ConfigError(_NOT_V1)
         if not extra.get("store"):
-            raise ConfigError('the extra config names no store: "store": "redis://HOST:PORT/0"')
+            raise ConfigError(
+                '--hicache-storage-backend-extra-config names no store: add "store": '
+                '"redis://HOST:PORT/0", or another storage URL'
+            )
         given = {name: value for name, value in extra.items() if name not in _OF_SGLANG}
         own = from_mapping(HiCacheSettings, given, "--hicache-storage-backend-extra-config")
         self.registered_pools: dict[str, HostKVCache] = {}
@@ -276,7 +282,10 @@ class TierKVHiCache(HiCacheStorage):
     def _pools(self, name: str) -> list[PagePool]:
         """Return the page pools of SGLang's pool `name`; empty for a pool without bytes."""
         if name not in self._pages:
-            raise ConfigError(f"SGLang has registered no host pool {str(name)!r}")
+            raise ConfigError(
+                f"SGLang used the host pool {str(name)!r} without registering it: report "
+                "this with SGLang's version"
+            )
         return self._pages[name].pools
 
     def _move(
@@ -300,7 +309,12 @@ class TierKVHiCache(HiCacheStorage):
                 rows = self._pages[transfer.name].rows(transfer.host_indices, len(keys))
                 futures = [act(pool, _names(keys), rows) for pool in pools]
             except Exception as error:  # noqa: BLE001 - others are under way, and are waited for
-                log.error("%d pages of %s were not moved: %s", len(keys), transfer.name, error)
+                log.error(
+                    "%d pages of the pool %s were not stored or loaded: %s",
+                    len(keys),
+                    transfer.name,
+                    error,
+                )
             started.append((transfer, futures))
         results, moved, num_bytes = {}, 0, 0
         for transfer, futures in started:
@@ -347,7 +361,7 @@ class _HostPages:
         self._first, self._strides = first, second - first
         is_even = (first + (count - 1) * self._strides == last).all()
         if not is_even or (self._strides < sizes).any():
-            raise LayoutError(f"{self._where}: its pages do not lie one after the other")
+            raise LayoutError(f"{self._where}: its pages are not evenly spaced in memory")
         self.page_bytes = int(sizes.sum())
         parts = [
             _memory(int(address), count, int(stride), int(size))
@@ -364,7 +378,10 @@ class _HostPages:
         """
         count = 0 if host_indices is None else len(host_indices)
         if host_indices is None or count != num_pages * self._pool.page_size:
-            raise LayoutError(f"{count} slots are not {num_pages} pages of {self._pool.page_size}")
+            raise LayoutError(
+                f"{num_pages} pages of {self._pool.page_size} tokens need "
+                f"{num_pages * self._pool.page_size} host indices, not {count}"
+            )
         if not self.pools or not num_pages:
             return []
         parts = len(self._first)
@@ -372,7 +389,10 @@ class _HostPages:
         at = pointers.reshape(num_pages, parts)
         rows = (at[:, 0] - self._first[0]) // self._strides[0]
         if (self._first + rows[:, None] * self._strides != at).any():
-            raise LayoutError(f"{self._where}: slots {host_indices[:4].tolist()} ... begin no page")
+            raise LayoutError(
+                f"{self._where}: the host indices {host_indices[:4].tolist()} ... do not "
+                "start at a page"
+            )
         return list(map(int, rows))
 
     def _at(self, page: int) -> tuple[_Ints, _Ints]:
@@ -393,8 +413,8 @@ class _HostPages:
     def _where(self) -> str:
         pool = self._pool
         return (
-            f"pages of {type(pool).__name__} cannot be stored from layout {pool.layout}; most can "
-            "from --hicache-mem-layout page_first_direct"
+            f"{type(pool).__name__} with the layout {pool.layout} cannot be stored "
+            "(--hicache-mem-layout page_first_direct suits most pools)"
         )
 
 
@@ -412,7 +432,7 @@ def _answer(future: Future[_T], failed: _T) -> _T:
     try:
         return future.result()
     except Exception as error:  # noqa: BLE001 - whatever fails in a cache is a miss to its engine
-        log.warning("a call to the store failed: %s", error)
+        log.warning("an operation of the store failed, which SGLang takes as a miss: %s", error)
         return failed
 
 

@@ -107,7 +107,10 @@ class PagedCache:
         kinds = {type(layer) for layer in DynamicCache(config=config).layers}
         if kinds != {DynamicLayer}:
             names = ", ".join(sorted(kind.__name__ for kind in kinds))
-            raise LayoutError(f"only full attention can be cut into blocks of tokens, not {names}")
+            raise LayoutError(
+                f"only layers of full attention can be cached, and this model has {names}: "
+                "use another model, or generate without this cache"
+            )
         self.layout = Layout(
             block_size,
             tuple(
@@ -162,11 +165,14 @@ class PagedCache:
         expected = (1, shape.heads, states.shape[2], shape.dim)
         if tuple(states.shape) != expected or states.dtype != self.dtype:
             raise LayoutError(
-                f"layer {layer} {shape.role}: {tuple(states.shape)} of {_name(states.dtype)} where "
-                f"{expected} of {_name(self.dtype)} belongs"
+                f"layer {layer} {shape.role}: the cache has {tuple(states.shape)} of "
+                f"{_name(states.dtype)}, but the layout needs {expected} of "
+                f"{_name(self.dtype)}"
             )
         if not 0 <= start <= stop <= states.shape[2]:
-            raise LayoutError(f"the cache has {states.shape[2]} tokens, not {start} to {stop}")
+            raise LayoutError(
+                f"tokens {start} to {stop} cannot be read from a cache of {states.shape[2]} tokens"
+            )
         tokens = states[0, :, start:stop].detach().transpose(0, 1).cpu().contiguous()
         flat: npt.NDArray[np.uint8] = (
             tokens.reshape(stop - start, shape.heads * shape.dim).view(torch.uint8).numpy()
@@ -199,7 +205,7 @@ def _shapes(config: PretrainedConfig) -> tuple[_Shape, _Shape]:
 
 def _states(cache: DynamicCache, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     if layer >= len(cache.layers) or not cache.layers[layer].is_initialized:
-        raise LayoutError(f"the cache has nothing of layer {layer}")
+        raise LayoutError(f"the cache has no keys and values of layer {layer}: run the model first")
     return cache.layers[layer].keys, cache.layers[layer].values
 
 
@@ -241,8 +247,8 @@ _CHUNKS = "prefill_chunk_size"
 _TENSORS = frozenset({"input_ids", "attention_mask", *_BY_POSITION})
 _CHANGING_ROPE = frozenset({"dynamic", "longrope"})
 _ONE_ROW = (
-    "a TierKVCache holds one sequence: call generate for each row by itself, without beams and "
-    "with one returned sequence (each of these makes several rows)"
+    "a TierKVCache holds one sequence: call generate for each row separately, without "
+    "beams and with one returned sequence (each of these makes several rows)"
 )
 
 
@@ -325,9 +331,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             room = rooms[plane]
             if room.shape != states.shape or room.dtype != states.dtype:
                 raise LayoutError(
-                    f"layer {self._number} has {tuple(states.shape)} of {_name(states.dtype)} where"
-                    f" {tuple(room.shape)} of {_name(room.dtype)} belongs: give this cache only to "
-                    "the model that it was made for"
+                    f"layer {self._number} computed {tuple(states.shape)} of "
+                    f"{_name(states.dtype)}, but this cache expects "
+                    f"{tuple(room.shape)} of {_name(room.dtype)}: use this cache only "
+                    "with the model that it was made for"
                 )
             room.copy_(states.detach() if states.requires_grad else states)
         self._set_length(stop)
@@ -481,13 +488,16 @@ class TierKVCache(Cache):  # type: ignore[misc]
         """
         virtual = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
         if virtual:  # of prompt and prefix tuning
-            raise ConfigError("PEFT puts virtual tokens before the text, which no cache here knows")
+            raise ConfigError(
+                "PEFT's prompt and prefix tuning put virtual tokens before the text, and "
+                "their KV cannot be cached: use LoRA, or generate without this cache"
+            )
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         _check_model(model)
         if store is not None and revision is None and _hooks_of(model):
             raise ConfigError(
-                "the model has forward hooks, which may change what it caches: say "
-                "revision=, which names weights and hooks"
+                "the model has forward hooks, which may change its keys and values: "
+                "pass revision= with a name for the weights and hooks together"
             )
         like = _states_of_one_token(model)
         fingerprint = Fingerprint(
@@ -586,7 +596,8 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._check_open()
         if self._turn.locked():
             raise BadRequestError(
-                "another generate uses this cache now: wait for it, or have a cache for each thread"
+                "another generate uses this cache now: wait for its end, or make a "
+                "cache for each thread"
             )
         with self._turn:
             self._moves.hurry()
@@ -625,11 +636,14 @@ class TierKVCache(Cache):  # type: ignore[misc]
             BadRequestError: the arguments cannot be served from a cache.
         """
         if model is not self._model:
-            raise BadRequestError("this cache was made for another model")
+            raise BadRequestError(
+                "this cache was made for another model: make a cache for this model"
+            )
         if not self._is_on_stream():
             raise BadRequestError(
-                "the model runs on another CUDA stream than the one on which this cache was made: "
-                "copies would not be in order with it; make the cache on the stream that computes"
+                "the model runs on another CUDA stream than the stream on which this "
+                "cache was made, and copies would not be ordered with it: make the "
+                "cache on the stream that computes"
             )
         self._check_open()
         self._moves.hurry()
@@ -676,7 +690,9 @@ class TierKVCache(Cache):  # type: ignore[misc]
         start, ids = self._fed[-1]
         device = load.valid - start
         lost = len(ids) - device
-        log.warning("%d tokens did not load and are computed", hit.host + hit.storage)
+        log.warning(
+            "%d cached tokens did not load: the model computes them", hit.host + hit.storage
+        )
         self.last_hit += PromptHit(device, 0, 0, lost, "a load failed")
         self._place(load.valid)
         given = {**arguments, "input_ids": ids[device:][None]}
@@ -725,7 +741,9 @@ class TierKVCache(Cache):  # type: ignore[misc]
         if not self._moves.is_open:
             raise ShuttingDownError("this cache is closed: make another one")
         if os.getpid() != self._process:
-            raise ForkedError("this process was forked from the cache's: make another one here")
+            raise ForkedError(
+                "this cache belongs to the parent of this forked process: make another cache here"
+            )
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -827,8 +845,9 @@ class TierKVCache(Cache):  # type: ignore[misc]
     def _wait(self, layer: int, stop: int) -> None:
         if stop != self._stop:
             raise BadRequestError(
-                "this cache was not asked before the model ran: generate with, or call, the whole "
-                "model that it was made for"
+                "the model ran before its prompt was looked up in this cache: call or "
+                "generate with the whole model that this cache was made for, not one "
+                "of its parts"
             )
         if self._load is not None:
             self._moves.wait_layer(self._load, layer)
@@ -879,8 +898,9 @@ class TierKVCache(Cache):  # type: ignore[misc]
         _check_drops_nothing(self._model)
         if _state_of(self._model) != self._weights:
             raise ConfigError(
-                "the model's weights, adapters, hooks or device have changed since this cache was "
-                "made: close it and make another one (adapter_names of PEFT sets hooks for a call)"
+                "the model's weights, adapters, hooks or device changed after this "
+                "cache was made: close this cache and make another (PEFT's "
+                "adapter_names sets hooks during a call)"
             )
 
 
@@ -1013,7 +1033,9 @@ class _Moves:
                     return bool(failed)
             left = deadline - time.monotonic()
             if left <= 0:
-                raise TransferError(f"a load did not end within {_COPY_S:g} s")
+                raise TransferError(
+                    f"the copy of cached blocks to the device did not end within {_COPY_S:g} s"
+                )
             self._planes.wait(load.number, left)
 
     def _kept(self, tokens: npt.NDArray[np.int64], num_kept: int) -> int:
@@ -1027,7 +1049,7 @@ class _Moves:
                 if self._save(prompt, first, stop):
                     return min(len(tokens), stop * size)
             except TierKVError as error:
-                log.warning("what was computed is not kept: %s", error)
+                log.warning("the computed keys and values were not stored: %s", error)
                 break
             if self._hurries:
                 break
@@ -1147,23 +1169,33 @@ def _check_model(model: PreTrainedModel) -> None:
     kinds = {type(layer) for layer in DynamicCache(config=config).layers}
     if kinds != {DynamicLayer}:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise LayoutError(f"only full attention can be cut into blocks of tokens, not {names}")
+        raise LayoutError(
+            f"only layers of full attention can be cached, and this model has {names}: use "
+            "another model, or generate without this cache"
+        )
     if model.config.is_encoder_decoder:
-        raise LayoutError("a decoder that attends to an encoder has more than tokens in its cache")
+        raise LayoutError(
+            "encoder-decoder models cannot be cached, since their cache also depends on "
+            "the encoder's input: generate without this cache"
+        )
     parts = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
     if changing := sorted(_CHANGING_ROPE & set(_rope_types(parts))):
         raise LayoutError(
-            f"rope of type {changing[0]} turns the same tokens otherwise in a longer text: what "
-            "is cached of a short one would be wrong in it"
+            f"rope of type {changing[0]} encodes the same tokens differently in a "
+            "longer text, so cached blocks would be wrong there: generate without "
+            "this cache"
         )
     if (getattr(model, "_tp_size", None) or 1) > 1:
-        raise ConfigError("the model is split over several processes; this cache is for one")
+        raise ConfigError(
+            "the model is split over several processes, and this cache supports one: load "
+            "the model without tp_plan"
+        )
     _check_drops_nothing(model)
     if not _is_causal(model):
         raise LayoutError(
-            "the model's tokens attend to those after them, so that what is cached of a text's "
-            "beginning would be wrong in a longer one; a model of BERT's kind generates with "
-            "is_decoder=True in its configuration"
+            "the model's tokens attend to later tokens, so the cached beginning of a "
+            "text would be wrong in a longer text: for models such as BERT, set "
+            "is_decoder=True in the configuration"
         )
 
 
@@ -1223,14 +1255,21 @@ def _states_of_one_token(model: PreTrainedModel) -> list[torch.Tensor]:
     cache = _computed(model, 1)
     empty = [at for at, layer in enumerate(cache.layers) if not layer.is_initialized]
     if empty:
-        raise LayoutError(f"the model keeps nothing of layers {empty} in its cache")
+        raise LayoutError(
+            f"layers {empty} of the model store no keys and values in its cache: generate "
+            "without this cache"
+        )
     states = [one for layer in cache.layers for one in (layer.keys, layer.values)]
     if wrong := [tuple(one.shape) for one in states if one.ndim != 4 or one.shape[::2] != (1, 1)]:  # noqa: PLR2004
         raise LayoutError(
-            f"keys and values are [1, heads, tokens, dim], not {wrong[0]} for a token"
+            "keys and values must have the shape [1, heads, tokens, dim]: for one "
+            f"token this model makes {wrong[0]}"
         )
     if len({one.device for one in states}) > 1:
-        raise ConfigError("the model's layers are on several devices; this cache is for one")
+        raise ConfigError(
+            "the model's layers are on several devices, and this cache supports one: load "
+            'the model with device_map={"": DEVICE}'
+        )
     return states
 
 
@@ -1249,7 +1288,10 @@ def _device_of(device: torch.device) -> Device:
     if device.type == "cpu":
         return CpuDevice()
     if device.type != "cuda":
-        raise ConfigError(f"the model is on {device}; this cache is for CPU and CUDA")
+        raise ConfigError(
+            f"the model is on {device}, and this cache supports only CPU and CUDA: move "
+            "the model to one of these"
+        )
     from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - only where there is a GPU
 
     return CudaDevice(device.index or 0, compute_stream=_stream_of(device))
@@ -1266,7 +1308,10 @@ def _adopted(device: Device, layout: Layout, room: _DeviceRoom) -> DevicePlanes:
     from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - only where there is a GPU
 
     if not isinstance(device, CudaDevice):
-        raise ConfigError(f"{device.name} cannot use memory that PyTorch has allocated")
+        raise ConfigError(
+            f"the device {device.name} cannot use memory that PyTorch has allocated: use a "
+            "device of cpu or cuda"
+        )
     return device.adopt_planes(layout, room.planes)
 
 
@@ -1342,8 +1387,8 @@ def _check_drops_nothing(model: PreTrainedModel) -> None:
     rates = [*named, *(one.p for one in model.modules() if isinstance(one, torch.nn.Dropout))]
     if any(isinstance(rate, (int, float)) and rate > 0 for rate in rates):
         raise ConfigError(
-            "the model is in training mode, where dropout makes what it caches random: call "
-            "model.eval() first"
+            "the model is in training mode, where dropout makes keys and values "
+            "random: call model.eval() first"
         )
 
 
@@ -1360,7 +1405,10 @@ def _content_of(model: PreTrainedModel) -> str:
         if not isinstance(weight, torch.Tensor) or not weight.numel():
             continue
         if weight.device.type == "meta":
-            raise ConfigError(f"{name} is not in memory: say revision=, which names the weights")
+            raise ConfigError(
+                f"the weight {name} is not in memory, so the weights cannot be hashed: "
+                "pass revision= with a name for them"
+            )
         integers = _INTEGERS[weight.element_size()]
         bits = weight.detach().contiguous().view(-1).view(integers)
         some = bits[:: max(len(bits) // _SAMPLES, 1)].to("cpu", torch.int64).numpy().tobytes()
@@ -1387,17 +1435,22 @@ def _checked_ids(given: Mapping[str, Any]) -> torch.Tensor:
     on."""
     ids = given.get("input_ids")
     if ids is None:
-        raise BadRequestError("a TierKVCache needs input_ids: by them it knows what it holds")
+        raise BadRequestError(
+            "a TierKVCache needs input_ids, by which it finds cached blocks: pass "
+            "input_ids, not inputs_embeds"
+        )
     if ids.ndim != 2 or ids.shape[0] != 1:  # noqa: PLR2004
-        raise BadRequestError(f"{_ONE_ROW}; here are {ids.shape[0]}")
+        raise BadRequestError(f"{_ONE_ROW}; input_ids has the shape {tuple(ids.shape)}")
     if given.get("use_cache") is False:
-        raise BadRequestError("use_cache=False and a TierKVCache exclude each other")
+        raise BadRequestError(
+            "use_cache=False cannot be combined with a TierKVCache: remove one of them"
+        )
     for name, value in given.items():
         if name in _TENSORS or value is None or isinstance(value, (Cache, bool, int, float, str)):
             continue
         raise BadRequestError(
-            f"{name} changes what the tokens mean, and is not part of what tierkv finds them by: "
-            "generate without this cache"
+            f"{name} changes keys and values, but is not part of the key of cached "
+            f"blocks: generate without this cache, or remove {name}"
         )
     return ids
 
@@ -1415,7 +1468,10 @@ def _check_places(given: Mapping[str, Any], start: int, count: int) -> None:
     """Raise BadRequestError if tokens are masked, or are not at the places start, start + 1, ..."""
     mask = given.get("attention_mask")
     if mask is not None and (mask.ndim != 2 or not bool(mask.all())):  # noqa: PLR2004
-        raise BadRequestError("a TierKVCache holds texts without padding: mask no token")
+        raise BadRequestError(
+            "attention_mask masks tokens, and a TierKVCache holds texts without padding: "
+            "remove the padding and the mask"
+        )
     for name in _BY_POSITION:
         places = given.get(name)
         if places is not None:
@@ -1425,7 +1481,10 @@ def _check_places(given: Mapping[str, Any], start: int, count: int) -> None:
                 expected = torch.arange(start, start + count, device=places.device)
                 is_right = places.shape[-1] == count and bool((places == expected).all())
             if not is_right:
-                raise BadRequestError(f"{name} must be {start} to {start + count - 1}")
+                raise BadRequestError(
+                    f"{name} must be {start} to {start + count - 1}, the positions of the "
+                    "new tokens"
+                )
 
 
 def _without(given: Mapping[str, Any], count: int, num_tokens: int) -> dict[str, Any]:

@@ -112,11 +112,11 @@ _MOST_LOST = 2  # promises to one request that expire before it loads them
 _COUNTS = {
     "loaded_tokens": "Prompt tokens that were loaded instead of computed",
     "failed_loads": "Loads with a block that did not arrive; their requests were computed",
-    "saved_blocks": "Blocks that were copied to the host and can be found",
+    "saved_blocks": "Blocks that were copied to host memory and can be found",
     "unsaved_blocks": "Blocks that were not saved, because no host memory was free",
     "published_prompts": "Prompts that were handed over",
     "failed_publishes": "Prompts that could not be handed over",
-    "lost_tickets": "Requests with a ticket that brought nothing",
+    "lost_tickets": "Requests whose ticket could not be claimed",
 }
 _ROLE = "kv"  # of a layer's plane
 TICKET = "tierkv_ticket"  # among a request's kv_transfer_params
@@ -176,8 +176,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         }
         if self.node and (given := " and ".join(name for name in own if own[name])):
             raise ConfigError(
-                f"node cannot be combined with {given}, which the node's own settings decide: "
-                f"remove {given}, or remove node"
+                f"node cannot be combined with {given}, which the node's own settings "
+                f"decide: remove {given}, or remove node"
             )
 
     def handoff(self) -> HandoffSettings:
@@ -478,11 +478,15 @@ class _SchedulerSide:
     ) -> None:
         transfer = config.kv_transfer_config
         if config.parallel_config.pipeline_parallel_size > 1:
-            raise ConfigError("TierKVConnector knows tensor parallelism, not pipeline parallelism")
+            raise ConfigError(
+                "TierKVConnector supports tensor parallelism, but not pipeline "
+                "parallelism: set --pipeline-parallel-size 1, not "
+                f"{config.parallel_config.pipeline_parallel_size}"
+            )
         if transfer.kv_load_failure_policy != "recompute":
             log.warning(
-                "a load that fails will fail its request: set "
-                '"kv_load_failure_policy": "recompute" in the --kv-transfer-config'
+                'a failed load will fail its request: set "kv_load_failure_policy": '
+                '"recompute" in --kv-transfer-config to compute instead'
             )
         self.settings = settings
         self._config = config
@@ -540,8 +544,9 @@ class _SchedulerSide:
             )
         if settings.other_ranks and scheme is None:
             log.warning(
-                "instances of other numbers of ranks share nothing with this one: it is not known "
-                "which bytes of a block are which head's (docs/vllm.md)"
+                "other_ranks has no effect: the heads' places in a block of this "
+                "model are unknown, so instances with other numbers of ranks cannot "
+                "use its blocks (docs/vllm.md)"
             )
         self._main = main_group(self._groups)
         self._has_windows = any(group.kind is not GroupKind.FULL for group in self._groups)
@@ -556,7 +561,10 @@ class _SchedulerSide:
         name = f"vllm-{config.kv_transfer_config.engine_id}"
         node = NodeHost(settings.node, name=name, key=settings.node_key) if settings.node else None
         if node is not None and self._tells:
-            log.warning("the node publishes events (GET /v1/events); vLLM publishes none of them")
+            log.warning(
+                "vLLM publishes no KV cache events while it uses a node: subscribe to the "
+                "node's GET /v1/events"
+            )
             self._tells = False
         # An engine that was killed leaves its own, and the next has another name.
         remove_left_over(Path(tempfile.gettempdir()).glob(_SOCKETS))
@@ -615,12 +623,12 @@ class _SchedulerSide:
         if found is None:
             return None
         if found.problem is not None and tracked.claims is not None:
-            log.warning("request %r will do without its ticket: %s", name, found.problem)
+            log.warning("request %r continues without its ticket: %s", name, found.problem)
             tracked.claims = None
             self._counts["lost_tickets"] += 1
             return None
         if found.problem is not None:
-            log.debug("request %r is computed from token %d on: %s",
+            log.debug("request %r computes its prompt from token %d on: %s",
                       name, found.num_there, found.problem)  # fmt: skip
         tracked.num_local = num_computed
         tracked.found = found.blocks
@@ -992,7 +1000,7 @@ class _SchedulerSide:
         for name, outcome in polled.published:
             is_problem = isinstance(outcome, TierKVError)
             if is_problem:
-                log.warning("request %r is not handed over: %s", name, outcome)
+                log.warning("the prompt of request %r was not handed over: %s", name, outcome)
             self._counts["failed_publishes" if is_problem else "published_prompts"] += 1
             self._unpublished.discard(name)
             self.cache.release(name)
@@ -1128,7 +1136,11 @@ class AdapterDigests:
         if error is None:
             return found.result()
         # Nobody else's, then, and no other adapter's.
-        log.warning("the files of adapter %r cannot be read: %s", adapter.lora_name, error)
+        log.warning(
+            "the files of the adapter %r cannot be read, so its blocks are not shared: %s",
+            adapter.lora_name,
+            error,
+        )
         unique: Future[bytes] = Future()
         unique.set_result(os.urandom(32))
         self._known[key] = unique
@@ -1144,7 +1156,7 @@ def _digest_of_adapter(path: str) -> bytes:
     digest = hashlib.sha256()
     files = sorted(Path(get_adapter_absolute_path(path)).glob("adapter_*"))
     if not files:
-        raise FileNotFoundError(f"{path} holds no adapter")
+        raise FileNotFoundError(f"{path} has no file adapter_*")
     for file in files:
         with file.open("rb") as opened:
             digest.update(file.name.encode() + hashlib.file_digest(opened, "sha256").digest())
@@ -1335,7 +1347,10 @@ def _on_device(
             EnginePlanes(layout, [one.numpy() for one in rows]) for layout, rows in groups
         ]
     if not current_platform.is_cuda():
-        raise ConfigError(f"tierkv has no way to the memory of {current_platform.device_name}")
+        raise ConfigError(
+            "TierKVConnector cannot copy from the memory of "
+            f"{current_platform.device_name}: it supports CPU and CUDA"
+        )
     from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - needs CuPy
 
     stream: int = torch.cuda.current_stream().cuda_stream
@@ -1362,8 +1377,8 @@ def _planes_of(
     kind = _KINDS.get(name)
     if kind is None or not group.enable_kv_transfer:
         raise ConfigError(
-            f"TierKVConnector caches {', '.join(_KINDS)}, and this model has {name}: use "
-            "OffloadingConnector with TierKVTier (docs/vllm.md)"
+            f"TierKVConnector caches layers of {', '.join(_KINDS)}, and this model has "
+            f"{name}: use OffloadingConnector with TierKVTier (docs/vllm.md)"
         )
     planes: list[Plane] = []
     found: list[torch.Tensor] = []
@@ -1406,7 +1421,8 @@ def _rows(tensor: torch.Tensor, num_blocks: int, name: str) -> torch.Tensor:
     is_in_one_piece = inside <= tensor.stride(0) and start + stride * num_blocks <= room
     if tensor.shape[0] != parts * num_blocks or not is_in_one_piece:
         raise ConfigError(
-            f"a block of {name} does not lie in one piece: set VLLM_KV_CACHE_LAYOUT to NHD or HND"
+            f"the bytes of a block of {name} are not contiguous: set "
+            "VLLM_KV_CACHE_LAYOUT to NHD or HND"
         )
     empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return empty.set_(tensor.untyped_storage(), start, (num_blocks, stride), (stride, 1))

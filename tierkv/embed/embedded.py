@@ -248,7 +248,7 @@ class Embedded:
         done, timeout_s = events(after), self._load_timeout_s
 
         async def work(session: Session) -> Admitted:
-            why = "the engine could not use what was loaded"
+            why = "the engine rejected the loaded blocks"
             await session.recover(why, timeout_s=timeout_s, after=done)
             return Admitted.of(session)
 
@@ -306,7 +306,9 @@ class Embedded:
             try:
                 return await session.published(publishing, first, how)
             except asyncio.CancelledError:  # the caller does not want the ticket any more
-                publishing.give_up(AbortedError(f"publish of {request_id!r} was cancelled"))
+                publishing.give_up(
+                    AbortedError(f"the publish of request {request_id!r} was cancelled")
+                )
                 raise
 
         return self._in_turn("publish", request_id, work)
@@ -378,7 +380,11 @@ class Embedded:
 
     def _end_requests(self) -> None:
         for name in self._requests.end_all():
-            log.warning("request %r had not been ended when the service closed", name)
+            log.warning(
+                "request %r was still open when the service closed: finish or abort every "
+                "request before close()",
+                name,
+            )
 
 
 def _prompt(service: Service, tokens: bytes | Prompt) -> Prompt:
@@ -413,7 +419,7 @@ def check_text(**values: str) -> None:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise _wrong(name, "text that UTF-8 can write", value) from None
+            raise _wrong(name, "text without surrogates", value) from None
 
 
 def check_count(**values: int) -> None:
@@ -451,7 +457,7 @@ def check_deadline(deadline_s: float | None) -> None:
     if not isinstance(deadline_s, Real):
         raise _wrong("deadline_s", "a number of seconds", deadline_s)
     if not (math.isfinite(deadline_s) and deadline_s >= 0):
-        raise BadRequestError(f"deadline_s must be a number not below 0, not {deadline_s}")
+        raise BadRequestError(f"deadline_s must be at least 0 s, not {deadline_s}")
 
 
 def events(after: Sequence[Event]) -> tuple[Event, ...]:

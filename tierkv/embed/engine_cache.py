@@ -350,7 +350,10 @@ class EngineCache:
                 self._layouts = [side_by_side(shards)]
             ranks.check(self._layouts)
             if planes is not None:
-                raise ConfigError("a rank in this process connects to the socket of the others")
+                raise ConfigError(
+                    "planes cannot be combined with ranks: a rank in this process "
+                    "connects to the socket as every other rank does"
+                )
             num_ranks = ranks.num_ranks
         if (
             len(self.groups) > 1
@@ -358,13 +361,14 @@ class EngineCache:
             and {num_ranks, *storage.peer_sizes} > {num_ranks}
         ):
             log.warning(
-                "of several groups of layers only what %d ranks have stored is found: peer_sizes "
-                "are for one group of full attention",
+                "peer_sizes has no effect for a model with several groups of layers: "
+                "only blocks stored by engines of %d ranks are found",
                 num_ranks,
             )
         if node is not None and shards:
             raise ConfigError(
-                "a node keeps blocks as they lie in its host slots: give it side_by_side(shards)"
+                "with node=, the layout must be that of the node's host slots: pass "
+                "side_by_side(shards) as the layout"
             )
         if node is None:
             sizes = HostSizes.of(fingerprint, self.groups, host_bytes, shards)
@@ -483,7 +487,10 @@ class EngineCache:
             BadRequestError: external ids are not given for each group.
         """
         if external_ids and len(external_ids) != len(self.groups):
-            raise BadRequestError(f"external ids are given for each of {len(self.groups)} groups")
+            raise BadRequestError(
+                f"external_ids must have one sequence for each of {len(self.groups)} "
+                f"groups, not {len(external_ids)}"
+            )
         if self._socket is not None and self._socket.lost:
             return Found(0, problem=self._socket.failure)
         known = self._known_of(key, prompt, ticket)
@@ -592,8 +599,9 @@ class EngineCache:
             first, stop = positions[0] - held.first, positions[-1] + 1 - held.first
             if first < 0 or stop > len(held.slots):
                 raise BadRequestError(
-                    f"{key!r} was promised blocks {held.first} to "
-                    f"{held.first + len(held.slots)} of group {group}, not these"
+                    f"blocks {positions[0]} to {positions[-1]} of group {group} cannot "
+                    f"be loaded: lookup promised blocks {held.first} to "
+                    f"{held.first + len(held.slots) - 1} to {key!r}"
                 )
             slots = held.slots[first:stop]
             if len(slots) > len(positions):  # some are not wanted
@@ -643,7 +651,11 @@ class EngineCache:
         given = self._given(block_ids, first_blocks)
         names = [tuple(of_group) for of_group in external_ids]
         if names and [len(one) for one in names] != [len(ids) for ids in block_ids]:
-            raise BadRequestError("external ids are one for each block id")
+            raise BadRequestError(
+                f"external_ids must have one entry for each block id: "
+                f"{[len(one) for one in names]} entries for "
+                f"{[len(ids) for ids in block_ids]} blocks"
+            )
         self._check_saves(key, prompt, given)
         known = self._known.get(key)
         if known is not None and not known.goes_on_with(prompt):
@@ -682,16 +694,24 @@ class EngineCache:
     ) -> None:
         if prompt.block_size != self.groups[self._main].block_size:
             raise BadRequestError(
-                f"{key!r}: a prompt has blocks of {self.groups[self._main].block_size} tokens, as "
-                f"group {self._main}, not of {prompt.block_size}"
+                f"the prompt of {key!r} has blocks of {prompt.block_size} tokens, but "
+                f"group {self._main} has blocks of "
+                f"{self.groups[self._main].block_size}: make the prompt with that "
+                "block size"
             )
         for group, positions, _ in given:
             whole = -(-prompt.num_tokens // self.groups[group].block_size)
             if positions[-1] >= whole:
-                raise BadRequestError(f"{key!r} has blocks 0 to {whole - 1} in group {group}")
+                raise BadRequestError(
+                    f"block {positions[-1]} of group {group} cannot be saved: the prompt "
+                    f"of {key!r} has blocks 0 to {whole - 1}"
+                )
             is_full = self.groups[group].kind is GroupKind.FULL
             if is_full and positions[-1] - positions[0] >= len(positions):
-                raise BadRequestError(f"{key!r}: full attention has no gap, as group {group} has")
+                raise BadRequestError(
+                    f"the blocks of group {group} of {key!r} have a gap (a negative block "
+                    "id): full attention needs every block"
+                )
 
     def _saved_part(
         self,
@@ -730,14 +750,17 @@ class EngineCache:
         """Return number, positions and blocks of each group that has any."""
         if len(block_ids) != len(self.groups) or len(first_blocks) not in (0, len(block_ids)):
             raise BadRequestError(
-                f"there are {len(self.groups)} groups: block ids of {len(block_ids)}, and first "
-                f"blocks of {len(first_blocks)}, were given"
+                "block_ids and first_blocks must have one entry for each of "
+                f"{len(self.groups)} groups, not {len(block_ids)} and "
+                f"{len(first_blocks)}"
             )
         found = []
         for group, ids in enumerate(block_ids):
             first = first_blocks[group] if first_blocks else 0
             if first < 0:
-                raise BadRequestError(f"block {first} cannot be the first of group {group}")
+                raise BadRequestError(
+                    f"the first block of group {group} must be at least 0, not {first}"
+                )
             blocks = ids.tolist() if isinstance(ids, np.ndarray) else ids
             positions: Sequence[int] = range(first, first + len(blocks))
             if blocks and min(blocks) < 0:
@@ -868,7 +891,11 @@ class EngineCache:
             known.is_of_old = True
             publish = known.publish
             if publish is not None:
-                self._host.call(HostSide.fail, publish.number, "the cache was reset meanwhile")
+                self._host.call(
+                    HostSide.fail,
+                    publish.number,
+                    "the cache was reset before the prompt was published",
+                )
         return self._host.call(HostSide.forget)
 
     def verify(self) -> Call[list[str]]:
@@ -935,7 +962,7 @@ class EngineCache:
         if step.problem is not None:
             of_group = {part.group: tuple(part.positions) for part in step.parts}
             failed = tuple([of_group.get(group, ()) for group in range(len(self.groups))])
-            log.warning("blocks of request %r did not load: %s", step.key, step.problem)
+            log.warning("blocks of request %r were not loaded: %s", step.key, step.problem)
             step.known.limit = min(
                 part.positions[0] * self.groups[part.group].block_size for part in step.parts
             )
@@ -944,7 +971,9 @@ class EngineCache:
 
     def _save_ended(self, step: _Step) -> None:
         if step.problem is not None:
-            log.warning("blocks of request %r were not saved: %s", step.key, step.problem)
+            log.warning(
+                "blocks of request %r were not copied to host memory: %s", step.key, step.problem
+            )
             self._not_saved(step)
         elif step.known.is_of_old:
             self._not_saved(step)
@@ -1045,8 +1074,8 @@ def _slices_of(
         is_made = sum(shard.block_bytes for shard in shards) == whole.block_bytes
     if not is_made:
         raise ConfigError(
-            "the ranks' shards are not slices of the cache's layout: give it "
-            "side_by_side(shards), or a layout of which every shard is all, or the storage a "
-            "scheme that makes them"
+            "the ranks' shards do not make up the cache's layout: pass the layout "
+            "side_by_side(shards), or shards equal to the layout, or storage with a "
+            "scheme that makes these shards"
         )
     return shards

@@ -74,7 +74,7 @@ class Call(Generic[T]):
             GateTimeoutError: the call is not done.
         """
         if self.answer is Answer.ASK_AGAIN:
-            raise GateTimeoutError(f"{self} is not done yet: ask again")
+            raise GateTimeoutError(f"{self} is not done yet: ask again after the next poll()")
         self._exchange.take(self)
         if self.error is not None:
             raise self.error
@@ -91,7 +91,9 @@ class Call(Generic[T]):
         self.when_done(bell.set)
         self._exchange.flush()
         if not bell.wait(timeout_s):
-            raise GateTimeoutError(f"{self} was not done within {timeout_s:g} s")
+            raise GateTimeoutError(
+                f"{self} was not done within {timeout_s:g} s: wait longer, or cancel the call"
+            )
         return self.result()
 
     async def finished(self) -> T:
@@ -191,7 +193,10 @@ class Exchange:
             call.settle(None, self.failure)
             return call
         if len(self._pending) + len(self._finished) >= self._max_calls:
-            text = f"{self._max_calls} calls are open: poll() for what has finished, then ask again"
+            text = (
+                f"{self._max_calls} calls are open, the maximum: call poll() to collect "
+                "finished calls, then try again"
+            )
             call.settle(None, QueueFullError(text))
             return call
         self._pending[call.number] = call

@@ -203,7 +203,10 @@ def _memory(record: bytes, num_descriptors: int) -> NodeMemory:
         raise ConfigError(found.reason)
     if isinstance(found, NodeMemory) and num_descriptors == len(found.num_slots) + 1:
         return found
-    raise StoreCorruptError("a node's memory comes with its descriptors")
+    raise StoreCorruptError(
+        "the node's answer does not carry one file descriptor per group: run the same "
+        "version of tierkv in the node and the engine"
+    )
 
 
 class NodeHost:
@@ -257,7 +260,9 @@ class NodeHost:
             answer = _memory(record, len(descriptors))
         except (LinkClosedError, StoreCorruptError) as error:
             self._open.close()
-            raise ConfigError(f"the node at {self._path} did not answer: {error}") from error
+            raise ConfigError(
+                f"the node at {self._path} did not answer: {error}: check its log"
+            ) from error
         except BaseException:  # Ctrl-C too: `close` is not called after a failed `open`
             self._open.close()
             raise
@@ -280,7 +285,10 @@ class NodeHost:
                 return connect(self._path, self._deadline_s)
             except ConfigError as error:
                 if time.monotonic() > deadline:
-                    raise ConfigError(f"there is no node at {self._path}: {error}") from error
+                    raise ConfigError(
+                        f"no node listens at {self._path}: {error}: start the node first, "
+                        "with node.engine_socket set to this path"
+                    ) from error
                 time.sleep(_ASK_AGAIN_S)  # a socket that is not there yet has nothing to wait for
 
     @property
@@ -325,7 +333,10 @@ class NodeHost:
         Raises:
             BadRequestError: always.
         """
-        raise BadRequestError("ask the node for events: GET /v1/events")
+        raise BadRequestError(
+            "this cache has no events, since they belong to the node: subscribe to the "
+            "node's GET /v1/events"
+        )
 
     def close(self) -> None:
         """Give everything back to the node. No rank of this process may copy any more."""
@@ -358,8 +369,11 @@ class NodeHost:
                     self._step({key.fd for key, _ in selector.select(self._next_expiry())})
         except LinkClosedError as error:
             if self._is_open:
-                log.error("the node at %s has gone: %s", self._path, error)
-        gone = StoreUnavailableError(f"the node at {self._path} has gone: open the cache anew")
+                log.error("the connection to the node at %s was lost: %s", self._path, error)
+        gone = StoreUnavailableError(
+            f"the connection to the node at {self._path} was lost: close this cache and "
+            "open it again when the node runs"
+        )
         self.calls.fail(gone)
         for promise, _ in list(self._promised.values()):
             promise.take()
@@ -481,25 +495,28 @@ class EngineListener:
         try:
             end, _ = await asyncio.get_running_loop().sock_accept(self._listener)
         except OSError as error:  # such as too many open files
-            log.warning("no engine can connect at %s for now: %s", self._path, error)
+            log.warning("no engine can connect at %s at the moment: %s", self._path, error)
             await asyncio.sleep(_ACCEPT_AGAIN_S)
             return None
         end.settimeout(_ANSWER_S)
         try:
             return end, await aside(self._greeted, end)
         except (LinkClosedError, StoreCorruptError, ConfigError) as error:
-            log.warning("what connected at %s is served nothing: %s", self._path, error)
+            log.warning("a connection at %s was refused: %s", self._path, error)
             end.close()
             return None
 
     def _greeted(self, end: socket.socket) -> EngineHello:
         link, uid = Link(end), credentials(end)[1]
         if uid != os.geteuid():
-            raise LinkClosedError(f"it is a process of user {uid}")
+            raise LinkClosedError(
+                f"it comes from a process of user id {uid}, and this node's user id is "
+                f"{os.geteuid()}"
+            )
         deadline = time.monotonic() + _ANSWER_S
         while not (records := link.receive()):
             if time.monotonic() > deadline:
-                raise LinkClosedError("it says nothing")
+                raise LinkClosedError(f"it sent no greeting within {_ANSWER_S:g} s")
         hello = unseal(MAGIC, VERSION, records[0], EngineHello)
         reason = self._why_not(hello.key)
         if reason:
@@ -513,7 +530,11 @@ class EngineListener:
         try:
             mine, theirs = socket.socketpair()
         except OSError as error:  # such as too many open files
-            log.warning("engine %s cannot be served: %s", hello.name, error)
+            log.warning(
+                "engine %s cannot be served, since no socket pair could be made: %s",
+                hello.name,
+                error,
+            )
             end.close()
             return
         with mine:
@@ -525,7 +546,7 @@ class EngineListener:
                 self._num_here -= 1
                 end.close()
                 return
-            log.info("engine %s has come", hello.name)
+            log.info("engine %s connected", hello.name)
             for one in (end, mine):
                 one.settimeout(0)
             reader, writer = await asyncio.open_unix_connection(sock=end)
@@ -534,7 +555,7 @@ class EngineListener:
                 await engine.answer_all(reader, writer)
             finally:
                 writer.close()
-            log.info("engine %s has gone; its ranks may still copy", hello.name)
+            log.info("engine %s disconnected; its ranks may still copy", hello.name)
             with suppress(ConnectionError):  # as its end
                 await loop.sock_recv(
                     mine, 1
@@ -542,7 +563,7 @@ class EngineListener:
             await asyncio.sleep(_SETTLE_S)
             await engine.give_back()
             self._num_here -= 1
-            log.info("engine %s has gone, and all it held is given back", hello.name)
+            log.info("engine %s ended, and its slots and promises were released", hello.name)
 
     def _share(self) -> list[int]:
         """Return, by group, the host slots for saves that one engine may have ready now."""
@@ -565,7 +586,7 @@ class EngineListener:
         refusal = _difference(sizes.fingerprint, whole_fingerprint(hello.fingerprint, hello.groups))
         try:
             if refusal:
-                log.warning("engine %s is refused: %s", hello.name, refusal)
+                log.warning("engine %s was refused: %s", hello.name, refusal)
                 link.send(seal(MAGIC, VERSION, EngineRefused(refusal)))
                 return False
             memory = NodeMemory(
@@ -576,7 +597,9 @@ class EngineListener:
             descriptors = [*(host.descriptor for host in hosts), theirs.fileno()]
             link.send(seal(MAGIC, VERSION, memory), descriptors=descriptors)
         except LinkClosedError as error:
-            log.warning("engine %s went before it had its memory: %s", hello.name, error)
+            log.warning(
+                "engine %s disconnected before it received the shared memory: %s", hello.name, error
+            )
             return False
         return True
 
@@ -592,8 +615,8 @@ def _difference(mine: Fingerprint, theirs: Fingerprint) -> str:
         if had.get(name) != asked.get(name)
     ]
     return (
-        "this node keeps blocks of another kind, and a node keeps one kind: start another node for "
-        f"this engine ({'; '.join(differ)})"
+        "this node caches blocks of another model or layout: start a separate node "
+        f"for this engine ({'; '.join(differ)})"
     )
 
 
@@ -643,14 +666,21 @@ class _Engine:
             except (asyncio.IncompleteReadError, OSError):
                 pass
             except BadRequestError as error:
-                log.error("engine %s is served no more: %s", self._name, error)
+                log.error(
+                    "engine %s was disconnected, since it sent a wrong call: %s", self._name, error
+                )
             for task in list(self._under_way.values()):
                 task.cancel()
 
     def _done(self, writer: asyncio.StreamWriter, number: int, task: asyncio.Task[None]) -> None:
         del self._under_way[number]
         if task.cancelled():
-            error = _packed_error(ShuttingDownError("the node is ending: open the cache anew"))
+            error = _packed_error(
+                ShuttingDownError(
+                    "the node is shutting down: close this cache and open it again when the "
+                    "node runs"
+                )
+            )
             _send(writer, [number, error, None])
 
     def _read(self, frame: bytes) -> tuple[int, str, list[Any]]:
@@ -663,13 +693,19 @@ class _Engine:
             number, (method, packed) = msgspec.msgpack.decode(frame)
             args = _unpacked(packed, self._known)
         except (msgspec.DecodeError, ValueError, TypeError, KeyError, StoreCorruptError) as error:
-            raise BadRequestError(f"that is no call: {error!r}") from error
+            raise BadRequestError(f"the frame cannot be decoded as a call: {error!r}") from error
         if method not in _METHODS and method != "cancel":
-            raise BadRequestError(f"there is no call {method!r}")
+            raise BadRequestError(
+                f"there is no call {method!r}: run the same version of tierkv in the node "
+                "and the engine"
+            )
         if method == "keep":
             for some in _all_copied(args):
                 if not self._lent[some.group].issuperset(some.slots):
-                    raise BadRequestError("slots that it was not lent")
+                    raise BadRequestError(
+                        f"the engine saved to host slots of group {some.group} that were "
+                        "not lent to it"
+                    )
         return number, method, args
 
     async def _answer(
@@ -681,7 +717,7 @@ class _Engine:
         except TierKVError as failure:
             error = _packed_error(failure)
         except (TypeError, ValueError, LookupError, AttributeError) as failure:
-            log.exception("a call of engine %s could not be answered", self._name)
+            log.exception("a call of engine %s failed unexpectedly", self._name)
             error = _packed_error(BadRequestError(f"{method}: {failure!r}"))
         _send(writer, [number, error, value])
 
@@ -741,7 +777,7 @@ def _all_copied(args: list[Any]) -> list[Copied]:
 async def _frame(reader: asyncio.StreamReader) -> bytes:
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if length > _MAX_FRAME:
-        raise BadRequestError(f"a call of {length} bytes")
+        raise BadRequestError(f"a call of {length} bytes exceeds the limit of {_MAX_FRAME} bytes")
     return await reader.readexactly(length)
 
 

@@ -435,7 +435,7 @@ class GroupTier:
     async def _flush(self, blocks: Sequence[FlatBlock]) -> list[str]:
         """Store blocks, and return why each block that is not stored failed."""
         if any(self.blocks.get(block.key.digest) is not block for block in blocks):
-            return ["the cache was deleted meanwhile"] * len(blocks)
+            return ["the cache was deleted before the blocks were stored"] * len(blocks)
         self.blocks.hold(blocks)
         try:
             keys = [block.key for block in blocks]

@@ -94,7 +94,10 @@ class EngineCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     def __post_init__(self) -> None:
         all_above_zero("engine_cache", self, "most_promised", "expires_s")
         if self.most_promised > 1 or min(self.save_blocks, self.max_failures, self.max_events) < 1:
-            raise ConfigError("engine_cache: most_promised is a share, and counts are 1 or more")
+            raise ConfigError(
+                "engine_cache: most_promised must be a share in 0..1, and save_blocks, "
+                "max_failures and max_events at least 1"
+            )
 
 
 def whole_fingerprint(fingerprint: Fingerprint, groups: Sequence[CacheGroup]) -> Fingerprint:
@@ -144,13 +147,16 @@ class HostSizes:
         number = main_group(groups)
         main = groups[number]
         if main.layout.digest != fingerprint.layout.digest:
-            raise ConfigError(f"the fingerprint's layout is not that of group {number}")
+            raise ConfigError(
+                f"the fingerprint's layout differs from the layout of group {number}, "
+                "which it must have"
+            )
         num_slots = tuple(slots_of(groups, host_bytes))
         if shards:
             num_slots = (host_bytes // sum(shard.block_bytes for shard in shards),)
         if min(num_slots) < _FEWEST_SLOTS:
             raise ConfigError(
-                f"{host_bytes} bytes of host memory have no room for two blocks of each group"
+                f"host_bytes is {host_bytes}, too little for two blocks of each group: raise it"
             )
         return cls(whole_fingerprint(fingerprint, groups), tuple(groups), num_slots, number)
 
@@ -815,8 +821,9 @@ class HostSide:
                 size = await storage.foreign_size(key)
                 if size is not None:
                     return (
-                        f"more was stored by an engine of {size} ranks, whose slices cannot be put "
-                        f"together for {storage.slices.size}: no head layout is known"
+                        f"the next blocks were stored by an engine of {size} ranks and "
+                        f"cannot be used by {storage.slices.size} ranks, since the "
+                        "layout of heads is unknown"
                     )
         return None
 
@@ -1194,7 +1201,7 @@ class HostSide:
         if found < whole:
             raise HandoffError(
                 HandoffProblem.UNAVAILABLE.value,
-                f"the host has only {found} of {whole} tokens in every group",
+                f"only {found} of {whole} prompt tokens are in host memory for every group",
             )
         self._let_go(promise)
         self._hold(prompt, looks, promise, whole)
@@ -1262,7 +1269,8 @@ class HostSide:
                 while work.num_tasks:
                     await work.next_change()
         except TimeoutError:
-            log.warning("what was saved last is not all stored: that takes more than %g s",
+            log.warning("the last saved blocks were not all stored within %g s and are lost from "
+                "storage",
                         _CLOSING_S)  # fmt: skip
         for stream, _ in self._publishes.values():
             stream.fail("the engine's cache was closed")

@@ -54,14 +54,16 @@ class EnginePages:
 
     def __init__(self, pages: Pages) -> None:
         if pages.ndim != 2 or pages.dtype != np.uint8 or pages.strides[1] != 1:  # noqa: PLR2004
-            raise LayoutError("pages must be uint8 [num_pages, page_bytes], each page contiguous")
+            raise LayoutError(
+                "pages must be uint8 [num_pages, page_bytes] with each page contiguous"
+            )
         self._pages: Pages | None = pages
         self.num_slots = len(pages)
 
     @property
     def array(self) -> Pages:
         if self._pages is None:
-            raise LayoutError("this memory was given back to its engine")
+            raise LayoutError("the memory of these pages was returned to the engine")
         return self._pages
 
     def close(self) -> None:
@@ -127,7 +129,9 @@ class PageStorage:
             ConfigError: The store's settings are wrong, or it was opened before.
         """
         if not self._thread.open(_OPEN_S):
-            raise StoreUnavailableError(f"{self.url} did not open within {_OPEN_S:g} s")
+            raise StoreUnavailableError(
+                f"{self.url} did not open within {_OPEN_S:g} s: check the store and its address"
+            )
 
     def close(self) -> None:
         """Wait for the calls under way, and close the store. May be called again.
@@ -136,7 +140,9 @@ class PageStorage:
             StoreUnavailableError: That takes too long: pages may still be read or written.
         """
         if not self._thread.close():
-            raise StoreUnavailableError(f"{self.url} is still being used after {_CLOSE_S:g} s")
+            raise StoreUnavailableError(
+                f"{self.url} still has operations under way after {_CLOSE_S:g} s"
+            )
 
     def pool(self, identity: Mapping[str, str], *parts: Pages) -> PagePool:
         """Return a pool of pages that all engines with the same `identity` share.
@@ -213,7 +219,7 @@ class PagePool:
     ) -> None:
         self._memory = [EnginePages(part) for part in parts]
         if len({memory.num_slots for memory in self._memory}) != 1:
-            raise LayoutError("the parts of a page must be arrays of as many rows")
+            raise LayoutError("all parts of a page must have the same number of rows")
         planes = [Plane(0, "page", "bytes", part.shape[1]) for part in parts]
         if len(parts) > 1:
             planes = [replace(plane, role=f"page part {n}") for n, plane in enumerate(planes)]
@@ -284,7 +290,10 @@ class PagePool:
 
     def _ids(self, keys: Sequence[bytes], page_ids: Sequence[int]) -> Ids:
         if len(keys) != len(page_ids):
-            raise LayoutError(f"{len(keys)} keys for {len(page_ids)} pages")
+            raise LayoutError(
+                f"there must be one key for each page: {len(keys)} keys were given for "
+                f"{len(page_ids)} pages"
+            )
         return np.asarray(page_ids, np.int32)
 
     async def _present(self, keys: Sequence[StoredKey]) -> list[bool]:

@@ -92,7 +92,10 @@ class Requests:
             DuplicateRequestError: A request of this id is running.
         """
         if spec.request_id in self._held:
-            raise DuplicateRequestError(f"request {spec.request_id!r} is already running")
+            raise DuplicateRequestError(
+                f"request {spec.request_id!r} is already running: use another id, or wait "
+                "for its end"
+            )
         held = self._held[spec.request_id] = _Held(Session(service, spec))
         try:
             with _listed(held):

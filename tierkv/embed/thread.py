@@ -122,7 +122,9 @@ class ServiceThread:
         except Exception as error:
             raise _as_failure(error) from error
         if not is_open:
-            raise CloseTimeoutError(f"the service did not open within {deadline_s:g} s")
+            raise CloseTimeoutError(
+                f"the service did not open within {deadline_s:g} s: check that its store answers"
+            )
 
     def close(self, deadline_s: float | None = None) -> None:
         """Take no more calls, let calls under way end, and close the service. May be called again.
@@ -137,7 +139,9 @@ class ServiceThread:
             TierKVError: The service had ended with this error, which no call has reported.
         """
         if not self._thread.close(deadline_s):
-            raise CloseTimeoutError("the service is still closing: copies or calls do not end")
+            raise CloseTimeoutError(
+                "the service is still closing, since copies or calls have not ended"
+            )
         error = self._thread.take_error()
         if error is not None:
             raise _as_failure(error)
@@ -179,7 +183,12 @@ class ServiceThread:
         self.exchange.fail(closed if error is None else _as_failure(error))
 
     def _forked(self) -> None:
-        self.exchange.fork(ForkedError("this process was forked from the one of the service"))
+        self.exchange.fork(
+            ForkedError(
+                "this service belongs to the parent of this forked process: make another "
+                "service here"
+            )
+        )
 
     # On the thread
 
@@ -302,7 +311,7 @@ class ServiceThread:
 
     def _fail_slowly(self) -> None:
         self.exchange.fail(
-            ServiceFailedError("the service is stopping after an error; see its log")
+            ServiceFailedError("the service is stopping after an error: read its log")
         )
 
 
