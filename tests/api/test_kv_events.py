@@ -548,8 +548,8 @@ async def test_a_node_tells_what_its_redis_has_lost(tmp_path: Path) -> None:
         ('endpoint = "tcp://*:5557"', "can be reached from other machines"),
         ('endpoint = "tcp://10.1.2.3:5557"', "can be reached from other machines"),
         ('endpoint = "ipc:///tmp/a"\nreplay = "tcp://[::]:1"', "can be reached from other"),
-        ('endpoint = "http://127.0.0.1:1"', "is no address to listen on"),
-        ('replay = "tcp://127.0.0.1:1"', "is of no use without events.endpoint"),
+        ('endpoint = "http://127.0.0.1:1"', "is not an address to listen on"),
+        ('replay = "tcp://127.0.0.1:1"', "events.replay needs events.endpoint"),
         ('endpoint = "tcp://127.0.0.1:1"\nform = "list"', "events.form"),
     ],
 )
@@ -573,5 +573,5 @@ async def test_an_address_that_is_taken_is_one_sentence(tmp_path: Path) -> None:
             tmp_path, "serve", "--port", "0", TIERKV_EVENTS__ENDPOINT=endpoint
         )
     assert status == 1
-    assert f"error: events.endpoint {endpoint} cannot be listened on" in err
+    assert f"error: the node cannot listen on events.endpoint {endpoint}" in err
     assert "Traceback" not in err

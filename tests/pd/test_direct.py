@@ -304,7 +304,7 @@ async def test_blocks_that_storage_may_not_see_are_not_shown() -> None:
     ("fields", "match"),
     [
         ({"direct": DirectPath.NETWORK}, "direct_host"),
-        ({"direct_host": "0.0.0.0"}, "others can reach"),
+        ({"direct_host": "0.0.0.0"}, "other machines cannot reach"),
         ({"direct_host": "prefill.example"}, "IP address"),
         ({"direct_port": 70_000}, "direct_port"),
         ({"direct_lease_s": 0.0}, "direct_lease_s"),

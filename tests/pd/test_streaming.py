@@ -185,7 +185,7 @@ async def test_a_producer_that_dies_in_the_middle_is_lost_not_late() -> None:
             await here.stored(2)
             here.task.cancel()  # nothing is said any more, as by a process that was killed
         clock.now += settings().producer_lease_s + 1
-        with pytest.raises(HandoffError, match="says no more that it lives") as error:
+        with pytest.raises(HandoffError, match="no longer renews its lease") as error:
             await finish(claiming)
         assert error.value.reason == "producer_lost"
         await decode.settle()
@@ -218,7 +218,7 @@ async def test_a_producer_that_only_takes_long_is_not_yet() -> None:
         async with prefilling(prefill, tokens(21)) as here:
             await here.compute(8)
             await here.stored(2)
-            with pytest.raises(HandoffError, match="still at it") as error:
+            with pytest.raises(HandoffError, match="has published [0-9] of") as error:
                 await claim(decode, tokens(21), deadline_s=1.0)
             assert error.value.reason == "not_yet"
             await here.compute(21)

@@ -318,7 +318,7 @@ async def test_an_id_that_is_no_text_is_refused_by_every_call_and_leaves_nothing
             open_stream(prefill.service, request, ticket_id)
         prefill.service.scheduler.end(request)
         for policy in ClaimPolicy:
-            with pytest.raises(BadRequestError, match="is no text"):
+            with pytest.raises(BadRequestError, match="is not valid UTF-8"):
                 await finish(
                     claim_request(
                         service, "claim", ticket_id, prompt, max_new_tokens=1, policy=policy
@@ -330,7 +330,7 @@ async def test_an_id_that_is_no_text_is_refused_by_every_call_and_leaves_nothing
             service.acknowledge(ticket_id),
             service.check_ticket_is_free(ticket_id, prompt),
         ):
-            with pytest.raises(BadRequestError, match="is no text"):
+            with pytest.raises(BadRequestError, match="is not valid UTF-8"):
                 await finish(call)
         await prefill.settle()
         await decode.settle()

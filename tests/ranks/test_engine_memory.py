@@ -62,7 +62,7 @@ def test_blocks_are_offloaded_from_and_loaded_into_the_engine_s_own_arrays() -> 
 
 
 def test_memory_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the engine has 5 blocks, not 8"):
+    with pytest.raises(ConfigError, match="the engine's planes have 5 blocks, but 8 are needed"):
         Embedded(lambda: _build(_arrays(5))).open()
     with pytest.raises(LayoutError, match="the layout's"):
         EnginePlanes(GQA, _arrays()[:-1])

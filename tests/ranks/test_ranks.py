@@ -101,11 +101,15 @@ def test_a_lagging_rank_is_silent_since_its_last_end_or_its_oldest_late_copy() -
     now[0] = 100.9
     assert device.findings() == []
     now[0] = 102.0
-    assert device.findings() == ["rank 1 lags, silent for 2.0 s: owes 3 copies"]
+    assert device.findings() == [
+        "rank 1 has reported nothing for 2.0 s: 3 of its copies are pending"
+    ]
     parts[1].events[0].finish()
     assert events[0].is_done
     now[0] = 102.5
-    assert device.findings() == ["rank 1 lags, silent for 0.5 s: owes 2 copies"]
+    assert device.findings() == [
+        "rank 1 has reported nothing for 0.5 s: 2 of its copies are pending"
+    ]
     for begun in parts[1].events[1:]:
         begun.finish()
     assert all(event.is_done for event in events)

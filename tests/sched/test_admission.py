@@ -79,7 +79,7 @@ async def test_a_small_request_does_not_overtake_a_large_one_so_none_starves() -
 
 async def test_a_request_larger_than_the_device_is_refused_in_a_clear_sentence() -> None:
     async with world(device_blocks=4) as here:
-        message = "the request needs 5 blocks of 4 tokens, but the device holds 4"
+        message = "the request needs 5 blocks of 4 tokens, but the device tier has 4"
         with pytest.raises(RequestTooLargeError, match=message):
             await here.admit(tokens(17))
         with pytest.raises(RequestTooLargeError):

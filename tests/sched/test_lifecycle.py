@@ -238,7 +238,9 @@ async def test_closing_waits_for_a_store_that_uses_the_slots_and_says_so(
 
         async def let_go_once_it_was_said() -> None:
             try:
-                await until(lambda: "closing waits for 1 tasks" in caplog.text, "a word of it")
+                await until(
+                    lambda: "closing still waits for 1 tasks" in caplog.text, "a word of it"
+                )
             finally:
                 release()
 

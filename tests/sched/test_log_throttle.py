@@ -51,7 +51,9 @@ async def test_a_store_that_is_full_is_warned_of_once_a_second_not_once_a_block(
         assert expected == 250
 
         def counts() -> list[int]:
-            found = (re.match(r"block not stored \(x(\d+)\)", line) for line in caplog.messages)
+            found = (
+                re.match(r"a block was not stored \(x(\d+)\)", line) for line in caplog.messages
+            )
             return [int(one[1]) for one in found if one]
 
         await until(lambda: sum(counts()) == expected, "every block is counted")

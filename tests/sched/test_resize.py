@@ -59,7 +59,9 @@ async def test_a_host_size_without_memory_is_refused_and_says_what_to_do() -> No
     async with world(host_blocks=4) as on:
         with pytest.raises(ConfigError, match=r"1 to 4 blocks, not 5.*cache\.host_max_blocks"):
             await on.service.resize(Tier.HOST, 5)
-    with pytest.raises(ConfigError, match=r"cache\.host_max_blocks must be at least"):
+    with pytest.raises(
+        ConfigError, match=r"host_max_blocks \(3\) must be at least cache\.host_blocks \(4\)"
+    ):
         async with world(host_blocks=4, host_max_blocks=3):
             pass
 
@@ -101,7 +103,7 @@ async def test_a_sleep_and_a_shrink_do_not_wait_for_each_other() -> None:
         request = await on.admit(tokens(15))
         sleeps = asyncio.ensure_future(on.service.sleep())
         await turns(5)
-        with pytest.raises(OwnershipError, match="being resized, emptied or filled"):
+        with pytest.raises(OwnershipError, match="being resized, emptied or refilled"):
             await finish(on.service.resize(Tier.DEVICE, 2))
         on.service.scheduler.end(request)
         await finish(sleeps)

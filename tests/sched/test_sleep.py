@@ -109,7 +109,7 @@ async def test_a_wake_may_take_another_number_of_blocks(count: int) -> None:
 async def test_a_wake_with_no_blocks_is_refused_and_the_device_sleeps_on(count: int) -> None:
     async with world(device_blocks=8, host_write=NONE) as here:
         await finish(here.service.sleep())
-        with pytest.raises(ConfigError, match="1 block or more"):
+        with pytest.raises(ConfigError, match="at least 1 block"):
             await here.service.wake(count)
         assert here.service.is_asleep
         await finish(here.service.wake())

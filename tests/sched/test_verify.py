@@ -207,23 +207,23 @@ BROKEN: dict[Callable[[World, Request], Undo], str] = {
     incoming_for_nobody: "bytes incoming, but no holder",
     pin_without_lease: "has lost its lease",
     soft_pin_without_mark: "is soft, but its blocks are not marked",
-    soft_pin_counted_twice: "softly pinned more or less often",
-    soft_pin_of_nobody: "softly pinned more or less often",
-    preempted_lost: "softly pinned more or less often",
+    soft_pin_counted_twice: "differs from the number of pins",
+    soft_pin_of_nobody: "differs from the number of pins",
+    preempted_lost: "differs from the number of pins",
     preempted_in_another_state: "is listed as preempted, but ended",
-    running_that_ended: "does not know whose its blocks are",
+    running_that_ended: "lists refused blocks beyond its lease",
     uncounted_tenant: "num_blocks=99",
     uncounted_private_blocks: "num_private=99",
     claim_over: "is over but still listed",
     claim_lost: "are counted",
-    wait_without_end: "waits for blocks without an end",
+    wait_without_end: "waits for blocks without a deadline",
     wait_not_counted: "wait for a promise that counts 0",
     wait_counted_twice: "wait for a promise that counts 2",
     lease_of_less: "holds more or fewer blocks than its lease says",
-    table_too_short: "holds blocks that its table does not name",
-    unserved_fingerprint: "are not those that have blocks",
-    tenant_lost: "is served that nobody opened",
-    tenant_of_nothing: "tenants by name are listed that have no fingerprint",
+    table_too_short: "holds blocks that its block table does not list",
+    unserved_fingerprint: "differ from the fingerprints of the index",
+    tenant_lost: "is listed that was never opened",
+    tenant_of_nothing: "a tenant is listed without a fingerprint",
     no_heap: "the queue is not a heap",
     no_line: "the line is not in order",
 }
@@ -264,11 +264,11 @@ async def test_what_is_broken_is_named(broken: Callable[[World, Request], Undo])
     [
         ("num_loads", "loads are counted"),
         ("num_offloads", "offloads are counted"),
-        ("budget", "bytes of copies down are counted"),
-        ("stored", "bytes of copies down are counted"),
+        ("budget", "bytes of copies to lower tiers are counted"),
+        ("stored", "bytes of copies to lower tiers are counted"),
         ("being_stored", "host slots are listed as being stored"),
         ("in_flight", "blocks are marked as in flight"),
-        ("queued", "bytes are counted as queued for fetches"),
+        ("queued", "bytes are counted as queued"),
         ("at_work", "copies that make room are counted"),
         ("loading", "loads are listed"),
     ],
@@ -311,6 +311,6 @@ async def test_a_table_that_names_other_blocks_than_the_index_is_named() -> None
         found = here.service.verify()
         undo()
         assert found == [
-            "request 'swapped' has other blocks in its table than the index has for its tokens"
+            "request 'swapped' has other blocks in its block table than the index has for its tokens"
         ]
         await here.ended(request)

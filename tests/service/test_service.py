@@ -228,7 +228,7 @@ async def test_within_its_quota_a_tenant_evicts_by_the_devices_policy() -> None:
 
 
 def test_a_layout_of_another_block_size_than_the_settings_is_refused() -> None:
-    with pytest.raises(ConfigError, match="block sizes"):
+    with pytest.raises(ConfigError, match="make them equal"):
         Service(
             CpuDevice(),
             fingerprint(),

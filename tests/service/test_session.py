@@ -103,7 +103,7 @@ async def test_a_preemption_waits_for_publishes_and_is_refused_while_the_prompt_
     async with world(with_store=True) as on:
         one = await computed(on)
         assert await finish(one.stream("s"))
-        with pytest.raises(OwnershipError, match="as it is computed"):
+        with pytest.raises(OwnershipError, match="while it is computed"):
             await one.preempt()
         on.the_store.hold()
         one.publish("s", [7])

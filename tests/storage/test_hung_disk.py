@@ -164,7 +164,7 @@ async def test_closing_waits_for_a_hung_read_and_says_so(
         here.service.scheduler.end(await here.admit(TOKENS))
         closing = asyncio.ensure_future(stack.aclose())
         try:
-            await until(lambda: "closing waits for" in caplog.text, "a word on it")
+            await until(lambda: "closing still waits for" in caplog.text, "a word on it")
             assert "5 host slots" in caplog.text
             assert not closing.done()
         finally:

@@ -145,7 +145,7 @@ class GroupTier:
         self._coming: dict[bytes, asyncio.Future[None]] = {}
         self._to_store: deque[FlatBlock] = deque()
         self._is_storing = False
-        self._not_stored = LogThrottle(log, "block not stored (x%d): %s")
+        self._not_stored = LogThrottle(log, "a block was not stored (x%d): %s")
 
     @property
     def storage(self) -> StorageIO | None:

@@ -120,7 +120,8 @@ class Watch:
             raise HandoffError(HandoffProblem.UNAVAILABLE.value, verdict.reason)
         # The claim may end before the store has answered once.
         self._problem = StoreUnavailableError(
-            f"the store did not say within {deadline_s:g} s whether there is a ticket"
+            f"the store did not answer within {deadline_s:g} s, so the ticket could "
+            "not be looked up"
         )
         hints = self._tickets.notifier.listen(self._tickets.names.ticket(self._ticket_id))
         with hints as listener, self._hashing_meanwhile():
@@ -238,11 +239,14 @@ class Watch:
         is_new = self._open is None or self._open.incarnation != found.incarnation
         self._open = found
         if found.failure:
-            text = f"{found.producer} gave up: {found.failure}"
+            text = f"the prefill node {found.producer} gave up: {found.failure}"
             failed = HandoffError(HandoffProblem.PRODUCER_FAILED.value, text)
             self._give_up(failed, _GRACE_S)
         elif not await self._lease.is_alive(found.incarnation):
-            text = f"{found.producer} began with the prompt, but says no more that it lives"
+            text = (
+                f"the prefill node {found.producer} began the prompt, but no longer renews "
+                "its lease: it died, or cannot reach the store"
+            )
             lost = HandoffError(HandoffProblem.PRODUCER_LOST.value, text)
             self._give_up(lost, self._lost_after_s)
         else:
@@ -294,8 +298,9 @@ class Watch:
         if self._open is not None:
             return HandoffError(
                 HandoffProblem.NOT_YET.value,
-                f"the ticket {name} did not come within {deadline_s:g} s: {self._open.producer} is "
-                f"still at it, with {self._ready_blocks} of {len(self._open.digests)} blocks",
+                f"the ticket {name} was not complete within {deadline_s:g} s: "
+                f"{self._open.producer} has published {self._ready_blocks} of "
+                f"{len(self._open.digests)} blocks; wait longer",
             )
         try:
             async with asyncio.timeout(_LONGEST_LOOK_S):
@@ -305,11 +310,13 @@ class Watch:
         if claimed is not None:
             return HandoffError(
                 HandoffProblem.CLAIMED.value,
-                f"the ticket {name} was claimed by {claimed.claimer} and is gone",
+                f"the ticket {name} was already claimed by {claimed.claimer}: prefill "
+                "the prompt again",
             )
         return HandoffError(
             HandoffProblem.NOT_YET.value,
-            f"no ticket {name} came within {deadline_s:g} s: is the prefill done?",
+            f"no ticket {name} was published within {deadline_s:g} s: check that a "
+            "prefill node works on it, or wait longer",
         )
 
 
@@ -428,7 +435,10 @@ class Claims:
                             raise
                         ticket = None
                         log.warning(
-                            "request %s goes on without a ticket: %s", spec.request_id, error
+                            "request %s continues without its ticket and computes "
+                            "what is not cached: %s",
+                            spec.request_id,
+                            error,
                         )
                         request = await self._without_ticket(spec, error, budget, near)
                     else:
@@ -592,7 +602,7 @@ def _check_sampling(ticket: Ticket, ours: Mapping[str, str]) -> None:
     if ticket.sampling and ours and ticket.sampling != ours:
         raise HandoffError(
             HandoffProblem.INCOMPATIBLE.value,
-            "the ticket's first tokens were sampled in another way: "
+            "the ticket's first tokens were sampled with other parameters: "
             + ", ".join(differences(dict(ours), ticket.sampling)),
         )
 
@@ -600,7 +610,7 @@ def _check_sampling(ticket: Ticket, ours: Mapping[str, str]) -> None:
 def _found_no_room() -> HandoffError:
     return HandoffError(
         HandoffProblem.NO_ROOM.value,
-        "other requests had all of the room until the claim's deadline",
+        "other requests held all blocks until the claim's deadline: retry, or add device blocks",
     )
 
 
@@ -613,8 +623,9 @@ def _incomplete(request: Request, problem: GetOutcome | None) -> HandoffError:
     }.get(problem.status if problem else GetStatus.MISS, HandoffProblem.INCOMPLETE)
     return HandoffError(
         reason.value,
-        f"only {request.cached_tokens} of {request.spec.prompt.num_tokens} prompt tokens could be "
-        f"loaded: {(problem.reason if problem else '') or 'not in storage'}",
+        f"only {request.cached_tokens} of {request.spec.prompt.num_tokens} prompt "
+        "tokens could be loaded: "
+        f"{(problem.reason if problem else '') or 'the next block is not in storage'}",
     )
 
 

@@ -254,7 +254,10 @@ class RequestBlocks:
         self._request.check_running()
         computed, whole = self._request.computed_tokens, self.prompt.num_tokens
         if computed < whole:
-            raise OwnershipError(f"only {computed} of {whole} prompt tokens are computed")
+            raise OwnershipError(
+                f"only {computed} of {whole} prompt tokens are computed: compute the whole "
+                "prompt before it is published"
+            )
 
     def offer(self, ticket_id: str, ledger: TicketLedger) -> DirectAddress | None:
         """See PromptBlocks."""
@@ -354,9 +357,9 @@ class Handoff:
         """Return violated invariants as sentences; call only when no publish runs."""
         wrong = []
         if self._staging.num_free_groups != NUM_GROUPS:
-            wrong.append("nothing runs, but staging slots are still lent")
+            wrong.append("no publish runs, but staging slots are still lent")
         if self.tickets.lease.num_held:
-            wrong.append(f"nothing runs, but {self.tickets.lease.num_held} tickets are open")
+            wrong.append(f"no publish runs, but {self.tickets.lease.num_held} tickets are open")
         return wrong + self.source.findings()
 
     @asynccontextmanager
@@ -434,7 +437,8 @@ class Handoff:
             self.stats.failed_publishes += 1
             raise HandoffError(
                 HandoffProblem.UNAVAILABLE.value,
-                f"the prompt could not be published within {deadline_s:g} s",
+                f"the prompt was not published within {deadline_s:g} s: check the "
+                "store's speed, or raise handoff.publish_deadline_s",
             ) from error
         except (StoreUnavailableError, TransferError) as error:
             self.stats.failed_publishes += 1
@@ -455,7 +459,9 @@ class Handoff:
         """Return the generation of the blocks; see `Deletions`. Raises StoreRefusedError if the
         blocks were deleted since they were computed."""
         if blocks.were_deleted:
-            raise StoreRefusedError("the cache was deleted while the prompt was computed")
+            raise StoreRefusedError(
+                "the stored values were deleted while the prompt was computed: compute it again"
+            )
         return self._storage.deletions.generation
 
     @contextmanager
@@ -738,7 +744,11 @@ class PublishStream:
         try:
             await handoff.tickets.begin(open_ticket)
         except StoreUnavailableError as error:
-            log.warning("ticket %s is not announced: %s", self._ticket_id, error)
+            log.warning(
+                "ticket %s could not be announced before its prompt is computed: %s",
+                self._ticket_id,
+                error,
+            )
         except DuplicateRequestError:
             handoff.stats.failed_publishes += 1
             raise
@@ -763,7 +773,12 @@ class PublishStream:
                 await handoff.store(self._blocks, ready, stop, self._after)
                 ready = stop
         except (StoreUnavailableError, TransferError) as error:
-            log.warning("ticket %s waits for the end of its prefill: %s", self._ticket_id, error)
+            log.warning(
+                "blocks of ticket %s cannot be stored during its prefill and are stored "
+                "at its end: %s",
+                self._ticket_id,
+                error,
+            )
             while self._is_going_on:
                 await self._change()
         return present, ready

@@ -87,13 +87,21 @@ class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             except BadRequestError as error:
                 raise ConfigError(f"handoff.{name}: {error}") from error
         if self.block_ttl_s is not None and self.block_ttl_s < self.ticket_ttl_s:
-            raise ConfigError("handoff.block_ttl_s must not be less than handoff.ticket_ttl_s")
+            raise ConfigError(
+                f"handoff.block_ttl_s ({self.block_ttl_s:g} s) must be at least "
+                f"handoff.ticket_ttl_s ({self.ticket_ttl_s:g} s)"
+            )
 
     def _check_direct(self) -> None:
         if not 0 <= self.direct_port <= _MAX_PORT:
-            raise ConfigError(f"handoff.direct_port must be in 0..{_MAX_PORT}")
+            raise ConfigError(
+                f"handoff.direct_port must be in 0..{_MAX_PORT}, not {self.direct_port}"
+            )
         if self.direct is DirectPath.NETWORK and not self.direct_host:
-            raise ConfigError("handoff.direct is network: name handoff.direct_host")
+            raise ConfigError(
+                'handoff.direct is "network", which needs handoff.direct_host: set it to '
+                "this machine's IP address"
+            )
         if not self.direct_host:
             return
         try:
@@ -102,5 +110,6 @@ class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ConfigError(f"handoff.direct_host must be an IP address: {error}") from error
         if address.is_unspecified or address.is_multicast:
             raise ConfigError(
-                "handoff.direct_host goes into tickets: name an address that others can reach"
+                f"handoff.direct_host is {self.direct_host}, which other machines "
+                "cannot reach: set it to this machine's IP address"
             )

@@ -106,13 +106,13 @@ class _Handed(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.num_tokens < 1:
-            raise ValueError("a ticket is for at least one token in blocks of at least one")
+            raise ValueError("a ticket needs at least one token, in blocks of at least one token")
         if len(self.digests) != -(-self.num_tokens // self.block_size):
-            raise ValueError("a ticket lists one digest per block")
+            raise ValueError("a ticket must list one digest per block")
         if any(len(digest) != _DIGEST_BYTES for digest in self.digests):
-            raise ValueError("a digest is of another length")
+            raise ValueError("a digest has a wrong length")
         if not (math.isfinite(self.created_at) and math.isfinite(self.expires_at)):
-            raise ValueError("a ticket's times are numbers")  # it would never expire
+            raise ValueError("a ticket's times must be finite numbers")  # it would never expire
 
     def keys(self) -> list[StoredKey]:
         tail = self.num_tokens % self.block_size
@@ -415,7 +415,9 @@ def check_id(ticket_id: str) -> None:
     try:
         ticket_id.encode()
     except UnicodeEncodeError as error:
-        raise BadRequestError(f"the ticket id {ticket_id[:80]!r} is no text: {error}") from error
+        raise BadRequestError(
+            f"the ticket id {ticket_id[:80]!r} is not valid UTF-8: {error}"
+        ) from error
 
 
 class Tickets:
@@ -619,7 +621,11 @@ class Tickets:
         try:
             await self.tell(ticket_id, message)
         except Exception as error:  # noqa: BLE001 - a store of a user's own raises anything
-            log.warning("a hint on ticket %s was not sent: %r", ticket_id, error)
+            log.warning(
+                "the notification of ticket %s was not sent, so claimers poll for it: %r",
+                ticket_id,
+                error,
+            )
 
     # Of several prompts that come under one id, the first one has it, as far as the store keeps the
     # first of several values.
@@ -646,8 +652,9 @@ class Tickets:
                 if found is None or self.has_expired(found) or found.digests == digests:
                     continue
                 raise DuplicateRequestError(
-                    f"the ticket id is in use by {found.producer}, for another prompt of "
-                    f"{found.num_tokens} tokens that nobody has claimed yet"
+                    f"the ticket id is in use by {found.producer} for another prompt "
+                    f"of {found.num_tokens} tokens, which is not claimed yet: use "
+                    "another id"
                 )
 
     async def begin(self, ticket: OpenTicket) -> None:
@@ -774,7 +781,8 @@ class Tickets:
         if keys.all_digests() != ticket.digests:
             raise HandoffError(
                 HandoffProblem.OTHER_PROMPT.value,
-                f"the ticket is for another prompt, of {ticket.num_tokens} tokens",
+                f"the ticket is for another prompt of {ticket.num_tokens} tokens: "
+                "claim it with the prompt that was prefilled",
             )
 
     def problem_of(
@@ -794,7 +802,7 @@ class Tickets:
             fields = ", ".join(differences(ours[0], ticket.fingerprint))
             return HandoffError(
                 HandoffProblem.INCOMPATIBLE.value,
-                f"{ticket.producer} made this KV for another model or layout: {fields}",
+                f"{ticket.producer} computed this prompt with another model or layout: {fields}",
             )
         if self.has_expired(ticket):
             return HandoffError(
@@ -846,11 +854,14 @@ class Tickets:
             value = await self._values.get(name_of(ticket_id), max_bytes=max_bytes)
             found = None if value is None else kind.decode(value)
         except StoreCorruptError as error:
-            raise HandoffError(HandoffProblem.DAMAGED.value, f"the ticket: {error}") from error
+            raise HandoffError(
+                HandoffProblem.DAMAGED.value, f"the ticket cannot be read: {error}"
+            ) from error
         if found is not None and found.ticket_id != ticket_id:
             raise HandoffError(
                 HandoffProblem.DAMAGED.value,
-                f"the ticket: what lies under its name is {found.ticket_id[:80]!r}'s",
+                "the ticket cannot be read: its place in the store holds the ticket "
+                f"{found.ticket_id[:80]!r}",
             )
         return found
 
@@ -873,7 +884,7 @@ def _not_taken(url: str, what: str, outcome: PutOutcome) -> StoreUnavailableErro
     """
     is_full = outcome.status is PutStatus.FULL
     kind = StoreRefusedError if is_full else StoreUnavailableError
-    return kind(f"{url} did not take {what}: {outcome.reason}")
+    return kind(f"{url} did not accept {what}: {outcome.reason}")
 
 
 @dataclass(slots=True)

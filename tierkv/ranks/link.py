@@ -105,11 +105,11 @@ class Plan(msgspec.Struct, frozen=True, tag="plan"):
         if self.groups and (
             min(self.groups) < 0 or sum(self.groups) * _SLOT.itemsize != len(self.source)
         ):
-            raise StoreCorruptError("a plan's groups are parts of its copies")
+            raise StoreCorruptError("a plan's groups must be ranges of its copies")
         if len(self.source) != len(self.target):
-            raise StoreCorruptError("a plan needs one target for every source")
+            raise StoreCorruptError("a plan needs one target for each source")
         if self.number < 0:
-            raise StoreCorruptError("a plan cannot count fewer than 0")
+            raise StoreCorruptError("a plan's counts must be at least 0")
         _check_slots(self.source)
         _check_slots(self.target)
 
@@ -178,7 +178,9 @@ class Link:
                 ):  # an empty send fails, too, if the other end has read everything and closed
                     self._socket.sendall(data)
         except OSError as error:
-            raise LinkClosedError(f"the other process does not read: {error}") from error
+            raise LinkClosedError(
+                f"the other process does not read its messages: {error}"
+            ) from error
 
     def receive(self) -> list[bytes]:
         """Return the records that have arrived; [] if none is whole yet.
@@ -193,9 +195,11 @@ class Link:
         except TimeoutError:
             return []
         except OSError as error:
-            raise LinkClosedError(f"the other process is gone: {error}") from error
+            raise LinkClosedError(
+                f"the connection to the other process was lost: {error}"
+            ) from error
         if not chunk:
-            raise LinkClosedError("the other process has closed its end, or died")
+            raise LinkClosedError("the other process closed the connection, or died")
         self._received += chunk
         return self._whole_records()
 
@@ -223,12 +227,12 @@ class Link:
         try:
             chunk, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, _MAX_DESCRIPTORS)
         except OSError as error:
-            raise LinkClosedError(f"the scheduler is gone: {error}") from error
+            raise LinkClosedError(f"the connection to the scheduler was lost: {error}") from error
         self._received += chunk
         records = self._whole_records(most=1)
         if not records:
             close_all(descriptors)
-            raise LinkClosedError("the scheduler has closed its end before it was ready")
+            raise LinkClosedError("the scheduler closed the connection before it was ready")
         return records[0], descriptors
 
     def _whole_records(self, most: int | None = None) -> list[bytes]:
@@ -236,7 +240,9 @@ class Link:
         while len(self._received) >= _LENGTH.size and len(records) != most:
             (length,) = _LENGTH.unpack_from(self._received)
             if length > _MAX_RECORD:
-                raise LinkClosedError(f"a record of {length} bytes cannot be: the link is damaged")
+                raise LinkClosedError(
+                    f"a record of {length} bytes exceeds the limit: the connection is damaged"
+                )
             end = _LENGTH.size + length
             if len(self._received) < end:
                 break
@@ -279,7 +285,10 @@ def _memory(record: bytes, num_descriptors: int) -> SharedMemory:
         not isinstance(found, SharedMemory)
         or num_descriptors != len(found.regions) + found.has_life
     ):
-        raise StoreCorruptError("a scheduler's first record is about its memory")
+        raise StoreCorruptError(
+            "the scheduler's first record must describe its memory: run the same version "
+            "of tierkv in all ranks"
+        )
     return found
 
 
@@ -303,7 +312,7 @@ def listen(path: str) -> socket.socket:
         listener.listen()
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot listen for workers at {path}: {error}") from error
+        raise ConfigError(f"the scheduler cannot listen for workers at {path}: {error}") from error
     return listener
 
 
@@ -355,11 +364,13 @@ def greeted(end: socket.socket, timeout_s: float) -> tuple[Link, Hello]:
 
 def _hello(link: Link, uid: int) -> Hello:
     if uid != os.geteuid():
-        raise LinkClosedError(f"it is a process of user {uid}")
+        raise LinkClosedError(
+            f"it comes from a process of user id {uid}, and this user id is {os.geteuid()}"
+        )
     records = link.receive()
     hello = read(records[0]) if records else None
     if not isinstance(hello, Hello):
-        raise StoreCorruptError("a worker says hello first, at once")
+        raise StoreCorruptError("a worker must send its greeting first and at once")
     return hello
 
 
@@ -389,7 +400,7 @@ def _packed(slots: Ids) -> bytes:
         return given.tobytes()  # as mostly: what follows takes 20 us
     packed = given.astype("<i4")
     if not np.array_equal(packed, given):
-        raise StoreCorruptError("a slot's number is whole, and below 2**31")
+        raise StoreCorruptError("a slot's number must be an integer below 2**31")
     return packed.tobytes()
 
 
@@ -399,6 +410,6 @@ def _slots(packed: bytes) -> Ids:
 
 def _check_slots(packed: bytes) -> None:
     if len(packed) % 4:
-        raise StoreCorruptError("slots are whole numbers, of 4 bytes each")
+        raise StoreCorruptError("slots must be integers of 4 bytes each")
     if not packed[3::4].isascii():  # the byte with each slot's sign; NumPy takes 5 us
-        raise StoreCorruptError("a slot's number cannot be below 0")
+        raise StoreCorruptError("a slot's number must be at least 0")

@@ -122,10 +122,13 @@ class EnginePlanes:
         expected = [(self.num_blocks, plane.block_bytes) for plane in layout.planes]
         found = [array.shape for array in arrays]
         if found != expected:
-            raise LayoutError(f"the engine's planes are {found}, the layout's {expected}")
+            raise LayoutError(
+                f"the engine's planes have the bytes per block {found}, but the layout's "
+                f"have {expected}"
+            )
         for array in arrays:
             if array.dtype != np.uint8 or not array.flags.c_contiguous or not array.flags.writeable:
-                raise LayoutError("an engine's planes are writable contiguous arrays of uint8")
+                raise LayoutError("an engine's planes must be writable contiguous arrays of uint8")
 
     def close(self) -> None:
         self.arrays = ()
@@ -141,7 +144,9 @@ class EngineCpuDevice(CpuDevice):
     def allocate_planes(self, layout: Layout, num_blocks: int) -> Planes:
         planes = EnginePlanes(layout, self._engine_arrays)
         if planes.num_blocks != num_blocks:
-            raise ConfigError(f"the engine has {planes.num_blocks} blocks, not {num_blocks}")
+            raise ConfigError(
+                f"the engine's planes have {planes.num_blocks} blocks, but {num_blocks} are needed"
+            )
         return planes
 
 
@@ -196,7 +201,9 @@ def side_by_side(shards: Sequence[Layout]) -> Layout:
         LayoutError: there are no shards, or their block sizes differ.
     """
     if not shards or len({shard.block_size for shard in shards}) != 1:
-        raise LayoutError("shards of one block have one block size, and there is at least one")
+        raise LayoutError(
+            "side_by_side needs at least one shard, and all shards must have the same block size"
+        )
     planes, first = [], 0
     for shard in shards:
         planes += [replace(plane, layer=first + plane.layer) for plane in shard.planes]

@@ -79,7 +79,7 @@ class RankedDevice:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         if not devices:
-            raise ConfigError("tensor parallelism needs one rank or more")
+            raise ConfigError("tensor parallelism needs at least one rank")
         self.devices = tuple(devices)
         self.scheme = scheme
         self.shards = tuple(Shard(rank, len(devices)) for rank in range(len(devices)))
@@ -176,7 +176,7 @@ class RankedDevice:
 
     def _check(self, layout: Layout) -> None:
         if layout.digest != self.scheme.whole.digest:
-            raise LayoutError("the ranks split another layout than this")
+            raise LayoutError("the layout differs from the layout that the ranks split")
 
 
 class RankedPlanes:
@@ -202,7 +202,9 @@ class RankedHost:
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
-        raise LayoutError("slots of several ranks are not one array: ask each part for its own")
+        raise LayoutError(
+            "the slots of several ranks are separate arrays: use the array of each part"
+        )
 
     def close(self) -> None:
         _close(self.parts)
@@ -272,8 +274,11 @@ class _PendingCopies:
                     for rank in copy.ranks:
                         late.setdefault(rank, []).append(copy)
             return [
-                f"rank {rank} lags, silent for {self._silent_s(rank, copies[0], now):.1f} s: owes "
-                f"{len(copies)} copies"
+                (
+                    f"rank {rank} has reported nothing for "
+                    f"{self._silent_s(rank, copies[0], now):.1f} s: {len(copies)} of its "
+                    "copies are pending"
+                )
                 for rank, copies in sorted(late.items())
             ]
 

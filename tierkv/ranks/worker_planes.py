@@ -244,7 +244,7 @@ class WorkerPlanes:
         deadline = time.monotonic() + timeout_s
         with self._lock:
             if not self._changed.wait_for(lambda: number not in self._waiting, timeout_s):
-                raise GateTimeoutError(f"no host slots came within {timeout_s:g} s")
+                raise GateTimeoutError(f"the scheduler sent no host slots within {timeout_s:g} s")
             begun = self._open.get(number)
             problem = begun.problem if begun is not None else None
             events = begun.events.get(group) if begun is not None else None
@@ -314,7 +314,7 @@ class WorkerPlanes:
             while not self._closing.is_set():
                 link.receive()  # the scheduler sends nothing: this waits for its end
         except LinkClosedError:
-            self._refuse(f"the cache at {path} has gone")
+            self._refuse(f"the connection to the cache at {path} was lost")
         self._held.close()
         with suppress(LinkClosedError):  # the scheduler may have ended before
             link.send(Goodbye())
@@ -405,15 +405,18 @@ class RankSocket:
     def _pieces(self, layouts: Sequence[Layout]) -> list[list[slice]]:
         """Return, for each group and rank, the rank's range of bytes in a host slot."""
         if not self._shards or {len(shards) for shards in self._shards} != {len(layouts)}:
-            raise ConfigError(f"each rank has {len(layouts)} groups of layers, and there is one")
+            raise ConfigError(
+                f"there must be at least one rank, and each must have {len(layouts)} "
+                "groups of layers"
+            )
         of_groups = list(zip(*self._shards, strict=True))
         if all(self._is_same(*group) for group in zip(layouts, of_groups, strict=True)):
             return [[slice(0, one.block_bytes)] * self.num_ranks for one in layouts]
         for layout, shards in zip(layouts, of_groups, strict=True):
             if side_by_side(shards).digest != layout.digest:
                 raise ConfigError(
-                    "the ranks' shards are not the cache's layout: give it side_by_side(shards), "
-                    "or shards that each are all of it"
+                    "the ranks' shards do not make up the cache's layout: pass the "
+                    "layout side_by_side(shards), or shards equal to the layout"
                 )
         return [pieces(shards) for shards in of_groups]
 
@@ -487,7 +490,7 @@ class RankSocket:
             end, _ = self._listener.accept()
         except OSError as error:  # perhaps no descriptor is left: the rank is accepted later
             if not self._is_deaf:
-                log.error("no rank can come to %s now: %s", self._path, error)
+                log.error("no rank can connect at %s at the moment: %s", self._path, error)
             self._is_deaf = True
             time.sleep(_ASK_AGAIN_S)
             return
@@ -495,7 +498,7 @@ class RankSocket:
         try:
             link, hello = greeted(end, _ANSWER_S)
         except (LinkClosedError, StoreCorruptError) as error:
-            log.warning("what connected at %s is no rank: %s", self._path, error)
+            log.warning("a connection at %s was refused: %s", self._path, error)
             return
         rank = hello.rank
         reason = self._why_not(hello)
@@ -507,7 +510,7 @@ class RankSocket:
                 return
             link.send(self._answers[rank], descriptors=self._descriptors)
         except LinkClosedError as error:  # it may come again
-            log.warning("rank %d went before it had its host slots: %s", rank, error)
+            log.warning("rank %d disconnected before it received its host slots: %s", rank, error)
             link.close()
             return
         self._links[rank] = link
@@ -521,11 +524,17 @@ class RankSocket:
     def _why_not(self, hello: Hello) -> str | None:
         rank = hello.rank
         if not 0 <= rank < self.num_ranks or rank in self._links:
-            return f"there is no place for a rank {rank}: of {self.num_ranks}, it is there, or none"
+            return (
+                f"rank {rank} was refused: it is connected already, or is not one of ranks "
+                f"0 to {self.num_ranks - 1}"
+            )
         if rank in self.lost:
-            return f"{self.lost[rank]}; start the engine anew"
+            return f"{self.lost[rank]}: restart the engine"
         if hello.layout_digest != digest_of(self._shards[rank]):
-            return f"rank {rank} has another layout than its shard"
+            return (
+                f"rank {rank} was refused: its layout differs from the shard that the "
+                "cache has for it"
+            )
         return None
 
     def _hear(self, rank: int) -> None:

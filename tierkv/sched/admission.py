@@ -144,7 +144,9 @@ class HostLoads:
 
     def findings(self) -> list[str]:
         """Return violated invariants as sentences; call only when no load runs."""
-        return [f"nothing runs, but {len(self._active)} loads are listed"] if self._active else []
+        return (
+            [f"no request runs, but {len(self._active)} loads are listed"] if self._active else []
+        )
 
     def of(self, slots: Ids) -> list[Load]:
         """Return the loads that write `slots`, the device slots of consecutive path blocks.
@@ -746,12 +748,14 @@ class Growth:
         limits = self._limits.of(request.space)
         space = request.lease.node.space
         for most, what in (
-            (self._tiers.slots.pools[Tier.DEVICE].capacity, "the device holds"),
+            (self._tiers.slots.pools[Tier.DEVICE].capacity, "the device tier has"),
             (space.quota[Tier.DEVICE], "its tenant's quota"),
-            (limits.request_blocks, "one request may have"),
+            (limits.request_blocks, "the tenant's limit for one request"),
         ):
             if most is not None and total > most:
-                raise RequestTooLargeError(f"{total} blocks are more than {what}: {most}")
+                raise RequestTooLargeError(
+                    f"the request needs {total} blocks, more than {what}: {most}"
+                )
         if limits.blocks is not None:
             available = max(limits.blocks - self._running.of_tenant(space.name).num_blocks, 0)
             if more <= available:

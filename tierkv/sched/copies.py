@@ -199,7 +199,12 @@ class ByteBudget:
     def findings(self) -> list[str]:
         """Return violated invariants as sentences; call only when no copy runs."""
         if self.bytes_in_flight or self._num_in_flight:
-            return [f"nothing runs, but {self.bytes_in_flight} bytes of copies down are counted"]
+            return [
+                (
+                    f"no copy runs, but {self.bytes_in_flight} bytes of copies to lower tiers "
+                    "are counted"
+                )
+            ]
         return []
 
 
@@ -260,7 +265,7 @@ class Copies:
         self._events = events
         self._mover = mover
         self._block_bytes = block_bytes
-        self._not_stored = LogThrottle(log, "block not stored (x%d): %s")
+        self._not_stored = LogThrottle(log, "a block was not stored (x%d): %s")
         self.background = ByteBudget(background_copy_bytes, lambda: self.num_loads > 0)
         self.storing = ByteBudget(background_copy_bytes, lambda: self.num_loads > 0)
         # By run with a task that copies it to the host, the end block: no second task is started.
@@ -305,13 +310,13 @@ class Copies:
         """Return violated invariants as sentences; call only when no copy runs."""
         wrong = []
         if self.num_loads:
-            wrong.append(f"nothing runs, but {self.num_loads} loads are counted")
+            wrong.append(f"no copy runs, but {self.num_loads} loads are counted")
         if self.num_offloads:
-            wrong.append(f"nothing runs, but {self.num_offloads} offloads are counted")
+            wrong.append(f"no copy runs, but {self.num_offloads} offloads are counted")
         if self._work.is_at_work():
-            wrong.append("nothing runs, but copies that make room are counted")
+            wrong.append("no copy runs, but copies that make room are counted")
         if count := self._slots.num_being_stored:
-            wrong.append(f"nothing runs, but {count} host slots are listed as being stored")
+            wrong.append(f"no copy runs, but {count} host slots are listed as being stored")
         return wrong + self.background.findings() + self.storing.findings()
 
     def write_down(self, node: TreeNode, num_blocks: int) -> None:
@@ -637,7 +642,9 @@ class Copies:
             finally:
                 self.num_offloads -= 1
         except TransferError as error:
-            log.warning("offload of %d blocks failed: %s", stop - first, error)
+            log.warning(
+                "%d blocks could not be copied from the device to the host: %s", stop - first, error
+            )
             self._eviction.stats.failed_transfers += 1
             self._slots.give(Tier.HOST, index.change(Tier.HOST, node, first, stop, Change.FAIL))
             return False

@@ -191,7 +191,9 @@ class CacheEvents:
     ) -> Iterator[Subscription]:
         """Events from now on, until the body ends. capacity: how many may wait, at least 1."""
         if capacity < 1:
-            raise BadRequestError(f"a subscription holds 1 event or more, not {capacity}")
+            raise BadRequestError(
+                f"a subscription's capacity must be at least 1 event, not {capacity}"
+            )
         subscription = Subscription(capacity, wants_tokens=wants_tokens)
         self._subscriptions.append(subscription)
         try:

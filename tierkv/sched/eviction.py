@@ -35,7 +35,10 @@ class Watermarks:
 
     def __post_init__(self) -> None:
         if not 0 <= self.low <= self.high < 1:
-            raise ConfigError("watermarks: 0 <= low <= high < 1")
+            raise ConfigError(
+                f"watermarks must satisfy 0 <= low <= high < 1: low is {self.low}, high is "
+                f"{self.high}"
+            )
 
 
 class CopyDown(Enum):
@@ -374,4 +377,4 @@ class Eviction:
 
 
 def _nobody_copies(tier: Tier, step: Step) -> CopyDown:
-    raise AssertionError(f"{step} must be copied from {tier.name} first, and nobody copies")
+    raise AssertionError(f"{step} must be copied from {tier.name} first, and no copier is set")

@@ -102,10 +102,10 @@ def explain(  # noqa: PLR0913 - what else is known at this moment
     elif event is not None:
         miss, tier, detail = Miss[event.fate.name], event.tier, event.detail
     elif computing:
-        miss, detail = Miss.IN_FLIGHT, "being computed by a request"
+        miss, detail = Miss.IN_FLIGHT, "another request computes the block now"
     elif is_stored:
         miss, tier = Miss.STORED, "storage"
-        detail = "a request would fetch it, if that is worth its time"
+        detail = "a request fetches the block if that is estimated to be faster than computing"
     elif (other := _elsewhere(index, prompt, at_block)) is not None:
         miss, detail = Miss.OTHER_FINGERPRINT, _differs(prompt.space, other, fingerprints)
     else:

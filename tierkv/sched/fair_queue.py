@@ -289,13 +289,13 @@ class WaitingLine:
     def findings(self) -> list[str]:
         """Return violated invariants as sentences."""
         wrong = [
-            f"request {one.spec.request_id!r} waits for blocks without an end"
+            f"request {one.spec.request_id!r} waits for blocks without a deadline"
             for one in self
             if (one.wait is None) != (one.timer is None)
         ]
         waits = Counter(one.wait.promise for one in self if one.wait is not None)
         wrong.extend(
-            f"{count} requests wait for a promise that counts {promise.num_waiting}"
+            (f"{count} requests wait for a promise that counts {promise.num_waiting} requests")
             for promise, count in waits.items()
             if promise.num_waiting != count
         )
@@ -307,9 +307,9 @@ class WaitingLine:
             if (self._line[number].priority, self._line[number].tenant) == (priority, tenant)
         }
         if sorted(queued) != [one.number for one in self if one.wait is None]:
-            wrong.append("those that have a turn are not those that wait for one")
+            wrong.append("the requests with a turn differ from the requests that wait for a turn")
         if self._num_of_tenant != Counter(one.tenant for one in self):
-            wrong.append("the tenants that wait are miscounted")
+            wrong.append("the number of waiting tenants is wrong")
         if {one.spec.request_id: one for one in self} != self._by_id:
-            wrong.append("those that wait are not those that are found by their ids")
+            wrong.append("the waiting requests differ from the requests listed by id")
         return wrong

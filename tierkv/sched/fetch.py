@@ -399,7 +399,7 @@ class Fetcher:
         """Return violated invariants as sentences; call only when no fetch runs."""
         wrong = []
         if self.num_in_flight:
-            wrong.append(f"nothing runs, but {self.num_in_flight} blocks are marked as in flight")
+            wrong.append(f"no fetch runs, but {self.num_in_flight} blocks are marked as in flight")
         return wrong + self._shared.estimator.findings()
 
     def is_fetching(self, key: StoredKey, block: int) -> bool:
@@ -476,7 +476,7 @@ class _Shared:
         self.tails = SharedTails(tiers, storage)
         self.in_flight: list[_Run] = []
         self.num_held = 0
-        self.ended_early = LogThrottle(log, "fetch ended early (x%d): %s")
+        self.ended_early = LogThrottle(log, "a fetch from storage ended early (x%d): %s")
 
     def busy(self, keys: Sequence[StoredKey], start: int) -> asyncio.Future[None] | None:
         """Return the end of a run that fetches one of `keys`, of blocks from `start` on.

@@ -17,8 +17,8 @@ from tierkv.sched.tiers import Tiers
 
 # Host memory is pinned once, and its address is known to lanes, stores and other nodes.
 _MORE = {
-    Tier.DEVICE: "sleep and wake with as many",
-    Tier.HOST: "start with a larger cache.host_max_blocks",
+    Tier.DEVICE: "put the device to sleep and wake it with that number",
+    Tier.HOST: "raise cache.host_max_blocks and restart",
 }
 
 _SLICE = 128  # runs that are looked at, or forgotten, in one turn of the loop: 5 ms
@@ -90,11 +90,13 @@ class Lifecycle:
                 tier: each would wait for the other.
         """
         if self._asleep is not None and tier is Tier.DEVICE:
-            raise OwnershipError("the device sleeps: wake it with the number of blocks to have")
+            raise OwnershipError(
+                "the device sleeps and cannot be resized: wake it with the new number of blocks"
+            )
         if not 1 <= capacity <= self._slots[tier]:
             raise ConfigError(
-                f"the {tier.name.lower()} tier has memory for 1 to {self._slots[tier]} blocks, "
-                f"not {capacity}; for more, {_MORE[tier]}"
+                f"the {tier.name.lower()} tier can have 1 to {self._slots[tier]} "
+                f"blocks, not {capacity}: for more, {_MORE[tier]}"
             )
         capacity = operator.index(capacity)  # perhaps NumPy's
         tiers, pool = self._tiers, self._tiers.slots.pools[tier]
@@ -118,8 +120,8 @@ class Lifecycle:
         """
         if tier in self._changing:
             raise OwnershipError(
-                f"the {tier.name.lower()} tier is being resized, emptied or filled: wait, or end "
-                "that"
+                f"the {tier.name.lower()} tier is being resized, emptied or refilled "
+                "by another call: wait for its end, or cancel that call"
             )
         self._changing.add(tier)
         try:
@@ -255,7 +257,7 @@ class Lifecycle:
             OwnershipError: the device sleeps already.
         """
         if self._asleep is not None:
-            raise OwnershipError("the device sleeps already")
+            raise OwnershipError("the device already sleeps")
         with self._retiring(Tier.DEVICE, 0) as leaving:
             await self._retire(Tier.DEVICE, leaving, keeps_blocks=keeps_blocks)
             while self._tiers.mover.num_in_flight:  # a store may be at work on host slots
@@ -270,7 +272,7 @@ class Lifecycle:
             OwnershipError: the device does not sleep.
         """
         if self._asleep is None:
-            raise OwnershipError("the device does not sleep")
+            raise OwnershipError("the device is awake: only a sleeping device can be woken")
         slots, self._asleep = self._asleep, None
         pool = self._tiers.slots.pools[Tier.DEVICE]
         self._tiers.slots.unlend(Tier.DEVICE, slots)

@@ -346,7 +346,10 @@ class Arrival:
 
     async def __aenter__(self) -> Self:
         if self._request_id in self._by_id:
-            raise DuplicateRequestError(f"request {self._request_id!r} is already on its way")
+            raise DuplicateRequestError(
+                f"request {self._request_id!r} is already being admitted: use another id, "
+                "or wait for that call"
+            )
         await self._scope.__aenter__()
         self._by_id[self._request_id] = self
         return self
@@ -610,10 +613,16 @@ class Request(msgspec.Struct, eq=False):
             return
         room = len(self.block_table) * self.prompt.block_size
         if len(tokens) % TOKEN_BYTES or len(tokens) // TOKEN_BYTES > room:
-            raise BadRequestError(f"a commit has whole tokens, {room} at the most")
+            raise BadRequestError(
+                f"a commit must have whole tokens of {TOKEN_BYTES} bytes, at most {room}: "
+                f"it has {len(tokens)} bytes"
+            )
         known = self.prompt.tokens[: self.computed_tokens * TOKEN_BYTES]
         if not (tokens.startswith(known) and tokens.startswith(wanted[: len(tokens)])):
-            raise BadRequestError("a commit starts with the request's own tokens, none left out")
+            raise BadRequestError(
+                "a commit must begin with all prompt and committed tokens of request "
+                f"{self.request_id!r}"
+            )
 
     def findings(self, index: Index, *, has_failed: bool = False) -> list[str]:
         """Return violated invariants of a request that is listed as running, as sentences.
@@ -631,11 +640,13 @@ class Request(msgspec.Struct, eq=False):
         if self.lease.num_blocks != self.lease.node.end:
             wrong.append(f"{who} holds more or fewer blocks than its lease says")
         elif len(self.block_table) < self.lease.num_blocks:
-            wrong.append(f"{who} holds blocks that its table does not name")
+            wrong.append(f"{who} holds blocks that its block table does not list")
         elif any(at >= self.lease.num_blocks for at in self.refused):
-            wrong.append(f"{who} does not know whose its blocks are")
+            wrong.append(f"{who} lists refused blocks beyond its lease")
         elif not has_failed and self._differs_from(index):
-            wrong.append(f"{who} has other blocks in its table than the index has for its tokens")
+            wrong.append(
+                f"{who} has other blocks in its block table than the index has for its tokens"
+            )
         return wrong
 
     def _differs_from(self, index: Index) -> bool:

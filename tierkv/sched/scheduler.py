@@ -179,13 +179,15 @@ class Scheduler:
         wrong = running.findings() + self._waiting.findings()
         wrong += self.computing.findings(sum(1 for _ in running))
         both = {one.spec.request_id for one in self._waiting} & running.by_id.keys()
-        wrong += [f"request {name!r} waits and runs" for name in sorted(both)]
+        wrong += [f"request {name!r} is listed as waiting and as running" for name in sorted(both)]
         for one in running.by_id.values():
             has_failed = any(load.is_failed for load in self.loads.used_by.get(one, ()))
             wrong += one.findings(self.index, has_failed=has_failed)
         for one in self.loads.used_by:
             if one not in running:
-                wrong.append(f"request {one.request_id!r} has ended, but its loads are kept")
+                wrong.append(
+                    f"request {one.request_id!r} has ended, but its loads are still listed"
+                )
         return wrong + self._preempted_findings()
 
     def _preempted_findings(self) -> list[str]:
@@ -199,11 +201,12 @@ class Scheduler:
         ends += [one.pinned for one in self._preempted if one.pinned is not None]
         lost = [one for one in self._running.ending if one.state is state]
         if not self._preempted.issuperset(lost):
-            wrong.append("a request was preempted that is not listed")
+            wrong.append("a preempted request is not listed as preempted")
         pins = Counter(part for end in ends for part in end.path())
         if any(node.soft_pins != pins[node] for node in self.index.spaces.nodes()):
             wrong.append(
-                "blocks are softly pinned more or less often than pins end on or below them"
+                "the number of soft pins on blocks differs from the number of pins "
+                "that end on or below them"
             )
         return wrong
 
@@ -212,7 +215,10 @@ class Scheduler:
         if self._is_draining:
             raise ShuttingDownError("this node is shutting down")
         if spec.request_id in self._running.by_id or self._waiting.find(spec.request_id):
-            raise DuplicateRequestError(f"request {spec.request_id!r} is already running")
+            raise DuplicateRequestError(
+                f"request {spec.request_id!r} is already running: use another id, or wait "
+                "for its end"
+            )
         self._limits.check(spec)
 
     async def admit(self, spec: RequestSpec, fetched: Fetched | None = None) -> Request:
@@ -470,7 +476,9 @@ class Scheduler:
             TierKVError: any error of `admit`.
         """
         if request.state is not RequestState.PREEMPTED:
-            raise OwnershipError(f"request {request.request_id!r} is not preempted")
+            raise OwnershipError(
+                f"request {request.request_id!r} is not preempted, so it cannot be resumed"
+            )
         while request in self._running.ending:
             await self.tiers.work.next_change()
         prompt = request.whole_prompt
@@ -500,7 +508,9 @@ class Scheduler:
             OwnershipError: the request is not preempted.
         """
         if request.state is not RequestState.PREEMPTED:
-            raise OwnershipError(f"request {request.request_id!r} is not preempted")
+            raise OwnershipError(
+                f"request {request.request_id!r} is not preempted, so it cannot be resumed"
+            )
         request.state = RequestState.ENDED
         self._preempted.remove(request)
         if request.pinned is not None:

@@ -95,5 +95,8 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         all_at_least_one("cache", self, "host_after_hits", "storage_after_hits", "tensor_parallel")
         all_at_least_one("cache", self, "background_copy_bytes")
         if self.host_slots < self.host_blocks:
-            raise ConfigError("cache.host_max_blocks must be at least cache.host_blocks, or 0")
+            raise ConfigError(
+                f"cache.host_max_blocks ({self.host_max_blocks}) must be at least "
+                f"cache.host_blocks ({self.host_blocks}), or 0 for no reserve"
+            )
         all_above_zero("cache", self, "fetch_deadline_s")

@@ -83,8 +83,8 @@ class Work:
                             await self.next_change()
                     except TimeoutError:
                         log.error(
-                            "closing waits for %d tasks; stores and copies still use %d device and "
-                            "%d host slots outside the index",
+                            "closing still waits for %d tasks; stores and copies use "
+                            "%d device and %d host slots",
                             self.num_tasks,
                             *num_lent(),
                         )

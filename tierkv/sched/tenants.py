@@ -38,7 +38,7 @@ class Limits:
             what for what in (self.requests, self.blocks, self.request_blocks) if what is not None
         ]
         if any(what < 1 for what in given):
-            raise ConfigError("a limit of running requests or blocks is at least 1")
+            raise ConfigError(f"a tenant's limits must be at least 1, or absent: {self}")
         object.__setattr__(self, "are_none", not given)
 
     def allow(self, running: int, blocks: int) -> bool:
@@ -95,18 +95,21 @@ class TenantLimits:
         num_blocks, pool = spec.num_blocks, self._device_pool
         if num_blocks > pool.capacity:
             raise RequestTooLargeError(
-                f"the request needs {num_blocks} blocks of {self._index.block_size} tokens, "
-                f"but the device holds {pool.capacity}"
+                f"the request needs {num_blocks} blocks of {self._index.block_size} "
+                f"tokens, but the device tier has {pool.capacity}: shorten it, or "
+                "raise cache.device_blocks"
             )
         quota = self._index.spaces.root_of(spec.prompt).space.quota[Tier.DEVICE]
         if quota is not None and num_blocks > quota:
             raise RequestTooLargeError(
-                f"the request needs {num_blocks} blocks, its tenant's quota is {quota}"
+                f"the request needs {num_blocks} blocks, more than its tenant's quota "
+                f"of {quota}: shorten it, or raise the quota"
             )
         limits = self.of(spec.prompt.space)
         if not (limits.are_none or limits.allow_request(num_blocks)):
             raise RequestTooLargeError(
-                f"the request needs {num_blocks} blocks, more than its tenant's limit"
+                f"the request needs {num_blocks} blocks, more than its tenant's limits "
+                f"allow ({limits}): shorten it, or raise the limits"
             )
 
 
@@ -249,7 +252,10 @@ class Tenants:
     def _open(self, fingerprint: Fingerprint, quota: Quota) -> str:
         own = self._fingerprints[DEFAULT]
         if fingerprint.layout.digest != own.layout.digest or fingerprint.short == own.short:
-            raise ConfigError("another fingerprint has the same layout and another root")
+            raise ConfigError(
+                "a further fingerprint must have the service's layout, and differ from "
+                "the service's fingerprint in another field"
+            )
         space = Space(fingerprint.short, fingerprint.root(), quota=quota)
         self._index.spaces.open(space, self._eviction)
         self.closed.discard(space.name)
@@ -282,16 +288,23 @@ class Tenants:
         for _ in forgetting(self._tiers, [root, *self._index.spaces.retired(name)]):
             await asyncio.sleep(0)
             if self._check_unused(name).space is not root.space:
-                raise BadRequestError(f"fingerprint {name!r} was closed and opened meanwhile")
+                raise BadRequestError(
+                    f"fingerprint {name!r} was closed and opened again by another call "
+                    "during this one"
+                )
         self.close(name)
         return before
 
     def _check_unused(self, name: str) -> TreeNode:
         """Return the root of a space. Raise BadRequestError if the space cannot be closed."""
         if name == DEFAULT or name not in self._fingerprints:
-            raise BadRequestError(f"no fingerprint {name!r} is open beside the service's own")
+            raise BadRequestError(
+                f"fingerprint {name!r} cannot be closed: it is not open, or is the service's own"
+            )
         if why := self._why_not_to_close(name):
-            raise BadRequestError(f"fingerprint {name!r} is in use: {why}")
+            raise BadRequestError(
+                f"fingerprint {name!r} cannot be closed, since it is in use: {why}"
+            )
         return self._index.spaces.root_named(name)
 
     def _why_not_to_close(self, name: str) -> str:
@@ -299,7 +312,7 @@ class Tenants:
         if self._is_in_use(name):
             return "its requests have not ended"
         if root.holders or any(one.holders for one in self._index.spaces.retired(name)):
-            return "some of its blocks are held, by pins or by copies under way"
+            return "pins or running copies hold some of its blocks"
         return ""
 
     def _close(self, key: tuple[str, str] | None, name: str) -> int:
@@ -322,12 +335,12 @@ class Tenants:
         """Return violated invariants as sentences."""
         wrong, open_spaces = [], {space.name for space in self._index.spaces.all()}
         if open_spaces != self._fingerprints.keys():
-            wrong.append("the fingerprints that are served are not those that have blocks")
+            wrong.append("the open fingerprints differ from the fingerprints of the index")
         if not self._closing <= set(self._by_tenant.values()) <= open_spaces:
-            wrong.append("tenants by name are listed that have no fingerprint")
+            wrong.append("a tenant is listed without a fingerprint")
         by_name = set(self._by_tenant.values())
         if not open_spaces - {DEFAULT} <= by_name | self._set_quotas.keys():
-            wrong.append("a fingerprint is served that nobody opened")
+            wrong.append("a fingerprint is listed that was never opened")
         return wrong
 
     def has_quota_set(self, name: str) -> bool:

@@ -59,9 +59,11 @@ class Pins:
             if pin.lease is not None and pin.lease.is_released:
                 wrong.append(f"pin {name!r} has lost its lease")
             if pin.node is not None and pin.node.parent is not None and pin.node.soft_pins < 1:
-                wrong.append(f"pin {name!r} is soft, but its blocks are not marked")
+                wrong.append(
+                    f"pin {name!r} is soft, but its blocks are not marked as softly pinned"
+                )
             if pin.timer.cancelled():
-                wrong.append(f"pin {name!r} would never end")
+                wrong.append(f"pin {name!r} has no end")
         return wrong
 
     def pin(self, name: str, prompt: Prompt, ttl_s: float, *, is_soft: bool) -> int:
@@ -79,7 +81,7 @@ class Pins:
             BadRequestError: `ttl_s` is not above 0.
         """
         if not ttl_s > 0:
-            raise BadRequestError("a pin lasts for more than 0 seconds")
+            raise BadRequestError(f"a pin's lifetime must be above 0 s, not {ttl_s}")
         match = self._index.match(prompt)
         lease = node = None
         if is_soft:

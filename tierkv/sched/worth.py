@@ -407,7 +407,7 @@ class Estimator:
         queued = self.tier.queued_bytes
         if abs(queued) < 1:
             return []
-        return [f"nothing runs, but {queued:.0f} bytes are counted as queued for fetches"]
+        return [f"no fetch runs, but {queued:.0f} bytes are counted as queued"]
 
     def compute_s(self, tokens: int) -> float:
         """Return the seconds that computing `tokens` is expected to take."""
@@ -449,8 +449,8 @@ class Estimator:
             wait_s = max(most_s, min(_PATIENCE * most_s, compute_s)) + slack_s
             return Decision(wait_s, fetch_s, compute_s, "fetching is estimated to be faster")
         if tier.num_tries and not (is_claim or is_answered):
-            reason = "another request finds out how fast storage is"
+            reason = "another request is measuring the speed of storage"
             return Decision(0.0, fetch_s, compute_s, reason, is_asked=False)
         wait_s = max(compute_s, SILENT_S) + slack_s if is_claim else slack_s
-        reason = "it is not known how fast storage is"
+        reason = "the speed of storage is not measured yet"
         return Decision(wait_s, fetch_s, compute_s, reason, is_try=True)

@@ -340,12 +340,16 @@ def check(made_of: ServiceConfig) -> RankedDevice | None:
     """
     settings = made_of.settings
     if made_of.fingerprint.layout.block_size != settings.block_size:
-        raise ConfigError("the layout and the cache settings name different block sizes")
+        raise ConfigError(
+            f"the layout has blocks of {made_of.fingerprint.layout.block_size} tokens, but "
+            f"cache.block_size is {settings.block_size}: make them equal"
+        )
     ranks = made_of.device if isinstance(made_of.device, RankedDevice) else None
     num_ranks = len(ranks.devices) if ranks is not None else 1
     if num_ranks != settings.tensor_parallel:
         raise ConfigError(
-            f"cache.tensor_parallel is {settings.tensor_parallel}, the device has {num_ranks}"
+            f"cache.tensor_parallel is {settings.tensor_parallel}, but the device has "
+            f"{num_ranks} ranks: make them equal"
         )
     return ranks
 

@@ -73,11 +73,14 @@ class EventsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             given = getattr(self, name)
             if given and not _ENDPOINT.fullmatch(given):
                 raise ConfigError(
-                    f"events.{name} {given!r} is no address to listen on: tcp://HOST:PORT, with * "
-                    "for every address of this machine, or ipc://PATH"
+                    f"events.{name} {given!r} is not an address to listen on: use "
+                    "tcp://HOST:PORT, with * for every address of this machine, or "
+                    "ipc://PATH"
                 )
         if self.replay and not self.endpoint:
-            raise ConfigError("events.replay is of no use without events.endpoint")
+            raise ConfigError(
+                "events.replay needs events.endpoint: set it, or remove events.replay"
+            )
 
     @property
     def is_local(self) -> bool:
@@ -186,7 +189,11 @@ class KvEventPublisher:
                 waiting = [event, *subscription.take()]
                 num_lost = subscription.num_dropped - self.num_lost
                 if num_lost:
-                    log.warning("%d cache events were lost: all is told again", num_lost)
+                    log.warning(
+                        "%d cache events were dropped, since the publisher fell behind: "
+                        "the whole state is published again",
+                        num_lost,
+                    )
                     self.num_lost = subscription.num_dropped
                     self._number += 1  # routers notice the gap
                     self._send(publisher, [_CLEARED])
@@ -294,16 +301,16 @@ class KvEventPublisher:
 
         A new request replaces the client's last one.
         """
-        ended = LogThrottle(log, "replays that were not sent to their end (x%d): %s")
+        ended = LogThrottle(log, "a replay of events was not sent completely (x%d): %s")
         running: dict[bytes, asyncio.Task[None]] = {}
 
         async def answer(client: bytes, first: int) -> None:
             try:
                 await self._replay(zmq, replayer, client, first)
             except TimeoutError:
-                ended.warn(f"who asked took nothing for {_REPLAY_PATIENCE_S:g} s")
+                ended.warn(f"the subscriber read nothing for {_REPLAY_PATIENCE_S:g} s")
             except zmq.ZMQError as error:
-                ended.warn(f"who asked has gone: {error}")
+                ended.warn(f"the subscriber disconnected: {error}")
             finally:
                 if running.get(client) is asyncio.current_task():
                     del running[client]
@@ -313,7 +320,7 @@ class KvEventPublisher:
                 await asyncio.sleep(0)  # recv returns queued requests without a turn of the loop
                 frames = await replayer.recv_multipart()
                 if len(frames) != _REQUEST_FRAMES or len(frames[-1]) != _NUMBER_BYTES:
-                    ended.warn(f"{len(frames)} frames are no request")
+                    ended.warn(f"a message of {len(frames)} frames is not a replay request")
                     continue
                 client, first = frames[0], int.from_bytes(frames[-1], "big")
                 if client in running:
@@ -358,7 +365,7 @@ def _bind(zmq: Any, socket: Any, name: str, address: str) -> None:  # noqa: ANN4
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
-        raise ConfigError(f"events.{name} {address} cannot be listened on: {error}") from error
+        raise ConfigError(f"the node cannot listen on events.{name} {address}: {error}") from error
 
 
 def _batches(events: list[CacheEvent]) -> Iterator[list[CacheEvent]]:

@@ -78,7 +78,9 @@ class Publishing:
         """
         await asyncio.wait([self.task])
         if self.task.cancelled():
-            raise self.refused or ShuttingDownError("this node was stopped while publishing")
+            raise self.refused or ShuttingDownError(
+                "this node was stopped before the prompt was published"
+            )
         outcome = self.task.result()
         if isinstance(outcome, TierKVError):
             raise outcome
@@ -123,7 +125,9 @@ class Publishings:
     def give_up(self) -> None:
         """Give all up; no ticket will exist for them."""
         for publishing in list(self._open):
-            publishing.give_up(ShuttingDownError("this node was stopped while publishing"))
+            publishing.give_up(
+                ShuttingDownError("this node was stopped before the prompt was published")
+            )
 
 
 async def _outcome(work: Coroutine[None, None, Published]) -> Published | TierKVError:
@@ -561,12 +565,12 @@ class Service:
         lifecycle, memory = self._parts.lifecycle, self._memory
         with lifecycle.alone(Tier.DEVICE), memory.changing():
             if not lifecycle.is_asleep:
-                raise OwnershipError("the device does not sleep")
+                raise OwnershipError("the device is awake: only a sleeping device can be woken")
             before = self.tiers.slots.pools[Tier.DEVICE].capacity
             # An integer, perhaps NumPy's.
             count = before if device_blocks is None else operator.index(device_blocks)
             if count < 1:
-                raise ConfigError(f"a device has 1 block or more, not {count}")
+                raise ConfigError(f"the device needs at least 1 block, not {count}")
             planes = await memory.new_planes(count)
             try:
                 await self.mover.reopen(planes)
@@ -647,7 +651,7 @@ class Service:
         if self.tiers.copies.storage is None:
             raise HandoffError(
                 HandoffProblem.UNAVAILABLE.value,
-                "this node has no storage tier: set storage.url to hand prompts over",
+                "this node has no storage tier, so prompts cannot be handed over: set storage.url",
             )
         return self._parts.handoff
 
@@ -690,7 +694,8 @@ class Service:
         ticket = await tickets.read(ticket_id)
         if ticket is None:
             raise HandoffError(
-                HandoffProblem.NOT_YET.value, f"there is no ticket {ticket_id[:80]!r}"
+                HandoffProblem.NOT_YET.value,
+                f"there is no ticket {ticket_id[:80]!r}: it was never published, or has expired",
             )
         await tickets.acknowledge(ticket)
 

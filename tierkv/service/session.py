@@ -80,7 +80,10 @@ class Session:
             OwnershipError: the session has no blocks: it waits for them, or has ended.
         """
         if self._request is None:
-            raise OwnershipError(f"request {self.spec.request_id!r} has no blocks")
+            raise OwnershipError(
+                f"request {self.spec.request_id!r} has no blocks: it still waits for them, "
+                "or has ended"
+            )
         return self._request
 
     @property
@@ -169,7 +172,7 @@ class Session:
         try:
             yield
         except BaseException as error:
-            self._timeline.problem = str(error) or "its caller has gone"
+            self._timeline.problem = str(error) or "the caller disconnected"
             self._mark(Moment.ENDED)
             raise
 
@@ -216,7 +219,11 @@ class Session:
                 raise
             except TransferError as error:  # a prompt that came in portions did not all load
                 self.check_may_compute(error)
-                log.warning("request %s computes all of it: %s", self.spec.request_id, error)
+                log.warning(
+                    "request %s computes its whole prompt, since cached blocks did not load: %s",
+                    self.spec.request_id,
+                    error,
+                )
                 self.load_problem = str(error)
                 alone = msgspec.structs.replace(self.spec, needs_logits=True, uses_cache=False)
                 request = await self._service.scheduler.admit(alone)
@@ -265,12 +272,12 @@ class Session:
                 for load in loads:
                     await asyncio.shield(load.settled)
         except TimeoutError as error:
-            text = f"cached blocks did not arrive within {timeout_s:g} s"
+            text = f"cached blocks were not on the device within {timeout_s:g} s"
             raise GateTimeoutError(text) from error
         if problem is not None:
             raise problem
         if any(load.is_failed for load in loads):
-            raise TransferError("cached blocks above these did not arrive")
+            raise TransferError("earlier cached blocks of the prompt did not load")
 
     async def loaded_or_recovered(self, timeout_s: float) -> None:
         """Wait as `loaded` does, and `recover` if a load fails.
@@ -298,7 +305,7 @@ class Session:
             HandoffError: with reason load_failed; the prompt was claimed whole or not at all.
         """
         if self._policy is ClaimPolicy.WHOLE:
-            text = f"the claimed prompt did not load: {error}"
+            text = f"the claimed prompt did not load to the device: {error}"
             raise HandoffError(HandoffProblem.LOAD_FAILED.value, text) from error
 
     async def recover(self, problem: str, *, timeout_s: float, after: Sequence[Event] = ()) -> None:
@@ -317,7 +324,9 @@ class Session:
         size = self.spec.prompt.block_size
         promised = -(-request.cached_tokens // size)
         intact = self._service.index.match(self.spec.prompt).device_blocks
-        log.warning("request %s computes what did not load: %s", self.spec.request_id, problem)
+        log.warning(
+            "request %s computes the blocks that did not load: %s", self.spec.request_id, problem
+        )
         await self._give_up_streams(problem)
         self.running()  # raises if the request was ended during the wait
         self._request = None
@@ -370,7 +379,10 @@ class Session:
         """
         self.running()
         if self.is_streaming:
-            text = f"request {self.spec.request_id!r} is being published as it is computed"
+            text = (
+                f"request {self.spec.request_id!r} cannot be preempted: its prompt is "
+                "being published while it is computed"
+            )
             raise OwnershipError(text)
         await self._published()
         self._service.scheduler.preempt(self.running(), after=after)
@@ -459,7 +471,10 @@ class Session:
         if found is not None and found.stream is not None:
             computed, whole = self.running().computed_tokens, self.spec.prompt.num_tokens
             if computed < whole:
-                raise OwnershipError(f"only {computed} of {whole} prompt tokens are committed")
+                raise OwnershipError(
+                    f"only {computed} of {whole} prompt tokens are committed: commit the "
+                    "whole prompt before it is published"
+                )
             found.stream.finish(first_tokens, after, sampling)
             found.stream = None
         elif found is None or found.has_failed:
@@ -480,8 +495,8 @@ class Session:
         said = published.ticket
         if (said.first_tokens, said.sampling) != (tuple(first_tokens), dict(sampling)):
             raise DuplicateRequestError(
-                f"the prompt was published under {said.ticket_id!r} with other first tokens or "
-                "sampling"
+                f"the ticket {said.ticket_id!r} was already published with other first "
+                "tokens or sampling: use another ticket id"
             )
         return published
 

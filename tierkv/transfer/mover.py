@@ -315,7 +315,8 @@ class LayerGate:
                 events = _events(submission, max(deadline - time.monotonic(), 0.0))
             except TimeoutError as error:
                 raise GateTimeoutError(
-                    f"the load of layer {layer} was not submitted within {timeout_s:g} s"
+                    f"the copy of layer {layer} to the device was not submitted within "
+                    f"{timeout_s:g} s"
                 ) from error
             stream.wait(events[layer], max(deadline - time.monotonic(), 0.0))
 
@@ -348,7 +349,9 @@ class LayerGate:
                         await asyncio.shield(asyncio.wrap_future(submission))
                     await self._poller.done(_events(submission, 0.0)[layer])
         except TimeoutError as error:
-            raise GateTimeoutError(f"layer {layer} did not arrive in {timeout_s:g} s") from error
+            raise GateTimeoutError(
+                f"layer {layer} was not on the device within {timeout_s:g} s"
+            ) from error
 
     async def all_layers(self, timeout_s: float) -> None:
         await self.layer(self.num_layers - 1, timeout_s)

@@ -96,7 +96,9 @@ class Slices:
         self.size = self.parts[0].shard.size
         self._scheme = scheme
         if len(self.parts) != self.size:
-            raise LayoutError(f"{len(self.parts)} slices were given for {self.size} ranks")
+            raise LayoutError(
+                f"a block of {self.size} ranks needs {self.size} slices, not {len(self.parts)}"
+            )
         others = [n for n in dict.fromkeys(peer_sizes) if n != self.size and self._can_be(n)]
         self.peer_sizes = tuple(others)
         self.foreign_sizes = tuple(
@@ -981,7 +983,8 @@ class Values:
         )
         if num_bytes != len(read.payload):
             raise StoreCorruptError(
-                f"{read.item.name} has a payload of {num_bytes} bytes, not {len(read.payload)}"
+                f"{read.item.name} has a payload of {num_bytes} bytes, but a block has "
+                f"{len(read.payload)}"
             )
 
     def encode_later(
@@ -1139,7 +1142,9 @@ class Toucher:
                 async with asyncio.timeout(_DEADLINE_S):
                     await self._store.touch(names, ttl_s=self._ttl_s)
             except (TimeoutError, StoreUnavailableError) as error:
-                log.debug("%d stored blocks were not touched: %s", len(names), error)
+                log.debug(
+                    "the lifetime of %d stored blocks was not extended: %s", len(names), error
+                )
                 for name in names:
                     self._seen.pop(name, None)  # the next use tries again
             await asyncio.sleep(_PAUSE_S)

@@ -231,8 +231,8 @@ class StorageTier:
         if isinstance(store, str):
             if self.options.open is None:
                 raise ConfigError(
-                    "a store cannot be attached by its URL, since this service was built without "
-                    "a function that opens one: attach a store object"
+                    "this service was built without a function that opens stores, so "
+                    "none can be attached by URL: attach a store object"
                 )
             store = self.options.open(store)
         store.use_memory(self._pools)

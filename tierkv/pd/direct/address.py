@@ -61,7 +61,7 @@ class DirectAddress(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         ipaddress.ip_address(self.host)
         if not 0 < self.port <= _MAX_PORT:
-            raise ValueError(f"{self.port} is no port")
+            raise ValueError(f"{self.port} is not a port number")
 
 
 class DirectAsk(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,10 +100,10 @@ class DirectAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not len(self.blocks) == len(self.addresses) == len(self.headers):
-            raise ValueError("an answer has one address and one header per block")
+            raise ValueError("an answer must have one address and one header per block")
         num_blocks = 0 if self.planes is None else self.planes.num_blocks
         if not all(0 <= block < num_blocks for block in self.block_ids):
-            raise ValueError("an answer names blocks that the device it shows has not")
+            raise ValueError("an answer names blocks beyond the device's memory that it shows")
 
 
 class Channel:
@@ -164,7 +164,7 @@ class Channel:
 
     async def _send(self, body: bytes, secret: bytes) -> None:
         if self._writer.is_closing():
-            raise ConnectionResetError("this end has hung up")
+            raise ConnectionResetError("this end of the connection is closed")
         mac = self._mac(body, secret)
         self._writer.write(_LENGTH.pack(len(body)) + mac + body)
         await self._writer.drain()
@@ -173,12 +173,12 @@ class Channel:
         head = await self._reader.readexactly(_LENGTH.size + _MAC_BYTES)
         (length,) = _LENGTH.unpack_from(head)
         if length > _MAX_FRAME_BYTES:
-            raise StoreCorruptError(f"a frame of {length} bytes is too long")
+            raise StoreCorruptError(f"a frame of {length} bytes exceeds the limit")
         return await self._reader.readexactly(length), head[_LENGTH.size :]
 
     def _check(self, body: bytes, mac: bytes, secret: bytes) -> None:
         if not hmac.compare_digest(mac, self._mac(body, secret)):
-            raise StoreCorruptError("the ticket's secret does not vouch for this")
+            raise StoreCorruptError("the message is not authenticated by the ticket's secret")
 
     def _mac(self, body: bytes, secret: bytes) -> bytes:
         text = self._nonce + self._count.to_bytes(8, "little") + body

@@ -221,7 +221,7 @@ class DirectServer:
         except (OSError, EOFError, TimeoutError):
             pass  # it has gone, or hangs
         except StoreCorruptError as error:
-            log.warning("refused to tell a claimer where blocks are: %s", error)
+            log.warning("a claimer's question for block addresses was refused: %s", error)
         finally:
             self._let_go(held)
             channel.close()
@@ -267,7 +267,11 @@ class DirectServer:
         try:
             planes = await self._threads.run(self._planes.describe)
         except ConfigError as error:
-            log.warning("the device's blocks are not shown: %s", error)
+            log.warning(
+                "the device's blocks cannot be read by other processes, so claims read "
+                "them from storage: %s",
+                error,
+            )
             self._let_go(held)
             return DirectAnswer()
         ids = self._tiers.index.slots(Tier.DEVICE, node, ask.first, stop)
@@ -404,7 +408,7 @@ class Claimer:
                 await channel.send_ask(nothing, address.secret)
                 return (await channel.answer(address.secret)).was_held
         except (OSError, EOFError, TimeoutError, StoreCorruptError) as error:
-            log.info("the producer of a ticket does not answer any more: %r", error)
+            log.info("the producer of a ticket no longer answers: %r", error)
             return False
 
     async def _answer_to(self, first: int, stop: int, machine: str = "") -> DirectAnswer | None:
@@ -416,7 +420,7 @@ class Claimer:
             async with asyncio.timeout(_ANSWER_S):
                 return await self._exchange(ask)
         except (OSError, EOFError, TimeoutError, StoreCorruptError) as error:
-            log.info("the producer of a ticket cannot be asked: %r", error)
+            log.info("the producer of a ticket cannot be reached: %r", error)
             self._is_silent = True
             return None
 
@@ -517,7 +521,9 @@ class Direct:
 
     def findings(self) -> list[str]:
         left = 0 if self._num_claims else self.num_offered
-        return [f"nobody claims, but {left} blocks are offered by other nodes"] if left else []
+        return (
+            [f"no claim runs, but {left} blocks offered by other nodes are listed"] if left else []
+        )
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -548,7 +554,10 @@ class Direct:
         # Between CPUs the path `memory` does as well.
         if sharing is None or (sharing.place == CPU_PLACE and not is_asked_for):
             if is_asked_for:
-                log.warning("no direct hand-off from device to device: this one has no way to")
+                log.warning(
+                    'handoff.direct is "device", but this device cannot share its memory: '
+                    "claims read from storage"
+                )
             return
         self._landing = Landing(self._tiers, sharing, self._stats, self.speeds, take=self._take)
         await stack.enter_async_context(self._landing.running())
@@ -559,7 +568,11 @@ class Direct:
         try:
             await aside(planes.describe)
         except ConfigError as error:
-            log.warning("the device's blocks are not shown: %s", error)
+            log.warning(
+                "the device's blocks cannot be read by other processes, so claims read "
+                "them from storage: %s",
+                error,
+            )
             return
         self._planes, self._place = planes, sharing.place
 
@@ -568,13 +581,18 @@ class Direct:
             async with asyncio.timeout(_ENGINE_START_S):
                 self._engine = await aside(TransferEngine, host)
         except (ConfigError, TimeoutError) as error:
-            log.warning("no direct hand-off over the network: %s", error)
+            log.warning(
+                "Mooncake's transfer engine did not start, so claims over the network "
+                "read from storage: %s",
+                error,
+            )
             return
         stack.callback(self._engine.close)
         self.offers.ways.append(NetworkWay(self._engine))
         log.warning(
-            "the transfer engine of %s listens on every address of this machine: once this node "
-            "publishes, whoever reaches its ports can read and write the host tier",
+            "the transfer engine of %s listens on every address of this machine: any "
+            "process that reaches its ports can read and write the host tier, so keep "
+            "them in a private network",
             self._engine.name,
         )
 
@@ -613,7 +631,9 @@ class Direct:
             if self._engine is not None:
                 self._engine.show(self._slots.array)
         except ConfigError as error:
-            log.warning("no direct hand-off: %s", error)
+            log.warning(
+                "this prompt has no direct path, so its claim reads from storage: %s", error
+            )
             return None
         if is_new:
             ledger.hold(ticket_id, lambda: server.forget(offer))

@@ -226,8 +226,10 @@ class Landing:
                     else:
                         self._stats.failed_direct_reads += 1
                         log.warning(
-                            "a prompt is not read from its producer's device: %s",
-                            problem or "the producer has gone, or let go of it meanwhile",
+                            "a prompt could not be read from its producer's device "
+                            "and is read from storage: %s",
+                            problem
+                            or ("the producer ended, or released the blocks during the copy"),
                         )
                         await self._threads.run(lambda: self._planes.close(shared.owner))
                 finally:

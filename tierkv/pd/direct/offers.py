@@ -111,7 +111,7 @@ class TransferEngine:
             TransferError: the read failed; none of the pieces was written to.
         """
         if self._engine is None:
-            raise TransferError("this node has no transfer engine any more")
+            raise TransferError("this node's transfer engine is closed")
         total = sum(piece.num_bytes for piece in pieces)
         if len(self._landing) < total:
             self._landing = np.empty(total, np.uint8)
@@ -408,7 +408,11 @@ class Offers:
                 self._stats.failed_direct_reads += 1
                 if isinstance(error, NotPermittedError) and peer.way in self.ways:
                     self.ways.remove(peer.way)
-                log.warning("a prompt is claimed from storage from here on: %s", error)
+                log.warning(
+                    "the producer's host tier could not be read, so the rest of the "
+                    "prompt is read from storage: %s",
+                    error,
+                )
                 continue
             num_bytes = len(whole) * self._block_bytes
             self._speeds.note(peer.way.path, num_bytes, time.monotonic() - began)
@@ -418,7 +422,9 @@ class Offers:
             if len(whole) < len(some):
                 self._stats.damaged_direct_blocks += len(some) - len(whole)
                 log.warning(
-                    "%d blocks of a producer's host tier had changed", len(some) - len(whole)
+                    "%d blocks of a producer's host tier had been replaced and are "
+                    "read from storage",
+                    len(some) - len(whole),
                 )
 
     def _read_and_check(self, peer: Peer, reads: Sequence[_Read]) -> list[int]:
