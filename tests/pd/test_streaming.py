@@ -218,7 +218,7 @@ async def test_a_producer_that_only_takes_long_is_not_yet() -> None:
         async with prefilling(prefill, tokens(21)) as here:
             await here.compute(8)
             await here.stored(2)
-            with pytest.raises(HandoffError, match="has published [0-9] of") as error:
+            with pytest.raises(HandoffError, match="has published") as error:
                 await claim(decode, tokens(21), deadline_s=1.0)
             assert error.value.reason == "not_yet"
             await here.compute(21)

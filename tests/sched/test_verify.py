@@ -311,6 +311,7 @@ async def test_a_table_that_names_other_blocks_than_the_index_is_named() -> None
         found = here.service.verify()
         undo()
         assert found == [
-            "request 'swapped' has other blocks in its block table than the index has for its tokens"
+            "request 'swapped' has other blocks in its block table than the index has for "
+            "its tokens"
         ]
         await here.ended(request)
