@@ -193,7 +193,7 @@ def test_a_wrong_file_is_one_sentence_that_says_what(
 
 
 def test_of_a_file_that_is_not_there_it_is_said_how_to_make_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not exist: `tierkv token new` makes one"):
+    with pytest.raises(ConfigError, match="does not exist: make it with `tierkv token new`"):
         read(tmp_path / "auth.json")
 
 
@@ -244,7 +244,7 @@ async def test_two_commands_at_a_time_lose_no_token(tmp_path: Path) -> None:
 
 def test_an_address_others_can_reach_needs_callers_that_are_asked(tmp_path: Path) -> None:
     section = NodeSection(host="0.0.0.0", port=0)
-    with pytest.raises(ConfigError, match="does not ask who calls"):
+    with pytest.raises(ConfigError, match="callers are not authenticated"):
         bind(section)
     bind(section, asks_callers=True).close()
 
@@ -507,12 +507,12 @@ def test_a_dead_socket_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> None
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
     with unix_listener(path):
-        with pytest.raises(ConfigError, match="taken by another process"), unix_listener(path):
+        with pytest.raises(ConfigError, match="used by another process"), unix_listener(path):
             pass
         assert path.exists()
     assert not path.exists()
     path.write_text("a file")
-    with pytest.raises(ConfigError, match="no socket"), unix_listener(path):
+    with pytest.raises(ConfigError, match="is not a socket"), unix_listener(path):
         pass
     assert path.read_text() == "a file"
     with pytest.raises(ConfigError), unix_listener(tmp_path / ("x" * 200)):

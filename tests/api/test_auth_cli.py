@@ -28,7 +28,7 @@ async def test_commands_bring_the_token_of_the_environment(
         status, out, err = await run_to_end(tmp_path, "stats", *url)
         assert (status, out) == (1, "")
         assert "unauthenticated" in err
-        assert "TIERKV_TOKEN holds the token" in err
+        assert "set the variable TIERKV_TOKEN to the token" in err
         assert err.count("\n") == 1
         status, out, err = await run_to_end(tmp_path, "stats", *url, "--json", TIERKV_TOKEN=token)
         assert (status, err) == (0, "")

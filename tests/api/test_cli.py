@@ -174,7 +174,7 @@ async def test_client_commands_ask_a_node(tmp_path: Path) -> None:
         status, out, _ = await run_to_end(tmp_path, "stats", **asked)
         assert "requests.admitted_requests 2\n" in out
         status, out, _ = await run_to_end(tmp_path, "verify", **asked)
-        assert (status, out) == (0, "nothing is wrong\n")
+        assert (status, out) == (0, "no fault found\n")
         status, out, err = await run_to_end(tmp_path, "generate", "", **asked)
         assert (status, out) == (1, "")
         assert re.fullmatch(
@@ -210,7 +210,7 @@ async def test_https_to_a_node_without_tls_says_which_url_it_may_be(tmp_path: Pa
     assert (status, out) == (1, "")
     assert err == (
         f"error: no node answers at {asked}: "
-        "it speaks no TLS: its URL may begin with http://, not https://\n"
+        "it does not use TLS: use http:// instead of https:// in its URL\n"
     )
 
 

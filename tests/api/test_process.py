@@ -181,7 +181,7 @@ async def test_a_port_that_is_taken_is_one_sentence(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         said = await refused(tmp_path, "--port", str(port))
-        assert f"127.0.0.1:{port} is taken" in said
+        assert f"127.0.0.1:{port} is used" in said
 
 
 @pytest.mark.parametrize(
@@ -190,9 +190,9 @@ async def test_a_port_that_is_taken_is_one_sentence(tmp_path: Path) -> None:
         ("0.0.0.0", "--insecure"),
         ("::", "--insecure"),
         ("192.0.2.1", "--insecure"),
-        ("no.such.host.invalid", "is not known"),
+        ("no.such.host.invalid", "cannot be resolved"),
         ("", "node.host is empty"),
-        ("a" * 300, "is not known"),
+        ("a" * 300, "cannot be resolved"),
     ],
 )
 async def test_an_address_that_cannot_be_used_is_one_sentence(
@@ -249,7 +249,7 @@ async def test_a_store_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> No
         ("[engine]\nchunk_tokens = 0\n", "chunk_tokens must be at least 1"),
         ("[storage.file]\ncapacity_bytes = -1\n", "cannot hold -1 bytes"),
         ("[node]\nidle_timeout_s = nan\n", "idle_timeout_s"),
-        ('[node]\nname = "two\\nlines"\n', "node.name must be printable"),
+        ('[node]\nname = "two\\nlines"\n', "node.name must be one line"),
         ("[handoff]\nticket_ttl_s = nan\n", "handoff.ticket_ttl_s"),
         ("[handoff]\nblock_ttl_s = 1e300\n", "handoff.block_ttl_s"),
         ("[handoff]\nclaim_deadline_s = inf\n", "handoff.claim_deadline_s"),

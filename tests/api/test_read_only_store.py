@@ -84,7 +84,7 @@ async def test_a_store_that_takes_no_writes_is_degraded_and_says_why_until_it_do
             assert put.status is PutStatus.FULL
         status, detail = await told()
         assert status == "degraded"
-        assert f"takes no writes: {reason}" in detail
+        assert f"refuses writes: {reason}" in detail
         assert await get_one(store, "t:f:a:0", 4) == (GetStatus.HIT, b"kept")
         assert store.health.circuit is BreakerState.CLOSED
         await asyncio.to_thread(server.execute, *end)
@@ -106,7 +106,7 @@ async def test_of_a_layered_store_the_part_that_takes_no_writes_is_named(
         answer = await on.client.get("/readyz?verbose")
         assert answer.body["status"] == "degraded"
         detail = answer.body["parts"]["storage"]["detail"]
-        assert detail.startswith(f"{near} takes no writes: ")
+        assert detail.startswith(f"{near} refuses writes: ")
         assert "capacity_bytes allows 1048576 bytes of values, min_free_bytes keeps" in detail
 
 

@@ -149,7 +149,7 @@ async def test_codes_that_have_no_class_of_their_own(
 
 async def test_errors_of_a_real_node() -> None:
     async with here() as on, AsyncClient(on.client.url) as client:
-        with pytest.raises(BadRequestError, match="exactly one of"):
+        with pytest.raises(BadRequestError, match="either prompt or tokens"):
             await client.lookup(LookupBody())
         with pytest.raises(HandoffError) as caught:
             await client.decode(DecodeBody(prompt="a", ticket_id="none", deadline_s=1.0))

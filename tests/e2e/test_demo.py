@@ -97,7 +97,7 @@ def test_wrong_input_gets_one_clear_sentence(tmp_path: Path) -> None:
         (["--prompt-file", str(tmp_path / "missing")], "does not exist"),
         (["--prompt-file", str(tmp_path)], "cannot be read"),
         (["--prompt", "x", "--storage", "gopher://x"], "accepted"),
-        (["--prompt", "x", "--storage", "memory://"], "not shared"),
+        (["--prompt", "x", "--storage", "memory://"], "cannot be shared"),
     ):
         check_one_sentence(options, words)
     both = ["--prompt", "x", "--prompt-file", "y"]

@@ -216,7 +216,7 @@ async def test_processes_of_different_sizes_hand_over_exactly(
             parts = (await response.json())["parts"]
             assert ("ranks" in parts) == (second > 1)
             if second > 1:
-                assert parts["ranks"] == {"status": "ok", "detail": f"{second} ranks keep up"}
+                assert parts["ranks"] == {"status": "ok", "detail": f"all {second} ranks respond"}
         assert await stop(p.process) == await stop(d.process) == 0
 
 

@@ -768,5 +768,5 @@ def test_what_cannot_be_is_refused_in_the_caller_s_thread() -> None:
         assert on.cache.load("a", [[0]]) is None
     with pytest.raises(ConfigError, match="layout"):
         EngineCache(fingerprint(), [LAYOUTS["mla"]], host_bytes=1 << 20, cache=CacheSettings())
-    with pytest.raises(ConfigError, match="room"):
+    with pytest.raises(ConfigError, match="too little for two blocks"):
         EngineCache(fingerprint(), [GQA], host_bytes=1, cache=CacheSettings(block_size=BLOCK))

@@ -301,9 +301,9 @@ def test_an_engine_with_other_blocks_or_another_key_is_told_why_it_is_refused(
     tokens = {name: token_for(auth, name) for name in ("admin", "write")}
     with node(tmp_path / "node", TIERKV_AUTH__FILE=str(auth)) as at:
         for key, why in (
-            ("", "asks for a token"),
-            ("other", "not known"),
-            (tokens["write"], "is no admin"),
+            ("", "needs a token"),
+            ("other", "unknown here"),
+            (tokens["write"], "does not have the role admin"),
         ):
             with pytest.raises(ConfigError, match=why), engine(at, f"wrong {why}", key=key):
                 pass
@@ -480,7 +480,7 @@ def test_over_http_a_node_of_engines_computes_nothing(tmp_path: Path) -> None:
 
 def test_a_node_that_no_engine_has_come_to_ends_when_told(tmp_path: Path) -> None:
     with node(tmp_path / "node") as at:
-        until(lambda: "waiting at" in at.log)
+        until(lambda: "waiting for the first engine" in at.log)
 
 
 def test_a_stranger_at_the_engines_socket_holds_nobody_up(tmp_path: Path) -> None:

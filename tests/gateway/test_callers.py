@@ -409,13 +409,13 @@ async def test_a_node_that_is_degraded_gets_work_and_readyz_says_so() -> None:
     async with stage() as on:
         assert json.loads((await on.caller.get("/readyz"))[1]) == {"status": "ok"}
         for node in (*on.prefill, *on.decode):
-            node.trouble = "redis://store is left alone"
+            node.trouble = "redis://store is not used"
         await until(lambda: all(word for _, word in on.gateway.states().values()), "the probes")
         status, raw = await on.caller.get("/readyz?verbose")
         said = json.loads(raw)
         assert (status, said["status"]) == (200, "degraded")
         part = said["parts"][on.prefill[0].url]
-        assert part == {"status": "degraded", "detail": "storage: redis://store is left alone"}
+        assert part == {"status": "degraded", "detail": "storage: redis://store is not used"}
         assert (await on.caller.ask({"prompt": PROMPT})).status == 200
         on.prefill[0].trouble = ""
         first = on.prefill[0].url
@@ -425,7 +425,7 @@ async def test_a_node_that_is_degraded_gets_work_and_readyz_says_so() -> None:
 async def test_too_many_prompts_are_refused_before_any_is_read() -> None:
     async with stage(limits=LimitsSection(max_batch=3)) as on:
         asked = await on.caller.ask({"prompt": ["good", "good", "good", ""]})
-        assert (asked.status, asked.body["detail"]) == (400, "give 1 to 3 prompts at once")
+        assert (asked.status, asked.body["detail"]) == (400, "one request may have 1 to 3 prompts, not 4")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -24,11 +24,11 @@ NODES = ("--both", "http://127.0.0.1:1")
         ((*NODES, "--host", "0.0.0.0"), "can be reached from other machines"),
         ((*NODES, "--config", "missing.toml"), "does not exist"),
         ((*NODES, "--node-ca", "missing.pem"), "missing.pem cannot be used"),
-        ((*NODES, "--node-key", "key.pem"), "of no use without gateway.node_cert"),
+        ((*NODES, "--node-key", "key.pem"), "gateway.node_key needs gateway.node_cert"),
         ((*NODES, "--node-cert", "missing.pem"), "missing.pem or its key cannot be used"),
         ((*NODES, "--auth", "missing.json"), "missing.json does not exist"),
         ((*NODES, "--tls-cert", "missing.pem"), "missing.pem or its key cannot be used"),
-        ((*NODES, "--client-ca", "ca.pem"), "of no use without tls.cert"),
+        ((*NODES, "--client-ca", "ca.pem"), "need tls.cert"),
     ],
 )
 async def test_wrong_settings_are_one_sentence(

@@ -276,11 +276,11 @@ def test_who_brings_no_good_token_gets_a_sentence_and_no_data(
     assert token
     with served(tmp_path, "--port", "0", "--auth", auth) as one:
         page = opened(one.url)
-        page.has("send a token")
+        page.has("needs a token")
         assert not page.page.is_visible("main")
         page.page.keyboard.type("tkv_0000000000000000_wrong")
         page.page.keyboard.press("Enter")
-        page.has("not known here")
+        page.has("unknown here")
         assert not page.page.is_visible("main")
         page.page.keyboard.type(token[0])
         page.page.keyboard.press("Enter")
@@ -288,7 +288,7 @@ def test_who_brings_no_good_token_gets_a_sentence_and_no_data(
         page.page.reload()
         page.live()
         page.page.click("#forget")
-        page.has("send a token")
+        page.has("needs a token")
         assert token[0] not in page.page.content()
         assert page.page.context.cookies() == []
 

@@ -176,7 +176,7 @@ def test_where_there_is_nothing_it_is_said(url: str) -> None:
         result = run(command, url, "--prefix", "nobody")
         assert result.exit_code == 0
         assert not result.stdout
-        assert "no such values under nobody:" in result.stderr
+        assert "no such values with the prefix nobody:" in result.stderr
 
 
 def test_looking_makes_no_store_where_there_is_none(tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_damage_that_cannot_be_removed_is_told_all_the_same(
     assert result.exit_code == 1
     assert f"{item(ONE, 1).name}: the value is shorter" in result.stdout
     assert "4 whole, 1 damaged" in result.stdout
-    assert "some damaged values stay" in result.stderr
+    assert "some damaged values could not be removed" in result.stderr
     assert "Read-only file system" in result.stderr
 
 

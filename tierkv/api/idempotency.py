@@ -96,7 +96,10 @@ class Once(Generic[T]):
         """
         while (known := self._find(key)) is not None:
             if known.content != content:
-                raise DuplicateRequestError("another request with other content has this id")
+                raise DuplicateRequestError(
+                    "this id was used for a request with another body: use a new id, or "
+                    "send the same body"
+                )
             if not known.outcome.done():
                 await asyncio.wait([known.outcome])
             if not known.outcome.cancelled():

@@ -94,7 +94,8 @@ class _TaskFailures(Collector):
     def collect(self) -> Iterator[Metric]:
         yield total(
             "tierkv_task_failures",
-            "Failures of background tasks that were started again: hints, probes, renewals",
+            "Failures of background tasks (notifications, probes, lease renewals), "
+            "which were restarted",
             tasks.failures.total(),
         )
 
@@ -135,12 +136,12 @@ class NodeCollector(Collector):
         node = self._node
         yield gauge(
             "tierkv_build_info",
-            "Which tierkv this is",
+            "Version and role of this node",
             ("version", "role"),
             {(tierkv.__version__, node.settings.node.role.value): 1},
         )
         is_ready = node.service.is_ready and not node.is_draining
-        yield gauge("tierkv_ready", "1 while the node takes requests", (), {(): int(is_ready)})
+        yield gauge("tierkv_ready", "1 while the node accepts requests", (), {(): int(is_ready)})
         yield from self.shown()
         yield _load_layers(node.service.stats().load_layers)
         yield from _kv_events(node)
@@ -169,7 +170,7 @@ def _kv_events(node: Node) -> Iterator[Metric]:
     )
     yield counter(
         "tierkv_kv_events_lost",
-        "Cache events that were dropped, since they came faster than they were published",
+        "Cache events dropped because the publisher fell behind",
         (),
         {(): publisher.num_lost},
     )
@@ -179,21 +180,23 @@ def _tiers(stats: Stats, block_bytes: int) -> Iterator[Metric]:
     pools = {"device": stats.device, "host": stats.host}
     yield gauge(
         "tierkv_tier_capacity_bytes",
-        "Room of a tier",
+        "Capacity of a tier in bytes",
         ("tier",),
         {(tier,): pool.capacity * block_bytes for tier, pool in pools.items()},
     )
     yield gauge(
         "tierkv_tier_used_bytes",
-        "Bytes of a tier's blocks that are cached or lent",
+        "Bytes of a tier that cached blocks and running requests use",
         ("tier",),
         {(tier,): pool.used * block_bytes for tier, pool in pools.items()},
     )
-    yield gauge("tierkv_blocks", "Blocks of a tier", ("tier", "state"), _block_states(pools))
+    yield gauge(
+        "tierkv_blocks", "Blocks of a tier by state", ("tier", "state"), _block_states(pools)
+    )
     tiers = stats.tiers
     yield counter(
         "tierkv_evictions",
-        "Copies of blocks that a tier forgot to make room",
+        "Copies of blocks that a tier evicted to make room",
         ("tier", "reason"),
         {
             ("device", "capacity"): tiers.evicted_device_blocks,
@@ -202,12 +205,12 @@ def _tiers(stats: Stats, block_bytes: int) -> Iterator[Metric]:
     )
     yield total(
         "tierkv_forgotten_blocks",
-        "Blocks evicted from device and host with no copy left there",
+        "Blocks evicted from the device and the host, with no copy left in memory",
         tiers.forgotten_blocks,
     )
     yield total(
         "tierkv_skipped_offloads",
-        "Blocks not copied to the host because it had no room",
+        "Blocks not copied to the host because the host tier was full",
         tiers.skipped_offloads,
     )
     yield total(
@@ -217,7 +220,7 @@ def _tiers(stats: Stats, block_bytes: int) -> Iterator[Metric]:
     )
     yield ages(
         "tierkv_block_lifetime_seconds",
-        "Of forgotten blocks, from when they were first cached",
+        "Age of blocks at their eviction from memory, since they were first cached",
         tiers.lifetimes,
     )
 
@@ -225,7 +228,7 @@ def _tiers(stats: Stats, block_bytes: int) -> Iterator[Metric]:
 def _load_layers(times: LayerTimes) -> Metric:
     family = SummaryMetricFamily(
         "tierkv_load_layer_seconds",
-        "From a load's begin until this layer of it was on the device; of some loads",
+        "Time from the start of a load until this layer was on the device, for sampled loads",
         labels=("layer",),
     )
     for layer, total_s in enumerate(times.total_s):
@@ -247,7 +250,7 @@ def _requests(stats: Stats) -> Iterator[Metric]:
     hits += counts.storage_hit_tokens + counts.direct_hit_tokens
     yield counter(
         "tierkv_lookup_tokens",
-        "Prompt tokens of admitted requests, by where they were found",
+        "Prompt tokens of admitted requests, by the tier that had them",
         ("result",),
         {
             ("hit_device",): counts.device_hit_tokens,
@@ -259,31 +262,31 @@ def _requests(stats: Stats) -> Iterator[Metric]:
     )
     yield total(
         "tierkv_recompute_avoided_tokens",
-        "Prompt tokens that need not be computed, since they were found",
+        "Prompt tokens that were found in the cache and not computed",
         hits,
     )
     yield total(
         "tierkv_recompute_avoided_seconds",
-        "What computing them would have taken, by the engine's speed as it was estimated",
+        "Estimated time to compute the tokens that were found in the cache",
         counts.recompute_avoided_s,
     )
     yield ages(
         "tierkv_reuse_gap_seconds",
-        "Of each match, how long the part used longest ago had not been used",
+        "Time since the last use of the least recently used block of each match",
         counts.reuse_gaps,
     )
     yield counter(
         "tierkv_missed_tokens",
-        "Prompt tokens of admitted requests that were found nowhere, by why",
+        "Prompt tokens of admitted requests that were not cached, by reason",
         ("reason",),
         {(reason,): tokens for reason, tokens in counts.missed_tokens.items()},
     )
     yield total(
-        "tierkv_admitted_requests", "Requests that got their blocks", counts.admitted_requests
+        "tierkv_admitted_requests", "Requests that received their blocks", counts.admitted_requests
     )
     yield gauge(
         "tierkv_inflight_requests",
-        "Requests that hold blocks, or wait for them",
+        "Requests that hold blocks (running) or wait for blocks (waiting)",
         ("state",),
         {("running",): stats.running_requests, ("waiting",): stats.waiting_requests},
     )
@@ -293,7 +296,7 @@ def _callers(node: Node) -> Iterator[Metric]:
     """Yield the count of answers that were repeated from an earlier call."""
     yield counter(
         "tierkv_repeated_requests",
-        "Calls that were answered with what an earlier one of the same id had brought about",
+        "Calls that were answered with the result of an earlier call of the same id",
         ("kind",),
         {("answer",): node.answers.num_repeats},
     )
@@ -303,7 +306,7 @@ def _handoffs(stats: Stats) -> Iterator[Metric]:
     counts = stats.handoff
     yield counter(
         "tierkv_handoffs",
-        "Prompts that were to be handed over, by what came of it",
+        "Prompts to be published or claimed, by outcome",
         ("side", "outcome"),
         {
             ("publish", "published"): counts.published_prompts,
@@ -315,7 +318,8 @@ def _handoffs(stats: Stats) -> Iterator[Metric]:
     )
     yield counter(
         "tierkv_published_blocks",
-        "Blocks of published prompts, by whether they went out before the prompt was computed",
+        "Blocks of published prompts: stored before (early) or after (late) the whole "
+        "prompt was computed",
         ("when",),
         {
             ("early",): counts.early_blocks,
@@ -324,7 +328,8 @@ def _handoffs(stats: Stats) -> Iterator[Metric]:
     )
     yield counter(
         "tierkv_direct_blocks",
-        "Blocks read straight from other nodes' memory; damaged ones came from storage then",
+        "Blocks read directly from other nodes' memory, by path; damaged blocks were "
+        "read from storage",
         ("path",),
         {
             ("device",): counts.device_blocks,
@@ -335,7 +340,7 @@ def _handoffs(stats: Stats) -> Iterator[Metric]:
     )
     yield total(
         "tierkv_failed_direct_reads",
-        "Claims that went on through storage since a producer could not be read",
+        "Claims that fell back to storage because the producer's memory could not be read",
         counts.failed_direct_reads,
     )
 
@@ -346,7 +351,8 @@ def _estimates(node: Node) -> Iterator[Metric]:
     num_bytes = _ESTIMATED_TOKENS * estimator.bytes_per_token
     yield gauge(
         "tierkv_estimated_seconds",
-        f"What {_ESTIMATED_TOKENS} tokens are expected to take; 0 while nothing is known",
+        f"Estimated time to compute or fetch {_ESTIMATED_TOKENS} tokens; 0 before the "
+        "first measurement",
         ("way",),
         {
             ("compute",): estimator.prefill.seconds(_ESTIMATED_TOKENS),
@@ -356,7 +362,7 @@ def _estimates(node: Node) -> Iterator[Metric]:
     decided = node.service.stats().decisions
     yield counter(
         "tierkv_decisions",
-        "Runs of blocks that requests lacked on the device, by what was decided about them",
+        "Runs of blocks missing on the device, by the decision to load, fetch, wait or compute",
         ("decision", "tier"),
         {
             ("load", "host"): decided.load_host,
@@ -371,7 +377,7 @@ def _estimates(node: Node) -> Iterator[Metric]:
     counts = node.service.stats().requests
     yield counter(
         "tierkv_shared_waits",
-        "Requests that waited for blocks which another one computed, by what came of it",
+        "Requests that waited for blocks another request computed, by outcome",
         ("outcome",),
         {
             ("came",): counts.shared_waits - counts.lost_waits,
@@ -386,11 +392,13 @@ def _engine(node: Node) -> Iterator[Metric]:
     stats = node.engine.stats
     yield total("tierkv_generated_tokens", "Tokens generated", stats.generated_tokens)
     yield total(
-        "tierkv_computed_tokens", "Tokens whose KV this node computed", stats.computed_tokens
+        "tierkv_computed_tokens",
+        "Tokens that this node computed keys and values for",
+        stats.computed_tokens,
     )
     yield total(
         "tierkv_failed_loads",
-        "Requests whose cached tokens did not load and were computed",
+        "Requests that computed cached tokens because they did not load",
         stats.failed_loads,
     )
 
@@ -399,7 +407,7 @@ def storage(stats: Stats) -> Iterator[Metric]:
     counts = stats.storage or StorageStats()
     yield counter(
         "tierkv_transfer_bytes",
-        "Bytes that have arrived",
+        "Bytes moved between tiers, by direction",
         ("direction",),
         {
             ("h2d",): stats.loaded_bytes,
@@ -410,13 +418,13 @@ def storage(stats: Stats) -> Iterator[Metric]:
     )
     yield counter(
         "tierkv_storage_errors",
-        "Blocks that the store did not read or write",
+        "Blocks that the store failed to read or write",
         ("op", "kind"),
         {("read", "failed"): counts.failed_reads, ("write", "failed"): counts.failed_writes},
     )
     yield total(
         "tierkv_integrity_failures",
-        "Stored blocks, and lists of tails, that were not what was written",
+        "Stored blocks and lists of tails that were damaged",
         counts.damaged_blocks + counts.damaged_lists,
     )
 
@@ -429,7 +437,7 @@ def stores(states: Iterable[StoreState]) -> Iterator[Metric]:
     by_tenant = {state.tenant: state for state in states}
     yield gauge(
         "tierkv_circuit_state",
-        "1 for the state that the store's circuit breaker is in",
+        "1 for the current state of the store's circuit breaker",
         ("tenant", "state"),
         {
             (tenant, state.value): int(store.circuit == state.value)
@@ -439,7 +447,7 @@ def stores(states: Iterable[StoreState]) -> Iterator[Metric]:
     )
     yield gauge(
         "tierkv_storage_takes_writes",
-        "1 for a store that takes writes, 0 for one that refused the last ones",
+        "1 if the store accepts writes, 0 if it refused the last writes",
         ("tenant",),
         {(tenant,): int(not store.write_refusal) for tenant, store in by_tenant.items()},
     )
@@ -452,22 +460,22 @@ def stores(states: Iterable[StoreState]) -> Iterator[Metric]:
     for name, text, values in (
         (
             "tierkv_storage_degraded_seconds",
-            "Time in which the store was left alone because it failed",
+            "Time during which the circuit breaker kept operations from the store",
             {tenant: store.degraded_s for tenant, store in by_tenant.items()},
         ),
         (
             "tierkv_storage_retries",
-            "Reads that were tried again",
+            "Reads that were retried",
             {tenant: store.retries for tenant, store in by_tenant.items()},
         ),
         (
             "tierkv_storage_refused_operations",
-            "Operations that failed at once, since the store is left alone or has too many",
+            ("Operations refused at once because the circuit is open or too many operations wait"),
             {tenant: store.refused for tenant, store in by_tenant.items()},
         ),
         (
             "tierkv_storage_dropped_writes",
-            "Writes dropped because more was written than the store takes",
+            "Writes dropped because the queue of writes was full",
             {tenant: store.dropped_writes for tenant, store in by_tenant.items()},
         ),
     ):
@@ -495,27 +503,27 @@ class Metrics:
         self._answers: dict[tuple[str, int], Counter] = {}
         self._first_token = Histogram(
             "tierkv_time_to_first_token_seconds",
-            "From a request's arrival to the first token computed here",
+            "Time from a request's arrival to the first token computed at this node",
             ("operation",),
             buckets=_SECONDS,
             registry=registry,
         )
         self._queue = Histogram(
             "tierkv_queue_seconds",
-            "From a request's arrival to its admission, its fetch from storage included",
+            "Time from a request's arrival to its admission, with its fetch from storage",
             ("operation",),
             buckets=_SECONDS,
             registry=registry,
         )
         lag = Histogram(
             "tierkv_event_loop_lag_seconds",
-            "How late the event loop was for a timer that is due every 50 ms",
+            "Delay of the event loop for a timer that is due every 50 ms",
             buckets=_LAG_SECONDS,
             registry=registry,
         )
         busy = Histogram(
             "tierkv_event_loop_busy_seconds",
-            "Of that lateness, in how much at most the loop's thread had a core and used it",
+            "Part of the event loop's delay in which its thread used a core, at most",
             buckets=_LAG_SECONDS,
             registry=registry,
         )

@@ -90,10 +90,11 @@ class PromptMovements:
         async with self._once.call(key, content) as call:
             if call.made is None:
                 if self._service.tiers.copies.storage is None:
-                    raise StoreUnavailableError("this node has no storage tier")
+                    raise StoreUnavailableError("this node has no storage tier: set storage.url")
                 if len(self._running) >= MOST_RUNNING:
                     raise TooManyError(
-                        f"{MOST_RUNNING} {self._kind}s are under way: wait until one has ended"
+                        f"{MOST_RUNNING} {self._kind}s are running, the maximum: wait "
+                        "for the end of one"
                     )
                 movement = PromptMovement(key, prompt.num_tokens)
                 self._running.add(movement)
@@ -168,11 +169,11 @@ def backing_up(service: Service) -> Move:
         size, width = prompt.block_size, prompt.block_token_bytes
         cached = service.index.match(prompt).num_blocks
         if not cached:
-            return range(0), "nothing of it is cached here"
+            return range(0), "no block of the prompt is cached at this node"
         head = Prompt(prompt.tokens[: cached * width], size, prompt.extras, prompt.space)
         handoff = service.handoff
         if handoff is None:
-            return range(0), "this node has no storage tier"
+            return range(0), "this node has no storage tier: set storage.url"
         try:
             async with asyncio.timeout(deadline_s):
                 spec = RequestSpec(f"backup {next(numbers)}", head, 0, needs_logits=False)
@@ -187,8 +188,10 @@ def backing_up(service: Service) -> Move:
                 finally:
                     service.scheduler.end(request)
         except TimeoutError:
-            return range(0), f"it was not stored within {deadline_s:g} s"
+            return range(0), f"the prompt was not stored within {deadline_s:g} s"
         is_all = stop * size >= prompt.num_blocks * size
-        return range(stop * size), None if is_all else "no more of it is cached here"
+        return range(
+            stop * size
+        ), None if is_all else "the prompt's blocks were evicted before they were stored"
 
     return store

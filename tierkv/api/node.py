@@ -193,7 +193,7 @@ class Node:
     def check_started(self) -> None:
         """Raise NotReadyError if there is nothing to ask yet."""
         if not self.has_started:
-            raise NotReadyError("this node has not started yet")
+            raise NotReadyError("this node is starting: try again later")
 
     def prompt(
         self, tokens: bytes, tenant: str, media: Sequence[MediaItem] = (), adapter: str = ""
@@ -271,8 +271,8 @@ class Node:
 
 def _no_engine() -> NoEngineError:
     return NoEngineError(
-        "this node has no model of its own: it keeps the KV of engines on its machine "
-        "(node.engine_socket), which compute"
+        "this node has no model of its own: send the request to an engine that uses "
+        "this node (node.engine_socket), or to a node with an engine"
     )
 
 

@@ -57,7 +57,9 @@ class PinBook:
         tenant, pin_id = key
         pins = self._pins.setdefault(tenant, {})
         if len(pins) >= MOST_PINS and pin_id not in pins and len(self.all_of(tenant)) >= MOST_PINS:
-            raise TooManyError(f"{MOST_PINS} pins are set")
+            raise TooManyError(
+                f"{MOST_PINS} pins are set, the maximum: remove one, or wait until one expires"
+            )
         num_blocks = self._service.pin(_name(key), prompt, ttl_s, is_soft=is_soft)
         pin = Pin(pin_id, num_blocks, prompt.num_tokens, is_soft, self._now() + ttl_s)
         pins[pin_id] = pin

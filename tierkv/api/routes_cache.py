@@ -253,7 +253,9 @@ class TicketRoutes(Routes):
     def _handoff(self) -> Handoff:
         handoff = self._node.service.handoff
         if handoff is None:
-            raise StoreUnavailableError("this node has no storage tier, and so no tickets")
+            raise StoreUnavailableError(
+                "this node has no storage tier and therefore no tickets: set storage.url"
+            )
         return handoff
 
     def _ticket_in_path(self, request: web.BaseRequest) -> str:

@@ -216,7 +216,9 @@ class Listings:
             name, _, number = cursor.partition(".")
             found = self._listings.get(name)
             if found is None or number not in (str(found.num_pages), str(found.num_pages - 1)):
-                raise UnknownIdError("this cursor is not known any more: begin a new listing")
+                raise UnknownIdError(
+                    "this cursor has expired: start the listing again without a cursor"
+                )
             listing = found
             if number == str(found.num_pages - 1) and found.page is not None:
                 return found.page
@@ -321,7 +323,9 @@ class QuotaRoutes(Routes):
         """
         space = self._node.service.tenants.known_space_of(self._tenant(request))
         if space is None:
-            raise UnknownIdError("no such tenant has asked for anything here, or was given a quota")
+            raise UnknownIdError(
+                "this tenant has no quota here and has sent no request: check its name"
+            )
         return space
 
     def _answer(self, request: web.BaseRequest, space: str) -> QuotaAnswer:

@@ -74,7 +74,7 @@ class LifeRoutes(Routes):
         """Admit requests again."""
         self._node.check_started()
         if self._node.service.is_asleep:
-            raise WrongStateError("the device sleeps: wake it")
+            raise WrongStateError("the device sleeps: call POST /v1/wake first")
         self._node.service.unpause()
         return self._life()
 
@@ -99,7 +99,8 @@ class LifeRoutes(Routes):
             def late() -> WrongStateError:
                 running = len(self._node.service.scheduler.running_requests)
                 return WrongStateError(
-                    f"{running} requests and the pins still held blocks after {body.deadline_s:g} s"
+                    f"{running} requests or pins still held blocks after "
+                    f"{body.deadline_s:g} s: wait longer, or remove the pins"
                 )
 
             try:
@@ -209,7 +210,7 @@ async def health_of(node: Node) -> dict[str, Part]:
     if ranks is not None:
         wrong = ranks.findings()
         state = Health.DEGRADED if wrong else Health.OK
-        parts["ranks"] = state, "; ".join(wrong) or f"{len(ranks.devices)} ranks keep up"
+        parts["ranks"] = state, "; ".join(wrong) or f"all {len(ranks.devices)} ranks respond"
     stores = node.service.storage_state() if node.has_started else ()
     if not stores:
         parts["storage"] = (Health.OK, "no storage tier")
@@ -221,10 +222,10 @@ async def health_of(node: Node) -> dict[str, Part]:
 
 def _of_service(node: Node) -> Part:
     if not node.has_started:
-        return Health.DOWN, "this node has not started yet"
+        return Health.DOWN, "this node is starting"
     if node.is_draining:
         failure = node.service.failure
-        why = "" if failure is None else f", since it has failed: {failure}"
+        why = "" if failure is None else f"after a failure: {failure}"
         return Health.DOWN, f"this node is shutting down{why}"
     return Health.OK, "takes requests"
 
@@ -237,13 +238,11 @@ async def _of_store(node: Node, state: StoreState) -> Part:
     """
     if state.is_left_alone:
         return Health.DEGRADED, (
-            f"{state.part or state.url} is left alone ({state.circuit}) since it failed: "
-            f"{state.reason}"
+            f"{state.part or state.url} is not used (circuit {state.circuit}), since "
+            f"it failed: {state.reason}"
         )
     if state.write_refusal:
-        return Health.DEGRADED, (
-            f"{state.part or state.url} takes no writes: {state.write_refusal}"
-        )
+        return Health.DEGRADED, (f"{state.part or state.url} refuses writes: {state.write_refusal}")
     store = node.service.store
     if state.tenant or store is None:
         return Health.OK, state.url

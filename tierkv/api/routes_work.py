@@ -214,7 +214,9 @@ class WorkRoutes(Routes):
                 len(body.prompt), lambda: tokenizer.encode(body.prompt)
             )
             if (num_tokens := count(tokens)) > self._most_tokens:
-                raise RequestTooLargeError(f"a prompt has at most {self._most_tokens} tokens here")
+                raise RequestTooLargeError(
+                    f"the prompt is longer than this node's {self._most_tokens} tokens: shorten it"
+                )
         return TokenizeAnswer(tokens=tokens, num_tokens=num_tokens)
 
     @Route(
@@ -349,5 +351,6 @@ class WorkRoutes(Routes):
         mine = self._node.settings.node.role
         if mine not in (needed, Role.BOTH):
             raise WrongRoleError(
-                f"this is a {mine.value} node; ask one whose role is {needed.value} or both"
+                f"this is a {mine.value} node: send the request to a node with the "
+                f"role {needed.value} or both"
             )

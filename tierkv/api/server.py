@@ -134,12 +134,12 @@ async def _serve_engines(
         except UnauthenticatedError as error:
             return str(error)
         may = caller.access is Access.ADMIN
-        return "" if may else f"{caller.name} is no admin of this node"
+        return "" if may else f"{caller.name} does not have the role admin, which engines need"
 
     at_socket = EngineListener(path, why_not)
     async with guard.running(), at_socket.listening():
         with told_to_end(lambda: None) as told:
-            log.info("waiting at %s for the first engine", path)
+            log.info("waiting for the first engine to connect at %s", path)
             # Both are this function's: one is awaited, and the other cancelled, below.
             first = asyncio.ensure_future(at_socket.first())
             ending = asyncio.ensure_future(told.wait())
@@ -175,16 +175,19 @@ def open_listeners(settings: NodeSection, *, asks_callers: bool) -> Iterator[lis
 def _why_left(node: Node) -> str:
     """Return the reason for ending the process while one of its threads hangs in the system."""
     failure, limit_s = node.service.failure, node.settings.node.close_limit_s
-    why = "" if failure is None else f", which closes since it has failed ({failure})"
+    why = "" if failure is None else f", which closes after a failure ({failure})"
     return (
-        f"closing took longer than node.close_limit_s = {limit_s:g} s, as a store or a device "
-        f"still uses memory of this node{why}"
+        f"closing took longer than node.close_limit_s = {limit_s:g} s, since a store "
+        f"or a device still uses memory of this node{why}"
     )
 
 
 def _warn_of_plain_tokens(settings: NodeSettings, listener: socket.socket) -> None:
     if settings.auth.file and not settings.tls.cert and not is_loopback(listener.getsockname()[0]):
-        log.warning("tokens come over the network unencrypted: set tls.cert, or put TLS in front")
+        log.warning(
+            "callers' tokens cross the network unencrypted: set tls.cert, or put a TLS "
+            "proxy in front"
+        )
 
 
 async def serve(
@@ -220,7 +223,7 @@ async def serve(
             told=told,
         )
     if node.service.failure is not None:
-        raise ServiceFailedError(f"the node has ended, since {node.service.failure}")
+        raise ServiceFailedError(f"the node ended after a failure: {node.service.failure}")
 
 
 def listening(node: Node, *listeners: socket.socket) -> AbstractAsyncContextManager[str]:

@@ -71,10 +71,14 @@ class NodeSection(ListenSection, frozen=True, kw_only=True, forbid_unknown_field
     def __post_init__(self) -> None:
         self.check("node")
         if not (self.listens_tcp or self.unix_socket):
-            raise ConfigError("without node.listens_tcp, node.unix_socket must name a path")
+            raise ConfigError(
+                "node.listens_tcp is false, which needs node.unix_socket: set it to a path"
+            )
         all_above_zero("node", self, "close_limit_s")
         if not self.name.isprintable():
-            raise ConfigError("node.name must be printable, on one line")
+            raise ConfigError(
+                f"node.name must be one line of printable characters, not {self.name[:80]!r}"
+            )
 
 
 class NodeSettings(EngineTables, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,13 +103,14 @@ class NodeSettings(EngineTables, frozen=True, kw_only=True, forbid_unknown_field
     def __post_init__(self) -> None:
         if self.tls.client_ca and not self.auth.file:
             raise ConfigError(
-                "tls.client_ca says whose certificates are asked for, and auth.file must say which "
-                "of them may do what"
+                "tls.client_ca makes clients present certificates, but auth.file is "
+                "not set: set it to a file that gives each certificate a role"
             )
         if not (self.events.is_local or self.node.allow_insecure_bind):
             raise ConfigError(
-                f"events.endpoint {self.events.endpoint} can be reached from other machines, and "
-                "nobody is asked who they are there: --insecure allows it, on a private network"
+                f"events.endpoint {self.events.endpoint} can be reached from other "
+                "machines, and its subscribers are not authenticated: use an address "
+                "of this machine, or --insecure on a private network"
             )
 
 
@@ -115,7 +120,9 @@ def default_storage_url(environ: Mapping[str, str]) -> str:
     try:
         directory = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
     except RuntimeError as error:
-        raise ConfigError("there is no home directory to keep files in: give --storage") from error
+        raise ConfigError(
+            "the default store needs a home directory, and this user has none: give --storage"
+        ) from error
     return (directory / "tierkv" / "store").as_uri()
 
 

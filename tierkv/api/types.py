@@ -82,22 +82,27 @@ class PromptBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """
         given = self.tokens if self.prompt is None else self.prompt
         if given is None or (self.prompt is not None and self.tokens is not None):
-            raise FieldError("give exactly one of prompt and tokens")
+            raise FieldError("give either prompt or tokens, and not both")
         if isinstance(given, str):
             given = self._encoded(given, tokenizer, most_tokens)
         num_tokens = len(given) // TOKEN_BYTES if isinstance(given, bytes) else len(given)
         if num_tokens > most_tokens:
-            raise RequestTooLargeError(f"a prompt has at most {most_tokens} tokens here")
+            raise RequestTooLargeError(
+                f"the prompt is longer than this node's {most_tokens} tokens: shorten it"
+            )
         return pack(given)
 
     @staticmethod
     def _encoded(text: str, tokenizer: Tokenizer | None, most_tokens: int) -> bytes:
         if tokenizer is None:
             raise FieldError(
-                "this node has no model of its own, and no tokenizer: give tokens instead of text"
+                "this node has no tokenizer, since it has no model of its own: give "
+                "tokens instead of prompt"
             )
         if tokenizer.fewest_tokens(text) > most_tokens:
-            raise RequestTooLargeError(f"a prompt has at most {most_tokens} tokens here")
+            raise RequestTooLargeError(
+                f"the prompt is longer than this node's {most_tokens} tokens: shorten it"
+            )
         return tokenizer.encode(text)
 
 
@@ -206,7 +211,9 @@ def job_of(
         BadRequestError: A number is out of range.
     """
     if (body.media and not spec.takes_media) or (body.adapter and not spec.takes_adapters):
-        raise FieldError("the engine of this node takes no media and has no adapters")
+        raise FieldError(
+            "the engine of this node supports neither media nor adapters: remove these fields"
+        )
     sampling = Sampling(temperature=body.temperature, seed=body.seed, top_k=body.top_k)
     return GenerateRequest(
         name, prompt.tokens, max_tokens, sampling, uses_cache=uses_cache, space=prompt.space
@@ -725,7 +732,7 @@ _TOKENS = "AQAAAAIAAAADAAAA"  # 1, 2, 3 as little-endian 32-bit integers
 
 EXAMPLES: dict[type, dict[str, Any]] = {
     Problem: {
-        "title": "There is no room now",
+        "title": "A tier has no free blocks",
         "status": 503,
         "detail": "device: 64 blocks needed, 12 available",
         "code": "out_of_blocks",

@@ -18,8 +18,9 @@ from tierkv.cli.output import json_option, print_json
 from tierkv.errors import TierKVError
 
 _EPILOG = (
-    "Exit codes: 0 all went well, 1 it failed (one line on stderr says why), 2 wrong usage, 130 "
-    "stopped by Ctrl-C. `tierkv completion` completes commands and options in a shell."
+    "Exit codes: 0 success, 1 failure (the reason is one line on stderr), 2 wrong "
+    "usage, 130 stopped by Ctrl-C. `tierkv completion` prints a script that completes "
+    "commands and options in a shell."
 )
 _COMPLETE = "_TIERKV_COMPLETE"  # the variable by which click is asked for it
 
@@ -73,20 +74,23 @@ class _Commands(click.Group):
     """A group that imports a command's module when the command is called."""
 
     later: ClassVar = {
-        "config": ("tierkv.cli.settings", "Print the settings in force, and where each is from."),
-        "demo": ("tierkv.demo.command", "Show the main job with real processes on this machine."),
+        "config": ("tierkv.cli.settings", "Print the settings in force and the source of each."),
+        "demo": ("tierkv.demo.command", "Run a demonstration with real processes on this machine."),
         "doctor": ("tierkv.cli.doctor", "Measure this machine's GPUs, memory and store."),
-        "explain": ("tierkv.cli.node", "Tell why a prompt is cached as far as it is."),
+        "explain": (
+            "tierkv.cli.node",
+            "Explain why the first missing block of a prompt is not cached.",
+        ),
         "generate": ("tierkv.cli.node", "Generate text that follows a prompt."),
-        "gateway": ("tierkv.cli.serving", "One OpenAI-compatible address in front of nodes."),
-        "lookup": ("tierkv.cli.node", "Tell in which tiers the tokens of a prompt are."),
+        "gateway": ("tierkv.cli.serving", "Run one OpenAI-compatible address in front of nodes."),
+        "lookup": ("tierkv.cli.node", "Print in which tiers the tokens of a prompt are."),
         "serve": ("tierkv.cli.serving", "Run a node until SIGTERM or Ctrl-C."),
-        "stats": ("tierkv.cli.node", "Print what a node has counted."),
-        "status": ("tierkv.cli.live", "Tell how nodes and gateways are."),
-        "storage": ("tierkv.cli.storage", "Look into a store: list, measure, verify, remove."),
-        "token": ("tierkv.cli.token", "Give callers tokens, and take them back."),
-        "top": ("tierkv.cli.live", "Watch nodes and gateways at work."),
-        "verify": ("tierkv.cli.node", "Let a node recount its blocks and leases."),
+        "stats": ("tierkv.cli.node", "Print the counters of a node."),
+        "status": ("tierkv.cli.live", "Print the health of nodes and gateways."),
+        "storage": ("tierkv.cli.storage", "List, measure, verify or remove the values of a store."),
+        "token": ("tierkv.cli.token", "Make, list and revoke the tokens of callers."),
+        "top": ("tierkv.cli.live", "Watch nodes and gateways live."),
+        "verify": ("tierkv.cli.node", "Check a node's blocks and leases for consistency."),
     }
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:  # noqa: ANN401 - click's

@@ -37,13 +37,16 @@ _TTL_S = 60.0  # in case this process does not remove them
 
 
 @click.command()
-@click.option("--config", type=click.Path(path_type=Path), metavar="FILE", help="Of the node.")
+@click.option(
+    "--config", type=click.Path(path_type=Path), metavar="FILE", help="The config file of the node."
+)
 @click.option(
     "--storage",
     "url",
     metavar="URL",
-    help="The store to measure; without it the one that `tierkv serve` would use here; none for "
-    "no store.",
+    help=(
+        "The store to measure, or none.  [default: the store that `tierkv serve` would use here]"
+    ),
 )
 @json_option
 def doctor(*, config: Path | None, url: str | None, as_json: bool) -> None:
@@ -84,11 +87,18 @@ def _store_findings(settings: NodeSettings, environ: Mapping[str, str]) -> list[
     try:
         written, read = run_until_stopped(_measured(store))
     except TierKVError as error:
-        remedy = "a node does not start while its store cannot be used"
+        remedy = "repair the store or its address: a node does not start without its store"
         return [Finding("store", str(error), Verdict.BAD, remedy)]
     except TimeoutError:
-        slow = f"{store.url} did not move {_NUM_VALUES} MiB in {_DEADLINE_S:g} s"
-        return [Finding("store", slow, Verdict.WARNING, "computing is probably faster")]
+        slow = f"{store.url} did not write and read {_NUM_VALUES} MiB within {_DEADLINE_S:g} s"
+        return [
+            Finding(
+                "store",
+                slow,
+                Verdict.WARNING,
+                "use a faster store, since computing is probably faster than this one",
+            )
+        ]
     speeds = {(store.url, "storage_write"): written, (store.url, "storage_read"): read}
     shown = f"{written:.2f} GB/s written, {read:.2f} GB/s read, {store.url}"
     return [Finding("store", shown, speeds=speeds)]
@@ -117,10 +127,12 @@ async def _measured(store: Store) -> tuple[float, float]:
                 await store.delete(names)
             for outcome in put:
                 if outcome.status not in {PutStatus.STORED, PutStatus.EXISTED}:
-                    raise StoreUnavailableError(f"{store.url} takes no writes: {outcome.reason}")
+                    raise StoreUnavailableError(f"{store.url} refuses writes: {outcome.reason}")
             for read in got:
                 if read.status is not GetStatus.HIT or read.num_bytes != _VALUE_BYTES:
-                    why = read.reason or "what was written is not there"
-                    raise StoreUnavailableError(f"{store.url} gives nothing back: {why}")
+                    why = read.reason or "a value that was just written is missing"
+                    raise StoreUnavailableError(
+                        f"{store.url} does not return written values: {why}"
+                    )
     num_bytes = _VALUE_BYTES * _NUM_VALUES
     return num_bytes / min(took["write"]) / 1e9, num_bytes / min(took["read"]) / 1e9

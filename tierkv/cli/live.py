@@ -295,12 +295,12 @@ async def _look_at(urls: Sequence[str], ca: Path | None, cert: Path | None) -> l
     default=1.0,
     show_default=True,
     metavar="SECONDS",
-    help="Between two looks.",
+    help="Seconds between two updates.",
 )
 @click.option(
     "--count",
     type=click.IntRange(1),
-    help="End after this many looks.  [default: on q or Ctrl-C only]",
+    help="End after this number of updates.  [default: end on q or Ctrl-C only]",
 )
 @json_option
 def top(

@@ -31,11 +31,19 @@ _prompt = click.argument("prompt")
     type=click.IntRange(1),
     default=32,
     show_default=True,
-    help="How many tokens to generate.",
+    help="Number of tokens to generate.",
 )
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of sampling.")
-@click.option("--no-cache", is_flag=True, help="Compute every token, and leave nothing cached.")
+@click.option(
+    "--temperature",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Temperature of sampling; 0 always takes the most likely token.",
+)
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of sampling."
+)
+@click.option("--no-cache", is_flag=True, help="Compute every token, and cache none of them.")
 @json_option
 def generate(  # noqa: PLR0913 - its options
     prompt: str,
@@ -135,9 +143,11 @@ def verify(*, node: Target, as_json: bool) -> None:
     Exits with 1 if anything is wrong.
     """
     answer = node.ask(AsyncClient.verify, timeout_s=LONG_S)
-    _print(answer, "\n".join(answer.findings) or "nothing is wrong", as_json=as_json)
+    _print(answer, "\n".join(answer.findings) or "no fault found", as_json=as_json)
     if answer.findings:
-        raise InvariantError(("the node's books are not in order",))
+        raise InvariantError(
+            (("the node's blocks and leases are inconsistent: report this with the lines above"),)
+        )
 
 
 def _text(prompt: str) -> str:
@@ -159,11 +169,15 @@ def _content(path: Path) -> bytes:
 
 def _decoded(raw: bytes) -> str:
     if len(raw) > _MOST_PROMPT_BYTES:
-        raise ConfigError(f"the prompt has more than {_MOST_PROMPT_BYTES} bytes")
+        raise ConfigError(
+            f"the prompt has more than {_MOST_PROMPT_BYTES} bytes, the maximum: shorten it"
+        )
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"the prompt is not valid UTF-8 (byte {error.start})") from error
+        raise ConfigError(
+            f"the prompt is not valid UTF-8 (byte {error.start}): give a text file"
+        ) from error
 
 
 def _print(answer: msgspec.Struct, text: str, *, as_json: bool) -> None:

@@ -32,29 +32,39 @@ _who_may_call = _all_of(
         "--auth",
         "auth_file",
         metavar="FILE",
-        help="File of callers, as `tierkv token` writes it. Without it any caller may do anything.",
+        help=(
+            "The file of callers, made by `tierkv token`. Without it every caller may use "
+            "every route."
+        ),
     ),
     click.option("--tls-cert", metavar="FILE", help="Serve TLS with this certificate (PEM)."),
-    click.option("--tls-key", metavar="FILE", help="Its key, if it is not in the same file."),
+    click.option(
+        "--tls-key", metavar="FILE", help="The certificate's key (PEM), if it is in another file."
+    ),
     click.option(
         "--client-ca",
         metavar="FILE",
-        help="Clients must bring a certificate that one of these signed (mutual TLS).",
+        help=(
+            "Require clients to present a certificate signed by one of the authorities in "
+            "this file (mutual TLS)."
+        ),
     ),
 )
 _insecure_and_log_level = _all_of(
     click.option(
         "--insecure",
         is_flag=True,
-        help="Listen on an address that other machines can reach, although no caller is asked who "
-        "it is. For a private network only.",
+        help=(
+            "Listen on an address that other machines can reach, although callers are not "
+            "authenticated. Only for a private network."
+        ),
     ),
     click.option(
         "--log-level",
         type=click.Choice(["debug", "info", "warning", "error"]),
         default="info",
         show_default=True,
-        help="How much goes to the log, on stderr.",
+        help="Lowest level of the lines logged to stderr.",
     ),
     click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON."),
 )
@@ -90,7 +100,7 @@ def _address(port: int) -> _Decorator:
         click.option(
             "--port",
             type=click.IntRange(0, 65535),
-            help=f"The port to listen on; 0 takes a free one.  [default: {port}]",
+            help=f"The port to listen on; 0 chooses a free port.  [default: {port}]",
         ),
     )
 
@@ -99,44 +109,57 @@ def _address(port: int) -> _Decorator:
 @click.option(
     "--role",
     type=click.Choice(["prefill", "decode", "both"]),
-    help="Which half of the work this node takes.  [default: both]",
+    help=("The work of this node: compute prompts, generate from them, or both.  [default: both]"),
 )
 @click.option(
     "--config",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Settings, as TOML with the tables node, auth, tls, cache, handoff, storage, model and "
-    "engine. Everything has a default.",
+    help=(
+        "The config file, TOML with the tables node, auth, tls, cache, handoff, storage, "
+        "model and engine. Every setting has a default."
+    ),
 )
 @_address(NodeSettings().node.port)
 @click.option(
     "--device",
-    help="Where the device tier is: cuda is an NVIDIA GPU (cuda:1 the second), cpu plays one in "
-    "RAM.  [default: cpu]",
+    help=(
+        "The device tier: cuda is an NVIDIA GPU (cuda:1 is the second), cpu keeps it in "
+        "RAM.  [default: cpu]"
+    ),
 )
 @click.option(
     "--storage",
     metavar="URL",
-    help="The storage tier: file:///DIRECTORY, redis://HOST:PORT/DB, memory:// or none. Nodes "
-    "hand prompts over through it.  [default: files in $XDG_CACHE_HOME/tierkv/store, which is "
-    "~/.cache/tierkv/store if that is not set]",
+    help=(
+        "The storage tier, through which nodes hand prompts over: file:///DIRECTORY, "
+        "redis://HOST:PORT/DB, memory:// or none.  [default: files in "
+        "$XDG_CACHE_HOME/tierkv/store, or in ~/.cache/tierkv/store if the variable is not "
+        "set]"
+    ),
 )
-@click.option("--name", help="What this node is called in logs and tickets.")
+@click.option("--name", help="The name of this node in logs and tickets.")
 @click.option(
     "--engine",
     type=click.Choice([*ENGINE_NAMES, EXTERNAL]),
-    help="The engine that computes, or `external`: engines on this machine compute, and share the "
-    "host tier of this node.  [default: reference]",
+    help=(
+        "The engine of this node. With `external`, engines in other processes of this "
+        "machine compute and share this node's host tier.  [default: reference]"
+    ),
 )
 @click.option(
     "--engine-socket",
     metavar="PATH",
-    help="With --engine external: the Unix socket at which engines come. The node answers HTTP "
-    "once the first has said what a block is.",
+    help=(
+        "With --engine external: the Unix socket at which engines connect. The node "
+        "answers HTTP after the first engine has described its blocks."
+    ),
 )
 @_who_may_call
 @click.option(
-    "--unix-socket", metavar="PATH", help="Listen on this socket too; only its owner may connect."
+    "--unix-socket",
+    metavar="PATH",
+    help="Also listen on this Unix socket, to which only its owner can connect.",
 )
 @click.option("--no-tcp", is_flag=True, help="Listen on the Unix socket only.")
 @_insecure_and_log_level
@@ -167,7 +190,9 @@ def serve(
     given = _settings_in(options, table="node", insecure=insecure)
     settings = load(NodeSettings, config, os.environ, given, beside=GatewaySettings)
     if (engine == EXTERNAL) != bool(settings.node.engine_socket):
-        raise ConfigError("--engine external goes with --engine-socket, where engines come")
+        raise ConfigError(
+            "--engine external needs --engine-socket PATH, the socket at which engines connect"
+        )
     log_to_stderr(log_level.upper())
 
     def announce(url: str) -> None:
@@ -181,35 +206,52 @@ def serve(
     "--prefill",
     multiple=True,
     metavar="URL",
-    help="A node that computes prompts: http://, https:// or unix:/PATH. Give it again for more.",
+    help=(
+        "A node that computes prompts: http://, https:// or unix:/PATH. Repeat the option "
+        "for more nodes."
+    ),
 )
-@click.option("--decode", multiple=True, metavar="URL", help="A node that goes on from there.")
+@click.option(
+    "--decode",
+    multiple=True,
+    metavar="URL",
+    help="A node that generates from the computed prompts.",
+)
 @click.option("--both", multiple=True, metavar="URL", help="A node that does both.")
 @click.option(
     "--config",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Settings, as TOML with the tables gateway, auth, tls, limits, deadlines and "
-    "health. Everything but the nodes has a default.",
+    help=(
+        "The config file, TOML with the tables gateway, auth, tls, limits, deadlines and "
+        "health. Every setting but the nodes has a default."
+    ),
 )
 @_address(GatewaySettings().gateway.port)
 @_who_may_call
 @click.option(
     "--node-ca",
     metavar="FILE",
-    help="For https to the nodes: who signed their certificates (PEM).  [default: the system's]",
+    help=(
+        "The authority that signed the certificates of https nodes (PEM).  [default: the "
+        "system's authorities]"
+    ),
 )
 @click.option(
     "--node-cert",
     metavar="FILE",
-    help="For nodes that ask for one: the gateway's certificate (PEM).",
+    help="The certificate that the gateway presents to nodes that require one (PEM).",
 )
-@click.option("--node-key", metavar="FILE", help="Its key, if it is not in the same file.")
+@click.option(
+    "--node-key", metavar="FILE", help="The certificate's key (PEM), if it is in another file."
+)
 @click.option(
     "--forward-authorization",
     is_flag=True,
-    help="Pass each caller's Authorization header on to the nodes, which then decide what the "
-    "caller may do, and on which tenant's blocks.",
+    help=(
+        "Pass each caller's Authorization header to the nodes. The nodes then decide what "
+        "the caller may do and with which tenant's blocks."
+    ),
 )
 @_insecure_and_log_level
 def gateway(

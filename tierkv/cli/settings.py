@@ -27,14 +27,14 @@ _PREFIX = "TIERKV_"
     type=click.Choice(["node", "gateway"]),
     default="node",
     show_default=True,
-    help="Whose settings: those of `tierkv serve`, or of `tierkv gateway`.",
+    help="Print the settings of `tierkv serve` (node) or of `tierkv gateway` (gateway).",
 )
 @click.option(
     "--config",
     "path",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="The file that --config of `tierkv serve` or `tierkv gateway` names.",
+    help="The config file to read, as for `tierkv serve` or `tierkv gateway`.",
 )
 @json_option
 def config(names: tuple[str, ...], *, role: str, path: Path | None, as_json: bool) -> None:
@@ -92,7 +92,7 @@ def _say_what_is_not_read(environ: Mapping[str, str], known: Sequence[str]) -> N
     for variable in environ:
         meant = single.get(variable)
         if meant is not None and variable not in variables:
-            click.echo(f"{variable} is not read: did you mean {meant}?", err=True)
+            click.echo(f"the variable {variable} has no effect: did you mean {meant}?", err=True)
 
 
 def _readable(value: object) -> str:

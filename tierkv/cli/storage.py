@@ -34,19 +34,19 @@ PATIENT_PARTS = ResilienceSettings(timeout_s=30.0, write_timeout_s=30.0)
 
 url_argument = click.argument("url")
 PREFIX_MEANS = (
-    "Only values with names that start so: tierkv for all of nodes with that handoff.prefix, "
-    "tierkv:FINGERPRINT for one model and tenant (`tierkv storage du` lists them), tierkv:ticket "
-    "for tickets."
+    "Only values with names that start with this text: tierkv for all values of nodes "
+    "with that handoff.prefix, tierkv:FINGERPRINT for one model and tenant (`tierkv "
+    "storage du` lists them), tierkv:ticket for tickets."
 )
 prefix_option = click.option("--prefix", default="tierkv", show_default=True, help=PREFIX_MEANS)
 within_option = click.option(
     "--expires-within",
     type=click.FloatRange(0, min_open=True),
     metavar="SECONDS",
-    help="Only values that expire within this time: the values unused for longest.",
+    help=("Only values that expire within this time, which were unused for the longest time."),
 )
 forever_option = click.option(
-    "--without-expiry", is_flag=True, help="Only values that live for ever."
+    "--without-expiry", is_flag=True, help="Only values that never expire."
 )
 
 
@@ -59,14 +59,17 @@ def with_store(url: str, prefix: str, work: Callable[[Store, Progressing], Await
     settings = StoreSettings(redis=replace(PATIENT, tls=tls), resilience=PATIENT_PARTS)
     store = open_store(url, settings, SystemClock())
     if isinstance(store, MemoryStore):
-        raise ConfigError("memory:// is inside one node; ask that: `tierkv stats`")
+        raise ConfigError(
+            "a memory:// store is inside one node's process: use `tierkv stats --url URL` "
+            "for that node"
+        )
     parts = [open_store(one, settings, SystemClock()) for one in urls_in(url)]
     for part in parts:
         _refuse_what_is_not_there(part)
 
     async def run() -> T:
         async with store.running():
-            with progress(f"looking through {masked_url(url)}", "values") as progressing:
+            with progress(f"reading {masked_url(url)}", "values") as progressing:
                 found = await work(store, progressing)
         for part in parts:
             await _say_if_it_is_a_share(part, prefix)
@@ -104,8 +107,7 @@ def _refuse_what_is_not_there(store: Store) -> None:
     """Raise ConfigError for a directory that does not exist: only a node makes it."""
     if isinstance(store, FileStore) and not store.is_made():
         raise ConfigError(
-            f"there is no store at {store.url}: name the directory that a node was given, or "
-            "start one with it"
+            f"there is no store at {store.url}: give the directory of a node's storage.url"
         )
 
 
@@ -116,8 +118,8 @@ async def _say_if_it_is_a_share(store: Store, prefix: str) -> None:
         async with store.running():
             if await store.is_of_a_cluster(checked(prefix)):
                 click.echo(
-                    f"{store.url} is one server of a cluster, and this only what that server has: "
-                    "redis+cluster:// asks all of them",
+                    f"{store.url} is one server of a cluster, and these are only its "
+                    "values: use redis+cluster:// for all servers",
                     err=True,
                 )
 
@@ -158,7 +160,8 @@ def counted(is_meant: IsMeant, progressing: Progressing) -> IsMeant:
 def say_if_none(count: int, prefix: str) -> None:
     if not count:
         click.echo(
-            f"no such values under {checked(prefix)} (--prefix, or handoff.prefix of the nodes)",
+            f"no such values with the prefix {checked(prefix)}: check --prefix and the "
+            "nodes' handoff.prefix",
             err=True,
         )
 
@@ -176,9 +179,17 @@ FILE = click.Path(exists=True, dir_okay=False)
 
 
 @click.group()
-@click.option("--tls-ca", type=FILE, help="Who may sign the server's certificate (rediss://).")
-@click.option("--tls-certificate", type=FILE, help="Ours, where the server wants to see one.")
-@click.option("--tls-key", type=FILE, help="Of our certificate.")
+@click.option(
+    "--tls-ca",
+    type=FILE,
+    help="The authority that signed the server's certificate (rediss://, PEM).",
+)
+@click.option(
+    "--tls-certificate",
+    type=FILE,
+    help="The certificate to present to a server that requires one (PEM).",
+)
+@click.option("--tls-key", type=FILE, help="The key of that certificate (PEM).")
 @click.pass_context
 def storage(
     context: click.Context, tls_ca: str | None, tls_certificate: str | None, tls_key: str | None
@@ -197,7 +208,11 @@ def storage(
 @prefix_option
 @json_option
 @click.option(
-    "--limit", default=1000, show_default=True, type=click.IntRange(1), help="How many at most."
+    "--limit",
+    default=1000,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Largest number of values to list.",
 )
 @within_option
 @forever_option
@@ -240,10 +255,10 @@ def ls(
         click.echo(f"{readable(row['bytes']):>10}  {shown:>8}  {row['name']}")
     say_if_none(len(rows), prefix)
     if not is_all:
-        click.echo(f"there are more than these {limit}: --limit", err=True)
+        click.echo(f"there are more than these {limit} values: raise --limit", err=True)
 
 
-@storage.command(short_help="Values and bytes by model and tenant.")
+@storage.command(short_help="Print the number of values and bytes by model and tenant.")
 @url_argument
 @prefix_option
 @json_option
@@ -271,7 +286,7 @@ def _usage(url: str, prefix: str, is_meant: IsMeant) -> dict[str, Usage]:
     return with_store(url, prefix, work)
 
 
-@storage.command(short_help="Does it answer, what can it do, what is in it.")
+@storage.command(short_help="Print whether the store answers, its abilities, and its content.")
 @url_argument
 @prefix_option
 @json_option
@@ -307,11 +322,13 @@ def stat(url: str, prefix: str, *, as_json: bool) -> None:
 @url_argument
 @prefix_option
 @json_option
-@click.option("--remove-damaged", is_flag=True, help="Remove values that fail: they are of no use.")
+@click.option(
+    "--remove-damaged", is_flag=True, help="Remove damaged values, which no node can use."
+)
 @click.option(
     "--key-file",
     type=FILE,
-    help="The nodes' storage.key_file, to verify signed and sealed values.",
+    help=("The key file of the nodes (storage.key_file), which verifies signed and sealed values."),
 )
 def verify(
     url: str, prefix: str, *, as_json: bool, remove_damaged: bool, key_file: str | None
@@ -353,10 +370,10 @@ def verify(
             click.echo(f"{name}: {why}")
         click.echo(", ".join(f"{count} {what}" for what, count in counts.items()))
         if counts["keyed"] and key is None:
-            click.echo("keyed values can only be verified with --key-file", err=True)
+            click.echo("signed and sealed values can only be verified with --key-file", err=True)
     kept = [found.kept for _, found in parts if found.kept]
     for why in kept:
-        click.echo(f"error: some damaged values stay: {why}", err=True)
+        click.echo(f"error: some damaged values could not be removed: {why}", err=True)
     if num_failed or unread or kept or (damaged and not remove_damaged):
         raise SystemExit(1)
 
@@ -374,7 +391,11 @@ def _by_name(findings: Sequence[tuple[str, str]]) -> dict[str, str]:
 @click.option("--prefix", required=True, help=PREFIX_MEANS)
 @within_option
 @forever_option
-@click.option("--yes", is_flag=True, help="Do it; otherwise it is only said what would go.")
+@click.option(
+    "--yes",
+    is_flag=True,
+    help="Remove the values. Without it the command only prints what it would remove.",
+)
 @json_option
 def rm(
     url: str,
@@ -408,9 +429,7 @@ def rm(
     try:
         with_store(url, prefix, work)
     except (KeyboardInterrupt, TierKVError):
-        click.echo(
-            f"stopped after {removed} values were removed, and perhaps some of the next", err=True
-        )
+        click.echo(f"stopped after {removed} values were removed, and perhaps some more", err=True)
         raise
     if as_json:
         print_json({"removed": removed})
@@ -421,7 +440,9 @@ def rm(
 @storage.command()
 @url_argument
 @prefix_option
-@click.option("--ttl", required=True, type=float, metavar="SECONDS", help="To live, from now on.")
+@click.option(
+    "--ttl", required=True, type=float, metavar="SECONDS", help="The time to live from now on."
+)
 @json_option
 def sweep(url: str, prefix: str, ttl: float, *, as_json: bool) -> None:
     """Give values without expiry a time to live, so that unused values disappear.

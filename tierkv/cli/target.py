@@ -59,7 +59,7 @@ async def ask_node(
         try:
             return await call(client)
         except UnauthenticatedError as error:
-            raise ConfigError(f"{error}: the variable {_TOKEN} holds the token") from error
+            raise ConfigError(f"{error}: set the variable {_TOKEN} to the token") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,10 @@ def tls_options(command: _Command) -> _Command:
         envvar="TIERKV_CA",
         show_envvar=True,
         metavar="FILE",
-        help="For https: who signed the node's certificate (PEM).  [default: the system's]",
+        help=(
+            "The authority that signed the certificate of an https node (PEM).  [default: "
+            "the system's authorities]"
+        ),
     )
     cert = click.option(
         "--cert",
@@ -96,7 +99,7 @@ def tls_options(command: _Command) -> _Command:
         envvar="TIERKV_CERT",
         show_envvar=True,
         metavar="FILE",
-        help="For a node that asks for one: your certificate and its key (PEM).",
+        help="The certificate and key that a node with mutual TLS requires (PEM).",
     )
     return ca(cert(command))
 
@@ -110,8 +113,10 @@ def node_options(command: _Command) -> _Command:
         envvar="TIERKV_URL",
         show_default=True,
         show_envvar=True,
-        help="The node to ask: http://, https:// or unix:/PATH. The variable TIERKV_TOKEN holds "
-        "the token, if the node wants one.",
+        help=(
+            "The node: http://, https:// or unix:/PATH. If the node requires a token, set "
+            "the variable TIERKV_TOKEN."
+        ),
     )
     @tls_options
     @functools.wraps(command)

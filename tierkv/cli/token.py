@@ -32,7 +32,7 @@ _file = click.option(
     envvar="TIERKV_AUTH__FILE",
     required=True,
     show_envvar=True,
-    help="The auth file that nodes are given as auth.file.",
+    help="The auth file, which nodes read as auth.file.",
 )
 
 
@@ -51,21 +51,33 @@ def _lifetime(ctx: click.Context, param: click.Parameter, value: str | None) -> 
         return None
     found = _DURATION.fullmatch(value)
     if found is None:
-        raise click.BadParameter("a number of minutes, hours or days: 30m, 12h, 90d")
+        raise click.BadParameter("give a number of minutes, hours or days, such as 30m, 12h or 90d")
     return timedelta(seconds=int(found[1]) * _UNITS[found[2]])
 
 
 @token.command()
 @_file
-@click.option("--name", required=True, help="Who will call with it; for logs.")
+@click.option("--name", required=True, help="The name of the caller in logs.")
 @click.option(
     "--role",
     type=click.Choice([role.value for role in RoleName]),
     required=True,
-    help="What it allows: to look; also to work in its tenant; also to run the node.",
+    help=(
+        "The role: read sees the state; write also runs requests of its tenant; admin "
+        "also operates the node."
+    ),
 )
-@click.option("--tenant", default="", help="Whose blocks it works with.  [default: the node's own]")
-@click.option("--expires", callback=_lifetime, metavar="TIME", help="After 30m, 12h or 90d.")
+@click.option(
+    "--tenant",
+    default="",
+    help="The tenant whose blocks the caller uses.  [default: the node's own]",
+)
+@click.option(
+    "--expires",
+    callback=_lifetime,
+    metavar="TIME",
+    help="The token's lifetime, such as 30m, 12h or 90d.  [default: no end]",
+)
 @json_option
 def new(
     path: Path,
@@ -125,7 +137,9 @@ def revoke(path: Path, which: str, *, as_json: bool) -> None:
         content = read(path)
         kept = tuple(row for row in content.tokens if which not in (row.id, row.name))
         if len(kept) == len(content.tokens):
-            raise ConfigError(f"{path} has no token of the id or name {which!r}")
+            raise ConfigError(
+                f"{path} has no token with the id or name {which!r}: see `tierkv token list`"
+            )
         write(path, replace(content, tokens=kept))
     count = len(content.tokens) - len(kept)
     if as_json:

@@ -53,7 +53,9 @@ class Retries:
 
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.first_s < 0 or self.most_s < 0:
-            raise ConfigError("a call has at least one attempt, and pauses are not negative")
+            raise ConfigError(
+                f"a retry policy needs at least one attempt, and pauses of at least 0 s: {self}"
+            )
 
     def allows(self, error: TierKVError, attempt: int) -> bool:
         """Return whether to ask again after `error` of attempt number `attempt`, 1 or more.
@@ -211,7 +213,9 @@ class Calls:
         try:
             body = msgspec.msgpack.encode(_packed(question.body))
         except OverflowError as error:
-            raise BadRequestError("a number has more than 64 bits, which no node takes") from error
+            raise BadRequestError(
+                "a number of the request has more than 64 bits: nodes accept at most 64"
+            ) from error
         return path + question.query, [body], headers
 
     def _read(self, question: _Question[A], reply: Reply) -> A:
@@ -226,7 +230,7 @@ class Calls:
                 return msgspec.json.decode(reply.raw, type=question.answer)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise NotANodeError(
-                f"what {self._http.where} answers to {question.path} cannot be read: {error}",
+                f"the answer of {self._http.where} to {question.path} cannot be read: {error}",
                 status=reply.status,
             ) from error
         raise self._stranger(reply)
@@ -240,8 +244,8 @@ class Calls:
 
     def _stranger(self, reply: Reply) -> CallError:
         return NotANodeError(
-            f"what answers at {self._http.where} is no tierkv node: status {reply.status}, "
-            f"{reply.content_type}",
+            f"the server at {self._http.where} is not a tierkv node: it answered "
+            f"status {reply.status}, {reply.content_type}",
             status=reply.status,
         )
 

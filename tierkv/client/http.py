@@ -84,7 +84,9 @@ def node_url(given: str) -> str:
     if given.startswith(f"{_UNIX}/"):
         return given
     if "@" in given:
-        raise ConfigError("the URL of a node has no user or password in it: callers have a token")
+        raise ConfigError(
+            "the URL of a node must not contain a user or password: pass a token instead"
+        )
     try:
         is_one = given.startswith(("http://", "https://")) and bool(URL(given).host)
     except ValueError:  # such as a port above 65,535
@@ -118,7 +120,10 @@ class Http:
         if url.startswith(_UNIX):
             uds, url = url.removeprefix(_UNIX), "http://localhost"
         if token is not None and not (token.isascii() and token.isprintable() and token):
-            raise ConfigError("a token has visible ASCII characters only")
+            raise ConfigError(
+                "the token contains characters other than visible ASCII: check that it "
+                "was copied whole"
+            )
         self.where = f"{_UNIX}{uds}" if uds is not None else url
         self._base = url
         self._headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
@@ -221,7 +226,8 @@ class Http:
                 raw += chunk
                 if len(raw) > _MAX_ANSWER_BYTES:
                     raise NotANodeError(
-                        f"{self.where} answered more than {_MAX_ANSWER_BYTES >> 20} MiB",
+                        f"{self.where} sent an answer of more than "
+                        f"{_MAX_ANSWER_BYTES >> 20} MiB, the limit",
                         status=response.status,
                     )
         return Reply(response.status, response.content_type, response.headers, bytes(raw))
@@ -249,20 +255,22 @@ def translated(where: str) -> Iterator[None]:
             f"{where!r} is not the URL of a node, such as http://127.0.0.1:8100"
         ) from error
     except aiohttp.ClientConnectorCertificateError as error:
-        raise UnreachableError(f"the certificate of {where} is wrong: {error}") from error
+        raise UnreachableError(f"the certificate of {where} is not accepted: {error}") from error
     except aiohttp.ClientConnectorError as error:
         raise UnreachableError(f"no node answers at {where}: {_why(error.os_error)}") from error
     except aiohttp.ConnectionTimeoutError as error:
         raise UnreachableError(f"no node answers at {where}: {error}") from error
     except (aiohttp.ClientError, OSError) as error:
         what = str(error) or type(error).__name__
-        raise BrokenOffError(f"{where} broke off: {what}") from error
+        raise BrokenOffError(
+            f"{where} ended the connection before its answer was complete: {what}"
+        ) from error
 
 
 def _why(error: OSError) -> str:
     """Return the system's words for `error`; those of asyncio and aiohttp repeat the address."""
     if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
-        return "it speaks no TLS: its URL may begin with http://, not https://"
+        return "it does not use TLS: use http:// instead of https:// in its URL"
     if error.errno is None or isinstance(error, (ssl.SSLError, socket.gaierror)):
         return error.strerror or str(error)
     return os.strerror(error.errno)

@@ -122,12 +122,12 @@ class Events:
                 self._ready.extend(self._reader.feed(chunk))
             except ValueError as error:
                 raise NotANodeError(
-                    f"{self._where} sends no events: {error}", status=200
+                    f"{self._where} did not answer with an event stream: {error}", status=200
                 ) from error
         return self._ready.popleft()
 
     def _late(self) -> DeadlineError:
-        return DeadlineError(f"{self._where} told nothing for {self._gap_s} s")
+        return DeadlineError(f"{self._where} sent nothing for {self._gap_s} s")
 
     def decoded(self, event: ServerEvent, kind: type[T]) -> T:
         """Return the data of `event` as `kind`.
@@ -187,7 +187,7 @@ class TokenStream(Generic[A]):
             if event.name == _DONE:
                 self._answer = self._events.decoded(event, self._kind)
                 raise StopAsyncIteration
-        raise BrokenOffError(f"the stream of {self._where} ended before its work did")
+        raise BrokenOffError(f"the stream of {self._where} ended before the answer was complete")
 
     async def finished(self) -> A:
         """Read to the end, and return the answer."""

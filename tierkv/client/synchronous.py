@@ -68,7 +68,7 @@ class _Reading(Generic[T, S]):
         trace: TracebackType | None,
     ) -> None:
         self._task.cancel()
-        left = BrokenOffError("this stream was left, and is closed")
+        left = BrokenOffError("this stream is closed")
         self._over = self._over or _News(error=left)
 
     def __iter__(self) -> Iterator[T]:

@@ -30,7 +30,7 @@ _MAX_PROMPT_TOKENS = 100_000
 
 
 @click.command()
-@click.option("--prompt", help="The prompt itself, instead of the document that comes with it.")
+@click.option("--prompt", help="The text of the prompt, instead of the demo's own document.")
 @click.option(
     "--prompt-file",
     type=click.Path(path_type=Path),
@@ -39,15 +39,17 @@ _MAX_PROMPT_TOKENS = 100_000
 @click.option(
     "--storage",
     metavar="URL",
-    help="Where the nodes meet: file:///DIR, redis://HOST:PORT/DB, or just 'redis' to start a "
-    "private redis-server for the demo.  [default: a temporary directory]",
+    help=(
+        "The store that the nodes share: file:///DIR, redis://HOST:PORT/DB, or 'redis' to "
+        "start a private redis-server for the demo.  [default: a temporary directory]"
+    ),
 )
 @click.option(
     "--max-tokens",
     type=click.IntRange(1, 256),
     default=48,
     show_default=True,
-    help="How many tokens each answer has.",
+    help="Number of tokens of each answer.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def demo(
@@ -74,7 +76,8 @@ def demo(
     text = read_prompt(prompt, prompt_file)
     if storage in ("none", "memory://"):
         raise ConfigError(
-            f"--storage {storage} is not shared by processes: give a directory or a Redis server"
+            f"--storage {storage} cannot be shared by processes: give "
+            "file:///DIRECTORY or redis://HOST:PORT/DB"
         )
 
     if storage not in (None, "redis"):
@@ -119,8 +122,8 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         raise ConfigError("the prompt is empty: give at least one character")
     if num_tokens > _MAX_PROMPT_TOKENS:
         raise ConfigError(
-            f"the prompt has {num_tokens} tokens (one per byte); the demo takes up to "
-            f"{_MAX_PROMPT_TOKENS}"
+            f"the prompt has {num_tokens} tokens (one per byte), and the demo allows "
+            f"{_MAX_PROMPT_TOKENS}: shorten it"
         )
     return text
 
@@ -132,7 +135,8 @@ def _read_file(path: Path) -> str:
             raw = file.read(_MAX_PROMPT_TOKENS + 1)  # a device or a pipe may have no end
         if len(raw) > _MAX_PROMPT_TOKENS:
             raise ConfigError(
-                f"the prompt file {path} has more than {_MAX_PROMPT_TOKENS} tokens (one per byte)"
+                f"the prompt file {path} has more than {_MAX_PROMPT_TOKENS} tokens "
+                "(one per byte), the maximum: shorten it"
             )
         return raw.decode("utf-8")
     except FileNotFoundError as error:

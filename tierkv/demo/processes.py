@@ -154,7 +154,7 @@ async def together(*starts: Coroutine[Any, Any, A]) -> list[A]:
 def last_words(log: Path) -> str:
     """The last line of a log, in which a node says why it ended."""
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    return lines[-1].removeprefix("error: ") if lines else "it said nothing"
+    return lines[-1].removeprefix("error: ") if lines else "it logged nothing"
 
 
 @asynccontextmanager
@@ -256,7 +256,7 @@ class Fleet:
                     raise DemoError(f"the gateway gave up: {piece['error']['message']}")
                 for choice in piece.get("choices", ()):
                     yield choice["text"]
-        raise DemoError("the gateway broke off its answer")
+        raise DemoError("the gateway closed the connection before the end of its answer")
 
     async def _at_it(self) -> NodeProcess | None:
         """The decode node that works for the gateway right now."""

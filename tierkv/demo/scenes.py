@@ -106,7 +106,7 @@ class DemoNodes:
             if where.process.returncode is not None:
                 continue
             if findings := (await where.client.verify()).findings:
-                raise DemoError(f"{where.url} found its books not in order: {findings}")
+                raise DemoError(f"{where.url} found inconsistent blocks or leases: {findings}")
 
 
 class Play:

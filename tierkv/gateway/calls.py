@@ -147,7 +147,7 @@ class NodeCalls:
                 return await self._pools[node].ask("GET", path, None, self._headers(None))
         except TimeoutError as error:
             limit_s = self._health.probe_timeout_s
-            raise AttemptError(f"{node.url} did not answer its probe in {limit_s:g} s") from error
+            raise AttemptError(f"{node.url} did not answer a probe within {limit_s:g} s") from error
         except TierKVError as error:
             raise AttemptError(str(error)) from error
 
@@ -176,7 +176,7 @@ class NodeCalls:
             async with asyncio.timeout(self._deadlines.lookup_s):
                 reply = await self._pools[node].ask("POST", "/v1/lookup", body, self._headers(job))
             if reply.status != HTTPStatus.OK:
-                raise AttemptError(f"{node.url} answered a lookup with {reply.status}")
+                raise AttemptError(f"{node.url} answered a lookup with status {reply.status}")
             found = msgspec.json.decode(reply.raw, type=_LookupAnswer)
         except (CallError, ConfigError, TimeoutError, *UNREADABLE) as error:
             raise AttemptError(f"{node.url} did not answer a lookup") from error
@@ -210,7 +210,9 @@ class NodeCalls:
         try:
             return pack(msgspec.msgpack.decode(reply.raw, type=_TokenizeAnswer).tokens)
         except (BadRequestError, *UNREADABLE) as error:
-            raise NodeFailedError(f"{node.url} answers nonsense: {error}") from error
+            raise NodeFailedError(
+                f"{node.url} sent an answer that cannot be read: {error}"
+            ) from error
 
     async def stream(
         self, node: BackendNode, path: str, job: Job, body: Body
@@ -260,13 +262,17 @@ class NodeCalls:
         try:
             yield
         except TimeoutError as error:
-            raise NodeFailedError(f"{node.url} says nothing any more") from error
+            raise NodeFailedError(f"{node.url} stopped sending its answer") from error
         except UnreachableError as error:
             if self._beat.late_s > late_before_s:
-                raise NodeBusyError(f"{error}; this gateway itself was late meanwhile") from error
+                raise NodeBusyError(
+                    f"{error} (this gateway's own event loop was delayed)"
+                ) from error
             raise NodeFailedError(str(error)) from error
         except NotANodeError as error:
-            raise NodeFailedError(f"{node.url} answers nonsense: {error}") from error
+            raise NodeFailedError(
+                f"{node.url} sent an answer that cannot be read: {error}"
+            ) from error
         except (CallError, ConfigError) as error:
             raise NodeFailedError(str(error)) from error
 
@@ -274,7 +280,7 @@ class NodeCalls:
         async with node.within(self._deadlines.stall_s):
             event = await events.next()
         if event is None:
-            raise NodeFailedError(f"{node.url} broke off its answer")
+            raise NodeFailedError(f"{node.url} closed the connection before the end of its answer")
         if event.name == "error":
             self._refuse(node, event.data, None)
         return event
@@ -285,7 +291,9 @@ class NodeCalls:
                 reply = await self._pools[node].whole(response)
             self._refuse(node, reply.raw, reply.status)
         if response.content_type != EVENT_STREAM:
-            raise NodeFailedError(f"{node.url} does not stream: is it a tierkv node?")
+            raise NodeFailedError(
+                f"{node.url} did not answer with a stream: check that it is a tierkv node"
+            )
 
     def _refuse(self, node: BackendNode, raw: bytes, status: int | None) -> NoReturn:
         """Raise the error that a node's problem means for the gateway."""
@@ -294,7 +302,9 @@ class NodeCalls:
         except UNREADABLE as error:
             if status in _REFUSED:
                 raise self._unauthorized(node, status or 0) from error
-            raise NodeFailedError(f"{node.url} answered {status} without a problem") from error
+            raise NodeFailedError(
+                f"{node.url} answered status {status} without an error description"
+            ) from error
         status = status or problem.status
         said = f"{node.url}: {problem.detail} ({problem.code})"
         if problem.code in _NOT_NOW_CODES:
@@ -312,9 +322,11 @@ class NodeCalls:
     def _unauthorized(self, node: BackendNode, status: int) -> Exception:
         if self._section.forward_authorization:
             return InvalidRequestError(
-                "the nodes do not accept this authorization", status=status, code="unauthorized"
+                "the nodes refuse this Authorization header: check the token",
+                status=status,
+                code="unauthorized",
             )
-        return NodeFailedError(f"{node.url} does not accept the gateway's token")
+        return NodeFailedError(f"{node.url} refuses the gateway's token: check gateway.node_token")
 
     def _headers(self, job: Job | None) -> dict[str, str]:
         headers = {"Content-Type": MSGPACK, "Accept": "*/*"}
@@ -404,5 +416,7 @@ class _Probe:
         log.info("node %s (%s) is %s", node.url, node.role.value, state.value)
         if state is NodeState.OTHER_MODEL:
             log.error(
-                "node %s gets no work: it differs in %s", node.url, "; ".join(node.differs_in)
+                "node %s receives no requests, since it differs from the other nodes in %s",
+                node.url,
+                "; ".join(node.differs_in),
             )

@@ -43,7 +43,7 @@ class NoSuchModelError(InvalidRequestError):
 
     def __init__(self, asked: str, ours: str) -> None:
         super().__init__(
-            f"there is no model {asked!r} here; there is {ours!r}",
+            f"there is no model {asked!r} here: use {ours!r}",
             param="model",
             status=404,
             code="model_not_found",
@@ -55,7 +55,7 @@ class OverloadedError(GatewayError):
 
     status = 503
     code = "overloaded"
-    title = "There is no room now"
+    title = "The gateway is busy"
 
 
 class TooManyWaitingError(OverloadedError):
@@ -71,19 +71,19 @@ class NoNodesError(GatewayError):
 
     status = 503
     code = "no_nodes"
-    title = "No node is left"
+    title = "No node can answer"
 
 
 class GatewayShuttingDownError(GatewayError):
     status = 503
     code = "shutting_down"
-    title = "This gateway takes no more work"
+    title = "This gateway is shutting down"
 
 
 class OutOfTimeError(GatewayError):
     status = 504
     code = "deadline_exceeded"
-    title = "It took too long"
+    title = "The deadline passed"
 
 
 class AttemptError(TierKVError):
@@ -121,7 +121,7 @@ class Failure(Problem, frozen=True, kw_only=True):
 
 def failure_of(request: web.BaseRequest, error: Exception) -> Failure:
     """Return the body of the answer to `error`."""
-    found = problem_of(request, error, what_is_here="prompts go to POST /v1/completions")
+    found = problem_of(request, error, what_is_here="send prompts to POST /v1/completions")
     kind = (
         "server_error"
         if found.status >= HTTPStatus.INTERNAL_SERVER_ERROR

@@ -44,7 +44,8 @@ class Admission:
         free = self._limits.max_running - self.num_running - self.num_waiting
         if num_prompts > max(free, 0) + max(self._limits.max_queued - self.num_waiting, 0):
             raise TooManyWaitingError(
-                f"{self.num_running} prompts run and {self.num_waiting} wait already"
+                f"{self.num_running} prompts run and {self.num_waiting} wait, the "
+                "maximum: try again later"
             )
 
     @asynccontextmanager
@@ -60,7 +61,8 @@ class Admission:
                 await self._slots.acquire()
         except TimeoutError as error:
             raise OverloadedError(
-                f"no room came free within {self._limits.queue_timeout_s:g} s"
+                f"the prompt waited {self._limits.queue_timeout_s:g} s, and none of "
+                "the running prompts ended: try again later"
             ) from error
         finally:
             self.num_waiting -= 1
@@ -89,7 +91,7 @@ class GatewayMetrics:
         registry = self._exposition.registry
         self.requests = Counter(
             "tierkv_gateway_requests",
-            "Completions asked for, by how they ended",
+            "Completions, by outcome",
             ("outcome",),
             registry=registry,
         )
@@ -98,25 +100,25 @@ class GatewayMetrics:
         )
         self.routed = Counter(
             "tierkv_gateway_routed",
-            "Attempts: by hand-off, at one node alone, or going on after a node had failed",
+            "Attempts, by kind: hand-off, one node alone, or continuation after a node's failure",
             ("how",),
             registry=registry,
         )
         self.failed = Counter(
             "tierkv_gateway_failed_attempts",
-            "Attempts at a node that came to nothing, by why",
+            "Failed attempts at a node, by reason",
             ("node", "why"),
             registry=registry,
         )
         self.first_token = Histogram(
             "tierkv_gateway_time_to_first_token_seconds",
-            "From admission to a prompt's first token",
+            "Time from a prompt's admission to its first token",
             buckets=_SECONDS,
             registry=registry,
         )
         self.lag = Histogram(
             "tierkv_gateway_event_loop_lag_seconds",
-            "By how much the event loop came late to something due, 20 times a second",
+            "Delay of the event loop for a timer that is due every 50 ms",
             buckets=_SECONDS,
             registry=registry,
         )
@@ -153,13 +155,13 @@ class _State(Collector):
         now = asyncio.get_running_loop().time()
         yield gauge(
             "tierkv_gateway_build_info",
-            "Which tierkv this is",
+            "Version of this gateway",
             ("version",),
             {(tierkv.__version__,): 1},
         )
         yield gauge(
             "tierkv_gateway_node_state",
-            "1 for the state that a node is in",
+            "1 for the current state of a node",
             ("node", "role", "state"),
             {
                 (node.url, node.role.value, state.value): int(node.state(now) is state)
@@ -169,31 +171,31 @@ class _State(Collector):
         )
         yield gauge(
             "tierkv_gateway_prompts",
-            "Prompts that run at the nodes or wait here",
+            "Prompts that run at nodes (running) or wait in the gateway (waiting)",
             ("state",),
             {("running",): admission.num_running, ("waiting",): admission.num_waiting},
         )
         yield gauge(
             "tierkv_gateway_prompt_bytes",
-            "Bodies and packed prompts in work",
+            "Bytes of the bodies and prompts being worked on",
             (),
             {(): self._bodies.num_bytes},
         )
         yield gauge(
             "tierkv_gateway_node_requests",
-            "Requests at a node",
+            "Requests that run at a node",
             ("node",),
             {(node.url,): node.running for node in nodes},
         )
         yield gauge(
             "tierkv_gateway_node_outstanding_tokens",
-            "Tokens that a node is still to compute or generate",
+            "Tokens that a node has not computed or generated yet",
             ("node",),
             {(node.url,): node.outstanding_tokens for node in nodes},
         )
         yield gauge(
             "tierkv_gateway_node_failures_in_a_row",
-            "Failures since a node last worked",
+            "Failures of a node since its last success",
             ("node",),
             {(node.url,): node.num_failures for node in nodes},
         )

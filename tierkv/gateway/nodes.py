@@ -144,10 +144,14 @@ class Nodes:
             for url in urls_of(given)
         ]
         if not self.all:
-            raise ConfigError("a gateway needs nodes: give --prefill and --decode, or --both")
+            raise ConfigError(
+                "a gateway needs nodes: give --prefill URL and --decode URL, or --both URL"
+            )
         urls = [node.url for node in self.all]
         if len(set(urls)) < len(urls):
-            raise ConfigError("the same node is given twice; for one that does both, give --both")
+            raise ConfigError(
+                "the same node is given twice: give --both for a node that does prefill and decode"
+            )
 
     def compare(self, node: BackendNode, fingerprint: dict[str, str] | None) -> None:
         """Note the fingerprint of `node`, None if it does not say. A node gets no work while it

@@ -100,10 +100,10 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(stops) > _MOST_STOPS:
-            raise InvalidRequestError(f"at most {_MOST_STOPS} stop texts", param="stop")
+            raise InvalidRequestError(f"stop must have at most {_MOST_STOPS} texts", param="stop")
         if not all(0 < len(stop) <= _MOST_STOP_CHARACTERS for stop in stops):
             raise InvalidRequestError(
-                f"a stop text has 1 to {_MOST_STOP_CHARACTERS} characters", param="stop"
+                f"each text of stop must have 1 to {_MOST_STOP_CHARACTERS} characters", param="stop"
             )
         return stops
 
@@ -133,7 +133,7 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.of_most_likely < 0:
             raise InvalidRequestError("top_k must be -1 or more", param="top_k")
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError("stream_options need stream", param="stream_options")
+            raise InvalidRequestError('stream_options needs "stream": true', param="stream_options")
 
     def refuse_unless(self, *fields: tuple[str, object, object]) -> None:
         """Raise InvalidRequestError for a field with another value than None and the neutral one.
@@ -265,7 +265,9 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
             ("chat_template_kwargs", self.chat_template_kwargs or None, None),
         )
         if not self.messages:
-            raise InvalidRequestError("give at least one message", param="messages")
+            raise InvalidRequestError(
+                "messages is empty: give at least one message", param="messages"
+            )
         lines = [f"{message.role}: {message.text()}\n" for message in self.messages]
         text = "".join([*lines, "assistant: "])
         return read_prompts(text, most_prompts=1, most_tokens=most_tokens)

@@ -83,10 +83,14 @@ def read_prompts(given: Given, *, most_prompts: int, most_tokens: int) -> list[s
     if kinds == {int}:
         several, kinds = [several], {list}
     if not 1 <= len(several) <= most_prompts:
-        raise InvalidRequestError(f"give 1 to {most_prompts} prompts at once", param="prompt")
+        raise InvalidRequestError(
+            f"one request may have 1 to {most_prompts} prompts, not {len(several)}", param="prompt"
+        )
     if len(kinds) > 1 or any(isinstance(one, list) and not _are_tokens(one) for one in several):
         raise InvalidRequestError(
-            "prompt mixes tokens with prompts, or texts with tokens", param="prompt"
+            "prompt must be one text, one list of tokens, a list of texts, or a list "
+            "of lists of tokens",
+            param="prompt",
         )
     return [_read(one, most_tokens) for one in several]
 
@@ -116,13 +120,13 @@ def packed_bytes(prompt: str | bytes) -> int:
 
 def empty() -> InvalidRequestError:
     """Return the refusal of a prompt without tokens."""
-    return InvalidRequestError("a prompt is empty", param="prompt")
+    return InvalidRequestError("a prompt is empty: give at least one token", param="prompt")
 
 
 def too_long(most_tokens: int) -> InvalidRequestError:
     """Return the refusal of a prompt with more tokens."""
     return InvalidRequestError(
-        f"a prompt has at most {most_tokens} tokens here",
+        f"the prompt is longer than the nodes' {most_tokens} tokens: shorten it",
         param="prompt",
         code="context_length_exceeded",
     )

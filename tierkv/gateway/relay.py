@@ -289,10 +289,12 @@ class Delivery:
         """
         tokens, pieces = told.tokens, told.pieces
         if len(pieces) != len(tokens):
-            raise self._blame(node, "answers tokens without the text of each")
+            raise self._blame(node, "sent tokens without their texts")
         known = self.tokens[offset : offset + len(tokens)]
         if list(tokens[: len(known)]) != known:
-            raise self._blame(node, "goes on otherwise than the node before it")
+            raise self._blame(
+                node, "continued the answer with other tokens than the node before it"
+            )
         if not tokens:
             self._held_back = (offset, told.text)
         if len(known) < len(tokens):
@@ -337,9 +339,11 @@ class Delivery:
         log.warning("request %s, attempt %d: %s", self.job.request_id, self.num_attempts, error)
         if self.num_attempts >= self.backend.settings.limits.max_attempts:
             if isinstance(error, NodeBusyError):
-                raise OverloadedError(f"all nodes are busy; the last said: {error}") from error
+                raise OverloadedError(
+                    f"all nodes are busy: try again later (the last node: {error})"
+                ) from error
             raise NoNodesError(
-                f"gave up after {self.num_attempts} attempts; the last: {error}"
+                f"all {self.num_attempts} attempts failed (the last: {error})"
             ) from error
 
     def fresh(self, nodes: Sequence[BackendNode]) -> list[BackendNode]:
@@ -361,8 +365,10 @@ class Delivery:
             GatewayError: It was the last attempt.
         """
         if not (left := self.usable(nodes)):
-            self.spend(AttemptError("no node answers, or all of them are draining"))
-            raise AttemptError("no node is left")
+            self.spend(
+                AttemptError("no node answers, or all nodes are shutting down: check the nodes")
+            )
+            raise AttemptError("no node is available for another attempt")
         return left
 
     # Calls
@@ -400,7 +406,7 @@ class Delivery:
         try:
             return msgspec.json.decode(event.data, type=kind)
         except UNREADABLE as error:
-            raise self._blame(node, f"answers nonsense: {error}") from error
+            raise self._blame(node, f"sent an answer that cannot be read: {error}") from error
 
     def learn(self, node: BackendNode, done: Done, after: Sequence[int] = ()) -> None:
         """Note the number of cached tokens, and that `node` holds the prompt and `after`."""
@@ -448,7 +454,7 @@ async def hand_over(delivery: Delivery, held: Held) -> None:
 
 async def _prefill(delivery: Delivery, ticket_id: str, held: Held) -> None:
     """Make some node publish the prompt; a node that fails is replaced, and each is called once."""
-    failure = AttemptError("no prefill node is left")
+    failure = AttemptError("no prefill node is available")
     tried: set[BackendNode] = set()
     while True:
         nodes = delivery.fresh(delivery.backend.nodes.prefilling())
@@ -484,7 +490,7 @@ async def _decode(delivery: Delivery, ticket_id: str, held: Held) -> None:
     while True:
         nodes = delivery.fresh(delivery.backend.nodes.decoding())
         if not nodes:
-            raise AttemptError("no decode node is left")
+            raise AttemptError("no decode node is available")
         node = choose_decode(nodes, held)
         asked = {
             "request_id": delivery.next_id(),
@@ -524,7 +530,7 @@ async def run(delivery: Delivery) -> None:
 
     def late() -> OutOfTimeError:
         came, wanted = len(delivery.tokens), delivery.job.max_tokens
-        return OutOfTimeError(f"{came} of {wanted} tokens came in time")
+        return OutOfTimeError(f"only {came} of {wanted} tokens were generated before the deadline")
 
     async with deadline(delivery.backend.settings.deadlines.request_s, late):
         while not delivery.is_done:
@@ -626,7 +632,7 @@ async def _generate(delivery: Delivery, node: BackendNode, held: Held) -> None:
     with node.working(max(job.num_tokens - near, 0) + left):
         done = await delivery.read(node, "/v1/generate", body, offset=offset)
     if not delivery.is_done:
-        error = AttemptError(f"{node.url} ended its answer early")
+        error = AttemptError(f"{node.url} ended its answer before the last token")
         delivery.note(node, error)
         raise error
     delivery.learn(node, done, delivery.tokens[:-1])

@@ -46,7 +46,9 @@ class GatewaySection(ListenSection, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         self.check("gateway")
         if self.node_key and not self.node_cert:
-            raise ConfigError("gateway.node_key is of no use without gateway.node_cert")
+            raise ConfigError(
+                "gateway.node_key needs gateway.node_cert: set it, or remove gateway.node_key"
+            )
 
 
 class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

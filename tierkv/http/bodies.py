@@ -96,7 +96,7 @@ class BodyReader:
         content_type = _media_type(request, kind)
         raw = await self._receive(request)
         if not raw and content_type != OCTETS:
-            raise BodyError("the body is empty")
+            raise BodyError("the body is empty: send a JSON or MessagePack object")
 
         def work() -> T:
             if content_type == OCTETS:
@@ -150,7 +150,9 @@ class BodyReader:
                 async for piece in content.iter_any():
                     take(piece)
         except (web.RequestPayloadError, ValueError) as error:
-            raise BodyError("the body breaks off, or is not encoded as its headers say") from error
+            raise BodyError(
+                "the body is cut off, or its encoding is not that of its Content-Encoding header"
+            ) from error
         return raw
 
     def count(self, request: web.BaseRequest, num_bytes: int) -> None:
@@ -162,15 +164,19 @@ class BodyReader:
 
         Raises:
             RequestTooLargeError: The request has more bytes than there is room for at any time.
-            TooMuchInWorkError: There is no room now; nothing was counted.
+            TooMuchInWorkError: the other bodies leave too little memory; nothing was counted.
         """
         most = self._section.max_work_bytes
         _, before = request.get(_COUNTED, (self, 0))
         if before + num_bytes > most:
-            raise RequestTooLargeError(f"one request may use {most} bytes, its prompts included")
+            raise RequestTooLargeError(
+                f"the request needs more than {most} bytes with its prompts, the most for "
+                "one request: make it smaller"
+            )
         if self.num_bytes + num_bytes > most:
             raise TooMuchInWorkError(
-                f"the requests in work use {self.num_bytes} bytes, and there is room for {most}"
+                f"the bodies being worked on use {self.num_bytes} of {most} bytes: "
+                "send the request again later"
             )
         self.num_bytes += num_bytes
         request[_COUNTED] = self, before + num_bytes
@@ -200,10 +206,14 @@ def _media_type(request: web.BaseRequest, kind: type) -> str:
         # aiohttp reports octets also for a header that is missing or cannot be read.
         given = request.headers.get("Content-Type", "")
         if not (given.lower().startswith(OCTETS) and _has_tokens(kind)):
-            raise MediaTypeError(f"send {JSON} or {MSGPACK}, not {given[:80]!r}")
+            raise MediaTypeError(
+                f"the Content-Type {given[:80]!r} is not supported: send {JSON} or {MSGPACK}"
+            )
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding.lower() not in _ENCODINGS:  # aiohttp does not decode unknown encodings
-        raise MediaTypeError(f"bodies are encoded with gzip or deflate, not {encoding[:80]!r}")
+        raise MediaTypeError(
+            f"the Content-Encoding {encoding[:80]!r} is not supported: use gzip, deflate or none"
+        )
     return content_type
 
 
@@ -221,7 +231,7 @@ def from_query(
         FieldError: A field does not fit `kind`, or a parameter is given twice: see `_refuse_twins`.
     """
     if len(request.query) > len(set(request.query)):
-        raise FieldError("a query parameter is given twice")
+        raise FieldError("a query parameter is given twice: give it once")
     try:
         return msgspec.convert({**request.query, **(more or {})}, kind, strict=False)
     except msgspec.ValidationError as error:
@@ -258,7 +268,7 @@ def decode(raw: bytes | bytearray, kind: type[T], *, content_type: str) -> T:
     except msgspec.ValidationError as error:
         raise FieldError(str(error)) from error
     except UnicodeDecodeError as error:
-        raise BodyError("the body has text that is not UTF-8") from error
+        raise BodyError("the body contains text that is not valid UTF-8") from error
     except msgspec.DecodeError as error:
         raise BodyError(f"the body cannot be read: {error}") from error
     except RecursionError as error:
@@ -288,7 +298,7 @@ def _refuse_twins(raw: bytes | bytearray, fields: Mapping[str, msgspec.Raw]) -> 
 
 def _no_twins(pairs: list[tuple[str, object]]) -> None:
     if len({key for key, _ in pairs}) < len(pairs):
-        raise BodyError("the body has a key twice in one object")
+        raise BodyError("an object of the body has the same key twice: remove one")
 
 
 def answer(request: web.BaseRequest, value: object, *, status: int = 200) -> web.Response:
@@ -320,7 +330,9 @@ def is_id(text: str) -> bool:
 def check_id(text: str, field: str) -> str:
     """Return `text` if it can be an id in headers and logs; else raise FieldError."""
     if not is_id(text):
-        raise FieldError(f"{field} must have 1 to 256 visible ASCII characters, and not be . or ..")
+        raise FieldError(
+            f"{field} must have 1 to 256 visible ASCII characters, and must not be . or .."
+        )
     return text
 
 
@@ -380,4 +392,4 @@ async def write(
         async with asyncio.timeout(timeout_s):
             await response.write(chunk)
     except TimeoutError as error:
-        raise ConnectionResetError(f"nothing was read for {timeout_s:g} s") from error
+        raise ConnectionResetError(f"the client read nothing for {timeout_s:g} s") from error

@@ -115,7 +115,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             if _PRINTABLE.fullmatch(getattr(self, field)) is None:
                 raise ConfigError(f"a {field} must have at most 256 visible ASCII characters")
         if not self.name:
-            raise ConfigError("a caller needs a name")
+            raise ConfigError("a caller in the auth file needs a name")
 
     def principal(self) -> Principal:
         return Principal(self.name, self.tenant, self.role.access)
@@ -178,7 +178,7 @@ def _distinct(what: str, keys: list[str]) -> None:
         sorted({key for key in keys if keys.count(key) > 1}) if len(set(keys)) < len(keys) else ()
     )
     if twice:
-        raise ConfigError(f"there are two rows of {what} {twice[0]}")
+        raise ConfigError(f"the auth file has two rows with the {what} {twice[0]}: remove one")
 
 
 def read(path: Path) -> AuthFile:
@@ -194,12 +194,12 @@ def read(path: Path) -> AuthFile:
             raw = file.read(_MAX_FILE_BYTES + 1)
     except FileNotFoundError as error:
         raise ConfigError(
-            f"the auth file {path} does not exist: `tierkv token new` makes one"
+            f"the auth file {path} does not exist: make it with `tierkv token new`"
         ) from error
     except OSError as error:
         raise ConfigError(f"the auth file {path} cannot be read: {error.strerror}") from error
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigError(f"others than its owner can write the auth file {path}: chmod 600 it")
+        raise ConfigError(f"other users can write the auth file {path}: run chmod 600 on it")
     if len(raw) > _MAX_FILE_BYTES:
         raise ConfigError(f"the auth file {path} is larger than {_MAX_FILE_BYTES >> 20} MiB")
     try:
@@ -251,7 +251,7 @@ _PREFIX = "tkv"
 _ID_BYTES = 8
 _SECRET_BYTES = 32
 _MAX_TOKEN_BYTES = 512
-_UNKNOWN = "the token is not known here, or has expired"
+_UNKNOWN = "the token is unknown here or has expired: make one with `tierkv token new`"
 
 
 def new_token() -> tuple[Token, str]:
@@ -335,7 +335,7 @@ def request_name(space: str, request_id: str) -> str:
     if space:
         return f"{space}/{request_id}"
     if _REQUEST.match(request_id):
-        raise BadRequestError("a request's id does not begin like those of tenants")
+        raise BadRequestError("a request id must not begin with a tenant's prefix")
     return request_id
 
 
@@ -352,7 +352,7 @@ def ticket_name(ticket_id: str, tenant: str) -> str:
     if tenant:
         return f"{hashlib.sha256(tenant.encode()).hexdigest()[:32]}:{ticket_id}"
     if _TICKET.match(ticket_id):
-        raise BadRequestError("a ticket's id does not begin like those of tenants")
+        raise BadRequestError("a ticket id must not begin with a tenant's prefix")
     return ticket_id
 
 
@@ -398,7 +398,7 @@ class Guard:
 
         async def reload() -> None:
             self._keyring = Keyring(await aside(read, file))
-            log.info("the callers of %s are in force", file)
+            log.info("the auth file %s was read, and its callers are in force", file)
 
         async with watching([file], reload, every_s=self._reload_s):
             yield
@@ -416,7 +416,7 @@ class Guard:
             return ANYONE
         keyring = self._keyring
         if keyring is None:
-            raise UnauthenticatedError("this node does not know its callers yet")
+            raise UnauthenticatedError("this node has not read its auth file yet: try again later")
         given = request.headers.getall(hdrs.AUTHORIZATION, [])
         if given:
             return keyring.by_token(_token_of(given), now=time.time())
@@ -431,7 +431,9 @@ class Guard:
         if self._file is None:
             return ANYONE
         if self._keyring is None or not token:
-            raise UnauthenticatedError("this node asks for a token")
+            raise UnauthenticatedError(
+                "this node needs a token: send the header Authorization: Bearer tkv_..."
+            )
         return self._keyring.by_token(token.encode(), now=time.time())
 
     def authorize(self, request: web.BaseRequest, needed: Access) -> None:
@@ -448,36 +450,46 @@ class Guard:
         if caller.access < needed:
             has = caller.access.name.lower()
             log.info("%s (%s) may not %s %s", caller.name, has, request.method, request.path[:200])
-            raise ForbiddenError(f"{caller.name} may {has}; this needs {needed.name.lower()}")
+            raise ForbiddenError(
+                f"{caller.name} may {has}, but this route needs the role {needed.name.lower()}"
+            )
         request[PRINCIPAL] = caller
 
 
 def _token_of(given: list[str]) -> bytes:
     """Return the token of the one Authorization header, as bytes, because any byte may come."""
     if len(given) > 1:
-        raise UnauthenticatedError("there are several Authorization headers", was_given=True)
+        raise UnauthenticatedError(
+            "the request has several Authorization headers: send one", was_given=True
+        )
     found = _BEARER.fullmatch(given[0].encode("utf-8", "surrogateescape"))
     if found is None:
-        raise UnauthenticatedError("the Authorization header is no bearer token", was_given=True)
+        raise UnauthenticatedError(
+            "the Authorization header has no bearer token: send Authorization: Bearer tkv_...",
+            was_given=True,
+        )
     return found[1]
 
 
 def _by_connection(request: web.BaseRequest, keyring: Keyring) -> Principal:
     transport = request.transport
     if transport is None:
-        raise UnauthenticatedError("the caller has gone")
+        raise UnauthenticatedError("the caller disconnected")
     certificate: Mapping[str, Any] | None = transport.get_extra_info("peercert")
     if certificate:
         names = list(_names(certificate))
         if found := keyring.by_certificate(names):
             return found
         raise UnauthenticatedError(
-            f"the certificate of {', '.join(names)[:200]} is not known here", was_given=True
+            f"the client certificate of {', '.join(names)[:200]} is not in the auth file",
+            was_given=True,
         )
     peer: socket.socket | None = transport.get_extra_info("socket")
     if peer is not None and peer.family == socket.AF_UNIX:
         return _by_user(peer, keyring)
-    raise UnauthenticatedError("send a token: Authorization: Bearer tkv_...")
+    raise UnauthenticatedError(
+        "this node needs a token: send the header Authorization: Bearer tkv_..."
+    )
 
 
 def _names(certificate: Mapping[str, Any]) -> Iterator[str]:
@@ -497,4 +509,4 @@ def _by_user(peer: socket.socket, keyring: Keyring) -> Principal:
         return found
     if uid == os.geteuid():
         return Principal(f"uid:{uid}", "", Access.ADMIN)
-    raise UnauthenticatedError(f"the user of uid {uid} is not known here", was_given=True)
+    raise UnauthenticatedError(f"the user with uid {uid} is not in the auth file", was_given=True)

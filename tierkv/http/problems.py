@@ -110,25 +110,25 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 # The first row with a matching class applies, so subclasses come before their bases.
 ERRORS: tuple[tuple[type[TierKVError], int, str, str], ...] = (
-    (UnauthenticatedError, 401, "unauthenticated", "This node must know who calls"),
-    (ForbiddenError, 403, "forbidden", "This caller may not do this"),
+    (UnauthenticatedError, 401, "unauthenticated", "The caller must authenticate"),
+    (ForbiddenError, 403, "forbidden", "The caller's role does not allow this"),
     (BodyError, 400, "malformed_body", "The body cannot be read"),
     (FieldError, 422, "invalid_body", "The body's fields are wrong"),
     (MediaTypeError, 415, "unsupported_media_type", "The body's type is not supported"),
     (BodyTimeoutError, 408, "body_timeout", "The body did not arrive in time"),
     (NoEngineError, 409, "no_engine", "This node has no engine of its own"),
-    (WrongRoleError, 409, "wrong_role", "Another node does this"),
-    (UnknownIdError, 404, "unknown_id", "There is nothing of this id"),
-    (TooManyError, 429, "too_many", "There are too many of these"),
-    (WrongStateError, 409, "wrong_state", "This cannot be done now"),
-    (RequestAbortedError, 409, "aborted", "The request was ended by another call"),
-    (DuplicateRequestError, 409, "duplicate_request", "This id is in use"),
-    (RequestTooLargeError, 422, "request_too_large", "The request needs more than there is"),
-    (BadRequestError, 400, "bad_request", "The request can never succeed"),
-    (TooMuchInWorkError, 503, "too_much_in_work", "The bodies in work fill their room"),
-    (ShuttingDownError, 503, "shutting_down", "This node takes no more work"),
-    (NotReadyError, 503, "not_ready", "This node takes no requests now"),
-    (OutOfBlocksError, 503, "out_of_blocks", "There is no room now"),
+    (WrongRoleError, 409, "wrong_role", "The node's role does not include this"),
+    (UnknownIdError, 404, "unknown_id", "The id is unknown"),
+    (TooManyError, 429, "too_many", "The limit of such objects is reached"),
+    (WrongStateError, 409, "wrong_state", "The object's state does not allow this"),
+    (RequestAbortedError, 409, "aborted", "The request was aborted"),
+    (DuplicateRequestError, 409, "duplicate_request", "The id is in use"),
+    (RequestTooLargeError, 422, "request_too_large", "The request exceeds a limit"),
+    (BadRequestError, 400, "bad_request", "The request is wrong"),
+    (TooMuchInWorkError, 503, "too_much_in_work", "The memory for bodies is full"),
+    (ShuttingDownError, 503, "shutting_down", "This node is shutting down"),
+    (NotReadyError, 503, "not_ready", "This node is not ready"),
+    (OutOfBlocksError, 503, "out_of_blocks", "A tier has no free blocks"),
     (HandoffError, 502, "handoff_failed", "The prompt could not be handed over"),
     (DeviceFailedError, 503, "device_failed", "The device is unusable"),
     (TransferError, 503, "transfer_failed", "Blocks could not be moved"),
@@ -161,7 +161,7 @@ def problem_of(
     request: web.BaseRequest,
     error: Exception,
     *,
-    what_is_here: str = "GET /openapi.json tells what there is",
+    what_is_here: str = "GET /openapi.json lists all routes",
 ) -> Problem:
     """Return the answer's body for `error`; the text of an unexpected error is left out.
 
@@ -172,7 +172,7 @@ def problem_of(
     """
     row = status, code, title = _row(error)
     if row == INTERNAL:
-        detail = "Something unexpected happened; the log has the details."
+        detail = "An unexpected error happened: the log of this server has the details."
     elif isinstance(error, web.HTTPException):
         detail = _sentence(request, error, what_is_here)
     else:
@@ -197,7 +197,9 @@ def _row(error: Exception) -> tuple[int, str, str]:
     if isinstance(error, AnswerError):
         return error.status, error.code, error.title
     if isinstance(error, MemoryError):  # of one body, whose memory is free again
-        error = TooMuchInWorkError("this process has no memory for that now")
+        error = TooMuchInWorkError(
+            "this process has no memory for the request now: send it again later"
+        )
     for kind, status, code, title in ERRORS:
         if isinstance(error, kind):
             if isinstance(error, HandoffError):
@@ -210,11 +212,13 @@ def _sentence(request: web.BaseRequest, error: web.HTTPException, what_is_here: 
     """Return the sentence for an error of aiohttp: the fault, and the remedy if one is known."""
     path = request.path[:200]
     if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return f"the body has more than {request.client_max_size} bytes, the most that is taken"
+        return (
+            f"the body has more than {request.client_max_size} bytes, the maximum: make it smaller"
+        )
     if isinstance(error, web.HTTPMethodNotAllowed):
-        return f"{path} does not take {request.method}, only {_allowed(error)}"
+        return f"{path} does not support {request.method}: use {_allowed(error)}"
     if isinstance(error, web.HTTPNotFound):
-        return f"there is no {path} here; {what_is_here}"
+        return f"there is no route {path}: {what_is_here}"
     return f"{request.method} {path}: {error.reason}"
 
 

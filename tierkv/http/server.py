@@ -39,7 +39,7 @@ BACKLOG = 1024
 _OTHER_FILES = 1024  # descriptors for all that is not a client: stores, files, libraries
 _PROBE_S = 1.0
 _WHY_NOT = {
-    errno.EADDRINUSE: "is taken by another process",
+    errno.EADDRINUSE: "is used by another process",
     errno.EACCES: "needs rights that this process does not have",
     errno.EADDRNOTAVAIL: "is not an address of this machine",
 }
@@ -63,15 +63,15 @@ def bind(settings: ListenSection, *, asks_callers: bool = False) -> socket.socke
         )
     except (OSError, UnicodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"the host {settings.host!r} is not known: {why}") from error
+        raise ConfigError(f"the host name {settings.host!r} cannot be resolved: {why}") from error
     # Of a name with several addresses, such as localhost, the first IPv4 one.
     family, _, _, _, address = min(found, key=lambda one: one[0] is not socket.AF_INET)
     may_be_public = asks_callers or settings.allow_insecure_bind
     if not may_be_public and not is_loopback(str(address[0])):
         raise ConfigError(
-            f"{settings.host} can be reached from other machines, and this node does not ask who "
-            "calls: name an auth file (--auth), listen on 127.0.0.1, or, on a network that only "
-            "you use, say --insecure"
+            f"{settings.host} can be reached from other machines, and callers are not "
+            "authenticated: give an auth file (--auth), listen on 127.0.0.1, or give "
+            "--insecure on a private network"
         )
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -80,7 +80,7 @@ def bind(settings: ListenSection, *, asks_callers: bool = False) -> socket.socke
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        why = _WHY_NOT.get(error.errno or 0, f"cannot be had: {error.strerror}")
+        why = _WHY_NOT.get(error.errno or 0, f"cannot be used: {error.strerror}")
         raise ConfigError(f"the address {where} {why}: choose another with --port") from error
     return listener
 
@@ -103,7 +103,7 @@ def unix_listener(path: Path) -> Iterator[socket.socket]:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        why = _WHY_NOT.get(error.errno or 0, f"cannot be had: {error.strerror or error}")
+        why = _WHY_NOT.get(error.errno or 0, f"cannot be used: {error.strerror or error}")
         raise ConfigError(f"the Unix socket {path} {why}") from error
     finally:
         os.umask(umask)
@@ -122,7 +122,9 @@ def unix_listener(path: Path) -> Iterator[socket.socket]:
 def _remove_dead(path: Path) -> None:
     try:
         if not stat.S_ISSOCK(path.stat().st_mode):
-            raise ConfigError(f"{path} is there already and is no socket")
+            raise ConfigError(
+                f"{path} exists and is not a socket: remove it, or choose another path"
+            )
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(_PROBE_S)
             probe.connect(str(path))
@@ -131,9 +133,11 @@ def _remove_dead(path: Path) -> None:
     except ConnectionRefusedError:
         path.unlink()
     except OSError as error:
-        raise ConfigError(f"the Unix socket {path} cannot be looked at: {error}") from error
+        raise ConfigError(f"the Unix socket {path} cannot be examined: {error}") from error
     else:
-        raise ConfigError(f"the Unix socket {path} is taken by another process")
+        raise ConfigError(
+            f"the Unix socket {path} is used by another process: stop it, or choose another path"
+        )
 
 
 def is_loopback(address: str) -> bool:
@@ -416,7 +420,10 @@ class _Http(web.RequestHandler):
 
     def _cut_off(self) -> None:
         if self.transport is not None:
-            log.info("a client did not send a whole request, or read its answer, in time: closed")
+            log.info(
+                "a connection was closed: the client did not send its request or read its "
+                "answer in time"
+            )
             self.transport.abort()
 
     def handle_error(
@@ -435,7 +442,7 @@ class _Http(web.RequestHandler):
             raise exc  # the client went while its answer was written, which is no error of ours
         request_id = uuid4().hex
         if isinstance(exc, HttpProcessingError):
-            log.info("request %s is no HTTP: %s", request_id, _one_line(exc))
+            log.info("request %s is not valid HTTP: %s", request_id, _one_line(exc))
             status = _status_of(exc)
         else:
             log.error("request %s failed", request_id, exc_info=exc)
@@ -447,7 +454,7 @@ class _Http(web.RequestHandler):
         """Log a client's fault in one line, anything else with its traceback."""
         error = kw.get("exc_info")
         if isinstance(error, (HttpProcessingError, web.RequestPayloadError, ConnectionError)):
-            log.info("a connection broke off in a bad body: %s", type(error).__name__)
+            log.info("a connection ended within a malformed body: %s", type(error).__name__)
         else:
             super().log_exception(*args, **kw)
 
@@ -489,7 +496,7 @@ class _Refusal(asyncio.Protocol):
 
 
 def _refuse(transport: asyncio.Transport, shared: _Shared) -> None:
-    log.info("there are %d connections: one more is refused", shared.num_open)
+    log.info("a connection was refused, since %d are open, the maximum", shared.num_open)
     if shared.num_refused >= _MAX_REFUSALS:
         transport.abort()
         return

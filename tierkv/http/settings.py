@@ -51,7 +51,7 @@ class ListenSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if not 0 <= self.port <= _MAX_PORT:
             raise ConfigError(f"{table}.port must be in 0..{_MAX_PORT}, not {self.port}")
         if not self.host:
-            raise ConfigError(f"{table}.host is empty: name an address, such as 127.0.0.1")
+            raise ConfigError(f"{table}.host is empty: set it to an address, such as 127.0.0.1")
         none_negative(table, self, "drain_grace_s")
         all_at_least_one(table, self, "max_body_bytes", "max_prompt_tokens")
         all_at_least_one(table, self, "max_work_bytes", "max_connections")
@@ -91,4 +91,4 @@ class TlsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def __post_init__(self) -> None:
         all_above_zero("tls", self, "reload_s")
         if (self.key or self.client_ca) and not self.cert:
-            raise ConfigError("tls.key and tls.client_ca are of no use without tls.cert")
+            raise ConfigError("tls.key and tls.client_ca need tls.cert: set it, or remove them")
