@@ -150,10 +150,13 @@ def _read(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             raw = file.read(_MOST_BYTES + 1)
         if len(raw) > _MOST_BYTES:
-            raise ConfigError(f"the config file {path} has more than {_MOST_BYTES} bytes")
+            raise ConfigError(
+                f"the config file {path} has more than {_MOST_BYTES} bytes, the maximum: "
+                "check that it is a config file"
+            )
         return tomllib.loads(raw.decode())
     except FileNotFoundError as error:
-        raise ConfigError(f"the config file {path} does not exist") from error
+        raise ConfigError(f"the config file {path} does not exist: correct the path") from error
     except OSError as error:
         raise ConfigError(f"the config file {path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -209,7 +212,7 @@ def _refuse_unknown(root: object, table: Mapping[str, Any], where: str) -> None:
         for key, value in table.items():
             if key not in hints:
                 meant = suggestion(f"{at}{key}", names_in(root))
-                known = meant or f"; known here: {', '.join(sorted(hints))}"
+                known = meant or f"; this table has {', '.join(sorted(hints))}"
                 raise ConfigError(f"{where}: there is no setting {at}{key}{known}")
             if isinstance(value, dict) and _is_table(hints[key]):
                 look(hints[key], value, f"{at}{key}.")

@@ -49,5 +49,7 @@ def engine_of(name: str, tables: EngineTables, cache: CacheSettings) -> EngineSp
         make = _ENGINES[name]
     except KeyError as error:
         known = ", ".join(ENGINE_NAMES)
-        raise ConfigError(f"there is no engine {name!r}: node.engine is one of {known}") from error
+        raise ConfigError(
+            f"there is no engine {name!r}: set node.engine to one of {known}"
+        ) from error
     return make(tables, cache)

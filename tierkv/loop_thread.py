@@ -94,7 +94,9 @@ class LoopThread:
             BaseException: The error that kept the lifetime from being entered.
         """
         if self._thread is not None:
-            raise ConfigError(f"this {self._what} was opened before: make another one")
+            raise ConfigError(
+                f"this {self._what} was opened before and cannot be opened again: make another one"
+            )
         _open.add(self)
         self._thread = start_thread(self._live, self._name)
         if not self._opened.wait(timeout_s):
@@ -236,7 +238,7 @@ class LoopThread:
 
     def _refuse(self, future: Future[Any]) -> None:
         if future.set_running_or_notify_cancel():
-            text = f"this {self._what} was closed before its work was done"
+            text = f"this {self._what} was closed before the call was done"
             future.set_exception(LoopClosedError(text))
 
     # Forks and the interpreter's exit
@@ -250,7 +252,9 @@ class LoopThread:
     def exiting(self) -> None:
         """Close before the interpreter ends thread pools, which lifetimes use."""
         if not self.close():
-            log.warning("this %s was not closed before the exit, and is still in use", self._what)
+            log.warning(
+                "this %s is still open at the exit of the process: close it before", self._what
+            )
 
 
 async def _outcome(work: Coroutine[Any, Any, T]) -> tuple[T | None, Exception | None]:

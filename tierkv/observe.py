@@ -308,6 +308,6 @@ def verify(
         return wrong
     num_out = index.num_held_leases - tiers.pins.num_leases - handoff.source.num_leases
     if num_out != num_leases:
-        wrong.append(f"nothing runs, but {num_out} leases are out, not {num_leases}")
+        wrong.append(f"no request runs, but {num_out} leases are held, not {num_leases}")
     wrong += fetcher.findings() + scheduler.loads.findings()
     return wrong + tiers.copies.findings() + handoff.findings()

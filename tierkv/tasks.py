@@ -136,7 +136,7 @@ async def _supervise(name: str, start: Callable[[], Coroutine[None, None, None]]
             failures[name] += 1
             if loop.time() - began_at > _LONGEST_PAUSE_S:
                 pause_s = _FIRST_PAUSE_S
-            text = "task %s failed (%s: %s) and is started again in %g s"
+            text = "task %s failed (%s: %s) and is restarted in %g s"
             about = (name, type(error).__name__, error, pause_s)
             _log.warning(text, *about, exc_info=error if is_first else None)
         finally:

@@ -58,8 +58,9 @@ def start_thread(target: Callable[[], object], name: str) -> threading.Thread:
 def no_thread(name: str, error: RuntimeError) -> ConfigError:
     """Return the error that says that the system starts no further thread."""
     return ConfigError(
-        f"no thread can be started for {name} ({error}; this process has {threading.active_count()}"
-        "): raise the limit of processes and threads (ulimit -u, or pids.max of the container)"
+        f"no thread can be started for {name} ({error}; this process has "
+        f"{threading.active_count()} threads): raise the limit of processes and "
+        "threads (ulimit -u, or pids.max of the container)"
     )
 
 

@@ -107,7 +107,7 @@ class ByteTokenizer:
         try:
             raw = text.encode()
         except UnicodeEncodeError as error:
-            raise BadRequestError(f"the text is no UTF-8: {error}") from error
+            raise BadRequestError(f"the text is not valid UTF-8: {error}") from error
         return np.frombuffer(raw, np.uint8).astype("<i4").tobytes()
 
     def encode_chat(self, messages: Messages) -> bytes:
@@ -124,7 +124,9 @@ class ByteTokenizer:
         try:
             return bytes(int(token) for token in tokens).decode(errors="replace")
         except ValueError as error:
-            raise BadRequestError(f"a token of this model is a byte: {error}") from error
+            raise BadRequestError(
+                f"a token is not a byte, as this model's tokens are: {error}"
+            ) from error
 
     def decoder(self, before: bytes) -> TextDecoder:
         """See Tokenizer.decoder."""

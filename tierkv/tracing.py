@@ -62,7 +62,7 @@ def exporting(instance: str, environ: Mapping[str, str] = os.environ) -> Iterato
         from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
     except ImportError:
-        log.warning("a collector is named, but nothing is traced: %s", how_to_install("otel"))
+        log.warning("traces are off although a collector is configured: %s", how_to_install("otel"))
         yield
         return
     names = {"service.instance.id": instance}
@@ -79,7 +79,7 @@ def exporting(instance: str, environ: Mapping[str, str] = os.environ) -> Iterato
         try:
             last.start()  # a thread, so that a missing collector holds up no end
         except RuntimeError as error:
-            log.warning("the last spans are lost: %s", error)
+            log.warning("the last spans of the trace were lost: %s", error)
         else:
             last.join(_LAST_SPANS_S)
 

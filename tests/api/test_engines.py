@@ -247,5 +247,5 @@ async def in_front_of(node: Client) -> AsyncIterator[tuple[Gateway, Client]]:
 
 
 def test_an_engine_that_there_is_not_is_refused_at_the_start() -> None:
-    with pytest.raises(ConfigError, match=r"node\.engine is one of reference"):
+    with pytest.raises(ConfigError, match=r"set node\.engine to one of reference"):
         Node(settings(engine="nobody"))

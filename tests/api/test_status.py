@@ -27,7 +27,7 @@ async def test_a_node_is_ready_and_says_what_it_depends_on_if_asked(path: str) -
         assert verbose == {
             "status": "ok",
             "parts": {
-                "service": {"status": "ok", "detail": "takes requests"},
+                "service": {"status": "ok", "detail": "accepts requests"},
                 "device": {"status": "ok", "detail": "cpu"},
                 "storage": {"status": "ok", "detail": "memory://"},
             },

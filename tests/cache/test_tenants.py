@@ -96,7 +96,7 @@ def test_a_tenant_nobody_opened_is_refused_and_none_is_opened_twice() -> None:
     index = index_with(Space("a", ROOTS["a"]))
     with pytest.raises(BadRequestError, match="'who'"):
         index.match(Prompt.of([1], 2, space="who"))
-    with pytest.raises(BadRequestError, match="open already"):
+    with pytest.raises(BadRequestError, match="already open"):
         index.spaces.open(Space("a", ROOTS["a"]))
     with pytest.raises(ConfigError, match="quota"):
         Space("c", b"", quota=(-1, None))

@@ -83,7 +83,10 @@ def test_an_unknown_name_suggests_the_right_one() -> None:
 def test_a_variable_with_one_underline_too_few_is_noticed() -> None:
     shown = config("node.port", TIERKV_NODE_PORT="tcp://10.0.0.1:80")  # Kubernetes sets such ones
     assert shown.exit_code == 0
-    assert "the variable TIERKV_NODE_PORT has no effect: did you mean TIERKV_NODE__PORT?\n" in shown.stderr
+    assert (
+        "the variable TIERKV_NODE_PORT has no effect: did you mean TIERKV_NODE__PORT?\n"
+        in shown.stderr
+    )
 
 
 def test_a_table_of_the_other_role_is_checked_and_left_out() -> None:

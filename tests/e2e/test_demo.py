@@ -111,7 +111,7 @@ def test_a_store_that_no_node_can_use_is_one_clear_sentence(tmp_path: Path) -> N
     in_the_way.touch()
     for url, words in (
         ("redis://127.0.0.1:1/0", "cannot be reached"),
-        (f"file://{in_the_way}/store", "is no directory, or below a file"),
+        (f"file://{in_the_way}/store", "is a file, or lies below a file"),
     ):
         check_one_sentence(["--prompt", "x", "--storage", url], words)
 

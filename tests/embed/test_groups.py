@@ -342,7 +342,7 @@ def test_host_memory_is_divided_so_that_every_group_holds_as_many_tokens() -> No
     assert max(tokens) - min(tokens) <= 8
     said = [replace(FULL, share=0.5), WINDOW, STATE]
     assert slots_of(said, 1 << 20)[0] == (1 << 19) // FULL.layout.block_bytes
-    with pytest.raises(ConfigError, match="leaves none"):
+    with pytest.raises(ConfigError, match="leaves nothing"):
         slots_of([replace(FULL, share=0.9), replace(WINDOW, share=0.4)], 1 << 20)
     with pytest.raises(ConfigError, match="window"):
         CacheGroup(FULL.layout, GroupKind.WINDOW)

@@ -110,7 +110,7 @@ def test_a_refusal_says_the_numbers_the_file_and_what_to_set(root: Path) -> None
     with pytest.raises(ConfigError) as refused:
         shared_memory(2 * GIB)
     assert str(refused.value) == (
-        "the host tier needs 2.00 GiB of memory, and this process may take 500.0 MiB more: memory "
+        "the host tier needs 2.00 GiB of memory, but this process can allocate only 500.0 MiB more: memory "
         "of this container is 600.0 MiB (/sys/fs/cgroup/memory.max). Raise that limit (docker "
         "--memory, Kubernetes resources.limits.memory, systemd MemoryMax), or lower "
         "cache.host_blocks (an engine's host_bytes)"
@@ -293,7 +293,9 @@ except ConfigError as error:
 """
     ran = in_a_process(script, of_600_mib)
     assert ran.returncode == 0, ran.stderr
-    assert "the host tier needs 2.00 GiB of memory, and this process may take" in ran.stdout
+    assert (
+        "the host tier needs 2.00 GiB of memory, but this process can allocate only" in ran.stdout
+    )
     assert "600.0 MiB (/sys/fs/cgroup/" in ran.stdout
 
 

@@ -214,7 +214,7 @@ def test_it_shows_what_metrics_say_without_a_complaint_or_a_request_to_others(
     assert len(drawn) >= 2
     assert all(colours > 3 for colours in drawn), drawn
     page.has("evicts from 95 % down to 90 %")
-    page.has("takes requests")
+    page.has("accepts requests")
     assert page.page.title().endswith("· tierkv")
     assert page.complaints == []
     here = urlsplit(node.url).netloc

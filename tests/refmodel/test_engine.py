@@ -204,7 +204,7 @@ async def test_a_ticket_without_a_token_is_refused() -> None:
         await on.prefilled(PROMPT)
         await rewrite_ticket(on, "ticket", ())
     async with bench(store) as on:
-        with pytest.raises(HandoffError, match="does not say the first token"):
+        with pytest.raises(HandoffError, match="has no first token"):
             await on.node.engine.decode(on.node.job(PROMPT, NEW), "ticket")
         await on.settle()
 

@@ -84,7 +84,7 @@ def test_a_url_names_its_store(url: str, kind: type, shown: str) -> None:
     ],
 )
 def test_a_url_that_names_none_is_refused_with_what_is_accepted(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"accepted: |it is memory://"):
+    with pytest.raises(ConfigError, match=r"accepted: |use memory://"):
         opened(url)
 
 

@@ -289,7 +289,7 @@ def test_there_is_room_while_others_add_as_much_as_they_like(tmp_path: Path) -> 
 
     assert room.make(900, remove) == ""
     assert len([*tmp_path.glob("t,f/*/*/*")]) < 9
-    assert "do not fit" in room.make(10_001, remove)
+    assert "there is no room for" in room.make(10_001, remove)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])

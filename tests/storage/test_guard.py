@@ -1,4 +1,4 @@
-"""A failing store is left alone, asked again, and never holds a caller up."""
+"""A failing store is is not used, asked again, and never holds a caller up."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ async def test_the_breaker_opens_after_the_failures_it_was_set_to(make: Make) ->
         assert "does not answer" in await failed(pair)
     assert pair.state is BreakerState.OPEN
     asked = pair.faulty.num_operations
-    assert "left alone" in await failed(pair)
+    assert "is not used" in await failed(pair)
     assert (await get_one(pair.store, NAMES[0], 1))[0] is GetStatus.FAILED
     assert await put_one(pair.store, NAMES[0], BLOCK) is PutStatus.FAILED
-    with pytest.raises(StoreUnavailableError, match="left alone"):
+    with pytest.raises(StoreUnavailableError, match="is not used"):
         await pair.store.get(NAMES[0], max_bytes=1)
     assert pair.faulty.num_operations == asked
     assert pair.store.health.num_refused == 4
@@ -195,7 +195,7 @@ async def test_questions_to_a_store_that_is_stuck_are_given_up_and_reads_open_th
     reading = asyncio.ensure_future(pair.store.get_into([item]))
     await until(lambda: pair.state is not BreakerState.CLOSED, "an open breaker")
     assert not reading.done()  # its buffers are not its caller's yet
-    assert "left alone" in await failed(pair)
+    assert "is not used" in await failed(pair)
     pair.faulty.release()
     assert (await reading)[0].status is GetStatus.FAILED
     await until(lambda: pair.state is BreakerState.CLOSED, "a closed breaker")
@@ -213,7 +213,7 @@ async def test_reads_behind_stuck_ones_are_given_up_though_they_were_never_begun
             read = waiting.create_task(get_one(pair.store, NAMES[1], 10))
             question = waiting.create_task(failed(pair))
         assert read.result()[0] is GetStatus.FAILED
-        assert "left alone" in question.result()
+        assert "is not used" in question.result()
         assert pair.store.health.num_refused == 2
         pair.faulty.release()
     assert stuck.result()[0] is GetStatus.FAILED
@@ -307,7 +307,7 @@ async def test_a_read_whose_turn_comes_when_the_breaker_is_open_is_refused(make:
         waiting = group.create_task(failed(pair))
         await asyncio.sleep(0)
         pair.faulty.release()
-    assert "left alone" in waiting.result()
+    assert "is not used" in waiting.result()
     assert pair.faulty.num_operations == 1
 
 
@@ -349,7 +349,7 @@ async def test_a_read_that_gets_its_turn_as_the_breaker_opens_is_refused() -> No
         inner.may_answer.set()
     assert answered.result() == 0
     assert "does not answer" in failing.result()
-    assert "left alone" in waiting.result()
+    assert "is not used" in waiting.result()
     assert inner.num_asked == 2
 
 

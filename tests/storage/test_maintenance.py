@@ -119,7 +119,7 @@ def test_damaged_and_misfiled_values_are_found_and_removed(url: str) -> None:
     result = run("verify", url)
     assert result.exit_code == 1
     assert "5 whole, 3 damaged" in result.output
-    assert "the value belongs to block 0707" in result.output
+    assert "the value belongs to another block, 0707" in result.output
     assert run("verify", url, "--remove-damaged").exit_code == 0
     assert run("verify", url).exit_code == 0
 

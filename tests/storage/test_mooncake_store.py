@@ -119,7 +119,7 @@ def test_settings_that_cannot_be_are_refused() -> None:
         with pytest.raises(ConfigError):
             MooncakeSettings(**wrong)
     for threads, limit_s in ((33, 1.0), (7, 60.0)):
-        with pytest.raises(ConfigError, match="outlast Mooncake's calls"):
+        with pytest.raises(ConfigError, match="exceed the deadline of Mooncake's calls"):
             MooncakeSettings(num_threads=threads, connect_timeout_s=limit_s)
     assert MooncakeSettings(num_threads=32, connect_timeout_s=0.5).max_pieces == 2
 

@@ -289,7 +289,7 @@ async def test_a_server_that_is_down_is_not_taken_for_one_that_forbids(
             server.popen.wait()
             await finish(notifier.tell(TOPIC))
             await finish(notifier.tell(TOPIC))
-    assert "refuses messages" not in caplog.text
+    assert "refuses notifications" not in caplog.text
 
 
 async def test_what_others_write_into_a_channel_is_at_most_a_reason_to_look(

@@ -109,7 +109,7 @@ async def test_a_store_is_attached_in_one_place_at_a_time() -> None:
     store = memory()
     places = Places(store)
     async with places.running():
-        with pytest.raises(ConfigError, match="in another place already"):
+        with pytest.raises(ConfigError, match="already attached for another tenant"):
             await places.attach(store, "t:f")
         assert places.detach("t:f") is None
         assert await put_one(places, NAMES[0], b"x") is STORED

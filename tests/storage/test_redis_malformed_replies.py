@@ -69,7 +69,7 @@ async def odd(request: pytest.FixtureRequest) -> AsyncIterator[OddServer]:
 async def test_a_listing_of_what_no_redis_says_is_refused_and_harms_nobody(odd: OddServer) -> None:
     store = redis_store(f"redis://127.0.0.1:{odd.port}")
     async with store.running():
-        with pytest.raises(StoreUnavailableError, match="does not speak Redis"):
+        with pytest.raises(StoreUnavailableError, match="does not use the Redis protocol"):
             await store.list("t:f", limit=1)
         await store.ping()
 
@@ -78,7 +78,7 @@ async def test_a_listing_of_what_no_redis_says_is_refused_and_harms_nobody(odd: 
 async def test_a_group_whose_members_say_what_no_redis_says_is_refused(
     odd: OddServer, url: str
 ) -> None:
-    with pytest.raises(StoreUnavailableError, match="does not speak Redis"):
+    with pytest.raises(StoreUnavailableError, match="does not use the Redis protocol"):
         async with redis_store(url.format(f"127.0.0.1:{odd.port}")).running():
             pass
 

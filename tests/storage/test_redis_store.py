@@ -97,7 +97,7 @@ async def test_a_server_of_another_kind_is_recognised() -> None:
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        assert "does not speak Redis" in await refusal(f"redis://127.0.0.1:{port}")
+        assert "does not use the Redis protocol" in await refusal(f"redis://127.0.0.1:{port}")
 
 
 async def test_a_frozen_server_costs_a_batch_one_deadline_however_long_it_is(
@@ -380,7 +380,7 @@ async def test_a_server_that_takes_no_more_connections_serves_over_those_it_has(
             gets = await store.get_into([landing(name, len(content))[0] for name in NAMES[1:]])
             assert {get.status for get in gets} == {GetStatus.HIT}
             assert store.stats.connections < 20, "it does not storm"
-            assert "turns connections away (ERR max number of clients" in await refusal(server.url)
+            assert "refuses connections (ERR max number of clients" in await refusal(server.url)
 
 
 async def test_more_callers_than_can_wait_are_turned_away(empty_redis: RedisServer) -> None:

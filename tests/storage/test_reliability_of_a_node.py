@@ -174,7 +174,7 @@ async def test_row_3_a_frozen_server_leaves_a_node_ready_but_degraded_until_it_i
             empty_redis.pause()
             try:
                 slowest, requests = 0.0, 0
-                while "left alone" not in (await storage_part())[2]:
+                while "is not used" not in (await storage_part())[2]:
                     started = time.monotonic()
                     answer = await here.client.post(
                         "/v1/generate", body | {"prompt": f"{trial}-{requests} {said}"}

@@ -229,7 +229,7 @@ async def test_a_right_value_under_a_wrong_name_is_damaged() -> None:
         await put_one(here.store, second, content)
         outcomes = await here.io.fetch(here.keys[:2], ids(5, 6))
         assert [outcome.status for outcome in outcomes] == [GetStatus.HIT, GetStatus.DAMAGED]
-        assert "belongs to block" in outcomes[1].reason
+        assert "belongs to another block" in outcomes[1].reason
 
 
 async def test_a_block_of_another_layout_is_damaged() -> None:

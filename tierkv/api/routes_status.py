@@ -227,7 +227,7 @@ def _of_service(node: Node) -> Part:
         failure = node.service.failure
         why = "" if failure is None else f"after a failure: {failure}"
         return Health.DOWN, f"this node is shutting down{why}"
-    return Health.OK, "takes requests"
+    return Health.OK, "accepts requests"
 
 
 async def _of_store(node: Node, state: StoreState) -> Part:

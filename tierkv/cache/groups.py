@@ -55,9 +55,14 @@ class CacheGroup:
 
     def __post_init__(self) -> None:
         if (self.kind is GroupKind.WINDOW) != (self.window > 0):
-            raise ConfigError("a sliding window has 1 token or more, and no other group has one")
+            raise ConfigError(
+                "a group of sliding-window attention needs a window of at least 1 token, "
+                "and other groups must have none"
+            )
         if self.share is not None and not 0 < self.share < 1:
-            raise ConfigError("a group's share of host memory is between 0 and 1")
+            raise ConfigError(
+                f"a group's share of host memory must be between 0 and 1, not {self.share}"
+            )
 
     def __str__(self) -> str:
         of = f" of {self.window} tokens" if self.window else ""
@@ -125,7 +130,7 @@ def longest_of_all(groups: Sequence[tuple[CacheGroup, TokensAt]], limit: int) ->
 def as_groups(groups: Sequence[CacheGroup | Layout]) -> tuple[CacheGroup, ...]:
     """A layout alone is a group of full attention."""
     if not groups:
-        raise ConfigError("an engine's blocks have one group or more")
+        raise ConfigError("an engine needs at least one group of layers")
     return tuple(CacheGroup(one) if isinstance(one, Layout) else one for one in groups)
 
 
@@ -149,7 +154,10 @@ def slots_of(groups: Sequence[CacheGroup], num_bytes: int) -> list[int]:
     said = sum(group.share or 0.0 for group in groups)
     others = [group for group in groups if group.share is None]
     if said > 1 or (others and said >= 1):
-        raise ConfigError(f"the groups' shares of host memory make up {said:g}, which leaves none")
+        raise ConfigError(
+            f"the groups' shares of host memory add up to {said:g}, which leaves nothing "
+            "for the other groups"
+        )
     per_token = sum(group.layout.block_bytes / group.block_size for group in others)
     slots = []
     for group in groups:
@@ -307,10 +315,10 @@ class FlatBlocks:
         wrong = self._pool.findings([*self._taken, *(one.slot for one in every)])
         unheld = {digest for digest, block in blocks.items() if not block.holders}
         if unheld != self._unheld.keys():
-            wrong.append(f"{name}: the evictable blocks are not the blocks without a holder")
+            wrong.append(f"{name}: the evictable blocks differ from the blocks without a holder")
         listed = Counter(digest for some in self._siblings.values() for digest in some)
         if listed != Counter(blocks.keys()):
-            wrong.append(f"{name}: the blocks under their parents are not all blocks")
+            wrong.append(f"{name}: some blocks are not listed under their parents")
         return wrong
 
 

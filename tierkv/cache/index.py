@@ -83,7 +83,7 @@ class Spaces:
             BadRequestError: a space of that name is open already.
         """
         if space.name in self._roots:
-            raise BadRequestError(f"fingerprint {space.name!r} is open already")
+            raise BadRequestError(f"fingerprint {space.name!r} is already open")
         root = TreeNode(0, None, space, TierCopies(0))
         self._roots[space.name] = root
         if space.has_quota:
@@ -165,7 +165,7 @@ class Spaces:
         try:
             return self._roots[name]
         except KeyError:
-            message = f"no fingerprint {name!r} is open here"
+            message = f"the fingerprint {name!r} is not open: open it first"
             raise BadRequestError(message) from None
 
     def all(self) -> list[Space]:

@@ -65,7 +65,9 @@ def _packed(tokens: Tokens) -> bytes:
 def _pack_sequence(tokens: Sequence[int]) -> bytes:
     """Pack tokens; a number beyond int32 raises here or becomes negative."""
     if isinstance(tokens, (AbstractSet, Mapping)):
-        raise BadRequestError(f"tokens have an order, a {type(tokens).__name__} has none")
+        raise BadRequestError(
+            f"tokens must be a sequence with an order, not a {type(tokens).__name__}"
+        )
     try:
         if _HAS_FAST_ARRAYS and type(tokens) in {list, tuple}:
             # 4.0 ns a token of a list not seen before; array("I", tokens) takes 5.5, struct.pack
@@ -234,11 +236,14 @@ class MediaItem:
     def __post_init__(self) -> None:
         if self.start < 0 or self.num_tokens < 1:
             raise BadRequestError(
-                f"a media item covers at least one token from 0 on, "
-                f"not {self.num_tokens} from {self.start}"
+                "a media item must cover at least one token at positions from 0, not "
+                f"{self.num_tokens} tokens from {self.start}"
             )
         if not 16 <= len(self.content_hash) <= 64:  # noqa: PLR2004 - shorter ones have collided
-            raise BadRequestError("a media item's content hash has 16 to 64 bytes")
+            raise BadRequestError(
+                "a media item's content hash must have 16 to 64 bytes, not "
+                f"{len(self.content_hash)}"
+            )
 
 
 def prompt_extra(**parts: bytes) -> bytes:
@@ -377,8 +382,8 @@ def _extras(media: Sequence[MediaItem], num_tokens: int, block_size: int) -> dic
         stop = item.start + item.num_tokens
         if stop > num_tokens:
             raise BadRequestError(
-                f"a media item covers tokens {item.start} to {stop}, "
-                f"but the prompt has {num_tokens}"
+                f"a media item covers tokens {item.start} to {stop}, but the prompt "
+                f"has {num_tokens} tokens"
             )
         for block in range(item.start // block_size, (stop - 1) // block_size + 1):
             items.setdefault(block, []).append(item)

@@ -6,7 +6,7 @@ from tierkv.errors import ConfigError, how_to_install
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import Device
 
-_CUDA_REMEDY = "`tierkv doctor` says what is missing; the device cpu needs no GPU"
+_CUDA_REMEDY = "Run `tierkv doctor` to see what is missing, or use the device cpu"
 
 
 def open_device(name: str) -> Device:
@@ -20,7 +20,7 @@ def open_device(name: str) -> Device:
         return CpuDevice()
     if kind == "cuda" and (not index or index.isdecimal()):
         return _open_cuda(int(index or 0))
-    raise ConfigError(f"there is no device {name!r}; known here: cpu, cuda, cuda:N")
+    raise ConfigError(f"there is no device {name!r}: use cpu, cuda or cuda:N")
 
 
 def _open_cuda(index: int) -> Device:

@@ -321,7 +321,10 @@ def runs_of(copy: BlockCopy) -> Sequence[_Run]:
 def check_copy(copy: BlockCopy, direction: Direction, num_blocks: int, num_slots: int) -> None:
     """Raise LayoutError if `copy` is not for a lane of this direction and these sizes."""
     if copy.direction is not direction:
-        raise LayoutError(f"a {copy.direction.value} was given to the {direction.value} lane")
+        raise LayoutError(
+            f"a copy of direction {copy.direction.value} was submitted to the "
+            f"{direction.value} lane"
+        )
     for ids, size, what in (
         (copy.block_ids, num_blocks, "block"),
         (copy.slot_ids, num_slots, "slot"),
@@ -332,10 +335,10 @@ def check_copy(copy: BlockCopy, direction: Direction, num_blocks: int, num_slots
 def check_copy_within(source_ids: Ids, target_ids: Ids, num_blocks: int) -> None:
     """Raise LayoutError if these are not ids of a copy from blocks to other blocks."""
     if source_ids.shape != target_ids.shape:
-        raise LayoutError("a copy needs as many sources as targets")
+        raise LayoutError("a copy needs the same number of sources and targets")
     sources, targets = source_ids.tolist(), target_ids.tolist()
     if not set(sources).isdisjoint(targets):
-        raise LayoutError("a block cannot be source and target of one copy")
+        raise LayoutError("a block cannot be both source and target of one copy")
     if len(set(targets)) != len(targets):
         raise LayoutError("a destination appears twice in one copy")
     _check_inside(source_ids, num_blocks, "block")
@@ -349,7 +352,7 @@ def _check_inside(ids: Ids, size: int, what: str) -> None:
     else:
         is_outside = int(ids.min()) < 0 or int(ids.max()) >= size
     if is_outside:
-        raise LayoutError(f"a {what} id lies outside 0..{size - 1}")
+        raise LayoutError(f"a {what} id is outside 0..{size - 1}")
 
 
 class CpuDevice:

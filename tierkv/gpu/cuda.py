@@ -52,7 +52,10 @@ class Gpu:
     def __init__(self, index: int) -> None:
         count = num_gpus()
         if not 0 <= index < count:
-            raise ConfigError(f"there is no GPU {index}: this process sees {count}")
+            raise ConfigError(
+                f"there is no GPU {index}: this process sees {count} GPUs (check "
+                "CUDA_VISIBLE_DEVICES)"
+            )
         self.index = index
         self.failure: str | None = None
         with self.bound():
@@ -147,7 +150,7 @@ class Bound:
                 raise failure from error
             return True
         if isinstance(error, cupy.cuda.memory.OutOfMemoryError):
-            raise TransferError(f"GPU {gpu.index} has not enough memory: {error}") from error
+            raise TransferError(f"GPU {gpu.index} has too little free memory: {error}") from error
         return False
 
 
@@ -273,7 +276,7 @@ class CudaEvent:
         while not self.is_done:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise GateTimeoutError(f"the GPU did not get there within {timeout_s:g} s")
+                raise GateTimeoutError(f"the GPU did not finish the copy within {timeout_s:g} s")
             time.sleep(min(nap_s, left_s))
             nap_s = min(nap_s * 1.5, 200e-6)
 

@@ -69,15 +69,15 @@ class CudaSharing:
             return shared_planes(self._gpu, _ours(planes))
         except TransferError as error:
             raise ConfigError(
-                f"the planes are in memory that CUDA IPC cannot share ({error}): it shares what "
-                "cudaMalloc gave, not cudaMallocAsync or mapped segments (in PyTorch, "
+                f"CUDA IPC cannot share the planes' memory ({error}): allocate it with "
+                "cudaMalloc, not cudaMallocAsync or mapped segments (in PyTorch: "
                 "backend:native without expandable_segments)"
             ) from error
 
     def open(self, own: Planes, shared: SharedPlanes) -> CudaPeer:
         if not is_reachable(self._gpu, shared.place):
             raise ConfigError(
-                f"GPU {shared.place} is not visible to GPU {self._gpu.index} as a peer"
+                f"GPU {self._gpu.index} cannot read the memory of GPU {shared.place} as a peer"
             )
         try:
             planes = opened_planes(self._gpu, own.layout, shared.num_blocks, shared.planes)
@@ -138,12 +138,14 @@ def _unit(layout: Layout, start: int, stop: int) -> Unit:
 def _check(ids: Ids, num_blocks: int) -> None:
     wrong: Sequence[int] = [i for i in ids.tolist() if not 0 <= i < num_blocks]
     if wrong:
-        raise TransferError(f"the other process has no block {wrong[0]}, but {num_blocks}")
+        raise TransferError(
+            f"the other process has no block {wrong[0]}: it has {num_blocks} blocks"
+        )
 
 
 def _ours(planes: Planes) -> CudaPlanes:
     if not isinstance(planes, CudaPlanes):
-        raise ConfigError("these planes are another device's")
+        raise ConfigError("these planes belong to another device")
     return planes
 
 
@@ -201,7 +203,7 @@ class CudaDevice:
         host = self._host
         if host is None or host.is_closed or host.pinned_bytes == host.num_bytes:
             return self.name
-        others = "copies of the rest wait" if host.refusal is None else host.refusal
+        others = "copies to unpinned slots wait" if host.refusal is None else host.refusal
         return (
             f"{self.name}, {host.pinned_bytes / _GIB:.1f} of {host.num_bytes / _GIB:.1f} GiB of "
             f"host slots pinned; {others}"
@@ -287,7 +289,7 @@ class CudaDevice:
 
     def _ours(self, planes: Planes) -> CudaPlanes:
         if not isinstance(planes, CudaPlanes):
-            raise LayoutError("these planes are another device's")
+            raise LayoutError("these planes belong to another device")
         if planes.is_closed:
             raise LayoutError("these planes are closed")
         return planes

@@ -71,14 +71,14 @@ def adopted_array(gpu: Gpu, tensor: object) -> DeviceArray:
             # Asked first: CuPy would copy a tensor of another GPU to this one, and say nothing.
             home: int = runtime.pointerGetAttributes(address).device
             if home != gpu.index:
-                raise LayoutError(f"a tensor lies on GPU {home}, not {gpu.index}")
+                raise LayoutError(f"a tensor is on GPU {home}, not on GPU {gpu.index}")
         try:
             return cupy.from_dlpack(tensor) if address is None else cupy.asarray(tensor)
         except CUDARuntimeError:
             raise
         except (TypeError, ValueError, BufferError, RuntimeError, AttributeError) as error:
             raise ConfigError(
-                f"this tensor cannot be adopted ({error}): pass a view of its bytes (uint8)"
+                f"this tensor cannot be used as planes ({error}): pass a view of its bytes (uint8)"
             ) from error
 
 
@@ -200,8 +200,8 @@ def allocated_planes(gpu: Gpu, layout: Layout, num_blocks: int) -> CudaPlanes:
         raise
     except TransferError as error:
         raise ConfigError(
-            f"{num_blocks} blocks take {at / _GIB:.1f} GiB of GPU memory, which cannot be had "
-            f"({error}): lower cache.device_blocks"
+            f"{num_blocks} blocks need {at / _GIB:.1f} GiB of GPU memory, which cannot "
+            f"be allocated ({error}): lower cache.device_blocks"
         ) from error
     return CudaPlanes(
         layout,
@@ -230,18 +230,24 @@ def adopted_planes(gpu: Gpu, layout: Layout, tensors: Sequence[object]) -> CudaP
     Raises LayoutError if a tensor does not fit the layout, ConfigError if it cannot be adopted.
     """
     if len(tensors) != len(layout.planes):
-        raise LayoutError(f"the layout has {len(layout.planes)} planes, not {len(tensors)}")
+        raise LayoutError(
+            f"the layout has {len(layout.planes)} planes, but {len(tensors)} tensors were given"
+        )
     arrays = [adopted_array(gpu, tensor) for tensor in tensors]
     for plane, array in zip(layout.planes, arrays, strict=True):
         if not array.ndim:
-            raise LayoutError(f"{_name(plane)} has no dimensions, and the first is the block")
+            raise LayoutError(
+                f"{_name(plane)} has no dimensions: the first dimension must be the block"
+            )
     num_blocks = int(arrays[0].shape[0])
     memory = []
     for plane, array in zip(layout.planes, arrays, strict=True):
         if array.device.id != gpu.index:
-            raise LayoutError(f"{_name(plane)} lies on GPU {array.device.id}, not {gpu.index}")
+            raise LayoutError(f"{_name(plane)} is on GPU {array.device.id}, not on GPU {gpu.index}")
         if array.shape[0] != num_blocks:
-            raise LayoutError(f"{_name(plane)} has {array.shape[0]} blocks, not {num_blocks}")
+            raise LayoutError(
+                f"{_name(plane)} has {array.shape[0]} blocks, but other planes have {num_blocks}"
+            )
         _check_block(plane, array)
         address = int(array.data.ptr)
         memory.append(PlaneMemory(address, int(array.strides[0]), _allocation(gpu, address)))
@@ -267,11 +273,12 @@ def _check_block(plane: Plane, array: DeviceArray) -> None:
     num_bytes = array.dtype.itemsize
     for stride, size in inside:
         if stride != num_bytes:
-            raise LayoutError(f"{_name(plane)}: the bytes of a block must lie without gaps")
+            raise LayoutError(f"{_name(plane)}: the bytes of a block must be contiguous")
         num_bytes *= size
     if num_bytes != plane.block_bytes:
         raise LayoutError(
-            f"{_name(plane)} has {num_bytes} bytes per block, the layout {plane.block_bytes}"
+            f"{_name(plane)} has {num_bytes} bytes per block, but the layout has "
+            f"{plane.block_bytes}"
         )
     if array.shape[0] > 1 and array.strides[0] < num_bytes:
         raise LayoutError(f"{_name(plane)}: blocks must not overlap")
@@ -316,7 +323,7 @@ def _check_within(plane: Plane, place: PlaneMemory, num_blocks: int) -> None:
     end = place.address + (num_blocks - 1) * place.stride + plane.block_bytes
     is_within = place.address in place.allocation and end <= place.allocation.stop
     if place.stride < plane.block_bytes or num_blocks < 1 or not is_within:
-        raise LayoutError(f"{_name(plane)} does not lie within the memory that is shared")
+        raise LayoutError(f"{_name(plane)} is outside the shared memory")
 
 
 def opened_planes(
@@ -334,7 +341,9 @@ def opened_planes(
         shared: the other process's description of each plane.
     """
     if len(shared) != len(layout.planes):
-        raise LayoutError(f"the layout has {len(layout.planes)} planes, not {len(shared)}")
+        raise LayoutError(
+            f"the layout has {len(layout.planes)} planes, but {len(shared)} were shared"
+        )
     with ExitStack() as stack:
         opened = stack.enter_context(opened_ipc(gpu, [plane.handle for plane in shared]))
         places = [(opened[one.handle] + one.offset, one.stride) for one in shared]

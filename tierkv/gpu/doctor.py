@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _GIB = 1 << 30
 _PROBE_BYTES = 256 << 20
 _GOOD_SHARE = 0.8  # of the wire: headers leave 85 to 90 % of it to data
-_SILENT = "this machine does not say"
+_SILENT = "unknown on this machine"
 _LOCKED_GIB = 1.0  # too little for any host tier
 
 
@@ -62,7 +62,9 @@ def machine_findings() -> list[Finding]:
     findings = [_limit_finding(limit) for limit in memory_limits()]
     pages = numa.transparent_huge_pages()
     if pages == "never":
-        remedy = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: pinning is faster"
+        remedy = (
+            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, which makes pinning faster"
+        )
         findings.append(Finding("transparent huge pages", pages, Verdict.WARNING, remedy))
     else:
         findings.append(Finding("transparent huge pages", _SILENT if pages == "unknown" else pages))
@@ -84,7 +86,10 @@ def _limit_finding(limit: MemoryLimit) -> Finding:
 def _placement_finding() -> Finding:
     if numa.may_place():
         return Finding("NUMA placement", "allowed")
-    remedy = "allow mbind (--cap-add SYS_NICE for a container): copies from far memory are slower"
+    remedy = (
+        "allow mbind (--cap-add SYS_NICE for a container), since copies from another NUMA "
+        "node's memory are slower"
+    )
     return Finding("NUMA placement", "refused by the kernel", Verdict.WARNING, remedy)
 
 
@@ -104,8 +109,8 @@ def gpu_findings() -> list[Finding]:
         count = num_gpus()
     except ConfigError as error:
         remedy = (
-            "look at CUDA_VISIBLE_DEVICES and at what nvidia-smi says; "
-            "a driver older than CuPy's CUDA: update it, or install the extra cuda12"
+            "check CUDA_VISIBLE_DEVICES and nvidia-smi; if the driver is older than "
+            "CuPy's CUDA, update it, or install the extra cuda12"
         )
         return [Finding("CUDA", str(error), Verdict.BAD, remedy)]
     driver, runtime = versions()
@@ -124,7 +129,7 @@ def gpu_findings() -> list[Finding]:
         try:
             findings += _of_gpu(Gpu(index))
         except TransferError as error:
-            remedy = "look at nvidia-smi: it is broken, or another process has it to itself"
+            remedy = "check nvidia-smi: the GPU is broken, or another process uses it exclusively"
             findings.append(Finding(f"GPU {index}", str(error), Verdict.BAD, remedy))
     return findings
 
@@ -132,7 +137,7 @@ def gpu_findings() -> list[Finding]:
 def _batch_finding() -> Finding:
     if load_driver().has_batch_copy:
         return Finding("batched copies", "yes")
-    remedy = "update the driver to CUDA 12.8 or later: submitting is 14 times faster"
+    remedy = "update the driver to CUDA 12.8 or later, which submits copies 14 times faster"
     return Finding("batched copies", "no", Verdict.WARNING, remedy)
 
 
@@ -155,7 +160,9 @@ def _of_gpu(gpu: Gpu) -> list[Finding]:
                 f"{link.speed:g} GT/s x{link.width} (of {link.max_speed:g} x{link.max_width}), "
                 f"{link.raw_gb_per_s:.1f} GB/s on the wire",
                 Verdict.OK if is_full else Verdict.WARNING,
-                "" if is_full else "the card has fewer lanes than it could use: look at its slot",
+                ""
+                if is_full
+                else "the card uses fewer PCIe lanes than it supports: check its slot",
             )
         )
     findings += measured
@@ -171,7 +178,7 @@ def _speed_finding(what: str, speed: float, link: numa.PcieLink | None) -> Findi
     value = f"{speed:.1f} GB/s, {speed / link.raw_gb_per_s:.0%} of the wire"
     if speed >= _GOOD_SHARE * link.raw_gb_per_s:
         return Finding(what, value)
-    remedy = "look for other traffic, a wrong slot, or an IOMMU in the way"
+    remedy = "check for other traffic, the slot, and the IOMMU"
     return Finding(what, value, Verdict.WARNING, remedy)
 
 
@@ -194,7 +201,7 @@ def _measured(gpu: Gpu, name: str) -> tuple[list[Finding], dict[str, float]]:
     except DeviceFailedError:
         raise
     except TransferError as error:
-        remedy = f"they need {_PROBE_BYTES / _GIB:.2f} GiB of free GPU memory"
+        remedy = f"free GPU memory: the measurement needs {_PROBE_BYTES / _GIB:.2f} GiB"
         return [*findings, Finding(f"{name} copies", str(error), Verdict.WARNING, remedy)], {}
     finally:
         host.close()

@@ -166,4 +166,4 @@ def load_driver() -> Driver:
     try:
         return Driver(ctypes.CDLL("libcuda.so.1"))
     except OSError as error:
-        raise ConfigError(f"no NVIDIA driver on this machine: {error}") from error
+        raise ConfigError(f"this machine has no NVIDIA driver: {error}") from error

@@ -61,7 +61,7 @@ class PinnedSlots:
         if array is None:
             array = _mapped(gpu, num_slots, layout.block_bytes)
         elif array.shape != (num_slots, layout.block_bytes):
-            raise LayoutError(f"host slots of {array.shape} bytes are not the layout's")
+            raise LayoutError(f"host slots of the shape {array.shape} do not fit the layout")
         self._array: npt.NDArray[np.uint8] | None = array
         self.address = array.ctypes.data
         self.stride = array.strides[0]
@@ -196,7 +196,8 @@ def _mapped(gpu: Gpu, num_slots: int, block_bytes: int) -> npt.NDArray[np.uint8]
     node = numa.numa_node_of(gpu.pci_bus_id)
     if node is not None and not numa.prefer_node(address, length, node):
         log.warning(
-            "host tier: the kernel does not place memory on NUMA node %d; `tierkv doctor` says why",
+            "the host tier could not be placed on NUMA node %d, so copies may be "
+            "slower: run `tierkv doctor`",
             node,
         )
     return array
@@ -215,7 +216,9 @@ def _huge_pages(length: int) -> mmap.mmap | None:
     try:
         return mmap.mmap(-1, length, flags=_ANONYMOUS | _MAP_HUGETLB)
     except OSError as error:
-        log.warning("host tier: on ordinary pages, since of huge ones it can have none: %s", error)
+        log.warning(
+            "the host tier uses ordinary memory pages, since no huge pages are available: %s", error
+        )
         return None
 
 
@@ -235,5 +238,5 @@ def _cannot_pin(error: DriverError, num_bytes: int) -> ConfigError:
     if limit.left_bytes is not None and limit.left_bytes < num_bytes:
         # By itself the limit does not stop every driver.
         may_lock = size(limit.left_bytes)
-        remedy += f"; this process may lock {may_lock}: if that is why, {limit.remedy}"
+        remedy += f" (this process may lock {may_lock}: if that is the cause, {limit.remedy})"
     return ConfigError(f"{size(num_bytes)} of host memory cannot be pinned ({error}): {remedy}")

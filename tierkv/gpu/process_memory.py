@@ -61,7 +61,7 @@ def read(pid: int, pieces: Sequence[RemotePiece]) -> None:
             raise kind(f"the memory of process {pid} cannot be read: {os.strerror(code)}")
         expected = sum(piece.num_bytes for piece in some)
         if came != expected:
-            raise TransferError(f"of {expected} bytes of process {pid} only {came} came")
+            raise TransferError(f"only {came} of {expected} bytes of process {pid} could be read")
 
 
 def copy_here(
@@ -114,7 +114,7 @@ class CpuSharing:
 
     def open(self, own: Planes, shared: SharedPlanes) -> PeerPlanes:
         if shared.place != self.place or len(shared.planes) != len(own.layout.planes):
-            raise TransferError("these are not planes like this node's")
+            raise TransferError("the planes of the other process differ from this node's")
         return _CpuPeer(own, shared)
 
 

@@ -144,7 +144,7 @@ class BlockCopy:
 
     def __post_init__(self) -> None:
         if self.slot_ids.shape != self.block_ids.shape or self.slot_ids.ndim != 1:
-            raise LayoutError("a copy needs as many slots as blocks")
+            raise LayoutError("a copy needs the same number of slots and blocks")
         if _has_twice(self.target_ids):
             raise LayoutError("a destination appears twice in one copy")
 

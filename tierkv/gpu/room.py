@@ -114,9 +114,10 @@ def require_room(num_bytes: int, what: str, setting: str, *, has_new_pages: bool
         if needed <= left:
             continue
         sentence = (
-            f"{what} needs {size(num_bytes)} of memory, and this process may take {size(left)} "
-            f"more: {limit.what} is {size(limit.limit_bytes or 0)} ({limit.source}). "
-            f"{limit.remedy[:1].upper()}{limit.remedy[1:]}, or lower {setting}"
+            f"{what} needs {size(num_bytes)} of memory, but this process can allocate "
+            f"only {size(left)} more: {limit.what} is {size(limit.limit_bytes or 0)} "
+            f"({limit.source}). {limit.remedy[:1].upper()}{limit.remedy[1:]}, or lower "
+            f"{setting}"
         )
         if limit.kind is not LimitKind.MACHINE:
             raise ConfigError(sentence)

@@ -225,8 +225,8 @@ class Ring(Generic[E]):
         num_bytes = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         if num_bytes > self.capacity:
             raise LayoutError(
-                f"one block needs {num_bytes} bytes of staging, the ring has {self.capacity}: "
-                "raise staging_bytes"
+                f"one block needs {num_bytes} bytes of staging memory, but there are "
+                f"{self.capacity}: raise staging_bytes"
             )
         start = self._head
         if start % self.capacity + num_bytes > self.capacity:

@@ -248,12 +248,15 @@ class ReferenceEngine:
     def _check(self, job: GenerateRequest, num_new: int) -> None:
         if job.tokens and int(unpack(job.tokens).max()) >= TOKENIZER.vocab_size:
             most = TOKENIZER.vocab_size - 1
-            raise BadRequestError(f"a token must be in 0..{most}: the model reads bytes")
+            raise BadRequestError(
+                f"a token must be in 0..{most}, since the model's tokens are bytes"
+            )
         end = count(job.tokens) + num_new
         if end > self._model.config.max_positions:
             raise BadRequestError(
-                f"prompt and output have {end} tokens; the model takes "
-                f"{self._model.config.max_positions}"
+                f"prompt and output have {end} tokens, but the model allows "
+                f"{self._model.config.max_positions}: shorten the prompt, or lower "
+                "max_tokens"
             )
 
     def _run(
@@ -376,11 +379,9 @@ def _first_tokens(ticket: Ticket) -> Sequence[int]:
         HandoffError: The ticket has no first token, or one that this model does not have.
     """
     if not ticket.first_tokens:
-        raise HandoffError(
-            HandoffProblem.INCOMPLETE.value, "the ticket does not say the first token"
-        )
+        raise HandoffError(HandoffProblem.INCOMPLETE.value, "the ticket has no first token")
     if max(ticket.first_tokens) >= TOKENIZER.vocab_size:
-        text = "the ticket's first tokens are no bytes"
+        text = "the ticket's first tokens are not tokens of this model"
         raise HandoffError(HandoffProblem.DAMAGED.value, text)
     return ticket.first_tokens
 

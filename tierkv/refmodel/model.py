@@ -44,7 +44,7 @@ def sample(logits: npt.NDArray[np.float32], sampling: Sampling, position: int) -
         raise BadRequestError(f"a position must not be negative, not {position}")
     best = int(np.argmax(logits))  # the first of equals; a NaN would win
     if not np.isfinite(logits[best]):
-        raise BadRequestError("no token can be chosen: the largest logit is not finite")
+        raise BadRequestError("no token can be sampled: the largest logit is not finite")
     if sampling.is_greedy:
         return best
     wide = logits.astype(np.float64)
@@ -592,14 +592,16 @@ def check_planes(planes: Sequence[PlaneArray], layout: Layout) -> None:
         LayoutError: A plane does not fit, or the planes differ in their number of blocks.
     """
     if len(planes) != len(layout.planes):
-        raise LayoutError(f"the model has {len(layout.planes)} planes, not {len(planes)}")
+        raise LayoutError(
+            f"the model has {len(layout.planes)} planes, but {len(planes)} were given"
+        )
     for plane, array in zip(layout.planes, planes, strict=True):
         where = f"layer {plane.layer} {plane.role}"
         shape = (len(planes[0]), plane.block_bytes)
         if array.shape != shape or array.dtype != np.uint8:
-            raise LayoutError(f"{where}: needs uint8 {shape}, not {array.dtype} {array.shape}")
+            raise LayoutError(f"{where} must be uint8 {shape}, not {array.dtype} {array.shape}")
         if array.strides[1] != 1:
-            raise LayoutError(f"{where}: the bytes of a block must lie side by side")
+            raise LayoutError(f"{where}: the bytes of a block must be contiguous")
 
 
 def check_tokens(tokens: npt.NDArray[np.integer], start: int, *, max_positions: int) -> None:
@@ -614,13 +616,13 @@ def check_tokens(tokens: npt.NDArray[np.integer], start: int, *, max_positions: 
         BadRequestError: A token is no byte, or a position is beyond the model's.
     """
     if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
-        raise BadRequestError("tokens must be a list of one integer or more")
+        raise BadRequestError("tokens must be a list of at least one integer")
     if tokens.min() < 0 or tokens.max() >= VOCAB_SIZE:
         raise BadRequestError(f"a token must be in [0, {VOCAB_SIZE})")
     end = start + len(tokens)
     if start < 0 or end > max_positions:
         raise BadRequestError(
-            f"positions [{start}, {end}) are not within the model's {max_positions}"
+            f"positions {start} to {end - 1} exceed the model's {max_positions} positions"
         )
 
 
@@ -643,13 +645,13 @@ def used_blocks(
         raise BadRequestError("a block table must be a list of integers")
     if len(block_table) < needed:
         raise BadRequestError(
-            f"{num_tokens} tokens need a table of {needed} blocks, not {len(block_table)}"
+            f"{num_tokens} tokens need a block table of {needed} blocks, not {len(block_table)}"
         )
     used = block_table[:needed].astype(np.int64)
     if used.min() < 0 or used.max() >= num_blocks:
-        raise BadRequestError(f"a block id in the table is not in [0, {num_blocks})")
+        raise BadRequestError(f"a block id of the block table is not in [0, {num_blocks})")
     if len(np.unique(used)) != needed:
-        raise BadRequestError("a block is in the table twice")
+        raise BadRequestError("a block is in the block table twice")
     return used
 
 

@@ -462,13 +462,14 @@ def why_unreachable(error: BaseException) -> str:
         case ssl.SSLError():
             why = "TLS: " + (error.reason or why).replace("_", " ").lower()
             what_to_do = (
-                "if it asks for a client certificate, set storage.redis.tls.certificate "
-                "or --tls-certificate; if it speaks no TLS on this port, use redis://"
+                "if it requires a client certificate, set "
+                "storage.redis.tls.certificate or --tls-certificate; if it does not "
+                "use TLS on this port, use redis://"
             )
         case socket.gaierror():
-            why, what_to_do = error.strerror or why, "correct the host's name"
+            why, what_to_do = error.strerror or why, "correct the host name"
         case FileNotFoundError():
-            why, what_to_do = "there is no such socket", "start the server, or correct the path"
+            why, what_to_do = "the socket does not exist", "start the server, or correct the path"
         case PermissionError():
             why, what_to_do = "permission denied", f"let user {os.geteuid()} connect to it"
         case OSError() if error.errno in _NOBODY_THERE:

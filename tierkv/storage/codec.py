@@ -81,9 +81,9 @@ class ValueIdentity:
 
     def __post_init__(self) -> None:
         assert len(self.layout_digest) >= LAYOUT_DIGEST_BYTES, (
-            "a layout digest has 16 bytes or more"
+            "a layout digest must have at least 16 bytes"
         )
-        assert len(self.key_digest) == KEY_DIGEST_BYTES, "a block digest has 32 bytes"
+        assert len(self.key_digest) == KEY_DIGEST_BYTES, "a block digest must have 32 bytes"
 
 
 class PayloadCodec(Protocol):
@@ -230,8 +230,8 @@ class Codec(ABC):
         if number != IDENTITY and number not in self._payloads.by_number:
             raise DamagedValueError(
                 Damage.VERSION,
-                f"the value is written with payload codec {number}, which this reader does not "
-                "know: upgrade the reader",
+                f"the value is written with payload codec {number}, which this version "
+                "does not know: upgrade this node",
             )
         self._open(header[:FIELDS_BYTES], header[FIELDS_BYTES:], stored, identity, digest)
         return number
@@ -343,7 +343,7 @@ class PlainCodec(Codec):
         else:
             checksum = _checksum(fields, stored)
         if checksum != rest:
-            raise DamagedValueError(Damage.CHECKSUM, "the checksum does not fit the bytes")
+            raise DamagedValueError(Damage.CHECKSUM, "the checksum does not match the bytes")
 
 
 def pack_fields(
@@ -388,7 +388,8 @@ def check_fields(
     if header.nbytes != header_bytes or payload_bytes < 0:
         raise DamagedValueError(
             Damage.LENGTH,
-            f"a header has {header_bytes} bytes, the value {header.nbytes + payload_bytes}",
+            f"the value has {header.nbytes + payload_bytes} bytes, fewer than a "
+            f"header's {header_bytes}",
         )
     magic, version, found_flags, layout, key, tokens, number, length = _FIELDS.unpack_from(header)
     if magic != MAGIC:
@@ -396,13 +397,14 @@ def check_fields(
     if version != VERSION or found_flags != flags:
         raise DamagedValueError(
             Damage.VERSION,
-            f"the value has format {version} with flags {found_flags:#x}; "
-            f"this reader expects format {VERSION} with flags {flags:#x}",
+            f"the value has format {version} with flags {found_flags:#x}, but this "
+            f"node reads format {VERSION} with flags {flags:#x}: give all nodes the "
+            "same version and storage.trust",
         )
     if layout != identity.layout_digest[:LAYOUT_DIGEST_BYTES]:
-        raise DamagedValueError(Damage.LAYOUT, f"the value has layout {layout.hex()}")
+        raise DamagedValueError(Damage.LAYOUT, f"the value has another layout, {layout.hex()}")
     if key != identity.key_digest:
-        raise DamagedValueError(Damage.KEY, f"the value belongs to block {key.hex()}")
+        raise DamagedValueError(Damage.KEY, f"the value belongs to another block, {key.hex()}")
     if tokens != identity.num_tokens:
         raise DamagedValueError(
             Damage.TOKENS, f"the value holds {tokens} tokens, not {identity.num_tokens}"
@@ -410,7 +412,7 @@ def check_fields(
     if length != payload_bytes:
         raise DamagedValueError(
             Damage.LENGTH,
-            f"the header promises {length} bytes of payload, there are {payload_bytes}",
+            f"the value has {payload_bytes} bytes of payload, but its header says {length}",
         )
     return int(number)
 
@@ -454,7 +456,7 @@ FLAG_SEALED = 2
 _NONCE_BYTES = 12
 _NONCE_FIELD_BYTES = 16
 SEALED_HEADER_BYTES = FIELDS_BYTES + _NONCE_FIELD_BYTES + CHECKSUM_BYTES
-_FORGED = "the value was not made with this tenant's key, or was changed"
+_FORGED = "the value was written with another key than this tenant's, or was changed"
 
 
 class Trust(Enum):
@@ -493,7 +495,10 @@ def check_key(trust: Trust, key: bytes | None) -> bytes:
         ConfigError: the key is missing or has another length.
     """
     if key is None or len(key) != KEY_BYTES:
-        raise ConfigError(f"a store that is {trust.value} needs a key of {KEY_BYTES} bytes")
+        raise ConfigError(
+            f"storage.trust is {trust.value}, which needs a key of {KEY_BYTES} bytes: set "
+            "storage.key_file"
+        )
     return key
 
 
@@ -541,7 +546,9 @@ def read_key(path: str | Path) -> bytes:
         with Path(path).open("rb") as file:
             text = file.read(_MOST_KEY_FILE_BYTES).decode("ascii")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the key file {path} cannot be read") from error
+        raise ConfigError(
+            f"the key file {path} cannot be read: correct the path or its rights"
+        ) from error
     return parse_key(text)
 
 
@@ -557,7 +564,8 @@ def parse_key(text: str) -> bytes:
         key = b""
     if len(key) != KEY_BYTES:
         raise ConfigError(
-            f"a storage key is {2 * KEY_BYTES} hex digits: make one with `openssl rand -hex 32`"
+            f"a storage key must have {2 * KEY_BYTES} hex digits: make one with "
+            "`openssl rand -hex 32`"
         )
     return key
 
@@ -590,7 +598,10 @@ def import_aes_gcm() -> tuple[type[AESGCM], type[Exception]]:
 
 
 def _missing(package: str) -> ConfigError:
-    return ConfigError(f"the package {package} is not installed: {how_to_install('untrusted')}")
+    return ConfigError(
+        f"storage.trust needs the package {package}, which is not installed: "
+        f"{how_to_install('untrusted')}"
+    )
 
 
 def _derive(key: bytes, purpose: bytes) -> bytes:
@@ -689,7 +700,7 @@ class SealedCodec(Codec):
         assert digest is None, "this codec makes no digests"
         nonce, padding = rest[:_NONCE_BYTES], rest[_NONCE_BYTES:_NONCE_FIELD_BYTES]
         if any(padding):
-            raise DamagedValueError(Damage.VERSION, "bytes that must be 0 are not")
+            raise DamagedValueError(Damage.VERSION, "reserved bytes of the header are not 0")
         try:
             # The tag is in the header, so only the payload is written to the host slot.
             sealed = b"".join((stored, rest[_NONCE_FIELD_BYTES:]))
@@ -706,7 +717,7 @@ _SMALL_MAGIC = b"TKVS"
 _SMALL_VERSION = 1
 _TAG_BYTES = 16
 _DIGEST_BYTES = 32
-_FORGED_SMALL = "the value was not made with this key and for this name, or was changed"
+_FORGED_SMALL = "the value was written with another key or for another name, or was changed"
 
 
 class SmallCodec:
@@ -787,7 +798,9 @@ class SmallCodec:
         if len(value) < _HEAD.size + least:
             raise DamagedValueError(Damage.LENGTH, "the value is shorter than its header")
         if not value.startswith(self._head):
-            raise DamagedValueError(Damage.VERSION, "the value is not sealed as this node seals")
+            raise DamagedValueError(
+                Damage.VERSION, "the value is not sealed: give all nodes the same storage.trust"
+            )
         return value[_HEAD.size :]
 
     def _key_of(self, name: str) -> bytes:
@@ -829,9 +842,12 @@ def unseal(magic: bytes, version: int, value: bytes, kind: type[T]) -> T:
     if found != magic:
         raise StoreCorruptError(f"the record starts with {found!r}, not {magic!r}")
     if checksum != _record_checksum(magic, found_version, body):
-        raise StoreCorruptError("the record's checksum does not fit its bytes")
+        raise StoreCorruptError("the record's checksum does not match its bytes")
     if found_version != version:
-        raise StoreCorruptError(f"the record has version {found_version}, not {version}")
+        raise StoreCorruptError(
+            f"the record has version {found_version}, not {version}: run the same version "
+            "of tierkv in all processes"
+        )
     try:
         # Without the builtin types text would be taken for bytes in base64.
         return msgspec.convert(msgpack.unpackb(body), kind, builtin_types=(bytes,))

@@ -69,7 +69,7 @@ class StoreSettings:
 
 def _memory(url: str, settings: StoreSettings, clock: Clock) -> Store:
     if url != "memory://":
-        raise ConfigError(f"a store in memory has no address: it is memory://, not {url[:80]!r}")
+        raise ConfigError(f"a store in memory has no address: use memory://, not {url[:80]!r}")
     return MemoryStore(settings.memory, clock)
 
 
@@ -78,11 +78,12 @@ def _file(url: str, settings: StoreSettings, clock: Clock) -> Store:
     path = unquote(parts.path)
     if parts.query or parts.fragment:
         raise ConfigError(
-            f"{url[:200]!r} has something after its path; accepted: {_FILE}, with % as %25, ? as "
-            "%3F and # as %23, and settings such as storage.file.capacity_bytes in the config file"
+            f"{url[:200]!r} has a part after its path; accepted: {_FILE}, with % as "
+            "%25, ? as %3F and # as %23; settings such as storage.file.capacity_bytes "
+            "belong in the config file"
         )
     if parts.netloc or not path or "\0" in path:
-        raise ConfigError(f"{url[:200]!r} names no directory here; accepted: {_FILE}")
+        raise ConfigError(f"{url[:200]!r} names no directory of this machine; accepted: {_FILE}")
     return FileStore(Path(path), settings.file, clock)
 
 
@@ -141,7 +142,7 @@ def open_store(url: str, settings: StoreSettings, clock: Clock) -> Store:
         return kind.open(url, kind.settings_from(settings.stores.get(scheme, {}), scheme), clock)
     if opens is None:
         if url[:1] in {"/", "."}:
-            raise ConfigError(f"{url[:200]!r} is no storage URL; accepted: {_FILE}")
+            raise ConfigError(f"{url[:200]!r} is not a storage URL; accepted: {_FILE}")
         # The URL is not quoted: after a misspelt scheme there can be a password.
         raise ConfigError(f"the storage URL starts with {scheme[:20]!r}; accepted: {_ACCEPTED}")
     return opens(url, settings, clock)
@@ -166,7 +167,7 @@ def _brought(scheme: str) -> StoreKind[Any] | None:
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{what} cannot be imported: {error}") from error
     if not isinstance(kind, StoreKind):
-        raise ConfigError(f"{what} is no tierkv.storage.factory.StoreKind: upgrade its package")
+        raise ConfigError(f"{what} is not a tierkv.storage.factory.StoreKind: upgrade its package")
     return kind
 
 
@@ -248,15 +249,25 @@ class StorageSettings:
                 )
             kind.settings_from(table, scheme)
         if self.key and self.key_file:
-            raise ConfigError("storage.key and storage.key_file are both set: give one")
+            raise ConfigError("storage.key and storage.key_file are both set: remove one")
         if self.trust is Trust.TRUSTED and (self.key or self.key_file):
-            raise ConfigError("storage has a key but is trusted: set storage.trust to use it")
+            raise ConfigError(
+                "storage has a key, but storage.trust is trusted, which uses none: set "
+                "storage.trust, or remove the key"
+            )
         if self.trust is not Trust.TRUSTED and not (self.key or self.key_file):
-            raise ConfigError(f"storage.trust is {self.trust.value}: give it storage.key_file")
+            raise ConfigError(
+                f"storage.trust is {self.trust.value}, which needs a key: set storage.key_file"
+            )
         if self.touches_per_ttl < 0:
-            raise ConfigError("storage.touches_per_ttl must not be negative")
+            raise ConfigError(
+                f"storage.touches_per_ttl must be at least 0, not {self.touches_per_ttl}"
+            )
         if any(size < 1 for size in self.peer_tensor_parallel):
-            raise ConfigError("storage.peer_tensor_parallel holds sizes of 1 and more")
+            raise ConfigError(
+                "storage.peer_tensor_parallel must hold sizes of at least 1, not "
+                f"{list(self.peer_tensor_parallel)}"
+            )
 
     def of_kinds(self) -> StoreSettings:
         return StoreSettings(

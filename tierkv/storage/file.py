@@ -131,7 +131,9 @@ class ValueFiles:
                     return too_long(item, num_bytes)
                 digest = item.digest() if item.digest is not None else None
                 if not read_fully(fd, room_for(num_bytes, item.into), digest):
-                    return GetOutcome(GetStatus.DAMAGED, f"{item.name} was cut while being read")
+                    return GetOutcome(
+                        GetStatus.DAMAGED, f"{item.name} was shortened during the read"
+                    )
         except PermissionError:
             return GetOutcome(GetStatus.MISS)
         except OSError as error:
@@ -157,11 +159,11 @@ class ValueFiles:
                 num_bytes = os.fstat(fd).st_size
                 if num_bytes > max_bytes:
                     raise StoreCorruptError(
-                        f"{name} has {num_bytes} bytes, more than the {max_bytes} it may have"
+                        f"{name} has {num_bytes} bytes, more than the limit of {max_bytes}"
                     )
                 content = bytearray(num_bytes)
                 if not read_fully(fd, [memoryview(content)]):
-                    raise StoreCorruptError(f"{name} was cut while being read")
+                    raise StoreCorruptError(f"{name} was shortened during the read")
                 return bytes(content)
         except OSError as error:
             if error.errno in _UNREADABLE:
@@ -566,7 +568,11 @@ class FileNotifier:
     def _warn(self, error: OSError) -> None:
         if not self._has_warned:
             self._has_warned = True
-            _log.warning("%s cannot be watched (%s): tickets are polled", self._directory, error)
+            _log.warning(
+                "%s cannot be watched for changes (%s), so tickets are polled",
+                self._directory,
+                error,
+            )
 
 
 def _close_late(opening: asyncio.Future[int]) -> None:
@@ -646,13 +652,19 @@ class FileSettings:
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_threads <= 64:  # noqa: PLR2004
-            raise ConfigError(f"a file store has 1 to 64 threads, not {self.num_threads}")
+            raise ConfigError(f"storage.file.num_threads must be 1 to 64, not {self.num_threads}")
         if not self.sweep_interval_s > 0:
-            raise ConfigError(f"sweep_interval_s must be above 0, not {self.sweep_interval_s}")
+            raise ConfigError(
+                f"storage.file.sweep_interval_s must be above 0, not {self.sweep_interval_s}"
+            )
         if self.capacity_bytes is not None and self.capacity_bytes < 1:
-            raise ConfigError(f"a file store cannot hold {self.capacity_bytes} bytes")
+            raise ConfigError(
+                f"storage.file.capacity_bytes must be above 0, not {self.capacity_bytes}"
+            )
         if self.min_free_bytes < 0:
-            raise ConfigError(f"min_free_bytes must not be negative, as {self.min_free_bytes} is")
+            raise ConfigError(
+                f"storage.file.min_free_bytes must be at least 0, not {self.min_free_bytes}"
+            )
 
 
 class FileStore(BaseStore):
@@ -801,7 +813,9 @@ class FileStore(BaseStore):
                 removed = await self._writers.run(lambda: files.sweep(stop))
                 _log.debug("%s: removed %d expired values", self.url, removed)
             except OSError as error:
-                _log.warning("%s: expired values cannot be removed yet: %s", self.url, error)
+                _log.warning(
+                    "expired values of %s cannot be removed at the moment: %s", self.url, error
+                )
             await asyncio.sleep(self._settings.sweep_interval_s)
 
     def _opened(self) -> ValueFiles:
@@ -815,13 +829,13 @@ class FileStore(BaseStore):
             scratch = Scratch(self._root)
         except (FileExistsError, NotADirectoryError) as error:
             raise StoreUnavailableError(
-                f"{self._root} is no directory, or below a file: set another directory"
+                f"{self._root} is a file, or lies below a file: set another directory"
             ) from error
         except OSError as error:
             raise self._refusal(error) from error
         if scratch.refused is not None:
             _log.warning(
-                "%s takes no writes, and values are only read: %s",
+                "%s refuses writes, so values are only read: %s",
                 self.url,
                 scratch.refused.strerror,
             )
@@ -829,6 +843,7 @@ class FileStore(BaseStore):
 
     def _refusal(self, error: OSError) -> StoreUnavailableError:
         return StoreUnavailableError(
-            f"the directory {self._root} cannot hold a store ({error.strerror or error}): "
-            f"let user {os.geteuid()} write in it, or set another directory"
+            f"the directory {self._root} cannot be used as a store "
+            f"({error.strerror or error}): let user {os.geteuid()} write to it, or set "
+            "another directory"
         )

@@ -364,7 +364,10 @@ def _make(writers: Path) -> tuple[Path, int]:
             if os.path.samestat(os.stat(directory / _LOCK), os.fstat(fd)):
                 return directory, fd
         os.close(fd)  # cleared away between making and locking it
-    raise OSError("new files cannot be locked: is this a network file system without locks?")
+    raise OSError(
+        "new files cannot be locked: use a file system with locks (some network file "
+        "systems have none)"
+    )
 
 
 def _lock(directory: Path) -> int | None:
@@ -509,7 +512,7 @@ class Room:
             "min_free_bytes keeps {} bytes of the disk free": self._min_free_bytes,
         }
         reasons = ", ".join(limit.format(value) for limit, value in limits.items() if value)
-        return f"{num_bytes} bytes do not fit: {reasons}"
+        return f"there is no room for {num_bytes} bytes: {reasons}"
 
     def is_too_small_for(self, num_bytes: int) -> bool:
         return self._capacity_bytes is not None and num_bytes > self._capacity_bytes

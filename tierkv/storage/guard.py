@@ -285,7 +285,7 @@ class GuardedStore(StoreWrapper):
         except TierKVError:
             raise
         except Exception as error:
-            _log.warning("%s raised an error that is no TierKVError", self.url, exc_info=error)
+            _log.warning("%s raised an unexpected error", self.url, exc_info=error)
             text = f"{self.url} failed: {type(error).__name__}: {error}"
             raise StoreUnavailableError(text) from error
 
@@ -340,7 +340,8 @@ class GuardedStore(StoreWrapper):
         if self._reads.num_waiting >= _MAX_WAITING_READS:
             self._num_refused += 1
             raise StoreUnavailableError(
-                f"{self.url} has {self._reads.num_waiting} waiting operations: try again later"
+                f"{self.url} has {self._reads.num_waiting} waiting operations, the "
+                "maximum: try again later"
             )
         await self._reads.take()
         try:
@@ -358,7 +359,7 @@ class GuardedStore(StoreWrapper):
             return [PutOutcome(PutStatus.FAILED, str(error))] * len(items)
         if self._num_stuck == self._settings.write_batches:
             self._num_refused += 1
-            return [PutOutcome(PutStatus.FULL, f"writes to {self.url} hang")] * len(items)
+            return [PutOutcome(PutStatus.FULL, f"the writes to {self.url} do not end")] * len(items)
         for item in items:
             self._missing.forget(item.name)
         try:
@@ -397,12 +398,12 @@ class GuardedStore(StoreWrapper):
                 self._probe_name = f"{item.name.partition(':')[0]}:probe"
                 self._refused.set()
                 if was_taken:
-                    _log.warning("%s takes no writes: %s", self.url, self._write_refusal)
+                    _log.warning("%s refuses writes: %s", self.url, self._write_refusal)
                 return
         if self._write_refusal and any(one.status is PutStatus.STORED for one in outcomes):
             self._write_refusal = ""
             self._refused.clear()
-            _log.warning("%s takes writes again", self.url)
+            _log.warning("%s accepts writes again", self.url)
 
     # Deadlines and retries
 
@@ -476,7 +477,10 @@ class GuardedStore(StoreWrapper):
             raise self._left_alone()
 
     def _left_alone(self) -> StoreDownError:
-        return StoreDownError(f"{self.url} is left alone, since it failed: {self._breaker.reason}")
+        return StoreDownError(
+            f"{self.url} is not used until it answers a probe, since it failed: "
+            f"{self._breaker.reason}"
+        )
 
     def _judge(self, failures: Sequence[str], num_items: int, *, of_read: bool = True) -> None:
         """Count a batch that failed whole as a failure, and one answered whole as a success."""
@@ -487,7 +491,7 @@ class GuardedStore(StoreWrapper):
 
     def _fail(self, reason: str, *, of_read: bool, is_sure: bool = False) -> None:
         if self._breaker.fail(reason, of_read=of_read, is_sure=is_sure):
-            _log.warning("%s is left alone from now on: %s", self.url, reason)
+            _log.warning("%s failed and is not used until it answers a probe: %s", self.url, reason)
             self._opened.set()
             self._num_refused += self._reads.send_away(self._left_alone())
             self._writes.give_up(reason)
@@ -878,7 +882,8 @@ class WriteQueue:
             for write in writes:
                 if write.serial in self._waiting:
                     self._settle(
-                        write.serial, PutOutcome(PutStatus.FAILED, "withdrawn by a cancel")
+                        write.serial,
+                        PutOutcome(PutStatus.FAILED, "withdrawn, since its caller was cancelled"),
                     )
 
         await outlast({write.outcome for write in writes}, on_cancel=withdraw)
@@ -894,7 +899,7 @@ class WriteQueue:
             self._ranks = [write.rank for write in self._waiting.values()]
             heapify(self._ranks)
         outcome = PutOutcome(
-            PutStatus.FULL, f"dropped: writes to {self._owner} come faster than they end"
+            PutStatus.FULL, f"dropped, since the queue of writes to {self._owner} is full"
         )
         while self.waiting_bytes > self._max_bytes:
             *_, newness = heappop(self._ranks)

@@ -332,7 +332,7 @@ class NearCopies:
             self._num_bytes -= item.num_bytes
             [outcome] = await self._near.put([item])
             if outcome.status is PutStatus.FAILED:
-                _log.debug("no near copy: %s", outcome.reason)
+                _log.debug("a value was not copied to the near store: %s", outcome.reason)
             if self._in_hand != name:  # forgotten while it was being put
                 with suppress(StoreUnavailableError):
                     await self._near.delete([name])
@@ -376,7 +376,9 @@ class OpensLater(StoreWrapper):
                 if left.is_set() or (not tried.is_set() and isinstance(error, ConfigError)):
                     raise
                 if not tried.is_set():
-                    _log.warning("%s cannot be opened yet and is not used: %s", self.url, error)
+                    _log.warning(
+                        "%s cannot be opened and is not used until it can: %s", self.url, error
+                    )
                 self._why_not = str(error)
                 tried.set()
             await asyncio.sleep(_RETRY_S)

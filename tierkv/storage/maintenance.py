@@ -247,9 +247,13 @@ def _check(
     """
     says = read_identity(content)
     if says.key_digest != identity.digest:
-        raise DamagedValueError(Damage.KEY, f"the value belongs to block {says.key_digest.hex()}")
+        raise DamagedValueError(
+            Damage.KEY, f"the value belongs to another block, {says.key_digest.hex()}"
+        )
     if identity.num_tokens not in (None, says.num_tokens):
-        raise DamagedValueError(Damage.TOKENS, f"the value holds {says.num_tokens} tokens")
+        raise DamagedValueError(
+            Damage.TOKENS, f"the value holds {says.num_tokens} tokens, not {identity.num_tokens}"
+        )
     flags = int.from_bytes(content[_FLAGS], "little")
     if flags in _KEYED_HEADER_BYTES and flags not in codecs:
         _check_without_key(content, says, flags)

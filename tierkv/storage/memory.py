@@ -45,7 +45,9 @@ class MemorySettings:
 
     def __post_init__(self) -> None:
         if self.capacity_bytes is not None and self.capacity_bytes < 0:
-            raise ConfigError(f"a memory store cannot hold {self.capacity_bytes} bytes")
+            raise ConfigError(
+                f"storage.memory.capacity_bytes must be above 0, not {self.capacity_bytes}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ class MemoryStore(BaseStore):
             return None
         if len(value.content) > max_bytes:
             raise StoreCorruptError(
-                f"{name} has {len(value.content)} bytes, more than the {max_bytes} it may have"
+                f"{name} has {len(value.content)} bytes, more than the limit of {max_bytes}"
             )
         return value.content
 

@@ -130,7 +130,7 @@ class _Attached:
                     await self._is_over.wait()
         finally:
             if not self.is_opened.is_set() and self.error is None:  # such as when the service ends
-                self.error = StoreUnavailableError(f"{self.store.url} was not opened")
+                self.error = StoreUnavailableError(f"{self.store.url} is not open yet")
             self.is_opened.set()
             self.is_left.set()
 
@@ -222,8 +222,8 @@ class Places:
                 return
             if not known.is_detached.is_set():
                 raise ConfigError(
-                    f"{store.url} is attached in another place already: attach a store object of "
-                    "its own here"
+                    f"{store.url} is already attached for another tenant: attach a "
+                    "separate store object here"
                 )
             await known.is_left.wait()
         if self._tasks is None:

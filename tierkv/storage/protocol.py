@@ -193,7 +193,7 @@ def check_name(name: str) -> str:
         BadRequestError: a store does not accept the name.
     """
     if not is_name(name):
-        raise BadRequestError(f"{name[:80]!r} is not a name a store accepts")
+        raise BadRequestError(f"{name[:80]!r} is not a valid name of a value")
     return name
 
 
@@ -230,7 +230,7 @@ def check_limit(limit: int) -> None:
         BadRequestError: `limit` is below 1.
     """
     if limit < 1:
-        raise BadRequestError(f"a page holds at least 1 value, not {limit}")
+        raise BadRequestError(f"the limit of a page must be at least 1 value, not {limit}")
 
 
 def check_prefix(prefix: str) -> str:
@@ -250,7 +250,9 @@ def check_ttl(ttl_s: float) -> None:
         BadRequestError: `ttl_s` is not above 0 and at most ten years.
     """
     if not (math.isfinite(ttl_s) and 0 < ttl_s <= _MAX_TTL_S):
-        raise BadRequestError(f"{ttl_s} s is not a time to live: above 0, up to ten years")
+        raise BadRequestError(
+            f"a time to live must be above 0 s and at most ten years, not {ttl_s} s"
+        )
 
 
 class GetStatus(Enum):
@@ -324,7 +326,9 @@ class GetOutcome:
 
 def too_long(item: GetItem, num_bytes: int) -> GetOutcome:
     """Return the outcome of a value of `num_bytes` bytes without room in `item`."""
-    reason = f"{item.name} has {num_bytes} bytes; there is room for {item.room_bytes}"
+    reason = (
+        f"{item.name} has {num_bytes} bytes, more than the {item.room_bytes} that were expected"
+    )
     return GetOutcome(GetStatus.DAMAGED, reason)
 
 

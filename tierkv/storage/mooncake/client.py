@@ -112,11 +112,14 @@ class MooncakeSettings:
         all_at_least_one("", self, "num_threads", "replicas")
         all_above_zero("", self, "connect_timeout_s")
         if self.protocol not in {"tcp", "rdma"}:
-            raise ConfigError(f"Mooncake's protocol is tcp or rdma, not {self.protocol!r}")
+            raise ConfigError(
+                f"storage.mooncake.protocol must be tcp or rdma, not {self.protocol!r}"
+            )
         if self.max_pieces < _LEAST_PIECES:
             raise ConfigError(
-                f"{self.num_threads} threads that each wait {self.halt_s} s for a frozen provider "
-                "outlast Mooncake's calls: set fewer num_threads, or a shorter connect_timeout_s"
+                f"{self.num_threads} threads that each wait {self.halt_s} s for a "
+                "frozen provider exceed the deadline of Mooncake's calls: lower "
+                "storage.mooncake.num_threads or connect_timeout_s"
             )
 
     @property

@@ -152,7 +152,9 @@ class MooncakeValues:
         statuses = self._states(names)
         for status in statuses:
             if status < 0 and status != _NOT_FOUND:
-                raise StoreUnavailableError(f"{self._url} does not answer ({status})")
+                raise StoreUnavailableError(
+                    f"{self._url} does not answer (Mooncake's error {status})"
+                )
         return [status == 1 for status in statuses]
 
     def _states(self, names: Sequence[str]) -> Sequence[int]:
@@ -171,7 +173,9 @@ class MooncakeValues:
         statuses = self._client.batch_remove(list(names), True)  # noqa: FBT003
         for status in statuses:
             if status not in {0, _NOT_FOUND}:
-                raise StoreUnavailableError(f"{self._url} did not remove a value ({status})")
+                raise StoreUnavailableError(
+                    f"{self._url} did not remove a value (Mooncake's error {status})"
+                )
         return statuses.count(0)
 
     def batches_to_get(self, items: Sequence[GetItem]) -> list[Sequence[GetItem]]:
@@ -241,7 +245,7 @@ class MooncakeValues:
             return too_long(item, num_bytes)
         if status == num_bytes > 0:
             return GetOutcome(GetStatus.HIT, num_bytes=num_bytes)
-        return GetOutcome(GetStatus.FAILED, f"{item.name}: Mooncake answers {status}")
+        return GetOutcome(GetStatus.FAILED, f"{item.name}: Mooncake's error {status}")
 
     def get_small(self, name: str, max_bytes: int) -> bytes | None:
         """Return a small value, None if there is none.
@@ -258,16 +262,18 @@ class MooncakeValues:
         if num_bytes in _ABSENT:
             return None
         if num_bytes < 0:
-            raise StoreUnavailableError(f"{self._url} does not answer ({num_bytes})")
+            raise StoreUnavailableError(
+                f"{self._url} does not answer (Mooncake's error {num_bytes})"
+            )
         if num_bytes > max_bytes:
             raise StoreCorruptError(
-                f"{name} has {num_bytes} bytes, more than the {max_bytes} it may have"
+                f"{name} has {num_bytes} bytes, more than the limit of {max_bytes}"
             )
         # Mooncake replaces a value in place: a concurrent read returns parts of both.
         content, before = self._client.get(name), b""
         for _ in range(_MOST_READS):
             if not content:
-                raise StoreUnavailableError(f"{self._url} has lost {name} while it was being read")
+                raise StoreUnavailableError(f"{self._url} removed {name} during the read")
             if content == before:
                 return content
             content, before = self._client.get(name), content
@@ -300,7 +306,7 @@ class MooncakeValues:
     def _put_one(self, item: PutItem, state: int) -> PutOutcome | None:
         """Write one value; return None for a value that is to be written with others."""
         if not item.num_bytes:
-            reason = f"{item.name}: Mooncake keeps no values of no bytes"
+            reason = f"{item.name} is empty, and Mooncake stores no empty values"
             return PutOutcome(PutStatus.FAILED, reason)
         if state in _NO_ANSWER:
             return _put_outcome(item, state)
@@ -386,7 +392,8 @@ class KnownMemory:
         for where in self._ranges:
             if status := self._client.register_buffer(where.start, len(where)):
                 raise StoreUnavailableError(
-                    f"Mooncake cannot register {len(where)} bytes of host memory ({status})"
+                    f"Mooncake cannot register {len(where)} bytes of host memory "
+                    f"(Mooncake's error {status})"
                 )
             self._registered.append(where.start)
 
@@ -484,7 +491,7 @@ def _put_outcome(item: PutItem, status: int) -> PutOutcome:
     if status == 0:
         return PutOutcome(PutStatus.STORED)
     kind = PutStatus.FULL if status == _NO_SPACE else PutStatus.FAILED
-    return PutOutcome(kind, f"{item.name}: Mooncake answers {status}")
+    return PutOutcome(kind, f"{item.name}: Mooncake's error {status}")
 
 
 ACCEPTED = "mooncake://master-host:port"

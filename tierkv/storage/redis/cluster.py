@@ -102,7 +102,15 @@ class ClusterRouter:
     async def carry_out(
         self, calls: Sequence[KeyCommand], purpose: Purpose
     ) -> list[Reply | Unanswered]:
-        attempts = [_Attempt(call, Unanswered(f"{self._url} has no such slot")) for call in calls]
+        attempts = [
+            _Attempt(
+                call,
+                Unanswered(
+                    f"no master of {self._url} serves the slot of this value: check CLUSTER INFO"
+                ),
+            )
+            for call in calls
+        ]
         pending = attempts
         for round_number in range(_MAX_ATTEMPTS):
             pending = await self._try(pending, purpose)
@@ -286,23 +294,28 @@ def parse_slots(reply: object, answered_by: Address) -> list[Address | None]:
     """
     table: list[Address | None] = [None] * NUM_SLOTS
     if not isinstance(reply, list):
-        raise StoreUnavailableError(f"the node at {answered_by} is not part of a cluster")
+        raise StoreUnavailableError(
+            f"the server at {answered_by} is not part of a cluster: use redis:// for it"
+        )
     for entry in reply:
         match entry:
             case [int(first), int(last), [host, int(port), *more], *_] if is_port(port):
                 address = Address(_host(host, more) or answered_by.host, port)
                 if not 0 <= first <= last < NUM_SLOTS:
                     raise StoreUnavailableError(
-                        f"the node at {answered_by} names slots {first} to {last}, beyond "
-                        f"{NUM_SLOTS - 1}"
+                        f"the server at {answered_by} reports slots {first} to {last}, "
+                        f"beyond {NUM_SLOTS - 1}"
                     )
                 table[first : last + 1] = [address] * (last - first + 1)
             case _:
-                raise StoreUnavailableError(f"the node at {answered_by} answers {entry!r:.80}")
+                raise StoreUnavailableError(
+                    f"the server at {answered_by} sent an unexpected answer to CLUSTER "
+                    f"SLOTS: {entry!r:.80}"
+                )
     if not any(table):
         # The node was removed from its cluster, or there is none yet: another node may know more.
         raise StoreUnavailableError(
-            f"the node at {answered_by} knows no master with slots: check CLUSTER INFO there"
+            f"the server at {answered_by} knows no master with slots: check CLUSTER INFO there"
         )
     return table
 
@@ -450,7 +463,7 @@ class Topology:
                 await self._take(await self._ask_for_table())
             except StoreUnavailableError as error:
                 if pause_s == _REFRESH_INTERVAL_S:
-                    _log.warning("no node of the cluster returns the table of slots: %s", error)
+                    _log.warning("no server of the cluster returns its table of slots: %s", error)
                 pause_s = min(2 * pause_s, _LONGEST_INTERVAL_S)
                 self._stale.set()
             else:

@@ -139,7 +139,9 @@ class RedisNotifier:
                     await self._topics.changed.wait()
             except TimeoutError:
                 if loop.time() - clock.at > _SILENT_S:
-                    raise StoreUnavailableError(f"{self._url} is silent") from None
+                    raise StoreUnavailableError(
+                        f"{self._url} does not answer on the connection for notifications"
+                    ) from None
                 if self._asked:
                     await _send(connection, [("PING",)])
                 else:
@@ -166,8 +168,9 @@ class RedisNotifier:
         if not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "%s refuses messages between nodes (%s), so tickets are polled: allow this user "
-                "+publish +subscribe +unsubscribe and the channels of the prefix",
+                "%s refuses notifications between nodes (%s), so tickets are polled: "
+                "allow this user +publish +subscribe +unsubscribe and the channels of "
+                "the prefix",
                 self._url,
                 reason,
             )
@@ -315,13 +318,13 @@ class Conversation:
     def _sentence(self, error: RedisError | OSError) -> str:
         match error:
             case AuthenticationError() | AuthorizationError():
-                return f"{self._url} refused to log us in ({error}): check user and password"
+                return f"{self._url} refused the login ({error}): check user and password"
             case BusyLoadingError():
                 return f"{self._url} is still loading its values"
             case TimeoutError() | RedisTimeoutError():
                 return f"{self._url} did not answer within {self._deadline_s * 1000:.0f} ms"
             case InvalidResponse():
-                return f"{self._url} does not speak Redis ({error})"
+                return f"{self._url} does not use the Redis protocol ({error}): check host and port"
             case _:
                 return f"{self._url} cannot be reached {why_unreachable(error)}"
 

@@ -134,7 +134,9 @@ def get_outcome(  # noqa: PLR0911 - a table
             return GetOutcome(GetStatus.FAILED, f"{item.name}: {message}")
         case Unanswered(reason):
             return GetOutcome(GetStatus.FAILED, reason)
-    return GetOutcome(GetStatus.FAILED, f"{item.name}: {reply!r:.80} is no answer to a GET")
+    return GetOutcome(
+        GetStatus.FAILED, f"{item.name}: the server's answer to GET is unexpected: {reply!r:.80}"
+    )
 
 
 def put_outcome(item: PutItem, reply: Reply | Unanswered) -> PutOutcome:
@@ -148,7 +150,9 @@ def put_outcome(item: PutItem, reply: Reply | Unanswered) -> PutOutcome:
             return PutOutcome(status, f"{item.name}: {message}")
         case Unanswered(reason):
             return PutOutcome(PutStatus.FAILED, reason)
-    return PutOutcome(PutStatus.FAILED, f"{item.name}: {reply!r:.80} is no answer to a SET")
+    return PutOutcome(
+        PutStatus.FAILED, f"{item.name}: the server's answer to SET is unexpected: {reply!r:.80}"
+    )
 
 
 # Names in one command, during which the server does nothing else: 1,000 take 0.3 ms.
@@ -427,7 +431,7 @@ class RedisNode:
             case [bytes(after), list(found)] if after.isdigit() and len(after) <= _POSITION_CHARS:
                 names = [expect(bytes, name).decode("ascii", "replace") for name in found]
                 return int(after), [name for name in names if is_name(name)]
-        raise StoreUnavailableError(f"{self.url} does not answer {reply!r:.80} to SCAN")
+        raise StoreUnavailableError(f"{self.url} sent an unexpected answer to SCAN: {reply!r:.80}")
 
     async def _describe(
         self, talk: Conversation, names: Sequence[str], moving: MutableSequence[str]
@@ -448,7 +452,7 @@ class RedisNode:
                 elif isinstance(refusal, (AskError, TryAgainError)):  # redis-py: MOVED is one, too
                     moving.append(name)
                 elif not str(refusal).startswith("WRONGTYPE"):
-                    raise StoreUnavailableError(f"{self.url} refused STRLEN, PTTL: {refusal}")
+                    raise StoreUnavailableError(f"{self.url} refused STRLEN or PTTL: {refusal}")
         return values
 
 
@@ -488,12 +492,11 @@ def understood(reply: Reply | Unanswered, command: Sequence[object]) -> Reply:
     if isinstance(reply, Refused):
         if reply.code == "NOAUTH":
             raise StoreUnavailableError(
-                f"Redis refused to log us in ({reply.message}): check user, password and database"
+                f"Redis refused the login ({reply.message}): check user, password and database"
             )
         if reply.code in {"MOVED", "CROSSSLOT"}:
             raise StoreUnavailableError(
-                f"this Redis is part of a cluster ({reply.message}): name the cluster with "
-                "redis+cluster://"
+                f"this Redis is part of a cluster ({reply.message}): use a redis+cluster:// URL"
             )
         if reply.code == "WRONGTYPE":
             raise StoreCorruptError(f"{command[1]!s} is not a string: {reply.message}")

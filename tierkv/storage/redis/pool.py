@@ -288,7 +288,9 @@ class ConnectionPool:
                 pipe = await open_pipe(address, dialer.tls)
         except TimeoutError as error:
             late = f"{self._url} did not answer within {deadline_s * 1000:.0f} ms"
-            is_tls = ", to TLS: does it speak that on this port?" if dialer.tls else ""
+            is_tls = (
+                " to a TLS handshake: check that it uses TLS on this port" if dialer.tls else ""
+            )
             raise StoreUnavailableError(late + is_tls) from error
         except OSError as error:
             why = why_unreachable(error)
@@ -308,7 +310,9 @@ class ConnectionPool:
             wire.close(Unanswered("is closed"))
             raise
         if wire.is_lost:
-            raise StoreUnavailableError(f"{self._url} closed a new connection without a reason")
+            raise StoreUnavailableError(
+                f"{self._url} closed a new connection at once: check its log and its maxclients"
+            )
         wire.is_ready = True
         return wire
 
@@ -328,8 +332,8 @@ class ConnectionPool:
                 raise StoreUnavailableError(outcome.reason)
             if isinstance(outcome[0], Refused):
                 raise StoreUnavailableError(
-                    f"{self._url} refused to log us in ({outcome[0].message}): "
-                    "check user, password and database"
+                    f"{self._url} refused the login ({outcome[0].message}): check "
+                    "user, password and database"
                 )
 
     def take_back(self, requests: Sequence[WireRequest], failure: Unanswered) -> None:

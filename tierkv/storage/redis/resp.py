@@ -185,7 +185,7 @@ class Replies:
             self._start = self._end = 0
         elif self._end == _SCRATCH_BYTES:
             if self._start == 0:
-                raise NotRedisError("a line without an end")
+                raise NotRedisError("a line has no end")
             rest = self._end - self._start
             self._scratch[:rest] = self._scratch[self._start : self._end]
             self._start, self._end = 0, rest
@@ -237,7 +237,7 @@ class Replies:
             return True
         if self._state is _State.TRAILER and self._end - self._start >= 2:  # noqa: PLR2004 - CRLF
             if self._scratch[self._start : self._start + 2] != b"\r\n":
-                raise NotRedisError("a value is longer than its announced length")
+                raise NotRedisError("a value is longer than its length says")
             self._start += 2
             self._state = _State.LINE
             if self._own is not None:
@@ -250,7 +250,7 @@ class Replies:
 
     def _take_line(self, line: bytes, replies: list[Reply]) -> None:
         if not self._wanted:
-            raise NotRedisError(f"a reply without a request: {line[:40]!r}")
+            raise NotRedisError(f"there is a reply without a request: {line[:40]!r}")
         into, digest = self._wanted.popleft()
         match line[:1]:
             case b"+":
@@ -274,7 +274,7 @@ class Replies:
         replies: list[Reply],
     ) -> None:
         if not 0 <= num_bytes <= _MAX_VALUE_BYTES:
-            raise NotRedisError(f"a value of {num_bytes} bytes")
+            raise NotRedisError(f"a value has {num_bytes} bytes, beyond Redis's limit")
         self._state = _State.BODY
         self._digest = None
         if isinstance(into, int):
@@ -309,5 +309,5 @@ class Replies:
 def _number(line: bytes) -> int:
     digits = line[1:].removeprefix(b"-")
     if not digits.isdigit() or len(digits) > _MAX_NUMBER_CHARS:
-        raise NotRedisError(f"{line[:40]!r} where a number belongs")
+        raise NotRedisError(f"a number was expected, not {line[:40]!r}")
     return int(line[1:])

@@ -89,7 +89,7 @@ class SentinelLocator:
             self._sentinels.insert(0, sentinel)
             return address
         raise StoreUnavailableError(
-            f"no sentinel of {self._url} names a master: {'; '.join(failures)}"
+            f"no sentinel of {self._url} returned a master: {'; '.join(failures)}"
         )
 
     async def _ask(self, sentinel: Address) -> Address:
@@ -103,15 +103,17 @@ class SentinelLocator:
         )
         if not isinstance(reply, list) or len(reply) != _ADDRESS_PARTS:
             raise StoreUnavailableError(
-                f"the sentinel at {sentinel} knows no service {self._url.service!r}: correct it "
-                "in the URL, to the name in the sentinel's `monitor` line"
+                f"the sentinel at {sentinel} knows no service {self._url.service!r}: "
+                "use the name of its `sentinel monitor` line in the URL"
             )
         match reply:
             case [bytes(host), bytes(port_text)]:
                 port = port_of(port_text.decode("utf-8", "replace"))
                 if port is not None:
                     return Address(host.decode("utf-8", "replace"), port)
-        raise StoreUnavailableError(f"the sentinel at {sentinel} answers {reply!r:.80}")
+        raise StoreUnavailableError(
+            f"the sentinel at {sentinel} sent an unexpected answer: {reply!r:.80}"
+        )
 
 
 _CURSOR = re.compile(r"[0-9]{1,20}(?:\.[0-9]{1,10})+")
@@ -194,9 +196,7 @@ class RedisStore(BaseStore):
                 num_bytes = len(content)
             case other:
                 num_bytes = expect(TooLong, other).num_bytes
-        raise StoreCorruptError(
-            f"{name} has {num_bytes} bytes, more than the {max_bytes} it may have"
-        )
+        raise StoreCorruptError(f"{name} has {num_bytes} bytes, more than the limit of {max_bytes}")
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         if self._num_puts and len(items) > _MANY_WRITES:
@@ -331,7 +331,7 @@ class RedisStore(BaseStore):
 
         Any node of a cluster does, but no node that has left it.
         """
-        failure: Exception = StoreUnavailableError(f"{self.url} has no servers")
+        failure: Exception = StoreUnavailableError(f"{self.url} has no server that can be reached")
         nodes = list(self._opened().nodes())
         random.shuffle(nodes)
         for node in nodes:

@@ -91,7 +91,7 @@ def parse_redis_url(url: str) -> RedisUrl:
     """
     found = _URL.fullmatch(url.strip())
     if found is None or found[1] not in _SCHEMES:
-        raise _wrong("scheme is not one of Redis")
+        raise _wrong("scheme is not a Redis scheme")
     parts = SplitResult(*found.groups(""))
     setup, is_tls = _SCHEMES[parts.scheme]
     is_unix = parts.scheme == "unix"
@@ -110,9 +110,9 @@ def parse_redis_url(url: str) -> RedisUrl:
     if setup is Setup.SENTINEL:
         service = unquote(parts.path.strip("/").partition("/")[0])
         if not service:
-            raise _wrong("service, the name that the sentinels know, is missing")
+            raise _wrong("service is missing (the name in the sentinels' `sentinel monitor` line)")
     if setup is Setup.SERVER and len(addresses) > 1:
-        raise _wrong("scheme is for one server, but it names several hosts")
+        raise _wrong("scheme is for one server, but the URL has several hosts")
     return RedisUrl(
         setup=setup,
         addresses=addresses,
@@ -148,7 +148,7 @@ def _db(parts: SplitResult, setup: Setup) -> int:
     match setup:
         case Setup.CLUSTER:
             if parts.path.strip("/"):
-                raise _wrong("database is given, but a cluster has one only")
+                raise _wrong("database cannot be set, since a cluster has only database 0")
         case Setup.SENTINEL:
             text = parts.path.strip("/").partition("/")[2]
         case Setup.SERVER if parts.scheme == "unix":
@@ -240,7 +240,7 @@ class RedisSettings:
         for name in ("num_connections", "write_connections"):
             count: int = getattr(self, name)
             if not 1 <= count <= 256:  # noqa: PLR2004
-                raise ConfigError(f"{name} must be 1 to 256, not {count}")
+                raise ConfigError(f"storage.redis.{name} must be 1 to 256, not {count}")
         all_above_zero("", self, "timeout_s", "connect_timeout_s", "slowest_bytes_per_s")
 
     @property

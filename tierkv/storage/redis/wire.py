@@ -182,7 +182,7 @@ async def _connect(address: Address) -> socket.socket:
         return await _connected(socket.AF_UNIX, address.socket_path)
     found = await _resolved(address)
     if not found:
-        raise OSError(f"{address.host} has no address")
+        raise OSError(f"the host {address.host} has no IP address")
     if len(found) == 1:
         sock = await _connected(*found[0])
     else:
@@ -645,7 +645,7 @@ class Wire:
         try:
             replies = self._replies.received(num_bytes)
         except NotRedisError as error:
-            self.close(Unanswered(f"does not speak Redis ({error})"))
+            self.close(Unanswered(f"does not use the Redis protocol ({error})"))
             return
         if not replies:
             return
@@ -667,7 +667,7 @@ class Wire:
         """Give the oldest request its replies; return the replies to later requests."""
         first = replies[0]
         if not self.has_answered and isinstance(first, Refused) and first.turns_away:
-            why = f"turns connections away ({first.message:.80})"
+            why = f"refuses connections ({first.message:.80})"
             self.close(Unanswered(why, is_over=True, is_new=True))
             return []
         self.has_answered = True
@@ -683,7 +683,7 @@ class Wire:
         last = replies[wanted - 1]
         if isinstance(last, Refused) and last.code == "READONLY":
             # The server is no master any more: the next connection looks for the master's address.
-            self.close(Unanswered("is a replica now"))
+            self.close(Unanswered("became a replica"))
         return replies[wanted:]
 
     def _send_on(self) -> None:
