@@ -198,7 +198,7 @@ async def test_a_full_store_is_not_asked_again_by_a_publish(
         request = await here.admit(tokens(9))
         await here.prefill(request, tokens(9))
         monkeypatch.setattr(here.the_store, "put", put)
-        with pytest.raises(HandoffError, match="did not take"):
+        with pytest.raises(HandoffError, match="did not accept"):
             await finish(publish_request(here.service, request, "t", [1]))
         assert set(num_puts.values()) == {1}
         here.service.scheduler.end(request)

@@ -312,9 +312,9 @@ async def test_an_id_that_is_no_text_is_refused_by_every_call_and_leaves_nothing
         request = await prefill.admit(tokens(9))
         await prefill.prefill(request, tokens(9))
         service, prompt = decode.service, decode.prompt(tokens(9))
-        with pytest.raises(BadRequestError, match="is no text"):
+        with pytest.raises(BadRequestError, match="is not valid UTF-8"):
             await finish(publish_request(prefill.service, request, ticket_id, [1]))
-        with pytest.raises(BadRequestError, match="is no text"):
+        with pytest.raises(BadRequestError, match="is not valid UTF-8"):
             open_stream(prefill.service, request, ticket_id)
         prefill.service.scheduler.end(request)
         for policy in ClaimPolicy:

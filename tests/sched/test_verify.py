@@ -310,8 +310,9 @@ async def test_a_table_that_names_other_blocks_than_the_index_is_named() -> None
         undo = put(request, "block_table", request.block_table[[1, 0, 2, 3]])
         found = here.service.verify()
         undo()
-        assert found == [
-            "request 'swapped' has other blocks in its block table than the index has for "
-            "its tokens"
-        ]
+        [finding] = found
+        assert finding == (
+            "request 'swapped' has other blocks in its block table than the index has for its "
+            "tokens"
+        )
         await here.ended(request)

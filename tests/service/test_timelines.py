@@ -135,7 +135,7 @@ async def test_a_request_that_comes_to_nothing_says_why() -> None:
         await until(lambda: on.service.scheduler.num_waiting == 1)
         waits.cancel()
         await asyncio.wait([waits])
-        assert on.service.timelines.since(0)[-1].problem == "its caller has gone"
+        assert on.service.timelines.since(0)[-1].problem == "the caller disconnected"
         on.service.scheduler.end(kept)
 
 

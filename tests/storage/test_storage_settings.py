@@ -118,7 +118,7 @@ def test_a_key_that_is_none_is_refused_without_repeating_it(content: str, tmp_pa
 def test_ranks_that_the_device_does_not_have_are_refused(tmp_path: Path) -> None:
     split = settings(tmp_path, '[cache]\ntensor_parallel = 2\n[storage]\nurl = "none"')
     assert Node(split, environ={}).service.ranks is not None
-    with pytest.raises(ConfigError, match="tensor_parallel is 2, the device has 1"):
+    with pytest.raises(ConfigError, match="tensor_parallel is 2, but the device has 1"):
         Node(split, environ={}, device=CpuDevice())
     with pytest.raises(TierKVError, match="cannot be spread"):
         Node(settings(tmp_path, "[cache]\ntensor_parallel = 3"), environ={"HOME": "/"})

@@ -407,7 +407,7 @@ class Handoff:
             HandoffError: Storage did not take it all in `deadline_s`; there is no ticket.
             OwnershipError: The request has ended, or is not computed.
             DuplicateRequestError: The ticket is another prompt's by now.
-            BadRequestError: The ticket's id is no text.
+            BadRequestError: The ticket's id is not valid UTF-8.
         """
         check_id(ticket_id)
         blocks.check_whole()
@@ -618,7 +618,7 @@ class PublishStream:
             deadline_s: Seconds for what is left to do when the prompt is computed.
 
         Raises:
-            BadRequestError: The ticket's id is no text.
+            BadRequestError: The ticket's id is not valid UTF-8.
         """
         check_id(ticket_id)
         self._handoff = handoff

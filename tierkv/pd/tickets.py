@@ -410,7 +410,7 @@ def check_id(ticket_id: str) -> None:
     """Refuse an id that cannot be encoded, such as half of a surrogate pair.
 
     Raises:
-        BadRequestError: the id is no text.
+        BadRequestError: the id is not valid UTF-8.
     """
     try:
         ticket_id.encode()
@@ -571,7 +571,7 @@ class Tickets:
         Waiting claimers get no hint.
 
         Raises:
-            BadRequestError: the id is no text.
+            BadRequestError: the id is not valid UTF-8.
             StoreUnavailableError: the store does not answer.
         """
         check_id(ticket_id)
@@ -727,7 +727,7 @@ class Tickets:
 
         Raises:
             HandoffError: the ticket is damaged, or another one's.
-            BadRequestError: the id is no text.
+            BadRequestError: the id is not valid UTF-8.
             StoreUnavailableError: the store does not answer.
         """
         return self._read(ticket_id, self.names.ticket, Ticket)
@@ -737,7 +737,7 @@ class Tickets:
 
         Raises:
             HandoffError: the open ticket is damaged, or another one's.
-            BadRequestError: the id is no text.
+            BadRequestError: the id is not valid UTF-8.
             StoreUnavailableError: the store does not answer.
         """
         return self._read(ticket_id, self.names.open_ticket, OpenTicket)
@@ -959,7 +959,7 @@ class TicketStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def look_at(tickets: Tickets, ticket_id: str) -> TicketStatus:
-    """A few small reads. Raises BadRequestError if the id is no text, and nothing else: what goes
+    """A few small reads. Raises BadRequestError if the id is not valid UTF-8, and nothing else: what goes
     wrong is a state, too."""
     try:
         return await _look(tickets, ticket_id)

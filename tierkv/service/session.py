@@ -160,7 +160,11 @@ class Session:
         except DeviceFailedError:
             raise
         except TransferError as error:
-            log.warning("request %s computes all of it: %s", request.request_id, error)
+            log.warning(
+                "request %s computes its whole prompt, since cached blocks did not load: %s",
+                request.request_id,
+                error,
+            )
             alone = msgspec.structs.replace(request.spec, uses_cache=False)
             return await scheduler.admit(alone)
         return request
@@ -397,7 +401,9 @@ class Session:
         """
         request = self.request
         if not self.is_preempted or self._resuming is not None:
-            raise OwnershipError(f"request {self.spec.request_id!r} is not preempted")
+            raise OwnershipError(
+                f"request {self.spec.request_id!r} is not preempted, so it cannot be resumed"
+            )
         service = self._service
         fetch = service.fetched if service.fetches(request.spec) else None
         try:
