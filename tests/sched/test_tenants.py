@@ -77,13 +77,13 @@ async def test_closing_frees_the_blocks_and_is_refused_while_in_use() -> None:
             here.service.close_fingerprint(space)
         await here.ended(request)
         here.service.pin("kept", Prompt.of(tokens(16), 4, space=space), 1000.0)
-        with pytest.raises(BadRequestError, match="held"):
+        with pytest.raises(BadRequestError, match="hold some"):
             here.service.close_fingerprint(space)
         here.service.unpin("kept")
         assert here.service.close_fingerprint(space) == 4
         assert here.free_device_blocks == used + 4
         assert here.service.verify() == []
-        with pytest.raises(BadRequestError, match="no fingerprint"):
+        with pytest.raises(BadRequestError, match="is not open"):
             await begin_request(here.service, "x", Prompt.of([1], 4, space=space), max_new_tokens=0)
         for name in (space, ""):
             with pytest.raises(BadRequestError):
@@ -434,7 +434,7 @@ async def test_a_fingerprint_with_many_blocks_is_retired_while_others_go_on(come
             here.service.scheduler.end(request)
         else:
             here.service.close_fingerprint(space)
-            with pytest.raises(BadRequestError, match="no fingerprint"):
+            with pytest.raises(BadRequestError, match="is not open"):
                 await retiring
         await here.settle()
 

@@ -959,8 +959,11 @@ class TicketStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def look_at(tickets: Tickets, ticket_id: str) -> TicketStatus:
-    """A few small reads. Raises BadRequestError if the id is not valid UTF-8, and nothing else: what goes
-    wrong is a state, too."""
+    """Return the state of a ticket, from a few small reads; a failed read is a state, too.
+
+    Raises:
+        BadRequestError: the id is not valid UTF-8.
+    """
     try:
         return await _look(tickets, ticket_id)
     except HandoffError as error:
