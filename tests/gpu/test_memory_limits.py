@@ -112,8 +112,8 @@ def test_a_refusal_says_the_numbers_the_file_and_what_to_set(root: Path) -> None
     assert str(refused.value) == (
         "the host tier needs 2.00 GiB of memory, but this process can allocate only "
         "500.0 MiB more: memory of this container is 600.0 MiB (/sys/fs/cgroup/memory.max). "
-        "Raise that limit (docker --memory, Kubernetes resources.limits.memory, systemd MemoryMax), "
-        "or lower cache.host_blocks (an engine's host_bytes)"
+        "Raise that limit (docker --memory, Kubernetes resources.limits.memory, systemd "
+        "MemoryMax), or lower cache.host_blocks (an engine's host_bytes)"
     )
     for allocate in (
         lambda: CpuPlanes(GQA, GIB // GQA.block_bytes),
