@@ -1,40 +1,40 @@
-"""Every error tierkv raises, named for what the caller can do about it."""
+"""All errors that tierkv raises, named for what the caller can do about them."""
 
 
 class TierKVError(Exception):
-    """The root of all errors raised by tierkv. Its text is one sentence a user can act on."""
+    """The root of all errors raised by tierkv. Its text is a sentence that names the remedy."""
 
 
 class ConfigError(TierKVError):
-    """A setting, option or file from the user is wrong: correct it and start again."""
+    """A setting, an option or a file is wrong: correct it and start again."""
 
 
 class BadRequestError(TierKVError):
-    """A request can never succeed as it stands: change it."""
+    """The request is wrong in every state of the node: correct it, and do not retry."""
 
 
 class RequestTooLargeError(BadRequestError):
-    """The request needs more blocks than the pool has in all: shorten it or enlarge the pool."""
+    """The request needs more tokens, blocks or bytes than a limit: shorten it, or raise that."""
 
 
 class DuplicateRequestError(BadRequestError):
-    """A request of this id is already running: use another id, or wait for that one."""
+    """The id is in use for another request or prompt: use another id, or wait for its end."""
 
 
 class RequestAbortedError(TierKVError):
-    """The request was aborted: end it, its result is not wanted any more."""
+    """The request was aborted by another call: end it, since its result is not wanted."""
 
 
 class ShuttingDownError(TierKVError):
-    """The service is draining and takes no new work: use another node."""
+    """The node or service is shutting down: use another node, or wait for its restart."""
 
 
 class ServiceFailedError(TierKVError):
-    """The service stopped after an unexpected error, its cause: start another service."""
+    """The service stopped after an unexpected error, which is its cause: start another service."""
 
 
 class OutOfBlocksError(TierKVError):
-    """A pool cannot give what was asked for right now: wait, or shed load. Nothing was taken."""
+    """A tier has too few free blocks now: wait, or shed load. No block was taken."""
 
     def __init__(self, tier: str, *, needed: int, available: int) -> None:
         super().__init__(f"{tier}: {needed} blocks needed, {available} available")
@@ -44,19 +44,26 @@ class OutOfBlocksError(TierKVError):
 
 
 class OverQuotaError(OutOfBlocksError):
-    """A tenant's own quota is full: the request waits for other requests of the same tenant."""
+    """A tenant's quota is full: wait for the end of another request of the same tenant."""
 
 
 class OwnershipError(TierKVError):
-    """An id was released that its owner does not hold: a bug in the caller. Nothing changed."""
+    """A call does not fit the state of its request, lease or device: a bug in the caller.
+
+    Nothing changed.
+    """
 
 
 class LayoutError(TierKVError):
-    """Shapes, sizes or alignments do not fit the layout: refuse the peer or the buffer."""
+    """Shapes, sizes or alignments do not fit the layout: correct the layout, or refuse the peer."""
 
 
 class TransferError(TierKVError):
-    """A movement of bytes failed; the blocks concerned are named so that they can be recomputed."""
+    """A copy of blocks failed: compute the blocks that the error names.
+
+    Attributes:
+        blocks: device block ids whose content is not valid; empty if unknown.
+    """
 
     def __init__(self, message: str, *, blocks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -64,36 +71,39 @@ class TransferError(TierKVError):
 
 
 class DeviceFailedError(TransferError):
-    """The device itself is unusable: fail over to another node."""
+    """The device is unusable: use another node, and restart this one."""
 
 
 class GateTimeoutError(TransferError):
-    """A layer did not arrive in time: recompute, or wait again (the copy itself goes on)."""
+    """Blocks were not on the device in time: compute them, or wait again for the copy."""
 
 
 class StoreError(TierKVError):
-    """Something about the storage tier went wrong."""
+    """The storage tier failed: check the store that the sentence names."""
 
 
 class StoreUnavailableError(StoreError):
-    """The store does not answer in time or refuses: skip the tier, compute instead."""
+    """The store refuses or does not answer in time: compute instead, and check the store."""
 
 
 class StoreRefusedError(StoreUnavailableError):
-    """The store answers, and refuses this, such as any change: go on with what it gives."""
+    """The store answers and refuses this operation, such as a write: continue with reads."""
 
 
 class StoreDownError(StoreUnavailableError):
-    """The store failed at once several times, so it is left alone: it is not slow, but gone."""
+    """The store failed repeatedly and is not asked until it answers a probe: compute instead."""
 
 
 class StoreCorruptError(StoreError):
-    """Bytes are not what was written: of a stored value (drop the key, compute instead), or of a
-    message of another process of ours."""
+    """A stored value or a message differs from what was written: drop it, and compute instead."""
 
 
 class HandoffError(TierKVError):
-    """A claim cannot be served; `reason` names the case."""
+    """A prompt cannot be handed over: see the reason.
+
+    Attributes:
+        reason: a value of HandoffProblem.
+    """
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -101,7 +111,11 @@ class HandoffError(TierKVError):
 
 
 class InvariantError(TierKVError):
-    """`verify()` found the books not in order; `findings` says what, in words."""
+    """`verify()` found inconsistent blocks or leases: a bug in tierkv, so report the findings.
+
+    Attributes:
+        findings: one sentence per violated invariant.
+    """
 
     def __init__(self, findings: tuple[str, ...]) -> None:
         super().__init__("; ".join(findings))
@@ -109,8 +123,8 @@ class InvariantError(TierKVError):
 
 
 def how_to_install(extra: str) -> str:
-    """The command that adds `extra` of pyproject.toml, for error sentences.
+    """Return the command that installs the extra `extra` of pyproject.toml, for error sentences.
 
-    It works from a checkout: the package index has another project under the name tierkv.
+    The command works in a checkout: the package index has another project with the name tierkv.
     """
     return f"pip install -e '.[{extra}]' in the checkout of tierkv"

@@ -68,7 +68,7 @@ async def test_a_host_size_without_memory_is_refused_and_says_what_to_do() -> No
 
 async def test_a_device_size_without_memory_is_refused_and_says_what_to_do() -> None:
     async with world(device_blocks=4) as on:
-        with pytest.raises(ConfigError, match=r"1 to 4 blocks, not 5.*sleep and wake"):
+        with pytest.raises(ConfigError, match=r"1 to 4 blocks, not 5.*put the device to sleep"):
             await on.service.resize(Tier.DEVICE, 5)
 
 

@@ -101,7 +101,7 @@ async def test_a_wake_may_take_another_number_of_blocks(count: int) -> None:
         assert here.service.stats().device.capacity == count
         assert (await here.run(tokens(12))).total_tokens == 11
         await here.run(tokens(4 * count, 100))
-        with pytest.raises(ConfigError, match="sleep and wake"):
+        with pytest.raises(ConfigError, match="put the device to sleep"):
             await here.service.resize(Tier.DEVICE, count + 1)
 
 

@@ -1,5 +1,7 @@
-"""Errors between callers, the gateway and its nodes, named for what the gateway does about them;
-and the body of an answer that both OpenAI's clients and readers of RFC 9457 understand."""
+"""Errors between callers, the gateway and its nodes, named for what the gateway does about them.
+
+A failure's body suits both OpenAI's clients and readers of RFC 9457.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,18 @@ from tierkv.http.problems import AnswerError, Problem, problem_of
 
 
 class GatewayError(AnswerError):
-    """An answer to the caller."""
+    """An error that the gateway answers with."""
 
 
 class InvalidRequestError(GatewayError):
-    """The caller's request is wrong. param: the field that is, if it is one."""
+    """The caller's request is wrong: correct the field that `param` names.
+
+    Args:
+        message: the fault and the remedy.
+        param: the wrong field; None if none is.
+        status: HTTP status, if not 400.
+        code: problem code, if not invalid_request.
+    """
 
     status = 400
     code = "invalid_request"
@@ -51,7 +60,7 @@ class NoSuchModelError(InvalidRequestError):
 
 
 class OverloadedError(GatewayError):
-    """There is no room, here or at the nodes: try again later."""
+    """All nodes are busy, or the prompt waited too long: retry."""
 
     status = 503
     code = "overloaded"
@@ -59,7 +68,7 @@ class OverloadedError(GatewayError):
 
 
 class TooManyWaitingError(OverloadedError):
-    """The queue of waiting prompts is full."""
+    """The queue of waiting prompts is full: retry, or add nodes."""
 
     status = 429
     code = "too_many_requests"
@@ -67,7 +76,7 @@ class TooManyWaitingError(OverloadedError):
 
 
 class NoNodesError(GatewayError):
-    """No node is left for this request."""
+    """No node can answer: check the nodes with `tierkv status`."""
 
     status = 503
     code = "no_nodes"
@@ -75,31 +84,39 @@ class NoNodesError(GatewayError):
 
 
 class GatewayShuttingDownError(GatewayError):
+    """The gateway is shutting down: use another gateway, or wait for its restart."""
+
     status = 503
     code = "shutting_down"
     title = "This gateway is shutting down"
 
 
 class OutOfTimeError(GatewayError):
+    """The deadline passed before the answer's end: allow more time, or fewer tokens."""
+
     status = 504
     code = "deadline_exceeded"
     title = "The deadline passed"
 
 
 class AttemptError(TierKVError):
-    """An attempt at one node came to nothing; another may do better."""
+    """An attempt at one node failed; another attempt may succeed."""
 
 
 class NodeFailedError(AttemptError):
-    """The node died, hung, or answered what no node should: leave it alone for a while."""
+    """The node died, hung, or sent an unexpected answer: use other nodes for a while."""
 
 
 class NodeBusyError(AttemptError):
-    """The node is well but takes no more now, because it is full or draining."""
+    """The node is healthy but accepts no more requests, since it is full or shutting down."""
 
 
 class HandoffRefusedError(AttemptError):
-    """The node is well, but the prompt cannot be handed over. reason: as the node gave it."""
+    """The node is healthy, but the prompt cannot be handed over.
+
+    Attributes:
+        reason: the node's reason, a value of HandoffProblem.
+    """
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)

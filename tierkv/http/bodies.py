@@ -37,23 +37,23 @@ _ID = re.compile(ID_PATTERN)
 
 
 class BodyError(BadRequestError):
-    """A body that cannot be read at all."""
+    """The body cannot be read: send valid JSON or MessagePack."""
 
 
 class FieldError(BadRequestError):
-    """The body can be decoded, but its fields do not fit the route."""
+    """A field or parameter is wrong: correct the one that the sentence names."""
 
 
 class MediaTypeError(BadRequestError):
-    """A body of a type that the routes do not read."""
+    """The type or encoding of the body is not supported: send JSON or MessagePack."""
 
 
 class BodyTimeoutError(BadRequestError):
-    """A body that did not arrive in time."""
+    """The body did not arrive in time: send it faster, or in smaller parts."""
 
 
 class TooMuchInWorkError(TierKVError):
-    """The bodies of requests under way use all of max_work_bytes: ask again soon."""
+    """The bodies of all requests exceed max_work_bytes: retry."""
 
 
 class BodyReader:

@@ -77,7 +77,7 @@ class UnauthenticatedError(TierKVError):
 
 
 class ForbiddenError(TierKVError):
-    """The node knows who calls, and this caller may not do this."""
+    """The caller's role does not allow the route: use a token with the named role."""
 
 
 _MAX_FILE_BYTES = 16 << 20

@@ -1,6 +1,7 @@
-"""Every failure as one shape: RFC 9457 problem+json with a code that does not change.
+"""All failures in one shape: RFC 9457 problem+json with a stable code.
 
-`ERRORS` maps exceptions of handlers, `PROBLEMS` what never becomes a request.
+`ERRORS` maps the exceptions of handlers; `PROBLEMS` has the failures that occur before a handler
+runs.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ from tierkv.pd.tickets import HandoffProblem
 
 
 class UnknownIdError(BadRequestError):
-    """The id is unknown or another tenant's: both cases have the same words."""
+    """The id is unknown, or belongs to another tenant: check the id."""
 
 
 class WrongStateError(BadRequestError):
-    """The id is known, but the state of its object does not allow this now."""
+    """The state of the node or object does not allow this now: change the state first."""
 
 
 class TooManyError(BadRequestError):
-    """The limit of such objects is reached: wait until one is removed."""
+    """The limit of such objects is reached: remove one, or wait until one ends."""
 
 
 class NotReadyError(TierKVError):
-    """The node cannot answer this now: ask again, or another one."""
+    """The node is not ready yet, or no longer: retry, or use another node."""
 
 
 class AnswerError(TierKVError):
@@ -80,11 +81,11 @@ PASSING_REASONS = frozenset(
 
 
 class NoEngineError(BadRequestError):
-    """This node keeps the KV of engines at its socket and computes nothing."""
+    """The node has no engine of its own: ask the engine, or a node with an engine."""
 
 
 class WrongRoleError(BadRequestError):
-    """This node's role does not include the request: call a node with the needed role."""
+    """The node's role does not include the request: use a node with the named role."""
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

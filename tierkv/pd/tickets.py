@@ -64,21 +64,40 @@ MAX_TICKET_BYTES = 16 << 20  # about 300,000 blocks
 
 
 class HandoffProblem(Enum):
-    """Why a hand-off came to nothing, or not whole: claims raise all of these, publishing some. The
-    value is what HTTP clients see."""
+    """The reasons of failed hand-offs. HTTP clients see the values.
 
-    NOT_YET = "not_yet"  # no ticket came before the deadline
-    EXPIRED = "expired"  # there is one, but its time is over
-    CLAIMED = "already_claimed"  # there was one; it was claimed and its time after that is over
-    DAMAGED = "damaged"  # the ticket or a block is not what was written
-    INCOMPLETE = "incomplete"  # a block it lists is gone
-    NO_ROOM = "no_room"  # this node had none for it before the deadline
-    INCOMPATIBLE = "incompatible"  # made by a node with KV that cannot be used here
-    OTHER_PROMPT = "other_prompt"  # it is for other tokens than the caller's
-    PRODUCER_FAILED = "producer_failed"  # the prefill gave up, and said why
-    PRODUCER_LOST = "producer_lost"  # the prefill began, and its node says no more that it lives
-    UNAVAILABLE = "storage_unavailable"  # the store does not answer
-    LOAD_FAILED = "load_failed"  # it came to this node's host memory, but not to its device
+    Attributes:
+        NOT_YET: no complete ticket came before the deadline: wait longer, or check the prefill
+            node.
+        EXPIRED: the ticket's lifetime has passed: publish again, or raise handoff.ticket_ttl_s.
+        CLAIMED: another claim used the ticket: publish again.
+        DAMAGED: the ticket or a block differs from what was written: run `tierkv storage verify
+            URL`.
+        INCOMPLETE: a block of the ticket is not in the store: check the store's eviction and
+            memory.
+        NO_ROOM: no blocks became free before the deadline: retry, or add host or device blocks.
+        INCOMPATIBLE: model, layout or sampling differ: make the settings of both nodes equal.
+        OTHER_PROMPT: the ticket belongs to another prompt: use each ticket id for one prompt.
+        PRODUCER_FAILED: the prefill node gave up: read its reason in `detail`.
+        PRODUCER_LOST: the prefill node died, or cannot reach the store: check the node, and claim
+            again.
+        UNAVAILABLE: the store did not answer: read the first failure in `GET /readyz?verbose`.
+        LOAD_FAILED: the blocks came to host memory, but not to the device: read the log, and claim
+            again.
+    """
+
+    NOT_YET = "not_yet"
+    EXPIRED = "expired"
+    CLAIMED = "already_claimed"
+    DAMAGED = "damaged"
+    INCOMPLETE = "incomplete"
+    NO_ROOM = "no_room"
+    INCOMPATIBLE = "incompatible"
+    OTHER_PROMPT = "other_prompt"
+    PRODUCER_FAILED = "producer_failed"
+    PRODUCER_LOST = "producer_lost"
+    UNAVAILABLE = "storage_unavailable"
+    LOAD_FAILED = "load_failed"
 
 
 class _Handed(msgspec.Struct, frozen=True, kw_only=True):
