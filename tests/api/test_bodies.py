@@ -75,5 +75,5 @@ def test_a_key_twice_is_refused_in_objects_of_a_list(messages: bytes) -> None:
 @pytest.mark.promise("A prompt with too many tokens is refused.")
 @pytest.mark.parametrize("body", [{"tokens": [1] * 21}, {"prompt": "a" * 21}])
 def test_more_than_the_most_tokens_are_refused(body: dict[str, Any]) -> None:
-    with pytest.raises(RequestTooLargeError, match="at most 20 tokens"):
+    with pytest.raises(RequestTooLargeError, match="longer than this node's 20 tokens"):
         read(json.dumps(body).encode()).packed(TOKENIZER, 20)

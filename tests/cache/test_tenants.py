@@ -111,6 +111,6 @@ def test_a_space_that_still_has_blocks_is_not_closed_and_an_empty_one_is() -> No
     assert index.match(prompt).num_blocks == 2, "nothing has changed"
     index.forget_below(index.match(prompt).node, 0)
     index.spaces.close("a")
-    with pytest.raises(BadRequestError, match="no fingerprint 'a'"):
+    with pytest.raises(BadRequestError, match="'a' is not open"):
         index.match(prompt)
     assert index.spaces.order[Tier.DEVICE].num_unheld == 0

@@ -246,6 +246,6 @@ def test_wrong_use_is_refused_with_its_reason() -> None:
     with pytest.raises(LayoutError, match="same number of rows"):
         storage.pool(_ENGINE, pages_of(6), pages_of(6, 7))
     pool = storage.pool(_ENGINE, pages_of(6))
-    with pytest.raises(LayoutError, match="2 keys for 1 pages"):
+    with pytest.raises(LayoutError, match="2 keys were given for 1 pages"):
         pool.load([b"a", b"b"], [1])
     storage.close()

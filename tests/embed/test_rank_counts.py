@@ -199,7 +199,7 @@ def test_of_several_groups_it_is_said_once_that_only_as_many_ranks_are_found(
         store=lambda: open_store(f"file://{tmp_path}/kv", StoreSettings(), SystemClock()),
         storage=StorageOptions(peer_sizes=(1, 2)),
     ) as cache:
-        assert "only what 1 ranks have stored is found" in caplog.text
+        assert "only blocks stored by engines of 1 ranks are found" in caplog.text
         found = ask(lambda: cache.lookup("a", Prompt(pack(TOKENS), SIZE)))
         assert found == Found(0), "nothing went wrong"
 

@@ -119,7 +119,7 @@ def test_a_refusal_says_the_numbers_the_file_and_what_to_set(root: Path) -> None
         lambda: CpuPlanes(GQA, GIB // GQA.block_bytes),
         lambda: CpuHostSlots(GQA, GIB // GQA.block_bytes),
     ):
-        with pytest.raises(ConfigError, match=r"may take 500\.0 MiB more"):
+        with pytest.raises(ConfigError, match=r"allocate only 500\.0 MiB more"):
             allocate()
 
 

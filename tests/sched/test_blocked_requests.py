@@ -266,7 +266,7 @@ async def test_a_device_that_shrinks_refuses_a_parked_request_that_fits_no_more(
         await turns(10)
         on.service.scheduler.end(owner)
         await finish(shrinks)
-        with pytest.raises(RequestTooLargeError, match="holds 6"):
+        with pytest.raises(RequestTooLargeError, match="device tier has 6"):
             await finish(big)
         await on.settle()
 

@@ -39,5 +39,5 @@ async def test_only_a_store_that_is_late_is_warned_of(
         assert request.cached_tokens == 0
         here.the_store.release()
         await here.ended(request)
-    [record] = [r for r in caplog.records if "a fetch from storage ended early" in r.message]
+    [record] = [r for r in caplog.records if "ended early" in r.message]
     assert (record.levelno == logging.WARNING) == is_told

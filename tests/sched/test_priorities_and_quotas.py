@@ -152,7 +152,7 @@ async def test_over_its_quota_a_tenant_evicts_its_own_blocks_only() -> None:
         assert space.used[Tier.DEVICE] == 4
         assert here.service.index.match(here.prompt(tokens(16))).device_blocks == 4
         assert here.free_device_blocks == 4  # free, but not for acme
-        with pytest.raises(RequestTooLargeError, match="quota is 4"):
+        with pytest.raises(RequestTooLargeError, match="quota of 4"):
             await admit(here, tokens(20, 900), "too large", space=acme)
 
 

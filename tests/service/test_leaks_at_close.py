@@ -23,7 +23,7 @@ async def test_a_lease_that_nobody_released_is_told_of_at_the_end() -> None:
             match = here.service.index.match(here.prompt(tokens(16)))
             here.service.index.hold(match.node, match.num_blocks)
 
-    with pytest.raises(InvariantError, match="1 leases are out"):
+    with pytest.raises(InvariantError, match="1 leases are held"):
         await leak()
 
 
