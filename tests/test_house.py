@@ -111,6 +111,24 @@ def test_every_module_has_a_docstring() -> None:
     assert silent == []
 
 
+def test_the_page_of_errors_is_made_from_the_code() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "errors_page.py"))
+    stale = "stale: run python scripts/errors_page.py"
+    assert (DOCS / "errors.md").read_text() == script["page"](), stale
+
+
+def test_every_code_of_a_problem_is_expected_by_a_test() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "errors_page.py"))
+    expected: set[object] = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        if path != Path(__file__):
+            tree = ast.walk(ast.parse(path.read_text()))
+            expected |= {one.value for one in tree if isinstance(one, ast.Constant)}
+    codes = {code for _, code, _, _ in script["problem_rows"]()}
+    assert len(codes) > 35
+    assert codes - expected == set()
+
+
 def test_the_page_of_promises_is_made_from_the_markers_on_tests() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "promises.py"))
     stale = "stale: run python scripts/promises.py"

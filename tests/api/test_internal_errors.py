@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.api.nodes import here
+from tierkv.errors import DeviceFailedError, TransferError
 from tierkv.refmodel.engine import ModelRun, ReferenceEngine
 from tierkv.sched import admission
 from tierkv.sched.admission import Admissions, Starts
@@ -76,3 +77,24 @@ async def test_a_request_that_fails_by_a_bug_gives_everything_back(
         answer = await on.client.post("/v1/generate", {"prompt": PROMPT + "x", "max_tokens": 3})
         assert answer.status == 200
         await on.settle()
+
+
+@pytest.mark.parametrize(
+    ("error", "answered"),
+    [
+        (DeviceFailedError("GPU 0 is lost to this process"), (503, "device_failed")),
+        (TransferError("the copy broke"), (503, "transfer_failed")),
+        (PlantedError("a bug"), (500, "internal_error")),
+    ],
+)
+async def test_an_error_of_the_engine_has_its_own_code(
+    error: Exception, answered: tuple[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> object:
+        raise error
+
+    async with here() as on:
+        monkeypatch.setattr(ReferenceEngine, "_call_model", broken)
+        answer = await on.client.post("/v1/generate", {"prompt": PROMPT})
+        assert (answer.status, answer.code) == answered
+        assert ("GPU 0" in answer.body["detail"]) == (answered[1] == "device_failed")

@@ -473,9 +473,10 @@ def test_over_http_a_node_of_engines_computes_nothing(tmp_path: Path) -> None:
         on.compute(TOKENS, HERE)
         with (
             at.client() as client,
-            pytest.raises(RemoteError, match="no model of its own"),
+            pytest.raises(RemoteError, match="no model of its own") as refused,
         ):
             client.generate(GenerateBody(tokens=TOKENS))
+        assert (refused.value.problem.status, refused.value.problem.code) == (409, "no_engine")
 
 
 def test_a_node_that_no_engine_has_come_to_ends_when_told(tmp_path: Path) -> None:

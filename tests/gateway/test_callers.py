@@ -425,10 +425,8 @@ async def test_a_node_that_is_degraded_gets_work_and_readyz_says_so() -> None:
 async def test_too_many_prompts_are_refused_before_any_is_read() -> None:
     async with stage(limits=LimitsSection(max_batch=3)) as on:
         asked = await on.caller.ask({"prompt": ["good", "good", "good", ""]})
-        assert (asked.status, asked.body["detail"]) == (
-            400,
-            "one request may have 1 to 3 prompts, not 4",
-        )
+        assert (asked.status, asked.body["code"]) == (400, "invalid_request")
+        assert asked.body["detail"] == "one request may have 1 to 3 prompts, not 4"
 
 
 @pytest.mark.parametrize("stream", [False, True])
