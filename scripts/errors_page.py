@@ -34,7 +34,7 @@ _INTRO = """# Error messages
 Over HTTP an error is `application/problem+json`: a status, a stable `code`, a `title`, and a
 `detail` that names the value and the remedy ([HTTP](http.md)). On the command line an error is one
 sentence on stderr, with exit code 1. In Python every error is a `TierKVError`, and its class says
-what the caller can do. The site has a page with [every sentence](reference/messages.md)."""
+what the caller can do. The documentation site has a page with every sentence."""
 
 _HTTP = """## HTTP problems
 
@@ -43,8 +43,10 @@ that have few."""
 _UNLISTED = {
     "bad_request",
     "device_failed",
+    "duplicate_request",
     "handoff_failed",
     "invalid_request",
+    "request_too_large",
     "shutting_down",
     "store_unavailable",
     "transfer_failed",
@@ -215,7 +217,7 @@ def page() -> str:
         by_class[one.what] = [*dict.fromkeys([*by_class[one.what], _quoted(one.text)])]
     problem_table = "\n".join(
         f"| {status} | `{code}` | {_cell(meaning)} | "
-        f"{_cell(' · '.join(by_class[name])) if code not in _UNLISTED else ''} |"
+        f"{_cell('; '.join(by_class[name])) if code not in _UNLISTED else ''} |"
         for status, code, name, meaning in problem_rows()
     )
     reason_table = "\n".join(
@@ -225,7 +227,7 @@ def page() -> str:
     for one in said:
         if one.what in _LEVELS:
             lines[one.file.parts[1].removesuffix(".py")].append(_quoted(one.text))
-    log = "\n".join(f"- {folder}: {' · '.join(texts)}" for folder, texts in lines.items())
+    log = "\n".join(f"- {folder}: {'; '.join(texts)}" for folder, texts in lines.items())
     parts = [
         _INTRO,
         _HTTP,

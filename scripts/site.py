@@ -8,6 +8,7 @@ import html
 import inspect
 import json
 import re
+import runpy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -54,10 +55,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/settings.md": settings_page(),
         "reference/routes.md": routes_page(),
         "reference/plots.md": plots_page(),
+        "reference/messages.md": errors_page()["messages_page"](),
     }
     for name, content in pages.items():
         files.append(File.generated(config, name, content=content))
     return files
+
+
+def errors_page() -> Json:
+    """Return the names of scripts/errors_page.py, which is no module of a package."""
+    return runpy.run_path(str(ROOT / "scripts" / "errors_page.py"))
 
 
 def _page(name: str) -> str:
