@@ -454,7 +454,7 @@ async def test_a_value_whose_master_froze_while_it_became_visible_is_whole_or_no
     [
         ((b"bbaa", b"bbba", b"bbbb", b"bbbb", b"else"), b"bbbb"),
         (tuple(bytes([i]) * 4 for i in range(50)), "during each of"),
-        ((b"aaaa", b"", b""), "lost"),
+        ((b"aaaa", b"", b""), "removed"),
     ],
 )
 async def test_a_small_value_is_read_until_two_readings_agree(

@@ -92,7 +92,7 @@ async def test_a_database_that_there_is_not(server: RedisServer) -> None:
 
 async def test_a_service_that_the_sentinels_do_not_know(sentinels: SentinelGroup) -> None:
     sentence = await refusal(sentinels.url.removesuffix("kv") + "other")
-    assert "knows no service 'other': correct it" in sentence
+    assert "knows no service 'other': use the name" in sentence
 
 
 async def test_a_single_server_named_as_a_cluster(sentinels: SentinelGroup) -> None:

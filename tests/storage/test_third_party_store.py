@@ -103,7 +103,7 @@ def test_a_wrong_table_of_such_a_store_is_refused_at_the_start(
 
 
 def test_what_cannot_be_imported_and_what_nobody_brings_is_said(package: Path) -> None:
-    with pytest.raises(ConfigError, match=r"SqliteStore, is no .*StoreKind: upgrade"):
+    with pytest.raises(ConfigError, match=r"SqliteStore, is not a .*StoreKind: upgrade"):
         open_store("old://x", StoreSettings(), SystemClock())
     with pytest.raises(ConfigError, match="open_nothing"):
         open_store("gone://x", StoreSettings(), SystemClock())

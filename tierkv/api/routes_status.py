@@ -409,9 +409,13 @@ class NodeLiveRoutes(Routes):
         is_number = number.isdecimal() and len(number) <= _MOST_DIGITS
         one = self._node.service.timelines.find(int(number)) if is_number else None
         if one is None or not self._may_see(self._whose(request), one.space):
-            raise UnknownIdError("this request is none of the last ones")
+            raise UnknownIdError(
+                "this request is not one of the recent requests that this node remembers"
+            )
         if one.prompt is None:
-            raise UnknownIdError("the prompt of this request is not kept any more")
+            raise UnknownIdError(
+                "the prompt of this request is no longer kept: only recent prompts are"
+            )
         return one.prompt
 
     def _whose(self, request: web.BaseRequest) -> str | None:
