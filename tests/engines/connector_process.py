@@ -121,7 +121,11 @@ class Driver:
             for event in take_events():
                 names = [self._name(one) for one in event.block_hashes]
                 kind = type(event).__name__
-                self.events_told.append({"kind": kind, "medium": event.medium, "names": names})
+                told = {"kind": kind, "medium": event.medium, "names": names}
+                if kind == "BlockStored":
+                    told["tokens"] = event.token_ids
+                    told["parent"] = event.parent_block_hash and self._name(event.parent_block_hash)
+                self.events_told.append(told)
                 yield event
 
         self.connector.take_events = events

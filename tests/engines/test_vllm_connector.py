@@ -901,6 +901,27 @@ def test_events_have_vllms_own_names(alone: Engine, one: Engine) -> None:
         assert set(names) <= stored, medium
 
 
+def test_events_of_host_and_store_have_the_tokens_by_which_routers_find_blocks(
+    alone: Engine, one: Engine
+) -> None:
+    plain, salted = prompt(702, 4 * _BLOCK), prompt(703, 4 * _BLOCK)
+    one.ask("events")
+    one.tokens([plain])
+    one.tokens([salted], "salted", salt="of a tenant")
+    one.tokens([prompt(704, 40)], "after")
+    stored = [event for event in one.ask("events") if event["kind"] == "BlockStored"]
+    names = one.ask("hashes", tokens=plain)
+    for medium in ("CPU", "STORAGE"):
+        known: dict[str | None, list[int]] = {None: []}
+        for event in [event for event in stored if event["medium"] == medium and event["tokens"]]:
+            before = known[event["parent"]]
+            for at, name in enumerate(event["names"]):
+                before = [*before, *event["tokens"][at * _BLOCK : (at + 1) * _BLOCK]]
+                known[name] = before
+        assert known[names[-1]] == plain[: len(names) * _BLOCK], medium
+        assert all(tokens == plain[: len(tokens)] for tokens in known.values()), medium
+
+
 def test_settings_that_are_not_there_are_named() -> None:
     cases: list[tuple[dict[str, object], str]] = [
         ({"host_byte": 1}, r"no setting host_byte \(did you mean host_bytes\?"),

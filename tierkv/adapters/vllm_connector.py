@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 import torch
 import vllm
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
@@ -108,6 +109,7 @@ _BACKLOG_TURNS = 2  # turns in which a backlog of waiting saves is begun
 _SAVED_AT_ONCE = 256
 _PAUSE_STEPS = 4  # until a request that had no part in a step is looked at again
 _MOST_WAIT_S = 60.0  # for a copy of blocks that are about to be written
+_MOST_PRIVATE = 65_536  # names of blocks with a salt, an adapter or images; see take_events
 _MOST_LOST = 2  # promises to one request that expire before it loads them
 _COUNTS = {
     "loaded_tokens": "Prompt tokens that were loaded instead of computed",
@@ -499,6 +501,7 @@ class _SchedulerSide:
         self._has_windows = False
         events = config.kv_events_config
         self._tells = events is not None and events.enable_kv_cache_events
+        self._private: OrderedDict[str | int | bytes, None] = OrderedDict()
         self._adapters = AdapterDigests()
         self._epoch = b""
         self._tracked: dict[str, _Tracked] = {}
@@ -580,6 +583,7 @@ class _SchedulerSide:
                 expires_s=settings.expires_s,
                 # Slots of two steps: those of one are saved while others are made ready.
                 save_blocks=max(_SAVE_BLOCKS, 2 * most_tokens // layout.block_size),
+                event_tokens=self._tells,
             ),
             handoff=settings.handoff(),
             storage=StorageOptions(scheme=scheme, peer_sizes=settings.other_ranks),
@@ -934,6 +938,10 @@ class _SchedulerSide:
                     for end in ends
                 ]
             )
+        if request.lora_request or request.cache_salt or request.mm_features:
+            self._private.update(dict.fromkeys(name for some in names for name in some if name))
+            while len(self._private) > _MOST_PRIVATE:
+                self._private.popitem(last=False)
         return names
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -946,10 +954,18 @@ class _SchedulerSide:
             if event.kind is CacheEventKind.EVICTED:
                 yield BlockRemoved(block_hashes=names, medium=medium, group_idx=event.group)
             else:
+                # A router finds a block by its tokens once vLLM has evicted its own copy. Blocks
+                # with a salt, an adapter or images have no tokens: these would not tell them apart.
+                is_found = (
+                    len(names) == len(event.digests)
+                    and (event.start == 0 or event.external_parent is not None)
+                    and self._private.keys().isdisjoint(names)
+                )
+                tokens = np.frombuffer(event.tokens, "<i4").tolist() if is_found else []
                 yield BlockStored(
                     block_hashes=names,
-                    parent_block_hash=None,
-                    token_ids=[],
+                    parent_block_hash=event.external_parent if tokens else None,
+                    token_ids=tokens,
                     block_size=self._groups[event.group].block_size,
                     lora_id=None,
                     medium=medium,

@@ -83,6 +83,7 @@ class EngineCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         save_blocks: number of host slots kept ready for saves.
         max_failures: number of failed loads after which a block is offered no more.
         max_events: number of events that may wait to be taken.
+        event_tokens: events carry the tokens of blocks, which are the content of prompts.
     """
 
     most_promised: float = 0.5
@@ -90,6 +91,7 @@ class EngineCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     save_blocks: int = 256
     max_failures: int = 3
     max_events: int = 4096
+    event_tokens: bool = False
 
     def __post_init__(self) -> None:
         all_above_zero("engine_cache", self, "most_promised", "expires_s")
@@ -214,6 +216,7 @@ class HostSizes:
             most_reserved=self.most_reserved(settings),
             max_failures=settings.max_failures,
             max_events=settings.max_events,
+            event_tokens=settings.event_tokens,
         )
         side.begin(service)
         return side
@@ -369,6 +372,7 @@ class HostSide:
         most_reserved: by group, the host slots kept ready for saves.
         max_failures: see EngineCacheSettings.
         max_events: see EngineCacheSettings.
+        event_tokens: see EngineCacheSettings.
     """
 
     def __init__(  # noqa: PLR0913 - bounds
@@ -381,6 +385,7 @@ class HostSide:
         most_reserved: Sequence[int],
         max_failures: int,
         max_events: int,
+        event_tokens: bool,
     ) -> None:
         self.most_reserved = most_reserved
         self._service = service
@@ -405,6 +410,7 @@ class HostSide:
         self._failures: OrderedDict[bytes, int] = OrderedDict()
         self._publishes: dict[int, tuple[PublishStream, SavedPrompt]] = {}
         self._max_events = max_events
+        self._event_tokens = event_tokens
         self._listening = ExitStack()
 
     @property
@@ -421,7 +427,7 @@ class HostSide:
         events.groups, events.indexed = self._groups, self._main or 0
         events.beside = lambda: [run for tier in self._tiers.values() for run in tier.runs()]
         events.most_names = _LEAST_NAMES + 4 * sum(host.num_slots for host in self.slots)
-        subscription = events.subscribe(self._max_events)
+        subscription = events.subscribe(self._max_events, wants_tokens=self._event_tokens)
         self._events = self._listening.enter_context(subscription)
         service.flat_blocks = [tier.blocks for tier in self._tiers.values()]
 
