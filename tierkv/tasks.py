@@ -1,5 +1,7 @@
-"""Tasks and deadlines of the body of a `with`, waits that outlast a cancel, and waits that end
-before the work does."""
+"""Tasks and deadlines of the body of a `with`, waits that outlast a cancel, and early waits.
+
+An early wait ends before its work does.
+"""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ CREATED = {"created": "2026-01-01T00:00:00Z"}
     ("content", "words"),
     [
         ({"tokens": [TOKEN]}, "created"),
-        ({"tokens": [TOKEN | CREATED, TOKEN | CREATED]}, "two rows of token id"),
+        ({"tokens": [TOKEN | CREATED, TOKEN | CREATED]}, "two rows with the token id"),
         ({"tokens": [TOKEN | CREATED | {"role": "king"}]}, "king"),
         ({"tokens": [TOKEN | CREATED | {"sha256": "0"}]}, "sha256"),
         ({"tokens": [TOKEN | CREATED | {"name": ""}]}, "needs a name"),

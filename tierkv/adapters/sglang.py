@@ -1,12 +1,12 @@
-"""SGLang's third cache level in a tierkv store: a dynamic storage backend of HiCache.
+r"""SGLang's third cache level in a tierkv store: a dynamic storage backend of HiCache.
 
 SGLang copies pages between GPU and its own host memory; this backend keeps the host memory's pages
 in Redis, files or Mooncake, so that they outlive the process and other instances find them. Made
 for SGLang 0.5.23 (`sglang.srt.mem_cache.hicache_storage.HiCacheStorage`), its interfaces v1 and,
 for models with several pools, v2:
 
-    python -m sglang.launch_server --model-path ... --enable-hierarchical-cache \\
-        --hicache-mem-layout page_first_direct --hicache-storage-backend dynamic \\
+    python -m sglang.launch_server --model-path ... --enable-hierarchical-cache \
+        --hicache-mem-layout page_first_direct --hicache-storage-backend dynamic \
         --hicache-storage-backend-extra-config '{"backend_name": "tierkv",
             "module_path": "tierkv.adapters.sglang", "class_name": "TierKVHiCache",
             "interface_v1": 1, "store": "redis://127.0.0.1:6379/0"}'
@@ -106,8 +106,12 @@ class TierKVHiCache(HiCacheStorage):
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, object]) -> None:
-        """Opens the store. Raises ConfigError if the extra config is wrong, StoreUnavailableError
-        if the store cannot be used."""
+        """Open the store.
+
+        Raises:
+            ConfigError: the extra config is wrong.
+            StoreUnavailableError: the store cannot be used.
+        """
         extra: Mapping[str, Any] = storage_config.extra_config or {}
         if not extra.get("interface_v1"):
             raise ConfigError(_NOT_V1)
@@ -253,14 +257,19 @@ class TierKVHiCache(HiCacheStorage):
         raise ConfigError(_NOT_V1)
 
     def clear(self) -> bool:
-        """Forget every stored page of this model, layout and rank, other instances' too. False if
-        the store does not answer; some may be left then."""
+        """Delete every stored page of this model, layout and rank, of all instances.
+
+        Returns:
+            False if the store does not answer; some pages may then remain.
+        """
         futures = [pool.clear() for pages in self._pages.values() for pool in pages.pools]
         return -1 not in [_answer(future, -1) for future in futures]
 
     def get_stats(self) -> StorageMetrics:
-        """Pages and GB/s of each call since this was asked last; nothing unless SGLang was started
-        with metrics."""
+        """Return pages and GB/s of each call since the last call of this method.
+
+        The result is empty unless SGLang was started with metrics.
+        """
         with self._metrics_lock:
             metrics, self._metrics = self._metrics, StorageMetrics()
         return metrics
@@ -400,8 +409,10 @@ class _HostPages:
         return self._meta(torch.arange(page * size, (page + 1) * size))
 
     def _meta(self, host_indices: torch.Tensor) -> tuple[_Ints, _Ints]:
-        """Address and bytes of each part of each page, of which SGLang's pools of no bytes say
-        nothing."""
+        """Return address and bytes of each part of each page.
+
+        SGLang's pools without bytes return neither.
+        """
         if self._num_ranks > 1:
             meta = self._pool.get_split_heads_page_buffer_meta(host_indices, self._num_ranks)
         else:

@@ -399,8 +399,11 @@ class _DeviceRoom:
         self._cuts: dict[tuple[int, int, bool], Sequence[torch.Tensor]] = {}
 
     def cut(self, start: int, stop: int) -> Sequence[torch.Tensor]:
-        """Tokens [start, stop) of every plane, [1, heads, tokens, dim]: what one layer asks for the
-        others will, and one call for all takes a tenth of one for each."""
+        """Return tokens [start, stop) of every plane, [1, heads, tokens, dim].
+
+        Every layer asks for the same cut: one call for all layers takes a tenth of one call per
+        layer.
+        """
         key = (start, stop, torch.is_inference_mode_enabled())  # its views stay in that mode
         found = self._cuts.get(key)
         if found is None:
@@ -718,8 +721,10 @@ class TierKVCache(Cache):  # type: ignore[misc]
         return self._moves.engine.verify().wait(_COPY_S)
 
     def close(self) -> None:
-        """Keep what there is, let writes to the store end, give the memory back. Any number of
-        times."""
+        """Keep the cached content, wait for writes to the store, and free the memory.
+
+        Further calls do nothing.
+        """
         if self._moves.is_open and os.getpid() == self._process:
             with self._turn:
                 self._keep()
@@ -771,8 +776,10 @@ class TierKVCache(Cache):  # type: ignore[misc]
         return _stream_of(self._like[0].device) == self._stream
 
     def _begin(self, prompt: torch.Tensor) -> None:
-        """Bring what there is of a text that the model will be given, which looks empty until then.
-        What is wrong with it is said then, too."""
+        """Begin to bring the cached part of a text that the model receives next.
+
+        The cache looks empty until then. Errors of the text are raised then, too.
+        """
         if prompt.ndim != 2 or prompt.shape[0] != 1 or not self._is_on_stream():  # noqa: PLR2004
             return
         tokens = prompt[0].detach().cpu().numpy()
@@ -905,10 +912,12 @@ class TierKVCache(Cache):  # type: ignore[misc]
 
 
 class _Moves:
-    """Asks the engine cache, and waits for its answers, with deadlines: on a thread of its own,
-    since Ctrl-C and handlers of signals break off what the main thread does, wherever it is.
+    """A thread that asks the engine cache and waits for its answers, with deadlines.
 
-    num_most_kept: blocks of one sequence that it keeps.
+    Ctrl-C and signal handlers interrupt the main thread anywhere, but not this one.
+
+    Args:
+        num_most_kept: largest number of blocks of one sequence to keep.
     """
 
     def __init__(
@@ -950,8 +959,11 @@ class _Moves:
         return self._ask(self._has_failed, load).result()
 
     def keep(self, tokens: npt.NDArray[np.int64], num_kept: int) -> _Asked[int]:
-        """Copy to the host what lookups do not find, which is not the first `num_kept` tokens; how
-        many they find then. Whatever fails is not kept."""
+        """Copy tokens to the host that lookups do not find; the first `num_kept` are found already.
+
+        Returns:
+            The number of tokens that lookups find afterwards. A failed copy is not kept.
+        """
         self._hurries = False
         return self._ask(self._kept, tokens, num_kept)
 
@@ -1332,8 +1344,10 @@ _LOOKERS = ("transformers.", "tierkv.")
 
 
 def _hooks_of(model: PreTrainedModel) -> list[int]:
-    """PyTorch's numbers of the hooks that may change what the model computes, and so what it
-    caches: those of transformers and tierkv only look."""
+    """Return PyTorch's numbers of the hooks that may change the model's output, and so its cache.
+
+    Hooks of transformers and tierkv only read and are left out.
+    """
     found: list[int] = []
     for one in map(vars, model.modules()):
         for hooks in (one["_forward_pre_hooks"], one["_forward_hooks"]):
@@ -1356,8 +1370,7 @@ def _adapter_layers(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _adapters_of(model: PreTrainedModel) -> str:
-    """A digest of what decides, beside weights, what PEFT's adapters do: which are active, and how
-    much of them is added. "" if there are none."""
+    """Return a digest of the active PEFT adapters and their scales; "" without adapters."""
     layers = {name: _settings_of(one) for name, one in _adapter_layers(model).items()}
     return hashlib.sha256(repr(sorted(layers.items())).encode()).hexdigest() if layers else ""
 
@@ -1393,8 +1406,10 @@ def _check_drops_nothing(model: PreTrainedModel) -> None:
 
 
 def _content_of(model: PreTrainedModel) -> str:
-    """A digest that differs if the configuration or any weight does: the sum of each weight's bits,
-    and some of its elements."""
+    """Return a digest of the configuration and of all weights.
+
+    The digest covers the sum of each weight's bits and some of its elements.
+    """
     config = {
         name: value
         for name, value in model.config.to_dict().items()
@@ -1431,8 +1446,11 @@ def _num_common(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> in
 
 
 def _checked_ids(given: Mapping[str, Any]) -> torch.Tensor:
-    """Token ids, [1, tokens]. Raises BadRequestError if they are not all that the result depends
-    on."""
+    """Return the token ids, [1, tokens].
+
+    Raises:
+        BadRequestError: the result depends on more than the token ids.
+    """
     ids = given.get("input_ids")
     if ids is None:
         raise BadRequestError(

@@ -292,8 +292,10 @@ class TierKVMetrics(KVConnectorPromMetrics):
 
 
 class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
-    """See the module. `kv_role`: kv_both finds and saves, kv_consumer only finds, kv_producer only
-    saves."""
+    """The connector of vLLM, see the module.
+
+    `kv_role`: kv_both loads and saves, kv_consumer only loads, kv_producer only saves.
+    """
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -320,8 +322,10 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A prefill instance computes again what was preempted before it was handed over; a cache
-        does not."""
+        """True if a prefill instance computes a preempted prompt again to hand it over.
+
+        A cache alone does not need that.
+        """
         return str(self._kv_transfer_config.kv_role) == "kv_producer"
 
     # The worker's side
@@ -715,7 +719,7 @@ class _SchedulerSide:
         return prompt_extra(salt=salt, adapter=adapter, epoch=self._epoch)
 
     def load(self, request: Request, block_ids: tuple[list[int], ...], num_tokens: int) -> None:
-        """vLLM has allocated blocks for what was found."""
+        """Note the blocks that vLLM has allocated for the found tokens."""
         name, tracked = request.request_id, self._tracked[request.request_id]
         stop_tokens = tracked.num_local + num_tokens
         ids, firsts = [], []
@@ -737,8 +741,7 @@ class _SchedulerSide:
             self._plans.loads.append((name, plan))
 
     def _wait_for(self, block_ids: Iterable[Sequence[int]]) -> None:
-        """These blocks of windows are somebody else's now, and may still be saved for those that
-        went on without them."""
+        """Wait for pending saves of window blocks, which belong to other requests now."""
         for ids, group in zip(block_ids, self._groups, strict=True):
             if group.kind is not GroupKind.FULL and not self._plans.must_wait:
                 self._plans.must_wait = bool(self.cache.fence(ids))
@@ -885,8 +888,11 @@ class _SchedulerSide:
         stops: Sequence[int],
         first_tokens: Sequence[int] = (),
     ) -> bool:
-        """Save what is not saved yet of the first `stops` blocks of each group; whether there was
-        a host slot for all of it."""
+        """Save the unsaved blocks among the first `stops` blocks of each group.
+
+        Returns:
+            True if there was a host slot for each of them.
+        """
         name = tracked.request.request_id
         firsts = tracked.saved or [0] * len(self._groups)
         ids = [
@@ -1090,8 +1096,10 @@ class _SchedulerSide:
     # All of it
 
     def reset(self) -> None:
-        """Nothing that was cached before is found from now on, in storage neither: the weights may
-        have changed."""
+        """Make all content that was cached before unfindable, also in storage.
+
+        The weights may have changed.
+        """
         self._epoch = os.urandom(16)
         self.cache.reset()
         self._filling.clear()
@@ -1124,7 +1132,10 @@ def _packed(tokens: list[int]) -> bytes:
 
 
 def _named(table: Sequence[int], group: CacheGroup) -> Sequence[int]:
-    """vLLM has its null block where a group needs none."""
+    """Return the table with NO_BLOCK in place of vLLM's null blocks.
+
+    A group has a null block where it needs no block.
+    """
     if group.kind is GroupKind.FULL:
         return table
     return [block or NO_BLOCK for block in table]
@@ -1233,7 +1244,7 @@ class _WorkerSide:
         self._reports: list[Finished] = []
 
     def register(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """vLLM has allocated its blocks."""
+        """Register the blocks that vLLM has allocated."""
         found = [_planes_of(one, self._kv.num_blocks, tensors) for one in self._kv.kv_cache_groups]
         rank = get_tensor_model_parallel_rank()
         device, planes = _on_device([(group.layout, rows) for group, rows in found])
@@ -1386,8 +1397,13 @@ _KINDS = {
 def _planes_of(
     group: KVCacheGroupSpec, num_blocks: int, tensors: Mapping[str, torch.Tensor]
 ) -> tuple[CacheGroup, list[torch.Tensor]]:
-    """A group of vLLM's, and its blocks as planes: one for each layer, the inside of which is its
-    backend's. Raises ConfigError if there is no rule for its kind."""
+    """Return a group of vLLM's layers and its blocks as planes, one plane for each layer.
+
+    The bytes within a plane are the attention backend's.
+
+    Raises:
+        ConfigError: the kind of the group is not supported.
+    """
     spec = group.kv_cache_spec
     name = get_kv_cache_spec_kind(spec).value
     kind = _KINDS.get(name)

@@ -1,5 +1,7 @@
-"""Movements of prompts that callers have asked for by name: prefetches from storage to the host,
-and backups of what is cached to storage. Each is a task of its own."""
+"""Movements of prompts that callers start by name, each in a task of its own.
+
+Prefetches bring blocks from storage to the host; backups copy cached blocks to storage.
+"""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class NodeRoutes(Routes):
 
     @Route("POST", "/v1/reset", Access.ADMIN, answer=ResetAnswer, on_disconnect=Disconnect.DETACH)
     async def reset(self, _: web.BaseRequest) -> ResetAnswer:
-        """Forget all cached blocks that nobody holds; storage keeps its own."""
+        """Forget all cached blocks without a holder; storage keeps its blocks."""
         self._node.check_started()
         return ResetAnswer(await self._node.service.forget())
 
@@ -104,8 +104,12 @@ class NodeRoutes(Routes):
         on_disconnect=Disconnect.DETACH,
     )
     async def free(self, request: web.BaseRequest) -> ResetAnswer:
-        """Forget all cached blocks that nobody holds; with ?storage=true delete everything, also
-        what the stores have of this node's fingerprints, for all nodes that share them."""
+        """Forget all cached blocks without a holder; storage keeps its blocks.
+
+        With ?storage=true, also delete the stored blocks of this node's fingerprints, for all nodes
+        that
+        share them.
+        """
         async with self._node.work():
             chosen = bodies.from_query(request, _Free)
             service = self._node.service

@@ -136,7 +136,8 @@ class EventRoutes(Routes):
         """What happens to cached blocks, as server-sent events.
 
         Each event has an id; a client that comes back with it as Last-Event-ID goes on there.
-        `lost` says how many could not be told: ask for /v1/blocks then."""
+        `lost` says how many could not be told: ask for /v1/blocks then.
+        """
         node = self._node
         node.check_started()
         if node.is_draining:
@@ -261,7 +262,8 @@ class StatusRoutes(Routes):
     async def live(self, _: web.BaseRequest) -> LiveAnswer:
         """Tell whether the process still turns.
 
-        An answer at all is the point. How late the event loop was is told too."""
+        An answer at all is the point. How late the event loop was is told too.
+        """
         heartbeat = self._node.heartbeat
         return LiveAnswer(
             status=Health.OK.value,

@@ -221,8 +221,10 @@ def job_of(
 
 
 class MatchedTokens(msgspec.Struct, frozen=True):
-    """Prompt tokens found in each tier; disjoint. direct: those that came straight from another
-    node's memory, and not through storage."""
+    """Prompt tokens found in each tier; no token counts twice.
+
+    `direct` counts tokens read from another node's memory instead of from storage.
+    """
 
     device: int
     host: int
@@ -604,8 +606,10 @@ class StorageBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class QuotaBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The most blocks a tenant may have cached or in use on each tier; null for any number. Over
-    it, the tenant evicts its own."""
+    """The most blocks of a tenant that may be cached or in use on each tier; null for no limit.
+
+    Above its quota, a tenant evicts its own blocks.
+    """
 
     device_blocks: Count | None = None
     host_blocks: Count | None = None

@@ -300,8 +300,12 @@ class EvictionPolicy:
         raise NotImplementedError
 
     def spares(self, node: TreeNode) -> bool:  # noqa: ARG002
-        """Asked of the run that would go next: True if its rank has changed now, so that another
-        one may. Asked again without a match between, it says False."""
+        """Return True if the next run to evict has changed its rank.
+
+        Another run may then be next. A second call for the same run without a match between them
+        returns
+        False.
+        """
         return False
 
     def queued(self, node: TreeNode) -> list[TreeNode]:  # noqa: ARG002
@@ -334,10 +338,14 @@ class Lfu(EvictionPolicy):
 
 
 class Slru(EvictionPolicy):
-    """Segmented LRU: what was never matched goes before what was, so that one long scan cannot
-    wash out what is shared. The protected segment is bounded; its oldest fall back.
+    """Segmented LRU: runs that were never matched are evicted before runs that were.
 
-    max_protected: blocks of it.
+    One long scan then cannot evict shared runs. The protected segment is bounded; its oldest runs
+    fall
+    back to the other segment.
+
+    Args:
+        max_protected: blocks of the protected segment.
     """
 
     has_memory = True

@@ -74,8 +74,12 @@ class CacheGroup:
         return self.layout.block_size
 
     def needed(self, num_tokens: int, have_tokens: int = 0) -> range:
-        """The positions of the blocks without which the first `num_tokens` tokens are of no use
-        to an engine that has the first `have_tokens` of them."""
+        """Return the positions of the blocks that the first `num_tokens` tokens need.
+
+        Args:
+            num_tokens: tokens that the engine wants to use.
+            have_tokens: first tokens that the engine has already.
+        """
         size = self.layout.block_size
         stop = -(-num_tokens // size)
         if num_tokens <= have_tokens:
@@ -272,8 +276,11 @@ class FlatBlocks:
         self._pool.release(slots)
 
     def put(self, block: FlatBlock) -> bool:
-        """Let a taken slot be this block's; False, and the slot stays the caller's, if the block is
-        there already."""
+        """Give a taken slot to this block.
+
+        Returns:
+            False if the block is cached already; the slot then stays the caller's.
+        """
         digest = block.key.digest
         if digest in self._blocks:
             return False

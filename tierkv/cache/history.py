@@ -78,12 +78,14 @@ class _Run(msgspec.Struct, frozen=True, gc=False):
 
 
 class History:
-    """Keeps the newest events, at most `capacity` (some 240 bytes each), and the tokens of the
-    newest runs in `capacity_bytes`: at most 12 MB as it is.
+    """The newest events, at most `capacity`, and the tokens of the newest runs.
 
-    Recording costs one hash of a few blocks a run: an evicted run is remembered by its first block,
-    mostly the first that a later match misses, and by its tokens, for when it is not. When there
-    is no more room the older half is forgotten at once: one by one, each would cost 5 us.
+    An event takes some 240 bytes, the tokens at most `capacity_bytes`: at most 12 MB by default.
+
+    Recording costs one hash of a few blocks per run. An evicted run is found by its first block,
+    which
+    is mostly the first block that a later match misses, or by its tokens. A full history drops its
+    older half at once, since one drop per event would cost 5 us each.
     """
 
     def __init__(self, capacity: int = 32_768, capacity_bytes: int = 4 << 20) -> None:

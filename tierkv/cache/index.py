@@ -1,9 +1,10 @@
-"""The index: which blocks are cached, and on which tiers: the tree, the walk that finds a prompt's
-longest run (`longest_match`), and leases. Plain data, no I/O, no clock.
+"""The index of cached blocks: the radix tree, the walk for a prompt's longest run, and leases.
+
+Plain data without I/O or a clock.
 
 A block is in the tree while Device or Host has a copy, ready or incoming. Device copies are
-prefix-closed: a block on the device has its whole path there. What Storage has is asked for by
-digest, not remembered here.
+prefix-closed: a block on the device has its whole path there. Storage is asked by digest, and the
+index does not remember its content.
 """
 
 from __future__ import annotations
@@ -100,8 +101,12 @@ class Spaces:
         self.own_orders.pop(name, None)
 
     def renew(self) -> None:
-        """Let no prompt match, from now on, what is cached now. Held blocks stay for their holders,
-        and all that is computed after them hangs below them: `retired` roots, never matched."""
+        """Make all cached content unmatchable.
+
+        Held blocks stay for their holders. Blocks computed after them hang below them, under
+        `retired`
+        roots that are never matched.
+        """
         for name, root in self._roots.items():
             if root.children or root.holders:
                 self._retired.append(root)
@@ -187,8 +192,10 @@ class Spaces:
         return list(self._roots.values())
 
     def nodes(self) -> Iterator[TreeNode]:
-        """Yield every node but the roots, retired ones included. Walks the whole tree: for `verify`
-        and listings only."""
+        """Yield every node but the roots, also under retired roots.
+
+        This walks the whole tree, so only `verify` and listings use it.
+        """
         roots = [*self._roots.values(), *self.retired()]
         pending = [child for root in roots for child in root.children.values()]
         while pending:
@@ -638,8 +645,13 @@ _STATES: Final = tuple(CopyState)  # by value
 
 
 class Lease(msgspec.Struct, eq=False):
-    """Forbids eviction of blocks [0, num_blocks) on the path to `node`, on every tier.
-    used_before: the tick at which `node` was used last before this."""
+    """A reference that forbids eviction of blocks [0, num_blocks) on the path to `node`.
+
+    The lease covers all tiers.
+
+    Attributes:
+        used_before: tick of the node's last use before this lease.
+    """
 
     node: TreeNode
     num_blocks: int
@@ -715,8 +727,12 @@ class Index:
         return found
 
     def known_digests(self, node: TreeNode, stop: int) -> list[bytes]:
-        """Return keys of the first blocks of the path to `node`, before `stop`, as far as they
-        were computed without a gap."""
+        """Return the keys of the first blocks of the path to `node` that are known without a gap.
+
+        Args:
+            node: end of the path.
+            stop: block before which the keys end.
+        """
         found: list[bytes] = []
         for part, _, last in segments(node, 0, stop):
             kept = part.digests

@@ -1,5 +1,4 @@
-"""From what produced the bytes to the names they are stored by: tokens as bytes, fingerprints,
-block keys, names.
+"""Tokens as bytes, fingerprints, block keys, and the names of stored values.
 
 Nothing else builds a key.
 
@@ -179,9 +178,12 @@ class Fingerprint:
             raise ConfigError("a fingerprint needs the model's name")
 
     def readable(self) -> dict[str, str]:
-        """Field by field, for logs, tickets and `differences`; the tenant salt stays a digest.
-        What only engines with private blocks say is left out where it is "", so that the names of
-        others stay what they were."""
+        """Return the fields as text, for logs, tickets and `differences`.
+
+        The tenant salt stays a digest. Fields of engines with private blocks are left out where
+        they are
+        "", so that the names of other fingerprints stay the same.
+        """
         private = {name: getattr(self, name) for name in _PRIVATE}
         return {name: value for name, value in private.items() if value} | {
             "key_format": str(self.key_format),
@@ -247,8 +249,12 @@ class MediaItem:
 
 
 def prompt_extra(**parts: bytes) -> bytes:
-    """One value for `Prompt.of(extra=)` out of several: a salt, the digest of an adapter's weights.
-    Those that are b"" say nothing."""
+    """Return one value for `Prompt.of(extra=)` from several parts.
+
+    Parts are, for example, a salt and the digest of an adapter's weights. Parts that are b"" have
+    no
+    effect.
+    """
     named = [(name.encode(), part) for name, part in sorted(parts.items()) if part]
     return b"".join(
         len(text).to_bytes(8, "little") + text for name, part in named for text in (name, part)
@@ -321,9 +327,21 @@ class Prompt:
         extra: bytes = b"",
         space: str = "",
     ) -> Prompt:
-        """extra: what else of the whole prompt its KV depends on, such as a salt or the digest of
-        an adapter's weights; see `prompt_extra`. It is part of the first block's key, and so of all
-        that follow."""
+        """Return the prompt of these tokens.
+
+        Args:
+            tokens: token ids in 0..2**31-1.
+            block_size: tokens in a block.
+            media: media items that cover tokens of the prompt.
+            extra: further input that the KV depends on, such as a salt or the digest of an
+                adapter's
+                weights; see `prompt_extra`. It is part of the first block's key, and so of all
+                keys.
+            space: name of the fingerprint's space.
+
+        Raises:
+            BadRequestError: a token or a media item is out of range.
+        """
         packed = pack(tokens)
         if not media and not extra:
             return cls(packed, block_size, _NO_EXTRAS, space)
@@ -342,8 +360,10 @@ class Prompt:
         return Prompt(tokens, self.block_size, extras, self.space)
 
     def cut_into(self, block_size: int) -> Prompt:
-        """The same prompt in blocks of another size. What the extra keys of a block here say is
-        said of every block there that overlaps it."""
+        """Return the same prompt in blocks of `block_size` tokens.
+
+        The extra keys of a block apply to every new block that overlaps it.
+        """
         if block_size == self.block_size:
             return self
         if not self.extras:
@@ -660,8 +680,11 @@ class Names:
 
 
 class NameRun(Sequence[str]):
-    """The names of a run of keys; see there what they cost. is_checked: one of them was, and so
-    are all."""
+    """The names of a run of keys; see the keys for the cost.
+
+    Attributes:
+        is_checked: one name of the run was checked, and so all are valid.
+    """
 
     __slots__ = ("_keys", "_names", "is_checked")
 

@@ -1,5 +1,4 @@
-"""One node of the radix tree: a run of blocks, where each of their copies is, and which slots of a
-tier are free.
+"""A node of the radix tree (a run of blocks and their copies), and the free slots of a tier.
 
 Each node belongs to the space of one fingerprint: tenants and adapters never meet in one tree.
 """

@@ -40,8 +40,11 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`count` runs of `width` bytes: from one shard's payload, at `source` and every
-    `source_pitch` after it, to another's, at `target` and every `target_pitch`."""
+    """`count` runs of `width` bytes to copy from one shard's payload to another's.
+
+    Runs are read from `source` in steps of `source_pitch`, and written from `target` in steps of
+    `target_pitch`, all in bytes.
+    """
 
     shard: Shard
     source: int
@@ -54,11 +57,17 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShardScheme:
-    """whole: the layout of an unsharded block. heads: for each role that is split, its number of
-    heads, which lie one after the other in each token's bytes, or, of a plane that does not declare
-    these, in the block's. Other roles are on every rank.
+    """The division of a block's heads over ranks.
 
-    Raises LayoutError if these bytes are not a whole number of equal heads.
+    Args:
+        whole: the layout of an unsharded block.
+        heads: number of heads by role, for the roles that are split. The heads follow each other in
+            each token's bytes or, in a plane without token bytes, in the block's. Other roles are
+            on
+            every rank.
+
+    Raises:
+        LayoutError: the bytes are not a whole number of equal heads.
     """
 
     whole: Layout

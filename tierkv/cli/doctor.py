@@ -105,8 +105,12 @@ def _store_findings(settings: NodeSettings, environ: Mapping[str, str]) -> list[
 
 
 async def _measured(store: Store) -> tuple[float, float]:
-    """GB/s of writing values and of reading them, the best of some rounds. Raises TimeoutError,
-    StoreUnavailableError."""
+    """Return GB/s of writing values and of reading them, the best of some rounds.
+
+    Raises:
+        TimeoutError: the rounds took too long.
+        StoreUnavailableError: the store failed.
+    """
     name = f"tierkv:doctor:{secrets.token_hex(8)}"
     value = memoryview(bytearray(os.urandom(_VALUE_BYTES)))
     slots = [memoryview(bytearray(_VALUE_BYTES)) for _ in range(_NUM_VALUES)]

@@ -318,7 +318,6 @@ def top(
     before. Nodes that the terminal has no room for share one line. If stdout is no terminal, each
     look is printed below the one before; --json prints one JSON array a line for each.
     """
-
     asked = [node_url(url) for url in urls or (default_url(),)]  # one that is none never answers
 
     async def watch() -> None:

@@ -41,8 +41,10 @@ class Progressing:
 
 @contextmanager
 def progress(doing: str, unit: str = "") -> Iterator[Progressing]:
-    """Show on stderr what is done, and how far it is, if it takes longer than a second and stderr
-    is a terminal. Print nothing to stdout in the body."""
+    """Show progress on stderr if the body takes longer than a second and stderr is a terminal.
+
+    The body must print nothing to stdout.
+    """
     state = Progressing(doing, unit)
     if not sys.stderr.isatty():
         yield state

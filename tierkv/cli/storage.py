@@ -125,8 +125,7 @@ async def _say_if_it_is_a_share(store: Store, prefix: str) -> None:
 
 
 def checked(prefix: str) -> str:
-    """`prefix` with its first field whole: `tierkv` does not match `tierkv2` of another
-    deployment."""
+    """Return `prefix` with its first field complete: `tierkv` then does not match `tierkv2`."""
     try:
         return check_prefix(prefix if ":" in prefix else f"{prefix}:")
     except TierKVError as error:

@@ -1,5 +1,4 @@
-"""Answers of a node that come in pieces: server-sent events out of bytes cut anywhere, tokens,
-and what happens to cached blocks."""
+"""Answers of a node in pieces: server-sent events, tokens, and events of cached blocks."""
 
 from __future__ import annotations
 

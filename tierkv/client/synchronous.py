@@ -193,8 +193,10 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connections; calls of other threads that still wait raise CallError. Any number
-        of times."""
+        """Close the connections; calls of other threads that still wait raise CallError.
+
+        Further calls do nothing.
+        """
         self._thread.close()
 
     def wait_for(self, work: Coroutine[Any, Any, A]) -> A:

@@ -104,8 +104,12 @@ def demo(
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """The prompt's text. Raises ConfigError with one clear sentence if there is none to use, and
-    click.UsageError if there are two."""
+    """Return the prompt's text.
+
+    Raises:
+        ConfigError: there is no usable prompt.
+        click.UsageError: two prompts were given.
+    """
     if prompt is not None and prompt_file is not None:
         raise click.UsageError("give --prompt or --prompt-file, not both")
     if prompt_file is not None:
@@ -152,8 +156,10 @@ def _read_file(path: Path) -> str:
 async def _play(
     text: str, storage: str | None, max_tokens: int, say: Callable[[str], None]
 ) -> list[Scene]:
-    """Run every scene. SIGTERM cancels it, as Ctrl-C does, and as closing the terminal does, so
-    that no child and no folder is left."""
+    """Run every scene.
+
+    SIGTERM, Ctrl-C and closing the terminal cancel it, and no child process or folder remains.
+    """
     task = asyncio.current_task()
     assert task is not None, "runs in a task"
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -209,8 +215,11 @@ def report(scene: Scene, number: int) -> str:
 
 
 def node_config(num_tokens: int) -> str:
-    """TOML for the demo's nodes: room on the device for one conversation and a little more, so
-    that pressure is easy to make, and write-back, so that it moves blocks to the host."""
+    """Return the TOML config of the demo's nodes.
+
+    The device has room for little more than one conversation, so that pressure is easy to make, and
+    write-back moves its blocks to the host.
+    """
     blocks = -(-(num_tokens + _ROOM_FOR_TURNS) // _BLOCK_SIZE)
     return f"""
 [cache]

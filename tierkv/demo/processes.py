@@ -93,10 +93,19 @@ async def node(  # noqa: PLR0913 - what the command line asks for
     port: int = 0,
     direct: str | None = None,
 ) -> AsyncIterator[NodeProcess]:
-    """A node, by default on a free port, ready to serve. Raises DemoError with the node's own
-    words if it does not come up.
+    """Run a node that is ready to serve.
 
-    direct: its handoff.direct, whatever the environment says; None leaves that as it is.
+    Args:
+        name: name of the node.
+        role: prefill, decode or both.
+        config: its config file.
+        storage: URL of its store.
+        folder: folder for its log.
+        port: port to listen on; 0 for a free port.
+        direct: its handoff.direct; None for the default.
+
+    Raises:
+        DemoError: the node did not start; the text has the node's own words.
     """
     command = [sys.executable, "-m", "tierkv", "serve", "--role", role, "--config", str(config)]
     command += ["--port", str(port), "--name", name]
@@ -216,8 +225,11 @@ class Fleet:
         self._decode = decode
 
     async def complete_and_kill(self, prompt: str, max_tokens: int) -> FleetAnswer:
-        """Have the gateway answer, and kill (SIGKILL) the decode node that generates when some
-        tokens have come. Raises DemoError if the answer does not come whole."""
+        """Have the gateway answer, and kill the decode node with SIGKILL after some tokens.
+
+        Raises:
+            DemoError: the answer is not complete.
+        """
         started = time.monotonic()
         first_token_s, text, event = 0.0, "", ""
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}

@@ -41,9 +41,15 @@ class Scene:
 
 
 class DemoNodes:
-    """The demo's nodes. prefill and decode share a store and nothing else; single shares nothing;
-    prefill_2 and decode_2 also read each other's memory. The gateway is in front of all but
-    single."""
+    """The demo's nodes.
+
+    Attributes:
+        prefill: shares only a store with `decode`.
+        decode: shares only a store with `prefill`.
+        single: shares nothing.
+        prefill_2: reads the memory of `decode_2`, and the reverse.
+        gateway: in front of all nodes but `single`.
+    """
 
     def __init__(self, storage: str, config: Path, folder: Path) -> None:
         self._storage = storage

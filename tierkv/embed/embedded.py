@@ -314,8 +314,12 @@ class Embedded:
         return self._in_turn("publish", request_id, work)
 
     def end(self, request_id: str, *, after: Sequence[Event] = ()) -> Call[None]:
-        """Give the blocks back, after the calls that were made before. What was committed stays
-        cached."""
+        """Release the request's blocks after all earlier calls. Committed tokens stay cached.
+
+        Args:
+            request_id: id of the request.
+            after: events of the kernels that may still use the blocks.
+        """
         check_text(request_id=request_id)
         done = events(after)
         return self._thread.run(

@@ -87,8 +87,10 @@ class _Asked(Enum):
 
 
 class _Valid:
-    """Number of a prompt's tokens that can be had at each position, looked up when it is read: only
-    the last positions of a window and a state are read."""
+    """Number of usable prompt tokens at each position, computed when read.
+
+    Only the last positions of a window and a state are read.
+    """
 
     def __init__(self, tier: GroupTier, look: GroupLook, limit: int, unknown: _Asked) -> None:
         self._tier, self._look, self._unknown = tier, look, unknown

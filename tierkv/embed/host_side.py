@@ -545,11 +545,17 @@ class HostSide:
     async def _plan(
         self, prompt: Prompt, looks: dict[int, GroupLook], bound: int, num_promised: int = 0
     ) -> _Planned:
-        """Find the longest length of at most `bound` tokens that host and storage have together in
-        every group, with one question to storage for all groups.
+        """Find the largest number of tokens, at most `bound`, that every group has.
 
-        num_promised: Blocks of the index's group, from the first on, that a ticket says storage
-            has; storage is not asked for these.
+        Host and storage count together; storage is asked once for all groups.
+
+        Args:
+            prompt: the prompt.
+            looks: what each group has on the host, by group number.
+            bound: largest number of tokens.
+            num_promised: first blocks of the index's group that a ticket lists as stored; storage
+                is not
+                asked for these.
         """
         if self._main is None:
             await self._ask(looks, self._first_asked(looks, bound))

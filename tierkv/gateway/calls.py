@@ -1,5 +1,7 @@
-"""Calls of the gateway to its nodes, over pooled connections, each wait with a deadline; and the
-probes by which it knows whether a node is ready and what it computes."""
+"""Calls of the gateway to its nodes over pooled connections, each wait with a deadline.
+
+Probes find out whether a node is ready, and which model and layout it has.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +60,10 @@ _RETRY_CODES = ("duplicate_request", "wrong_role", "body_timeout")
 
 
 class _Problem(msgspec.Struct):
-    """The fields of a node's problem that the gateway reads. Fewer than the client's type has, so
-    that nodes of another version are understood, too."""
+    """The fields of a node's problem that the gateway reads.
+
+    The client's type has more fields; nodes of other versions are understood, too.
+    """
 
     code: str
     detail: str = ""

@@ -228,8 +228,10 @@ class Backend:
             yield
 
     async def who_holds(self, job: Job, nodes: Sequence[BackendNode]) -> Held:
-        """Return what each of `nodes` has of the prompt: as the node says itself, if it answers in
-        time, else as the gateway remembers."""
+        """Return the part of the prompt that each of `nodes` has cached.
+
+        A node that does not answer in time counts as the gateway remembers it.
+        """
         held = self.memory.matched(job.tokens, {node.url: node.lives for node in nodes})
         if len(nodes) > 1 and job.num_tokens >= _SHORT_PROMPT:
             async with asyncio.TaskGroup() as tasks:

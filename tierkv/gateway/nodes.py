@@ -154,8 +154,12 @@ class Nodes:
             )
 
     def compare(self, node: BackendNode, fingerprint: dict[str, str] | None) -> None:
-        """Note the fingerprint of `node`, None if it does not say. A node gets no work while it
-        differs from the most frequent fingerprint, of equally frequent ones from the first."""
+        """Note the fingerprint of `node`; None if it has none.
+
+        A node receives no requests while its fingerprint differs from the most frequent one; of
+        equally
+        frequent fingerprints the first counts.
+        """
         if fingerprint == node.fingerprint:
             return
         node.fingerprint = fingerprint
@@ -174,8 +178,10 @@ class Nodes:
 def usable(
     nodes: Iterable[BackendNode], now: float, avoid: Iterable[BackendNode] = ()
 ) -> list[BackendNode]:
-    """Nodes to choose from: those that are ready, without those to `avoid`; if there are none,
-    those that have failed, since a try that fails costs less than a caller that is refused."""
+    """Return the nodes to choose from: the ready nodes without those in `avoid`.
+
+    If there are none, the failed nodes, since a failed attempt costs less than a refused caller.
+    """
     left = [node for node in nodes if node not in set(avoid)]
     ready = [node for node in left if node.state(now) is NodeState.READY]
     return ready or [node for node in left if node.state(now) is NodeState.EJECTED]

@@ -1,5 +1,7 @@
-"""The choice of a node: the one with the fewest tokens to compute, by what each has of a prompt
-and what it has to do already; and what the gateway remembers of where prompts went."""
+"""The choice of a node, and the gateway's memory of prompts.
+
+The node with the fewest tokens to compute is chosen, with cached and waiting tokens counted.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ Held = Mapping[str, int]  # leading prompt tokens that a node has at hand, by it
 
 
 def choose_prefill(nodes: Sequence[BackendNode], num_tokens: int, held: Held) -> BackendNode:
-    """Return the node that has the fewest tokens to compute with this prompt, those that wait
-    there included; of equals, the one with fewer requests."""
+    """Return the node with the fewest tokens to compute, with waiting tokens counted.
+
+    Of equal nodes, the node with fewer requests is returned.
+    """
     return min(
         nodes,
         key=lambda node: (
@@ -27,8 +31,12 @@ def choose_prefill(nodes: Sequence[BackendNode], num_tokens: int, held: Held) ->
 
 
 def choose_decode(nodes: Sequence[BackendNode], held: Held) -> BackendNode:
-    """Return the node with the fewest streams; of equals, the one with fewer tokens to generate,
-    then the one that has more of the prompt at hand and need not fetch it."""
+    """Return the node with the fewest streams.
+
+    Of equal nodes, the node with fewer tokens to generate is returned, then the node with more
+    cached
+    tokens of the prompt.
+    """
     return min(
         nodes,
         key=lambda node: (node.running, node.outstanding_tokens, -held.get(node.url, 0)),

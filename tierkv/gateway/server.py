@@ -1,5 +1,4 @@
-"""A gateway as a process: its routes (completions, models, probes, metrics), the address that it
-binds, and an end in order on a signal."""
+"""A gateway as a process: its routes, its address, and its orderly end on a signal."""
 
 from __future__ import annotations
 
@@ -264,8 +263,10 @@ class ProbeRoutes:
 
     @Route("GET", "/readyz", Access.PUBLIC)
     async def ready(self, request: web.BaseRequest) -> ReadyAnswer:
-        """200 as long as some node takes work; degraded if not all do, or one says that it is.
-        ?verbose names each."""
+        """Answer 200 while at least one node accepts requests, else 503.
+
+        The status is degraded if a node is not ready or degraded. With ?verbose each node is named.
+        """
         gateway = self._gateway
         if gateway.is_draining:
             raise GatewayShuttingDownError("this gateway is shutting down")

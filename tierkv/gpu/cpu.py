@@ -56,8 +56,10 @@ _Run = tuple[int, int, int]  # first slot, first block, how many
 
 
 class CpuEvent:
-    """Done once its worker says so, or failed with the worker's error. A copy has one for each
-    layer, so that what it takes to wait for one is made when somebody does."""
+    """An event that is done when its worker says so, or that failed with the worker's error.
+
+    A copy has one event for each layer, so the means to wait for one are made at the first wait.
+    """
 
     def __init__(self) -> None:
         self._is_reached = False

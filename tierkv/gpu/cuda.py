@@ -65,18 +65,24 @@ class Gpu:
         self.pci_bus_id = str(runtime.deviceGetPCIBusId(index)).lower()
 
     def bound(self) -> Bound:
-        """Within it the calling thread uses this GPU, and CUDA's errors come out as TransferError
-        (DeviceFailedError if the GPU is lost)."""
+        """Return a context in which the calling thread uses this GPU.
+
+        CUDA's errors become TransferError in it, or DeviceFailedError if the GPU is lost.
+        """
         return Bound(self, closes=False)
 
     def bound_to_close(self) -> Bound:
-        """Like `bound`, but what fails because the GPU is lost is not raised: its memory is gone
-        with it, and closing must go on to what is left."""
+        """Return a context like `bound` that suppresses errors of a lost GPU.
+
+        The memory of a lost GPU is gone, and closing must continue with the rest.
+        """
         return Bound(self, closes=True)
 
     def give_thread_a_context(self) -> None:
-        """A new thread has none before its first call to the runtime, which makes one on GPU 0 if
-        nothing else was said."""
+        """Give a new thread the context of this GPU.
+
+        Without it the thread's first call to the runtime makes a context on GPU 0.
+        """
         if not _thread.has_context:
             runtime.setDevice(self.index)
             _thread.has_context = True
@@ -108,8 +114,12 @@ class Gpu:
 
 
 class Bound:
-    """See Gpu.bound. A class, for it is on the way to the first byte of every copy, where Python
-    has not run for a while: two generators took 14 us longer."""
+    """A context made by `Gpu.bound`.
+
+    It is a class, since it is entered before the first byte of every copy: two generators took 14
+    us
+    longer.
+    """
 
     __slots__ = ("_before", "_closes", "_gpu")
 
@@ -304,8 +314,11 @@ class CudaStream:
         return CudaEvent(self._gpu, event, self._line, self._num_events)
 
     def wait(self, event: Event, timeout_s: float) -> None:
-        """See Stream.wait. Blocks the caller for what has not reached a stream of CUDA's: a copy
-        that is still being submitted, and events of other devices."""
+        """Make later work of this stream wait for an event, see Stream.wait.
+
+        The caller is blocked for copies that are not submitted yet, and for events of other
+        devices.
+        """
         deadline = time.monotonic() + timeout_s
         if isinstance(event, PendingEvent):
             event = event.wait_until_submitted(timeout_s)
@@ -327,8 +340,12 @@ class CudaStream:
 
 
 def new_stream(gpu: Gpu, *, is_urgent: bool) -> CudaStream:
-    """A stream that does not wait for the legacy default stream. is_urgent: its kernels start
-    before those of other streams when both could."""
+    """Return a stream that does not wait for the legacy default stream.
+
+    Args:
+        gpu: the GPU.
+        is_urgent: True if its kernels start before kernels of other streams that could also start.
+    """
     with gpu.bound():
         return CudaStream(gpu, cupy.cuda.Stream(non_blocking=True, priority=-5 if is_urgent else 0))
 

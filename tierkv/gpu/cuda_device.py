@@ -1,5 +1,7 @@
-"""A GPU as a device: opens lanes over planes and pinned slots, copies within, and reads the
-planes of other processes by CUDA IPC."""
+"""A GPU as a device: lanes over planes and pinned slots, and copies within the device.
+
+The planes of other processes are read by CUDA IPC.
+"""
 
 from __future__ import annotations
 
@@ -230,9 +232,12 @@ class CudaDevice:
         return self._host
 
     def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane:
-        """Loads run layer by layer, offloads block by block. Host slots that are not pinned, such
-        as those that processes share, are pinned in the background, for as long as a lane uses
-        them; a copy waits for what it needs of that."""
+        """Open a lane: loads run layer by layer, offloads block by block.
+
+        Host slots that are not pinned, such as slots shared between processes, are pinned in the
+        background
+        while a lane uses them. A copy waits for the slots that it needs.
+        """
         order = Order.LAYERS if direction is Direction.LOAD else Order.BLOCKS
         return self.open_ordered_lane(direction, planes, host, order)
 
@@ -308,18 +313,16 @@ def num_queues() -> int:
 
 
 def used_queues(gpu: Gpu) -> tuple[CudaStream, ...]:
-    """A stream for each hardware queue, which has had a kernel; to be kept while there are lanes.
-    Blocks until what the GPU has to do now, and the kernels, are done.
+    """Return a stream for each hardware queue, each with one finished kernel.
 
-    Streams share a few queues of the hardware (8, or CUDA_DEVICE_MAX_CONNECTIONS). Where two lanes
-    were opened after the first kernels of an engine, as is usual, the copies of one of them went at
-    50.5 GB/s instead of 54.2 beside compute on one stream, those of the other beside compute on
-    another, the legacy default stream among them: in each of 18 processes, for the rest of its
-    life. After a kernel on each of 8 or 16 streams, on an idle GPU, before or after the lanes were
-    opened, no pair was slow, in 4 processes; 2 streams did not do it, nor did events, nor streams
-    that were only made, nor 32 connections. Lanes opened before an engine's first kernel were never
-    slow, in 8 (H200, driver 580). As it is now, two or four lanes were never slow in 5
-    more. It looks as if the driver set up a queue when a kernel first comes to it.
+    Keep the streams while there are lanes. The call blocks until the GPU has finished its current
+    work
+    and the kernels.
+
+    Streams share a few queues of the hardware (8, or CUDA_DEVICE_MAX_CONNECTIONS). Without these
+    streams, lanes that were opened after the first kernels of an engine copied at 50.5 GB/s instead
+    of 54.2 beside some compute streams, for the rest of the process (H200). The driver seems to set
+    up a queue when its first kernel comes.
     """
     gpu.synchronize()
     streams = tuple(new_stream(gpu, is_urgent=True) for _ in range(num_queues()))

@@ -48,13 +48,17 @@ _LEAST_STAGING = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LaneSettings:
-    """staging_bytes: the ring of a lane, in device memory; one for few blocks is smaller.
-    num_ctas: blocks of threads of a gather or scatter kernel: with 32 it moves 128 MiB in 136 us,
-        with 64 in 125, with 132 in 120 (H100).
-    turn_bytes: what goes through one of the two copy streams before it is the other's turn. The
-        copy engine goes on with a stream for as long as that has work for it: 8 bytes to the host
-        on another stream, whatever its priority, waited 34 ms for the end of an offload of 2 GiB.
-        At a turn they come in: 0.7 ms (32 MiB: 0.3 ms, but 2 % fewer GB/s; H200)."""
+    """Sizes of a lane.
+
+    Attributes:
+        staging_bytes: bytes of the lane's ring in device memory; smaller for few blocks.
+        num_ctas: thread blocks of a gather or scatter kernel; 32 move 128 MiB in 136 us, 132 in 120
+            (H100).
+        turn_bytes: bytes through one of the two copy streams before the other's turn. The copy
+            engine
+            stays with a stream while that has work: 8 bytes on another stream waited 34 ms for an
+            offload of 2 GiB, and 0.7 ms with turns (H200).
+    """
 
     staging_bytes: int = 512 << 20
     turn_bytes: int = 64 << 20
@@ -63,8 +67,10 @@ class LaneSettings:
 
 
 class Pipeline:
-    """Streams, ring and kernels of one direction between `planes` and `host`. For one thread at a
-    time, which has the GPU bound."""
+    """Streams, ring and kernels of one direction between `planes` and `host`.
+
+    One thread at a time may use it, and must have the GPU bound.
+    """
 
     def __init__(  # noqa: PLR0917 - what a pipeline is made of
         self,
@@ -168,10 +174,16 @@ class Pipeline:
             yield unit, end
 
     def submit_straight(self, copy: BlockCopy) -> CudaEvent | None:
-        """Submit a copy of a few blocks without staging, by the copy engine alone, to which a block
-        is a rectangle of planes; the event of its end. That is a kernel and two waits less, but for
-        many blocks slower than units. None where it cannot be: the planes are no rectangles, or
-        units are under way, which it might overtake."""
+        """Submit a copy of a few blocks by the copy engine alone, without staging.
+
+        To the copy engine a block is a rectangle of planes. This saves a kernel and two waits, but
+        is slower than units for many blocks.
+
+        Returns:
+            The event of the copy's end; None if the planes are not rectangles, or units are under
+                way that
+            this copy could overtake.
+        """
         return self._move_straight(copy, len(copy)) if self._may_go_straight() else None
 
     def _may_go_straight(self) -> bool:
@@ -406,8 +418,10 @@ class CudaLane:
         return tuple(events)
 
     def _begun(self, copy: BlockCopy) -> tuple[Units, list[tuple[Unit, CudaEvent]]]:
-        """Submit the first unit of the copy, or two where they are small; the lane's thread goes
-        on from there, with the kernel behind the last pieces if it is a load."""
+        """Submit the first unit of the copy, or two small ones.
+
+        The lane's thread submits the rest and, for a load, the kernel behind the last pieces.
+        """
         units = self._units(copy, 0.0)
         begun: list[tuple[Unit, CudaEvent]] = []
         num_bytes = 0

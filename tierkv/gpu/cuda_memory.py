@@ -1,5 +1,7 @@
-"""Memory of a GPU, by CuPy, and planes over it: allocated, adopted from an engine in this process,
-or opened from another process."""
+"""GPU memory by CuPy, and planes over it.
+
+Planes are allocated, adopted from an engine in this process, or opened from another process.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,15 @@ def copy_rectangle(
     rows: int,
     stream: CudaStream,
 ) -> None:
-    """Copy `rows` rows between memory of the GPU and pinned memory. target, source: where the first
-    row begins, and from there the next; the latter below 2 GiB. The GPU must be bound."""
+    """Copy `rows` rows between GPU memory and pinned memory. The GPU must be bound.
+
+    Args:
+        target: address of the first row, and bytes from row to row (below 2 GiB).
+        source: as `target`.
+        row_bytes: bytes of a row.
+        rows: number of rows.
+        stream: the stream that orders the copy.
+    """
     runtime.memcpy2DAsync(*target, *source, row_bytes, rows, runtime.memcpyDefault, stream.address)
 
 
@@ -178,8 +187,10 @@ class CudaPlanes:
         return self._arrays is None
 
     def close(self) -> None:
-        """Let go of the memory: it is freed when no array over it is left. Nothing may be in
-        flight."""
+        """Release the memory, which is freed with the last array over it.
+
+        No copy may be in flight.
+        """
         if self._arrays is None:
             raise LayoutError("these planes are closed already")
         self._arrays = None
@@ -188,8 +199,11 @@ class CudaPlanes:
 
 
 def allocated_planes(gpu: Gpu, layout: Layout, num_blocks: int) -> CudaPlanes:
-    """Planes in one allocation of tierkv's own, contents undefined. Raises ConfigError if the GPU
-    has not enough memory."""
+    """Return planes in one new allocation with undefined content.
+
+    Raises:
+        ConfigError: the GPU has too little free memory.
+    """
     offsets, at = [], 0
     for plane in layout.planes:
         offsets.append(at)

@@ -253,8 +253,10 @@ def _kept() -> dict[str, dict[str, float]]:
 
 
 def measured_speeds(device: str, store_url: str | None) -> dict[str, float]:
-    """GB/s between host and `device` (`h2d`, `d2h`) and between host and store (`storage_read`,
-    `storage_write`), as the last `tierkv doctor` of this user measured them, if it did."""
+    """Return GB/s as this user's last `tierkv doctor` measured them; empty without one.
+
+    The keys are `h2d` and `d2h` (between host and `device`), `storage_read` and `storage_write`.
+    """
     kept = _kept()
     of_store = kept.get(store_url, {}) if store_url is not None else {}
     return kept.get("cuda:0" if device == "cuda" else device, {}) | of_store

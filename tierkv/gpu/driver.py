@@ -82,10 +82,11 @@ class Driver:
     def copy_batch(
         self, targets: Column, sources: Column, sizes: Column, pieces: range, *, stream: int
     ) -> None:
-        """Copy sizes[i] bytes from sources[i] to targets[i], each i of `pieces` in any order, in
-        stream order. The columns may be changed as soon as this returns.
+        """Copy sizes[i] bytes from sources[i] to targets[i], each i of `pieces`, in stream order.
 
-        Pieces must not overlap, and host memory be pinned until the stream has passed this point.
+        The order of the pieces is undefined. Pieces must not overlap, and host memory must stay
+        pinned until the stream has passed this point. The columns may change as soon as this
+        returns.
         """
         if self._batch is None or len(pieces) == 1:
             self.copy_each(targets, sources, sizes, pieces, stream=stream)

@@ -107,7 +107,7 @@ def may_place() -> bool:
 
 
 def transparent_huge_pages() -> str:
-    """ "always", "madvise", "never", or "unknown"."""
+    """Return the kernel's mode: "always", "madvise", "never" or "unknown"."""
     text = read(ROOT / "sys/kernel/mm/transparent_hugepage/enabled") or ""
     _, _, rest = text.partition("[")
     return rest.partition("]")[0] or "unknown"

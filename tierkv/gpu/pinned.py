@@ -102,8 +102,11 @@ class PinnedSlots:
         return self._array is None
 
     def wait_until_pinned(self, slot_ids: Ids | None = None) -> None:
-        """Block until these slots (all, if None) are pinned. Raises TransferError if they cannot
-        be; the text says what to do."""
+        """Block until these slots are pinned; None for all slots.
+
+        Raises:
+            TransferError: the slots cannot be pinned; the text names the remedy.
+        """
         if self._array is None:
             raise LayoutError("these host slots are closed")
         if self.is_pinned:
@@ -223,8 +226,10 @@ def _huge_pages(length: int) -> mmap.mmap | None:
 
 
 def _populate(address: int, num_bytes: int) -> None:
-    """Give every page of the range memory, without changing what is there. Where the kernel is too
-    old for it, registering does so, more slowly."""
+    """Give every page of the range memory without a change of its content.
+
+    On a kernel too old for this, registering populates the pages more slowly.
+    """
     start = address // _PAGE * _PAGE
     length = -(-(address + num_bytes) // _PAGE) * _PAGE - start
     numa.libc().madvise(

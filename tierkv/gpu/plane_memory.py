@@ -64,8 +64,16 @@ class _Place:
 def rectangles_of(
     layout: Layout, memory: Sequence[PlaneMemory], num_blocks: int
 ) -> tuple[Rectangle, ...]:
-    """The few rectangles that hold all of a block, each within one allocation, whichever of the
-    `num_blocks` it is; () where planes lie otherwise."""
+    """Return the few rectangles, each within one allocation, that hold any block of the layout.
+
+    Args:
+        layout: the planes' layout.
+        memory: where each plane lies.
+        num_blocks: blocks of the planes.
+
+    Returns:
+        The rectangles; () if planes do not lie in rectangles.
+    """
     places = [
         _Place(plane, where, start)
         for plane, where, start in zip(layout.planes, memory, layout.offsets, strict=True)

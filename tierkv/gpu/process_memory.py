@@ -1,5 +1,8 @@
-"""Reads another process's memory on the same machine: one system call, one copy. For planes on the
-CPU that is what CUDA IPC is on a GPU. In this process it copies many pieces at once."""
+"""Reads of another process's memory on this machine: one system call, one copy.
+
+For planes on the CPU this is the counterpart of CUDA IPC. The module also copies many pieces within
+this process at once.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +46,12 @@ def is_possible() -> bool:
 
 
 def read(pid: int, pieces: Sequence[RemotePiece]) -> None:
-    """Read all `pieces`; blocks for as long as the copy takes. A process that is stopped can be
-    read, one that is dead cannot.
+    """Read all `pieces`, and block until the copy is done.
 
-    Raises TransferError if not every byte came; what lies there then is anything.
+    A stopped process can be read, a dead one cannot.
+
+    Raises:
+        TransferError: not every byte came; the content of the targets is then undefined.
     """
     libc = _libc()
     for at in range(0, len(pieces), _MOST_PIECES):
@@ -67,9 +72,13 @@ def read(pid: int, pieces: Sequence[RemotePiece]) -> None:
 def copy_here(
     targets: npt.NDArray[np.uint64], sources: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64]
 ) -> None:
-    """Copy pieces of this process's memory, by their addresses: 1,024 in each call, without the
-    GIL. 64 planes of 8 blocks of 4 KiB go at 9 GB/s, beside 7.6 of NumPy's two copies of each plane
-    (2 cores). Raises TransferError if it cannot be."""
+    """Copy pieces of this process's memory by address, 1,024 in each call, without the GIL.
+
+    64 planes of 8 blocks of 4 KiB copy at 9 GB/s; NumPy's two copies of each plane reach 7.6.
+
+    Raises:
+        TransferError: the kernel refused the copy.
+    """
     pieces = np.empty((2, len(sizes), 2), np.uint64)
     pieces[0, :, 0], pieces[1, :, 0] = targets, sources
     pieces[:, :, 1] = sizes

@@ -49,8 +49,12 @@ class Event(Protocol):
         """
 
     def block_until_done(self, timeout_s: float) -> None:
-        """Block the calling thread, never the event loop's. Raises GateTimeoutError after
-        `timeout_s`, and what `is_done` raises."""
+        """Block the calling thread, which must not be the event loop's, until the event is done.
+
+        Raises:
+            GateTimeoutError: `timeout_s` seconds have passed.
+            TransferError: as raised by `is_done`.
+        """
 
 
 class FailedEvent:
@@ -198,9 +202,11 @@ class Device(Protocol):
         """One line for people: what it is, what it is still busy opening, or its failure."""
 
     def computing(self) -> AbstractContextManager[None]:
-        """Within it the calling thread computes on this device with `array_module`, in the order of
-        `compute_stream`; errors of the device come out as TransferError, DeviceFailedError if it
-        is lost."""
+        """Return a context in which the calling thread computes on this device with `array_module`.
+
+        Work runs in the order of `compute_stream`. Errors of the device become TransferError, or
+        DeviceFailedError if it is lost.
+        """
 
     def allocate_planes(self, layout: Layout, num_blocks: int) -> Planes:
         """Allocate planes of `num_blocks` blocks.
@@ -243,8 +249,10 @@ class Device(Protocol):
 
 
 class SharedPlane(msgspec.Struct, frozen=True):
-    """A plane that another process may open: bytes `offset` into the memory of `handle`, block b
-    at offset + b * stride."""
+    """A plane that another process may open.
+
+    It begins `offset` bytes into the memory of `handle`; block b begins at offset + b * stride.
+    """
 
     handle: bytes
     offset: int
@@ -271,10 +279,12 @@ class PeerPlanes(Protocol):
     """Another process's planes, open here. For one thread at a time."""
 
     def copy(self, source_ids: Ids, target_ids: Ids) -> None:
-        """Their blocks source_ids[i] to this node's target_ids[i], which are distinct. Blocks the
-        thread until nothing of it moves any more.
+        """Copy the other process's blocks source_ids[i] to this node's blocks target_ids[i].
 
-        Raises TransferError if not all of it came; what lies in the targets then is anything.
+        The target ids must be distinct. The call blocks the thread until no byte moves any more.
+
+        Raises:
+            TransferError: not every block came; the content of the targets is then undefined.
         """
 
     def close(self) -> None:

@@ -1,5 +1,7 @@
-"""Room for host memory: every limit on what this process may still take, asked before memory is
-allocated. A kernel that runs out of memory kills the process without a word."""
+"""All limits on the memory of this process, checked before host memory is allocated.
+
+A kernel without memory kills the process without a message.
+"""
 
 from __future__ import annotations
 
@@ -84,20 +86,19 @@ def size(num_bytes: int) -> str:
 
 
 def require_room(num_bytes: int, what: str, setting: str, *, has_new_pages: bool = True) -> None:
-    """Return if this process may take `num_bytes` more, and log a warning if the machine may not
-    have them.
+    """Check that this process may allocate `num_bytes` more; warn if the machine may lack memory.
 
-    Memory that was allocated through `track` and is not filled yet counts as taken.
+    Memory that was allocated through `track` and is not filled yet counts as used.
 
     Args:
         num_bytes: bytes of a mapping that is about to be made.
-        what: the memory's name in the error's sentence, as "the host tier".
-        setting: the setting that asks for less, as "cache.host_blocks".
+        what: the memory's name in the error's sentence, such as "the host tier".
+        setting: the setting that asks for less, such as "cache.host_blocks".
         has_new_pages: False for a mapping whose pages exist or were set aside before: only
             addresses are counted.
 
     Raises:
-        ConfigError: a limit leaves too little. The sentence names the limit and what to set.
+        ConfigError: a limit leaves too little. The sentence names the limit and the remedy.
     """
     for limit in memory_limits():
         is_about_pages = limit.kind in {LimitKind.PAGES, LimitKind.MACHINE}
@@ -183,8 +184,10 @@ def _huge_pages() -> MemoryLimit:
 
 
 def _shared_memory_folder() -> MemoryLimit:
-    """Return the size of /dev/shm, which engines share memory by. tierkv shares memory files that
-    the kernel keeps outside of it."""
+    """Return the size of /dev/shm, through which engines share memory.
+
+    tierkv shares memory files that the kernel keeps outside of it.
+    """
     left = limit = None
     try:
         found = os.statvfs(numa.ROOT / "dev/shm")
@@ -198,8 +201,10 @@ def _shared_memory_folder() -> MemoryLimit:
 
 
 def _cgroup_limit() -> MemoryLimit:
-    """Return the limit of this process's memory cgroups, at every level, that leaves least. Files
-    in memory do not count as used: the kernel drops them first."""
+    """Return the limit that leaves least, of this process's memory cgroups at every level.
+
+    Pages of the file cache do not count as used: the kernel drops them first.
+    """
     rooms = chain.from_iterable(
         version.rooms(folder) for version in _CGROUP_VERSIONS for folder in version.folders()
     )
@@ -227,8 +232,10 @@ class _CgroupVersion:
     dropped: tuple[str, ...]
 
     def folders(self) -> list[Path]:
-        """Return this process's cgroup and those above it. In a container it may be the base,
-        whatever /proc says."""
+        """Return the folders of this process's cgroup and of its parents.
+
+        In a container the cgroup may be the base, whatever /proc says.
+        """
         base = numa.ROOT / self.base
         folders = [base]
         for line in (numa.read(numa.ROOT / "proc/self/cgroup") or "").splitlines():

@@ -30,8 +30,11 @@ ROW_ALIGNMENT = 16  # rows of staging start where 16-byte vectors may
 
 
 class Order(Enum):
-    """LAYERS: all blocks' first layers first, so that the model may start. BLOCKS: block by block,
-    in fewer and larger pieces."""
+    """The order of a copy's units.
+
+    LAYERS copies the first layers of all blocks first, so that the model may start. BLOCKS copies
+    block by block, in fewer and larger pieces.
+    """
 
     LAYERS = "layers"
     BLOCKS = "blocks"
@@ -155,8 +158,11 @@ class UnitPlanner:
                 aim, most_blocks = min(2 * aim, target), MAX_BLOCKS
 
     def _spans(self, num_blocks: int, target: int, first: int, last: int) -> Iterator[range]:
-        """The layers taken together, in order; with Order.LAYERS as few as a good piece and unit
-        allow, and fewest at both ends."""
+        """Yield the ranges of layers that are copied together, in order.
+
+        With Order.LAYERS a range is as small as a good piece and unit allow, and smallest at both
+        ends.
+        """
         if self._order is Order.BLOCKS:
             yield range(self._num_layers)
             return
@@ -182,9 +188,20 @@ class UnitPlanner:
 def joined(
     slots: Bytes, block_bytes: int, *, start: int, chunk_bytes: int, most_bytes: int
 ) -> tuple[npt.NDArray[np.intp], Bytes]:
-    """Pieces of whole blocks at ascending addresses `slots`, with neighbours taken together up to
-    `most_bytes`: which of the blocks each begins with, and its bytes. None spans two chunks of the
-    memory at `start`, which are registered one by one."""
+    """Return pieces of whole blocks with neighbouring blocks joined, up to `most_bytes` each.
+
+    No piece spans two chunks of the memory at `start`, since chunks are registered one by one.
+
+    Args:
+        slots: ascending addresses of the blocks.
+        block_bytes: bytes of a block.
+        start: address of the memory.
+        chunk_bytes: bytes of a chunk.
+        most_bytes: largest bytes of a piece.
+
+    Returns:
+        The index of each piece's first block, and each piece's bytes.
+    """
     follows = np.diff(slots) == np.uint64(block_bytes)
     follows &= (slots[1:] - np.uint64(start)) % np.uint64(chunk_bytes) != 0
     follows &= np.arange(1, len(slots)) % max(most_bytes // block_bytes, 1) != 0

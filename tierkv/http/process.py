@@ -1,5 +1,7 @@
-"""The life of a process that serves: its event loop's health, its log, its signals, the work under
-way and the files it reads again when they change."""
+"""The life of a serving process: event loop health, log, signals, work under way, and reloads.
+
+Certificates and the auth file are read again when they change.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,11 @@ class Heartbeat:
 
     @property
     def late_s(self) -> float:
-        """Seconds by which beats were late so far, one that is due now included; delays below 10 ms
-        do not count. The difference of two readings is how late the loop was between them."""
+        """Seconds by which beats were late so far, with the beat that is due now.
+
+        Delays below 10 ms do not count. The difference of two readings is the loop's delay between
+        them.
+        """
         now_late_s = 0.0 if self.age_s is None else self.age_s - TICK_S
         return self._late_s + (now_late_s if now_late_s > _SHORT_S else 0.0)
 

@@ -1,5 +1,4 @@
-"""The route table: its rows give the router, the OpenAPI document, written here, and the auth
-matrix."""
+"""The route table, which gives the router, the OpenAPI document and the auth matrix."""
 
 from __future__ import annotations
 

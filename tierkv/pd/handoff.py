@@ -456,8 +456,11 @@ class Handoff:
         return Published(ticket, len(keys), present, flushed)
 
     def _generation_of(self, blocks: PromptBlocks) -> int:
-        """Return the generation of the blocks; see `Deletions`. Raises StoreRefusedError if the
-        blocks were deleted since they were computed."""
+        """Return the generation of the blocks; see `Deletions`.
+
+        Raises:
+            StoreRefusedError: the blocks were deleted after they were computed.
+        """
         if blocks.were_deleted:
             raise StoreRefusedError(
                 "the stored values were deleted while the prompt was computed: compute it again"
@@ -577,8 +580,10 @@ class Handoff:
 
 
 def _end_in_index(blocks: PromptBlocks, stop: int) -> int:
-    """Return the end of those blocks before `stop` that the lease covers. The tail's key is not
-    the key of the block that has the tail's place in the index."""
+    """Return the end of the blocks before `stop` that the lease covers.
+
+    The tail's key differs from the key of the block at the tail's place in the index.
+    """
     lease = blocks.lease
     return 0 if lease is None else min(stop, lease.num_blocks, blocks.prompt.num_blocks)
 

@@ -619,8 +619,11 @@ class Tickets:
         return removed
 
     async def _ours(self, name: str, kind: type[Ticket | OpenTicket]) -> str | None:
-        """Return the id of the ticket under `name` if its prompt is of a fingerprint served here.
-        Raises StoreUnavailableError."""
+        """Return the id of the ticket under `name` if this node serves its fingerprint.
+
+        Raises:
+            StoreUnavailableError: the store did not answer.
+        """
         try:
             value = await self._values.get(name, max_bytes=MAX_TICKET_BYTES)
             ticket = None if value is None else kind.decode(value)

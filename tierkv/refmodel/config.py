@@ -72,8 +72,10 @@ class ModelConfig:
 
     @property
     def weights_id(self) -> str:
-        """Everything besides the name that decides what the weights compute, for a fingerprint:
-        nodes of which these differ must not share KV, even where its layout is the same."""
+        """Return everything besides the name that decides the model's results, for a fingerprint.
+
+        Nodes that differ in it must not share KV, even with equal layouts.
+        """
         return (
             f"{self.revision}: {self.num_layers} layers of {self.hidden}, ffn {self.ffn}, "
             f"{self.num_heads} heads of {self.head_dim}, theta {self.rope_theta:g}, "

@@ -1,9 +1,10 @@
-"""The reference model: a small transformer that attends over the device planes, and
-its weights, made from a seed: the same bytes on every machine, with every NumPy.
+"""The reference model: a small transformer over the device planes, with weights from a seed.
+
+The weights are the same bytes on every machine, with every NumPy.
 
 RMSNorm (Zhang & Sennrich 2019), rotary positions (RoPE, Su et al. 2021), grouped-query attention
-(GQA, Ainslie et al. 2023) and SwiGLU (Shazeer 2020). It is the truth that end-to-end tests compare
-with: its logits do not depend, in any bit, on how a prompt was cut into calls (CHUNK says how).
+(GQA, Ainslie et al. 2023) and SwiGLU (Shazeer 2020). End-to-end tests compare with it: its logits
+do not depend, in any bit, on how a prompt was cut into calls (see CHUNK).
 """
 
 from __future__ import annotations
@@ -110,10 +111,10 @@ class BlockTable:
     kv_dtype: str
 
     def write(self, plane: PlaneArray, rows: Floats, *, start: int) -> None:
-        """Put `rows` [n, num_kv_heads, head_dim] at tokens from `start` on, rounded to kv_dtype (to
-        the nearest, ties to even).
+        """Write `rows` [n, num_kv_heads, head_dim] to the tokens from `start` on.
 
-        No other byte of the plane changes.
+        Values are rounded to kv_dtype, to the nearest, ties to even. No other byte of the plane
+        changes.
         """
         positions = self.xp.arange(start, start + len(rows))
         blocks = self.ids[positions // self.block_size]
@@ -514,8 +515,13 @@ class ReferenceModel:
     def _project(
         self, hidden: Floats, weights: LayerWeights, span: Span
     ) -> tuple[Floats, Floats, Floats]:
-        """Scaled queries [num_tiles, num_kv_heads, group * TILE, head_dim], with the tiles of the
-        query heads that share a KV head below each other; K and V [n, num_kv_heads, head_dim]."""
+        """Return scaled queries, keys and values.
+
+        Returns:
+            Queries [num_tiles, num_kv_heads, group * TILE, head_dim], with the tiles of query heads
+                that
+            share a KV head below each other; keys and values [n, num_kv_heads, head_dim].
+        """
         c, xp = self.config, self._xp
         grouped = (span.num_tiles, c.num_kv_heads, self._group * TILE, c.head_dim)
         queries: Floats = xp.empty(grouped, np.float32)

@@ -114,8 +114,12 @@ class _Stored(NamedTuple):
 
 
 class Subscription:
-    """Events as they come: `async for event in subscription`. num_dropped: lost by being slow.
-    wants_tokens: the blocks' tokens too, which are prompts' content."""
+    """Cache events as they occur: `async for event in subscription`.
+
+    Attributes:
+        num_dropped: events dropped because the subscriber was slow.
+        wants_tokens: True if events carry the blocks' tokens, which are the content of prompts.
+    """
 
     def __init__(self, capacity: int, *, wants_tokens: bool = False) -> None:
         self.num_dropped = 0

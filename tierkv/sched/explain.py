@@ -38,8 +38,15 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """first_miss: the block, None if all are there. at: when, on the service's clock, which was
-    `ago_s` seconds before the explanation; tier: from where; detail: in words."""
+    """The cached part of a prompt, and the reason of the first miss.
+
+    Attributes:
+        first_miss: number of the first missing block; None if no block is missing.
+        at: time of the event on the service's clock, in seconds.
+        ago_s: seconds from the event to this explanation.
+        tier: the tier that lost the block.
+        detail: further words about the reason.
+    """
 
     num_tokens: int
     num_blocks: int

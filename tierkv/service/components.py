@@ -44,8 +44,10 @@ from tierkv.transfer.tier import StorageTier
 
 
 class Memory:
-    """Owns the device's planes and the host slots. `take_planes` replaces `planes`; `host` never
-    changes."""
+    """The device's planes and the host slots.
+
+    `take_planes` replaces `planes`; `host` never changes.
+    """
 
     planes: Planes
     host: HostSlots

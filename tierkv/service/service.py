@@ -1,5 +1,4 @@
-"""The cache service: opens device, tiers, storage, scheduler and hand-off; and looks, without a
-request, at what one would find."""
+"""The cache service: device, tiers, storage, scheduler, hand-off, and lookups."""
 
 from __future__ import annotations
 

@@ -828,12 +828,13 @@ def unseal(magic: bytes, version: int, value: bytes, kind: type[T]) -> T:
     """Return the record in `value`.
 
     Args:
-        magic, version: the first fields of the frame, as given to `seal`.
+        magic: first field of the frame, as given to `seal`.
+        version: second field of the frame, as given to `seal`.
         value: the framed value.
         kind: type of the record.
 
     Raises:
-        StoreCorruptError: a byte is not as sealed, or the version is another one.
+        StoreCorruptError: a byte differs from what was sealed, or the version is another one.
     """
     if len(value) < _RECORD_HEAD.size:
         raise StoreCorruptError(f"a record of {len(value)} bytes is too short")

@@ -117,12 +117,15 @@ class StorageTier:
     ) -> AsyncIterator[None]:
         """Run the attached stores and `io` until the body ends.
 
-        Raises whatever a store's `running()` raises.
+        Raises the errors of the stores' `running()`.
 
         Args:
-            names, layout, host: see StorageIO.
+            names: see StorageIO.
+            layout: see StorageIO.
+            host: see StorageIO.
             parts: the ranks' slices; empty for one rank that owns all of `host`.
-            deadline_s, block_ttl_s: seconds, see StorageIO.
+            deadline_s: seconds, see StorageIO.
+            block_ttl_s: seconds, see StorageIO.
         """
         self._prefix = names.prefix
         options = self.options
@@ -170,14 +173,17 @@ class StorageTier:
         deadline_s: float,
         block_ttl_s: float | None,
     ) -> AsyncIterator[StorageIO]:
-        """Run an I/O for blocks of another layout, with slots of their own, in the same stores.
+        """Run an I/O for blocks of another layout, with separate slots, in the same stores.
 
         The blocks are stored as the fingerprint `own` is. Enter this around `running()`.
 
         Args:
-            names, layout, host: see StorageIO, for the other layout.
+            names: see StorageIO, for the other layout.
+            layout: the other layout.
+            host: slots of the other layout.
             own: short form of the fingerprint that names the codec.
-            deadline_s, block_ttl_s: seconds, see StorageIO.
+            deadline_s: seconds, see StorageIO.
+            block_ttl_s: seconds, see StorageIO.
         """
         codecs = self.options.codecs
         io = StorageIO(

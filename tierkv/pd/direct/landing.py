@@ -1,7 +1,9 @@
-"""The decode node's side of the way from device to device: blocks of a producer's planes, into
-this node's, without a host tier in between.
+"""The decode node's side of a hand-off from device to device, without a host tier in between.
 
-    take device slots -> copy -> was it held there all the while? -> enter them into the index
+Blocks of a producer's planes are copied into this node's planes:
+
+    take device slots -> copy -> check that the producer still held them -> enter them into the
+        index
 """
 
 from __future__ import annotations
