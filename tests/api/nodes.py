@@ -18,6 +18,7 @@ import aiohttp
 
 from tests.faulty import FaultyStore
 from tests.latch import CopyLatch, until
+from tests.preloaded import Forked, may_start, start
 from tests.sessions import begin_request, publish_request
 from tierkv.api.node import Node
 from tierkv.api.server import listening
@@ -166,7 +167,7 @@ class Process:
     """`tierkv serve` in a process of its own."""
 
     url: str
-    process: asyncio.subprocess.Process
+    process: asyncio.subprocess.Process | Forked
     client: Client
     log: Path
 
@@ -195,11 +196,8 @@ async def process(
     """Started and listening; killed at the end if it still runs."""
     log = folder / f"{uuid4().hex}.log"
     with log.open("wb") as stderr:
-        child = await asyncio.create_subprocess_exec(
-            *tierkv(command, "--port", "0", *arguments),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=stderr,
-            env=clean_environ(folder),
+        child = await _started(
+            (command, "--port", "0", *arguments), clean_environ(folder), stderr=stderr.fileno()
         )
     try:
         assert child.stdout is not None
@@ -217,13 +215,7 @@ async def process(
 
 async def run_to_end(folder: Path, *arguments: str | Path, **environ: str) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of a command that should end by itself."""
-    child = await asyncio.create_subprocess_exec(
-        *tierkv(*arguments),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=clean_environ(folder) | environ,
-    )
+    child = await _started(arguments, clean_environ(folder) | environ)
     try:
         async with asyncio.timeout(_START_S):
             out, err = await child.communicate()
@@ -233,6 +225,20 @@ async def run_to_end(folder: Path, *arguments: str | Path, **environ: str) -> tu
             await child.wait()
     assert child.returncode is not None
     return child.returncode, out.decode(), err.decode()
+
+
+async def _started(
+    arguments: Sequence[str | Path], environ: Mapping[str, str], *, stderr: int | None = None
+) -> asyncio.subprocess.Process | Forked:
+    if may_start(environ):
+        return await start(arguments, environ=environ, stderr=stderr)
+    return await asyncio.create_subprocess_exec(
+        *tierkv(*arguments),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE if stderr is None else stderr,
+        env=environ,
+    )
 
 
 def clean_environ(folder: Path) -> dict[str, str]:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import msgpack
@@ -20,6 +21,7 @@ from tests.latch import until
 from tierkv.api.settings import NodeSettings
 from tierkv.api.types import DecodeBody, GenerateBody, PrefillBody, job_of
 from tierkv.cache.keys import Prompt
+from tierkv.engine import EngineSpec
 from tierkv.errors import BadRequestError, HandoffError
 from tierkv.http.bodies import JSON, MSGPACK, OCTETS, REQUEST_ID, decode
 from tierkv.http.callers import RoleName
@@ -184,22 +186,28 @@ def test_any_bytes_decode_or_are_refused(raw: bytes, content_type: str) -> None:
 _json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
 )
 _fields = st.sampled_from(
     ["prompt", "tokens", "max_tokens", "temperature", "seed", "top_k", "request_id", "ticket_id"]
 )
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(body=st.dictionaries(_fields, _json))
 def test_any_fields_make_a_job_or_are_refused(body: dict[str, object]) -> None:
     decoded_or_refused(json.dumps(body).encode(), JSON)
 
 
+@cache
+def _spec() -> EngineSpec:
+    return NodeSettings().engine_spec()
+
+
 def decoded_or_refused(raw: bytes, content_type: str) -> None:
     kinds: list[type[GenerateBody | PrefillBody | DecodeBody]]
     kinds = [GenerateBody, PrefillBody, DecodeBody]
-    spec = NodeSettings().engine_spec()
+    spec = _spec()
     for kind in kinds:
         with suppress(BadRequestError):
             body = decode(raw, kind, content_type=content_type)

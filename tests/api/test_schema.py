@@ -39,7 +39,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize(
-    ("seed", "phases", "num_examples", "least_cases"), [(1, "fuzzing", 2, 50), *SLOW]
+    ("seed", "phases", "num_examples", "least_cases"), [(1, "fuzzing", 1, 25), *SLOW]
 )
 async def test_no_client_that_follows_the_document_makes_the_node_fail(
     seed: int, phases: str, num_examples: int, least_cases: int, tmp_path: Path

@@ -20,7 +20,7 @@ def test_every_target_has_seeds() -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_whatever_is_read_is_understood_or_refused_as_promised(
     name: str, data: st.DataObject

@@ -175,6 +175,26 @@ async def test_a_wait_whose_tier_is_known_ends_after_twice_the_estimate_or_compu
 
 
 @simulated
+async def test_the_rule_counts_from_the_moment_in_which_it_is_applied() -> None:
+    budget = Budget(60.0, estimator=estimator(2.0, 0.1, 0.3))
+    async with budget.limit():
+        await asyncio.sleep(0.3)
+    budget.restrict(1000)
+    slack_s = SLACK_SHARE * 2.0 + SLACK_S
+    assert await wait_ends_after(budget) == pytest.approx(2 * 0.5 + slack_s)
+
+
+@simulated
+async def test_answers_in_time_cost_a_claim_that_waits_for_its_ticket_nothing() -> None:
+    budget = Budget(1.0, is_claim=True)
+    for _ in range(3):
+        async with budget.limit():
+            await asyncio.sleep(0.9)
+        budget.restart()
+    assert await wait_ends_after(budget) == pytest.approx(1.0)
+
+
+@simulated
 async def test_a_tier_slower_than_computing_is_asked_now_and_then_with_nobody_waiting() -> None:
     slow = estimator(0.4, 0.3, 0.3)
     verdicts = []

@@ -121,6 +121,16 @@ async def test_of_writes_that_fail_now_and_then_a_success_says_enough(make: Make
     assert pair.state is BreakerState.CLOSED
 
 
+async def test_a_ping_without_an_answer_beside_a_long_operation_opens_the_breaker(
+    make: Make,
+) -> None:
+    pair = await make(failures_to_open=1_000, timeout_s=0.4)
+    pair.faulty.hold()
+    assert "did not answer" in await failed(pair)
+    await until(lambda: pair.store.health.num_opened == 1)
+    pair.faulty.release()
+
+
 @pytest.mark.promise("The breaker opens after repeated failures and closes when the store is back.")
 async def test_probes_close_the_breaker_when_the_store_is_back(make: Make) -> None:
     pair = await make(failures_to_open=1)

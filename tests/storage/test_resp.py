@@ -84,7 +84,7 @@ class Reader:
             rest = rest[len(taken) :]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(cases, max_size=12),
     st.lists(st.integers(0, 100_000), max_size=20),
@@ -116,7 +116,7 @@ def test_replies_are_the_same_wherever_the_stream_is_cut(
             assert not digest.content
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=300) | st.lists(cases).map(lambda cs: b"".join(c.wire for c in cs)))
 @example(b"$1000000000000\r\n")
 @example(b"$-2\r\n")
