@@ -17,7 +17,8 @@ is not saved yet. Of answers that go on for ever it would be one.
 With traffic: as many requests run all the time. Each has a prompt of 200 tokens and an answer of as
 many, at any point of which it may be; when one ends the next comes, so that 1.3 come and go in each
 step. Of the prompts every second one was there before and is on the host, and vLLM has lost it.
-Counted are all calls into the connector of one step, by time and by processor time of the thread. A
+Counted are all calls into the connector of one step, by time and by processor time of the thread,
+and beside them the processor time and the wake-ups of tierkv's own threads, which take the GIL. A
 step waits 10 ms more, with the GIL given up, as for a GPU: the model itself takes hardly any time.
 Without --quick vLLM's own OffloadingConnector has the same traffic and as much host memory, in a
 process of its own, with tests/engines/vllm_cpu_spec.py as its worker: vLLM has none without a GPU.
@@ -29,9 +30,11 @@ import argparse
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -75,23 +78,6 @@ CALLS = (
 KINDS = ("without", "idle", "tierkv")
 
 
-def _idle_connector() -> Any:  # noqa: ANN401
-    from vllm.distributed.kv_transfer.kv_connector.v1 import base  # noqa: PLC0415
-
-    nothing = {
-        "start_load_kv": lambda *_, **__: None,
-        "wait_for_layer_load": lambda *_: None,
-        "save_kv_layer": lambda *_, **__: None,
-        "wait_for_save": lambda _: None,
-        "get_num_new_matched_tokens": lambda *_: (0, False),
-        "update_state_after_alloc": lambda *_: None,
-        "build_connector_meta": lambda *_: base.KVConnectorMetadata(),
-        "request_finished_all_groups": lambda *_: (False, None),
-    }
-    kind = type("IdleConnector", (base.KVConnectorBase_V1, base.SupportsHMA), nothing)
-    return object.__new__(kind)  # with no configuration of its own
-
-
 class Step(NamedTuple):
     """Seconds: of a step, of the process's processors, and of the calls into the connector, by
     clock and by processor. ended: which requests have."""
@@ -101,6 +87,21 @@ class Step(NamedTuple):
     in_calls: float
     of_thread: float
     ended: list[str]
+    of_others: float = 0.0
+    wake_ups: int = 0
+
+
+def others() -> tuple[float, int]:
+    """Return the processor seconds of tierkv's threads here, and how often they slept."""
+    seconds, wake_ups = 0.0, 0
+    for thread in threading.enumerate():
+        if not thread.name.startswith("tierkv-") or thread.ident is None:
+            continue
+        seconds += time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+        status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+        [line] = [one for one in status.splitlines() if one.startswith("voluntary")]
+        wake_ups += int(line.split()[1])
+    return seconds, wake_ups
 
 
 class Engine:
@@ -132,12 +133,14 @@ class Engine:
         self.num_loaded = 0  # tokens
         self.num_saves = 0
         self.in_calls = self.of_thread = 0.0  # in this step
+        self.counts_others = False
         self.draws = random.Random(1)
         self.number = 0
         self.prompts: dict[str, list[int]] = {}
 
     def time_calls(self) -> None:
         """From now on; what measures would slow what is compared."""
+        self.counts_others = True
         for name in CALLS:
             self._time(name)
 
@@ -158,7 +161,7 @@ class Engine:
 
         def planned(step: Any) -> Any:  # noqa: ANN401
             plans = timed(step)
-            self.num_saves += len(getattr(plans, "saves", ()))
+            self.num_saves += len(getattr(plans, "saving", ()))
             return plans
 
         ways = {"update_state_after_alloc": counted, "build_connector_meta": planned}
@@ -180,18 +183,23 @@ class Engine:
 
     def step(self) -> Step:
         self.in_calls = self.of_thread = 0.0
+        beside = others() if self.counts_others else (0.0, 0)
         started, cpu_started = time.perf_counter(), time.process_time()
         outputs = self.engine.step()
         took, of_process = time.perf_counter() - started, time.process_time() - cpu_started
         ended = [output.request_id for output in outputs if output.finished]
-        return Step(took, of_process, self.in_calls, self.of_thread, ended)
+        after = others() if self.counts_others else (0.0, 0)
+        beside = (after[0] - beside[0], after[1] - beside[1])
+        return Step(took, of_process, self.in_calls, self.of_thread, ended, *beside)
 
     def _attach(self, kind: str) -> None:
         from vllm.distributed.kv_transfer import kv_transfer_state  # noqa: PLC0415
 
         of_worker = kv_transfer_state.__dict__
         if not self.ways:
-            nothing = _idle_connector()
+            from benchmarks.idle_connector import IdleConnector  # noqa: PLC0415 - imports vLLM
+
+            nothing = object.__new__(IdleConnector)  # with no configuration of its own
             self.ways = {
                 "without": (None, None),
                 "idle": (nothing, nothing),
@@ -311,6 +319,10 @@ def measured(model: str, *, rounds: int, traffic_steps: int, has_theirs: bool) -
             for share, most in ((50, 0.2), (99, 1.0)):
                 name = f"scheduler's thread, {where}, {what}, p{share}"
                 rows.append(row(name, [at_share(times, share)], "ms", most=most))
+        beside = statistics.mean(step.of_others * 1e3 for step in steps)
+        rows.append(row(f"tierkv's threads, {where}, processor time, mean", [beside], "ms"))
+        wake_ups = statistics.mean(step.wake_ups for step in steps)
+        rows.append(row(f"tierkv's threads, {where}, wake-ups, mean", [wake_ups], "a step"))
     for share in (50, 99) if theirs else ():
         of_vllm = row(
             f"the same, with traffic, OffloadingConnector, time, p{share}",

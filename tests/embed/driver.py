@@ -324,7 +324,14 @@ class Driver:
             return
         prompt = one.text.prompt(self.size)
         more = {"ticket": one.ticket, "first_tokens": [7, 8]} if one.ticket is not None else {}
-        plan = self.on.cache.save(one.key, prompt, ids, first, **more)  # type: ignore[arg-type]
+        plan = self.on.cache.save(
+            one.key,
+            prompt,
+            ids,
+            first,
+            external_ids=self._names(one, ids, first),
+            **more,  # type: ignore[arg-type]
+        )
         if one.ticket is not None:
             self.tickets.setdefault(one.ticket, one.text)
         if plan is None:
@@ -333,6 +340,19 @@ class Driver:
             self.on.cache.cancel(plan)
             return
         self.mail.append((one, "save", plan))
+
+    def _names(
+        self, one: Running, ids: Sequence[Sequence[int]], first: Sequence[int]
+    ) -> list[list[str | None]]:
+        """Return a name for each whole block, which says all that its bytes depend on."""
+        truth = one.text.truth
+        return [
+            [
+                str(truth[: at * size]) if at * size <= len(truth) else None
+                for at in range(start + 1, start + 1 + len(of_group))
+            ]
+            for of_group, start, size in zip(ids, first or [0] * len(ids), self.sizes, strict=True)
+        ]
 
     def _preempt(self, one: Running) -> None:
         self._give_back(one)

@@ -770,3 +770,41 @@ def test_what_cannot_be_is_refused_in_the_caller_s_thread() -> None:
         EngineCache(fingerprint(), [LAYOUTS["mla"]], host_bytes=1 << 20, cache=CacheSettings())
     with pytest.raises(ConfigError, match="too little for two blocks"):
         EngineCache(fingerprint(), [GQA], host_bytes=1, cache=CacheSettings(block_size=BLOCK))
+
+
+def test_saves_of_a_step_are_one_plan_and_each_has_an_outcome_of_its_own() -> None:
+    tokens = [tokens_of(2 * BLOCK + at, at + 1) for at in range(3)]
+    with engine() as on:
+        plans = []
+        for at, one in enumerate(tokens):
+            blocks = blocks_for(len(one), 10 * at)
+            on.compute(one, blocks)
+            plan = on.cache.save(f"s{at}", on.prompt(one), [blocks])
+            assert plan is not None
+            plans.append(plan)
+        on.planes.start_saves(on.cache.join(plans))
+        on.until(lambda: len(on.seen.stored) == len(tokens))
+        assert sorted(on.seen.saved) == ["s0", "s1", "s2"]
+        assert dict(on.seen.stored) == {"s0": 2, "s1": 3, "s2": 3}
+        for at, one in enumerate(tokens):
+            there = blocks_for(len(one), 40 + 4 * at)
+            assert on.lookup(f"l{at}", one) == Found(len(one))
+            assert on.load(f"l{at}", there) == ()
+            assert on.holds(one, there)
+
+
+def test_saves_whose_one_copy_has_failed_are_made_again() -> None:
+    tokens = [tokens_of(2 * BLOCK, seed) for seed in (1, 2)]
+    with engine() as on:
+        on.latch.fail_next(Direction.OFFLOAD)
+        for turn in range(2):
+            plans = []
+            for at, one in enumerate(tokens):
+                on.compute(one, blocks_for(len(one), 10 * at))
+                plan = on.cache.save(f"s{at}", on.prompt(one), [blocks_for(len(one), 10 * at)])
+                assert plan is not None, f"turn {turn}: nothing of it is saved"
+                plans.append(plan)
+            on.planes.start_saves(on.cache.join(plans))
+            on.until(lambda: {"s0", "s1"} <= set(on.seen.saved))
+            on.seen.saved.clear()
+        on.until(lambda: len(on.seen.stored) == len(tokens))

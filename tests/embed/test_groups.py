@@ -365,6 +365,27 @@ def test_what_was_saved_is_loaded_byte_for_byte_in_every_group(model: str, lengt
 
 
 @pytest.mark.parametrize("model", MODELS)
+def test_saves_that_were_joined_bring_each_group_its_own_bytes(model: str) -> None:
+    texts = [tokens_of(16 + 3 * seed, seed) for seed in range(1, 4)]
+    with hybrid(MODELS[model]) as on:
+        plans, first = [], 0
+        for number, tokens in enumerate(texts):
+            ids = [[first + block for block in blocks] for blocks in on.whole(tokens)]
+            first += max(map(len, ids))
+            for group, blocks in enumerate(ids):
+                for position, block in enumerate(blocks):
+                    on.write(tokens, group, position, block)
+            plan = on.cache.save(f"s{number}", on.prompt(tokens), ids)
+            assert plan is not None
+            plans.append(plan)
+        on.planes.start_saves(on.cache.join(plans))
+        on.until(lambda: len(on.seen.stored) == len(texts))
+        for number, tokens in enumerate(texts):
+            on.check(f"l{number}", tokens, len(tokens))
+            on.cache.release(f"s{number}")
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_a_fresh_cache_loads_it_from_redis_and_no_group_takes_another_s_bytes(model: str) -> None:
     tokens = tokens_of(23)
     with redis_server() as redis:

@@ -93,6 +93,7 @@ class Driver:
         self.events_told: list[dict[str, Any]] = []
         self.num_preemptions = 0
         self.num_stale = 0
+        self.num_asked_again = 0
         self._listen()
 
     def _listen(self) -> None:
@@ -115,6 +116,14 @@ class Driver:
             return stats
 
         self.connector.get_kv_connector_stats = taken
+        find = self.connector.get_num_new_matched_tokens
+
+        def found(*given: Any) -> Any:
+            answer = find(*given)
+            self.num_asked_again += answer[0] is None
+            return answer
+
+        self.connector.get_num_new_matched_tokens = found
         take_events = self.connector.take_events
 
         def events() -> Any:
@@ -166,6 +175,10 @@ class Driver:
 
     def groups(self) -> list[str]:
         return [group.kind.value for group in self.connector.scheduler.cache.groups]
+
+    def asked_again(self) -> int:
+        """How often the connector had no answer yet."""
+        return self.num_asked_again
 
     def stale_saves(self) -> int:
         """How many blocks were saved with other bytes than they had."""

@@ -376,6 +376,25 @@ def test_what_the_device_has_lost_comes_back_from_the_host(alone: Engine, one: E
     one.rests()
 
 
+def test_what_a_host_does_not_have_is_known_at_once(model: str, alone: Engine) -> None:
+    """No request waits for a step, where nothing hits or vLLM's own cache has all of it."""
+    prompts = [prompt(170 + n, 3 * _BLOCK + 40 * n) for n in range(5)]
+    right = alone.tokens(prompts)
+    with engine(model, transfer(), disable_log_stats=False) as running:
+        assert running.tokens(prompts) == right
+        running.rests()
+        saved = running.ask("counts")["saved_blocks"]
+        assert running.tokens(prompts, "again") == right
+        running.rests()
+        assert running.ask("asked_again") == 0
+        more = running.ask("counts")["saved_blocks"] - saved
+        assert more <= 2 * len(prompts), "whole prompts are saved again"
+        assert running.ask("forget")
+        cached = running.cached(prompts, "host")
+        assert cached == [len(some) for some in prompts]
+        running.rests()
+
+
 @pytest.mark.promise("vLLM with the connector draws the tokens that vLLM alone draws.")
 def test_seeded_sampling_draws_the_same_tokens(alone: Engine, one: Engine) -> None:
     prompts = [prompt(105 + n, 90 + 31 * n) for n in range(4)]

@@ -29,6 +29,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from heapq import heappop, heappush
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +65,7 @@ from tierkv.cache.layout import Layout, Plane
 from tierkv.cache.shards import ShardScheme
 from tierkv.clock import SystemClock
 from tierkv.config import from_mapping
-from tierkv.embed.engine_cache import EngineCache
+from tierkv.embed.engine_cache import EngineCache, Found
 from tierkv.embed.external import NodeHost
 from tierkv.embed.host_side import EngineCacheSettings
 from tierkv.errors import ConfigError, DeviceFailedError, TierKVError, TransferError
@@ -74,7 +75,7 @@ from tierkv.pd.settings import HandoffSettings
 from tierkv.ranks.link import Plan, remove_left_over
 from tierkv.ranks.memory import EnginePlanes, side_by_side
 from tierkv.ranks.worker_planes import Finished, RankSocket, WorkerPlanes
-from tierkv.sched.events import CacheEventKind
+from tierkv.sched.events import CacheEventKind, ExternalId
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.factory import StoreSettings, open_guarded_store
@@ -111,6 +112,9 @@ _PAUSE_STEPS = 4  # until a request that had no part in a step is looked at agai
 _MOST_WAIT_S = 60.0  # for a copy of blocks that are about to be written
 _MOST_PRIVATE = 65_536  # names of blocks with a salt, an adapter or images; see take_events
 _MOST_LOST = 2  # promises to one request that expire before it loads them
+# An engine with one request waits so long for the host tier's answer, mostly 0.5 ms, where asking
+# again in the next step takes 5 ms.
+_ALONE_S = 0.002
 _COUNTS = {
     "loaded_tokens": "Prompt tokens that were loaded instead of computed",
     "failed_loads": "Loads with a block that did not arrive; their requests were computed",
@@ -149,7 +153,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         ticket_ttl_s: seconds that a ticket can be claimed.
         expires_s: seconds that blocks are held on the host for a request that vLLM does not
             schedule.
-        least_tokens: fewer tokens are computed instead of loaded, unless a ticket names them.
+        least_tokens: fewer tokens are computed instead of loaded, unless a ticket names them; so is
+            a rest of one block, and what the host has of a block without a store.
         prefix: prefix of all names in the store.
     """
 
@@ -205,21 +210,24 @@ class StepPlans(KVConnectorMetadata):
     Attributes:
         must_wait: blocks that were given away while saves read them: nothing may write before the
             saves end.
-        loads, saves: plans by request.
+        loads: plans by request.
+        saves: the plan of all saves, which saves of `saving` are part of; None without saves.
+        saving: names of the requests that save, one for each of their saves.
         lost: requests with a promised load that cannot be done, and the blocks that are wrong.
         over: requests that have ended; their blocks are given back when their saves are done.
     """
 
     must_wait: bool = False
     loads: list[tuple[str, Plan]] = field(default_factory=list)
-    saves: list[tuple[str, Plan]] = field(default_factory=list)
+    saves: Plan | None = None
+    saving: list[str] = field(default_factory=list)
     lost: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     over: list[str] = field(default_factory=list)
 
     @property
     def is_nothing(self) -> bool:
         """True if the ranks only compute in this step, as in most steps."""
-        return not (self.loads or self.saves or self.lost or self.over or self.must_wait)
+        return not (self.loads or self.saving or self.lost or self.over or self.must_wait)
 
 
 _NOTHING = StepPlans()  # never changed
@@ -455,7 +463,7 @@ class _Tracked:
         found: blocks of each group to be loaded.
         saved: number of leading blocks of each group that are on the host or on their way.
         has_saves: saves are under way.
-        passed: number of tokens of a prompt that had too few tokens to load.
+        passed: number of tokens of a prompt that had too few tokens to load beyond `num_local`.
         num_lost: promises that had expired when they were to be loaded.
         is_of_old: the cache has been reset since.
         due: the step in which a generating request may have enough tokens to save; None otherwise.
@@ -519,6 +527,7 @@ class _SchedulerSide:
         # Requests that have ended, with their blocks, and of which not all is saved.
         self._ending: deque[tuple[_Tracked, tuple[list[int], ...]]] = deque()
         self._plans = StepPlans()
+        self._begun: list[Plan] = []  # saves of this step
         self._counts: Counter[str] = Counter()
         self._has_heard = False  # since the last plan was made
         self._is_turn = False  # in this step, for saves
@@ -526,7 +535,8 @@ class _SchedulerSide:
         # Of steps under way: prompt tokens they compute, and when they were planned.
         self._computing: deque[tuple[int, float]] = deque(maxlen=_MOST_UNDER_WAY)
         self._heard_at = 0.0
-        self._has_speed = False  # a step's speed was recorded
+        # Prompt tokens of a step and its seconds, not handed on yet.
+        self._speed: tuple[int, float] | None = None
         self._reports: list[Finished] = []  # of ranks, not handed on yet
         self._unpublished: set[str] = set()  # requests with tickets on their way
 
@@ -615,21 +625,44 @@ class _SchedulerSide:
 
     def find(self, request: Request, num_computed: int) -> int | None:
         """Return how many tokens beyond `num_computed` can be loaded; None to be asked again."""
-        name = request.request_id
-        tracked = self._tracked.get(name) or self._track(request)
-        if tracked is None or not self._may_find(tracked):
+        tracked = self._tracked.get(request.request_id) or self._track(request)
+        if tracked is None or not self._may_find(tracked, num_computed):
             return 0
-        prompt = tracked.prompt
+        if tracked.claims is None and self._has_nothing(tracked, num_computed):
+            return 0
+        found = self._lookup(tracked, num_computed)
+        return None if found is None else self._offered(tracked, num_computed, found)
+
+    def _lookup(self, tracked: _Tracked, num_computed: int) -> Found | None:
+        request, prompt = tracked.request, tracked.prompt
+        name = request.request_id
+        names: Sequence[Sequence[ExternalId | None]] = ()
         if prompt is None or prompt.num_tokens != request.num_tokens:
             prompt = self._prompt(tracked, request.num_tokens)
             if prompt is None:
                 return None
-        names = self._hashes(request, *self._whole(prompt)) if self._tells else ()
-        found = self.cache.lookup(
-            name, prompt, num_computed, ticket=tracked.claims, external_ids=names
+            if self._tells:
+                names = self._hashes(request, *self._whole(prompt))
+            if self._speed is not None:
+                self.cache.note_prefill(*self._speed)
+                self._speed = None
+        ask = partial(
+            self.cache.lookup,
+            name,
+            prompt,
+            num_computed,
+            ticket=tracked.claims,
+            external_ids=names,
         )
-        if found is None:
-            return None
+        found = ask()
+        if found is None and len(self._tracked) == 1:
+            self.cache.wait_for_lookup(name, _ALONE_S)
+            found = ask()
+        return found
+
+    def _offered(self, tracked: _Tracked, num_computed: int, found: Found) -> int | None:
+        """Return how many of the tokens that a lookup has found are worth a load."""
+        request, name = tracked.request, tracked.request.request_id
         if found.problem is not None and tracked.claims is not None:
             log.warning("request %r continues without its ticket: %s", name, found.problem)
             tracked.claims = None
@@ -641,16 +674,50 @@ class _SchedulerSide:
         tracked.num_local = num_computed
         tracked.found = found.blocks
         tracked.saved = [found.num_there // group.block_size for group in self._groups]
+        if found.storage_tokens and self.cache.sees_host and not self._tells:
+            assert tracked.prompt is not None, "a prompt was looked up"
+            self.cache.name_blocks(tracked.prompt, self._main_names(request))
         if found.num_tokens < self.settings.least_tokens and tracked.claims is None:
-            if found.num_tokens:
-                self.cache.release(name)
+            self.cache.end_lookup(name)
             tracked.passed = request.num_tokens
             return 0
         return found.num_tokens
 
-    def _may_find(self, tracked: _Tracked) -> bool:
+    def _has_nothing(self, tracked: _Tracked, num_computed: int) -> bool:
+        """Return whether it is known at once that too few tokens can be loaded.
+
+        Too few are left, or the host has no further block and there is no store. The request then
+        saves what the host does not have.
+        """
+        request, size = tracked.request, self._groups[self._main].block_size
+        if not self.cache.sees_host:
+            if request.num_tokens >= self.settings.least_tokens:
+                return False
+            num_blocks = 0
+        else:
+            num_blocks = self.cache.num_on_host(self._main_names(request))
+            # A step computes one block faster than it is loaded beside one.
+            least = max(self.settings.least_tokens, size + 1)
+            are_few = request.num_tokens - num_computed < least
+            if not are_few and (self._has_store or num_blocks * size > num_computed):
+                return False
+        self.cache.end_lookup(request.request_id)
+        tracked.num_local, tracked.found = num_computed, ()
+        tracked.saved = [0] * len(self._groups)
+        tracked.saved[self._main] = num_blocks
+        tracked.passed = request.num_tokens
+        return True
+
+    def _main_names(self, request: Request) -> Sequence[bytes]:
+        """Return vLLM's hashes of the request's whole blocks in the main group."""
+        size = self._groups[self._main].block_size
+        step = size // (self._kv.hash_block_size or size)
+        return request.block_hashes if step == 1 else request.block_hashes[step - 1 :: step]
+
+    def _may_find(self, tracked: _Tracked, num_computed: int) -> bool:
         request = tracked.request
-        has_tried = tracked.num_lost > _MOST_LOST or tracked.passed == request.num_tokens
+        has_passed = tracked.passed == request.num_tokens and num_computed >= tracked.num_local
+        has_tried = tracked.num_lost > _MOST_LOST or has_passed
         is_excluded = tracked.is_of_old or request.skip_reading_prefix_cache
         return self._finds and not has_tried and not is_excluded
 
@@ -778,9 +845,13 @@ class _SchedulerSide:
             num_tokens = step.total_num_scheduled_tokens - len(step.num_scheduled_tokens)
             self._computing.append((num_tokens, time.perf_counter()))
         self.cache.flush()
-        if self._plans.is_nothing:
-            return _NOTHING
+        return _NOTHING if self._plans.is_nothing else self._take_plans()
+
+    def _take_plans(self) -> StepPlans:
         plans, self._plans = self._plans, StepPlans()
+        if self._begun:
+            plans.saves = self.cache.join(self._begun)
+            self._begun = []
         return plans
 
     def _preempted(self, name: str) -> None:
@@ -908,7 +979,7 @@ class _SchedulerSide:
                 firsts,
                 ticket=tracked.publishes,
                 first_tokens=first_tokens,
-                external_ids=self._hashes(tracked.request, ids, firsts) if self._tells else (),
+                external_ids=self._names(tracked.request, ids, firsts),
             )
         except DeviceFailedError:  # a rank is lost, and knows it
             return False
@@ -916,7 +987,8 @@ class _SchedulerSide:
             self._unpublished.add(name)
         if plan is not None:
             tracked.has_saves = True
-            self._plans.saves.append((name, plan))
+            self._plans.saving.append(name)
+            self._begun.append(plan)
         unsaved = self.cache.num_unsaved_blocks - before
         if unsaved:
             self._counts["unsaved_blocks"] += unsaved
@@ -929,22 +1001,28 @@ class _SchedulerSide:
         sizes = [group.block_size for group in self._groups]
         return [range(-(-prompt.num_tokens // size)) for size in sizes], [0] * len(sizes)
 
+    def _names(
+        self, request: Request, block_ids: Sequence[Sequence[int]], firsts: Sequence[int]
+    ) -> Sequence[Sequence[ExternalId | None]]:
+        """Return the names of saved blocks, if anybody looks for blocks by them."""
+        if self._tells or self.cache.sees_host:
+            return self._hashes(request, block_ids, firsts)
+        return ()
+
     def _hashes(
         self, request: Request, block_ids: Sequence[Sequence[int]], firsts: Sequence[int]
-    ) -> list[list[str | int | bytes | None]]:
-        """Return the names of these blocks in vLLM's events; None for a partial block."""
+    ) -> list[list[ExternalId | None]]:
+        """Return vLLM's hashes of these blocks; None for a partial block."""
         size = self._kv.hash_block_size or self._groups[self._main].block_size
         hashes = request.block_hashes
-        names: list[list[str | int | bytes | None]] = []
+        names: list[list[ExternalId | None]] = []
         for ids, first, group in zip(block_ids, firsts, self._groups, strict=True):
-            ends = [(at + 1) * group.block_size // size for at in range(first, first + len(ids))]
-            names.append(
-                [
-                    maybe_convert_block_hash(hashes[end - 1]) if end <= len(hashes) else None
-                    for end in ends
-                ]
-            )
-        if request.lora_request or request.cache_salt or request.mm_features:
+            step = group.block_size // size
+            of_group: list[ExternalId | None] = [
+                *hashes[(first + 1) * step - 1 : (first + len(ids)) * step : step]
+            ]
+            names.append(of_group + [None] * (len(ids) - len(of_group)))
+        if self._tells and (request.lora_request or request.cache_salt or request.mm_features):
             self._private.update(dict.fromkeys(name for some in names for name in some if name))
             while len(self._private) > _MOST_PRIVATE:
                 self._private.popitem(last=False)
@@ -953,9 +1031,10 @@ class _SchedulerSide:
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return the events of saved blocks since the last call, by vLLM's names for the blocks."""
         for event in self.cache.read_events() if self._tells else ():
-            names = [name for name in event.external_ids if name is not None]
-            if not names:
+            ours = [name for name in event.external_ids if isinstance(name, bytes)]
+            if not ours:
                 continue
+            names, parent = [maybe_convert_block_hash(name) for name in ours], event.external_parent
             medium = MEDIUM_CPU if event.tier == "host" else MEDIUM_STORAGE
             if event.kind is CacheEventKind.EVICTED:
                 yield BlockRemoved(block_hashes=names, medium=medium, group_idx=event.group)
@@ -964,13 +1043,17 @@ class _SchedulerSide:
                 # with a salt, an adapter or images have no tokens: these would not tell them apart.
                 is_found = (
                     len(names) == len(event.digests)
-                    and (event.start == 0 or event.external_parent is not None)
-                    and self._private.keys().isdisjoint(names)
+                    and (event.start == 0 or parent is not None)
+                    and self._private.keys().isdisjoint(ours)
                 )
                 tokens = np.frombuffer(event.tokens, "<i4").tolist() if is_found else []
                 yield BlockStored(
                     block_hashes=names,
-                    parent_block_hash=event.external_parent if tokens else None,
+                    parent_block_hash=(
+                        maybe_convert_block_hash(parent)
+                        if tokens and isinstance(parent, bytes)
+                        else None
+                    ),
                     token_ids=tokens,
                     block_size=self._groups[event.group].block_size,
                     lora_id=None,
@@ -998,14 +1081,16 @@ class _SchedulerSide:
             self.cache.flush()
 
     def _record_speed(self) -> None:
-        """Record the time of a step with prompt tokens, to choose fetching or computing."""
+        """Record the time of a step with prompt tokens, to choose fetching or computing.
+
+        The next lookup hands it on: a call of its own would wake the service's thread.
+        """
         num_tokens, planned_at = self._computing.popleft()
         now = time.perf_counter()
         seconds = now - max(planned_at, self._heard_at)  # the next may be planned before this ends
         self._heard_at = now
-        if num_tokens >= self.settings.least_tokens and (self._is_turn or not self._has_speed):
-            self._has_speed = True
-            self.cache.note_prefill(num_tokens, seconds)
+        if num_tokens >= self.settings.least_tokens:
+            self._speed = num_tokens, seconds
 
     def _poll(self) -> None:
         reports, self._reports = self._reports, []
@@ -1236,7 +1321,7 @@ class _WorkerSide:
         self._planes: WorkerPlanes | None = None
         self._handshake: RankHandshake | None = None
         self._loads: dict[int, tuple[str, tuple[int, ...]]] = {}
-        self._saves: dict[int, str] = {}
+        self._saves: dict[int, list[str]] = {}  # by plan, the requests that save
         self._num_saves: Counter[str] = Counter()  # under way, by request
         self._over: set[str] = set()
         self._lost: list[tuple[str, tuple[int, ...]]] = []
@@ -1299,13 +1384,13 @@ class _WorkerSide:
             self.planes.start_loads(plan)
         self._lost += plans.lost
         # Before `start_saves`, since vLLM may ask what is finished in between.
-        self._num_saves.update(name for name, _ in plans.saves)
+        self._num_saves.update(plans.saving)
         self._over.update(plans.over)
 
     def start_saves(self, plans: StepPlans) -> None:
-        for name, plan in plans.saves:
-            self._saves[plan.number] = name
-            self.planes.start_saves(plan)
+        if plans.saves is not None:
+            self._saves[plans.saves.number] = plans.saving
+            self.planes.start_saves(plans.saves)
 
     def finished(self) -> KVConnectorTransferResults:
         """Return the requests that have ended without readers of their blocks, and finished loads.
@@ -1325,7 +1410,7 @@ class _WorkerSide:
                 name, blocks = self._loads.pop(report.number)
                 self._loaded(results, name, blocks, is_good=report.problem is None)
             elif report.number in self._saves:
-                self._num_saves[self._saves.pop(report.number)] -= 1
+                self._num_saves.subtract(self._saves.pop(report.number))
         self._num_saves = +self._num_saves
         results.finished_sending = {name for name in self._over if not self._num_saves[name]}
         self._over -= results.finished_sending

@@ -24,6 +24,7 @@ from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -38,6 +39,7 @@ from tierkv.cache.layout import Layout
 from tierkv.cache.shards import Shard
 from tierkv.embed.exchange import Call
 from tierkv.embed.external import NodeHost
+from tierkv.embed.host_names import HostNames, num_leading
 from tierkv.embed.host_side import (
     Copied,
     EngineCacheSettings,
@@ -68,6 +70,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _CLOSE_S = 60.0
+_ID_BYTES = 4  # of a block or slot in a plan
 _MOST_CALLS = 1 << 20  # only this cache makes calls, and promises are bounded
 
 
@@ -175,6 +178,11 @@ class LocalHost:
     def take_events(self) -> list[CacheEvent]:
         """Return the events since the last call."""
         return self._side.take_events()
+
+    @property
+    def names(self) -> HostNames | None:
+        """The engine's names of the index's blocks; None without an index."""
+        return self._side.names
 
     def close(self) -> None:
         """Give everything back. No rank copies any more."""
@@ -398,6 +406,7 @@ class EngineCache:
         self._known: dict[str, _RequestState] = {}
         self._counts: dict[str, tuple[Prompt, Call[HostPromise]]] = {}
         self._steps: dict[int, _Step] = {}
+        self._joined: dict[int, tuple[int, ...]] = {}  # by number of a joined plan, of its parts
         self._num_saving: Counter[str] = Counter()  # saves under way, by key
         # By group: the device blocks that plans under way read or write; None: to be recounted.
         self._touched: list[set[int]] | None = None
@@ -406,6 +415,8 @@ class EngineCache:
         self._wanted: Call[list[list[int]]] | None = None
         # Copied blocks that `keep` does not know yet: key, prompt, blocks.
         self._copied: list[tuple[str, tuple[Prompt, list[Copied]]]] = []
+        # Names of copied blocks of the main group, by the call that lets lookups find them.
+        self._keeping: dict[Call[Any], set[ExternalId | None]] = {}
         self._jobs: dict[Call[Any], list[str]] = {}  # the keys of each call
         self._polled = Polled()
         self.num_unsaved_blocks = 0  # blocks without a free host slot when they were saved
@@ -549,6 +560,48 @@ class EngineCache:
             known.nothing = Found(0, problem=str(error))
             known.asks_again_at = time.monotonic() + expires_s
             return None
+
+    def wait_for_lookup(self, key: str, timeout_s: float) -> None:
+        """Block until `lookup` has an answer for `key`, or for `timeout_s` seconds.
+
+        For an engine that has nothing else to do.
+        """
+        known = self._known.get(key)
+        if known is not None and known.call is not None:
+            with suppress(TierKVError):  # late, or refused: `lookup` says so
+                known.call.wait(timeout_s)
+
+    @property
+    def sees_host(self) -> bool:
+        """True if `num_on_host` answers: the host tier is in this process, and has an index."""
+        return self._host.names is not None
+
+    def num_on_host(self, names: Sequence[ExternalId]) -> int:
+        """Return how many of a prompt's leading blocks a lookup would find on the host now.
+
+        The answer is this thread's own, and at once. Blocks count whose names were given when they
+        were saved, or to `name_blocks`.
+
+        Args:
+            names: the engine's names of the prompt's blocks in the main group, from the first on.
+        """
+        known, keeping = self._host.names, self._keeping
+        if known is None:
+            return 0
+        if not keeping:
+            return num_leading(names, known.__contains__)
+        return num_leading(
+            names, lambda name: name in known or any(name in some for some in keeping.values())
+        )
+
+    def name_blocks(self, prompt: Prompt, names: Sequence[ExternalId | None]) -> None:
+        """Give names to the blocks of `prompt` on the host that storage has brought.
+
+        Args:
+            prompt: the prompt.
+            names: the engine's names of its blocks in the main group, from the first on.
+        """
+        self._host.call(HostSide.name_blocks, prompt, names)
 
     def count(self, key: str, prompt: Prompt, have_tokens: int = 0) -> Found | None:
         """Return what `lookup` would find now, storage included; nothing is fetched or held."""
@@ -738,6 +791,38 @@ class EngineCache:
         known.saved[group] = max(saved, min(positions[count - 1] + 1, full))
         return _Part(group, positions[:count], blocks[:count], slots)
 
+    def join(self, plans: Sequence[Plan]) -> Plan:
+        """Return one plan that carries out all of these saves.
+
+        Ranks are given this plan instead of `plans`: one copy costs them less than many. If the
+        copy fails, all of the saves have failed.
+
+        Args:
+            plans: plans of `save`, one or more, none of which was joined or given to a rank.
+        """
+        if len(plans) == 1:
+            return plans[0]
+        first = plans[0]
+        self._joined[first.number] = tuple([plan.number for plan in plans])
+        if not first.groups:
+            source, target = (plan.source for plan in plans), (plan.target for plan in plans)
+            return Plan(first.number, first.kind, b"".join(source), b"".join(target))
+        parts: list[tuple[list[bytes], list[bytes]]] = [([], []) for _ in first.groups]
+        for plan in plans:
+            at = 0
+            for (sources, targets), count in zip(parts, plan.groups, strict=True):
+                end = at + count * _ID_BYTES
+                sources.append(plan.source[at:end])
+                targets.append(plan.target[at:end])
+                at = end
+        return Plan(
+            first.number,
+            first.kind,
+            b"".join(itertools.chain.from_iterable(sources for sources, _ in parts)),
+            b"".join(itertools.chain.from_iterable(targets for _, targets in parts)),
+            tuple([sum(of_group) for of_group in zip(*(p.groups for p in plans), strict=True)]),
+        )
+
     def _begin_to_publish(self, key: str, prompt: Prompt, ticket: str) -> _Publish:
         number = next(self._numbers)
         call = self._host.call(HostSide.publish, number, prompt, ticket)
@@ -822,12 +907,22 @@ class EngineCache:
         publish = known.publish
         if publish is not None and publish.first_tokens is None:
             self._host.call(HostSide.fail, publish.number, reason)
-        if known.call is not None:
-            call = known.call
+        self._end_lookup(known)
+
+    def end_lookup(self, key: str) -> None:
+        """Give back what a request's lookup holds. Its saves and its publish go on."""
+        known = self._known.get(key)
+        if known is not None:
+            self._end_lookup(known)
+
+    def _end_lookup(self, known: _RequestState) -> None:
+        call, promise = known.call, known.promise
+        known.call = known.promise = None
+        if call is not None:
             call.when_done(lambda: self._let_go(call))
             call.cancel()
-        if known.promise is not None:
-            self._free(known.promise)
+        if promise is not None:
+            self._free(promise)
 
     def poll(self, finished: Iterable[Finished] = ()) -> Polled:
         """Return the copies and publishes that have ended.
@@ -940,17 +1035,19 @@ class EngineCache:
                 self._report(Finished(step.plan.number, rank, lost[rank]))
 
     def _report(self, report: Finished) -> None:
-        step = self._steps.get(report.number)
-        if step is None:
-            return
-        step.missing.discard(report.rank)
-        step.problem = step.problem or report.problem
-        if not step.missing:
-            self._end(step)
+        for number in self._joined.get(report.number, (report.number,)):
+            step = self._steps.get(number)
+            if step is None:
+                continue
+            step.missing.discard(report.rank)
+            step.problem = step.problem or report.problem
+            if not step.missing:
+                self._end(step)
 
     def _end(self, step: _Step) -> None:
         """End a plan that every rank has reported."""
         del self._steps[step.plan.number]
+        self._joined.pop(step.plan.number, None)
         self._touched = None
         if step.promise is not None:
             self._load_ended(step, step.promise)
@@ -1017,9 +1114,17 @@ class EngineCache:
             copied, self._copied = self._copied, []
             call = self._host.call(HostSide.keep, [what for _, what in copied])
             self._jobs[call] = [key for key, _ in copied]
+            self._keeping[call] = {
+                name
+                for _, (_, parts) in copied
+                for part in parts
+                if part.group == self._main
+                for name in part.external_ids
+            }
 
     def _job_ended(self, call: Call[Any]) -> None:
         keys = self._jobs.pop(call)
+        self._keeping.pop(call, None)
         if call.kind == "keep" and call.error is None:
             kept: Kept = call.result()
             self._put_back(kept.unused)

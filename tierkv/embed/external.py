@@ -34,6 +34,7 @@ from tierkv import errors
 from tierkv.cache.groups import CacheGroup
 from tierkv.cache.keys import Fingerprint, Prompt
 from tierkv.embed.exchange import Call, Exchange
+from tierkv.embed.host_names import HostNames
 from tierkv.embed.host_side import (
     Copied,
     EngineCacheSettings,
@@ -228,6 +229,7 @@ class NodeHost:
         self.life: int | None = None
         self.most_reserved: Sequence[int] = ()
         self.slots: list[HostSlots] = []
+        self.names: HostNames | None = None  # other engines' blocks are there, too
         self._path = path
         self._name = name or f"process {os.getpid()}"
         self._key = key

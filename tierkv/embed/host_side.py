@@ -38,6 +38,7 @@ from tierkv.cache.layout import Layout
 from tierkv.cache.node import CopyState, Ids, Tier, TreeNode
 from tierkv.config import all_above_zero
 from tierkv.embed.group_tier import GroupLook, GroupTier, group_fingerprint
+from tierkv.embed.host_names import HostNames
 from tierkv.errors import (
     ConfigError,
     HandoffError,
@@ -411,6 +412,8 @@ class HostSide:
         self._publishes: dict[int, tuple[PublishStream, SavedPrompt]] = {}
         self._max_events = max_events
         self._event_tokens = event_tokens
+        # Names of the index's blocks; None if the engine has no group of full attention.
+        self.names = None if main is None else HostNames(main)
         self._listening = ExitStack()
 
     @property
@@ -429,6 +432,8 @@ class HostSide:
         events.most_names = _LEAST_NAMES + 4 * sum(host.num_slots for host in self.slots)
         subscription = events.subscribe(self._max_events, wants_tokens=self._event_tokens)
         self._events = self._listening.enter_context(subscription)
+        if self.names is not None:
+            self._listening.enter_context(events.heard_by(self.names))
         service.flat_blocks = [tier.blocks for tier in self._tiers.values()]
 
     def take_events(self) -> list[CacheEvent]:
@@ -1054,12 +1059,11 @@ class HostSide:
                     unused[some.group] += some.slots
                 continue
             for some in copied:
-                if some.external_ids:
-                    self._note_names(prompt, some.group, some.positions, some.external_ids)
                 slots = np.frombuffer(some.slots, np.int32)
                 if some.group == self._main:
-                    count, left = self._keep(prompt, some.positions[0], slots)
+                    count, left = self._keep(prompt, some.positions[0], slots, some.external_ids)
                 else:
+                    self._note_names(prompt, some.group, some.positions, some.external_ids)
                     count, left = self._tiers[some.group].keep(prompt, some.positions, some.slots)
                 num_blocks[number] += count
                 unused[some.group] += left
@@ -1076,7 +1080,9 @@ class HostSide:
                 is_of_old |= self._reserved_in.pop((some.group, slot), generation) != generation
         return is_of_old
 
-    def _keep(self, prompt: Prompt, first: int, slots: Ids) -> tuple[int, tuple[int, ...]]:
+    def _keep(
+        self, prompt: Prompt, first: int, slots: Ids, names: Sequence[ExternalId | None]
+    ) -> tuple[int, tuple[int, ...]]:
         index, tiers = self._service.index, self._service.tiers
         match = index.match(prompt, first * prompt.block_size)
         if match.num_blocks < first:
@@ -1087,6 +1093,8 @@ class HostSide:
         if stop > first:
             refused = index.insert(Tier.HOST, lease, prompt, stop, slots[: stop - first])
             owned[list(refused)] = False
+            if names:  # the index computes each key once, and the prompt anew for each save
+                self._name(index.digests(lease.node, stop, start=first), names)
             tiers.events.publish(CacheEventKind.STORED, "host", lease.node, first, stop)
         end = lease.node
         if first + len(slots) > stop:
@@ -1109,13 +1117,33 @@ class HostSide:
         names: Sequence[ExternalId | None],
     ) -> None:
         """Record the engine's names of blocks, for events about them."""
+        if not names:
+            return
         if group == self._main:
             keys: Sequence[StoredKey] = self._service.tiers.copies.prompt_keys(prompt)
         else:
             keys = self._tiers[group].look(prompt).keys
-        for at, name in zip(positions, names, strict=True):
-            if name is not None and at < len(keys):
-                self._service.events.note_name(keys[at].digest, name)
+        pairs = [pair for pair in zip(positions, names, strict=True) if pair[0] < len(keys)]
+        self._name((keys[at].digest for at, _ in pairs), [name for _, name in pairs])
+
+    def _name(self, digests: Iterable[bytes], names: Iterable[ExternalId | None]) -> None:
+        for digest, name in zip(digests, names, strict=False):
+            if name is not None:
+                self._service.events.note_name(digest, name)
+
+    async def name_blocks(self, prompt: Prompt, names: Sequence[ExternalId | None]) -> None:
+        """Record the engine's names of the index's blocks of `prompt` that are on the host."""
+        index = self._service.index
+        for first in range(0, len(names), HASHED_BLOCKS):
+            stop = min(first + HASHED_BLOCKS, len(names))
+            match = index.match(prompt)
+            stop = min(stop, match.num_blocks)
+            if self.names is None or stop <= first:
+                return
+            digests = index.digests(match.node, stop, start=first)
+            self._name(digests, names[first:stop])
+            self.names.add(digests, names[first:stop])
+            await asyncio.sleep(0)  # others have their turn
 
     async def give(self, slots: Sequence[Iterable[int]]) -> None:
         """Give back, by group, reserved slots that no copy writes any more."""
@@ -1264,10 +1292,26 @@ class HostSide:
         for number, tier in self._tiers.items():
             held = sum(len(one.held.get(number, ())) for one in self._promises)
             wrong += tier.findings(held)
+        gone = self.names.digests - self._host_digests() if self.names is not None else set()
+        if gone:
+            wrong.append(f"{len(gone)} blocks have a name and are not on the host")
         return wrong
+
+    def _host_digests(self) -> set[bytes]:
+        """Return the keys of all whole blocks that the index has on the host."""
+        index, found = self._service.index, set[bytes]()
+        for node in index.spaces.nodes():
+            if not node.is_tail:
+                keys = index.digests(node, node.end, start=node.start)
+                states = index.states(Tier.HOST, node, node.start, node.end)
+                found |= {key for key, state in zip(keys, states, strict=True)
+                          if state is CopyState.READY}  # fmt: skip
+        return found
 
     async def forget(self) -> int:
         """Forget the blocks of all groups that are not held; see Service.forget."""
+        if self.names is not None:
+            self.names.clear()  # also of blocks that stay for their holders
         return await self._service.forget()
 
     async def give_back(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from contextlib import contextmanager
 from enum import Enum
 from itertools import groupby, islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
@@ -153,6 +153,15 @@ class Subscription:
         return self._events.popleft()
 
 
+class EventListener(Protocol):
+    """A receiver of events, on the service's thread. wants_tokens: as Subscription's."""
+
+    @property
+    def wants_tokens(self) -> bool: ...
+
+    def put(self, event: CacheEvent) -> None: ...
+
+
 class CacheEvents:
     """All subscribers of one service.
 
@@ -178,7 +187,7 @@ class CacheEvents:
         self._names: OrderedDict[bytes, ExternalId] = OrderedDict()
         self._digests_of = digests_of
         self._is_retired = is_retired
-        self._subscriptions: list[Subscription] = []
+        self._subscriptions: list[EventListener] = []
         self._number = 0
         self._num_clears = 0
         self._stored: OrderedDict[bytes, _Stored] = OrderedDict()  # by digest, the oldest first
@@ -199,11 +208,17 @@ class CacheEvents:
                 f"a subscription's capacity must be at least 1 event, not {capacity}"
             )
         subscription = Subscription(capacity, wants_tokens=wants_tokens)
-        self._subscriptions.append(subscription)
-        try:
+        with self.heard_by(subscription):
             yield subscription
+
+    @contextmanager
+    def heard_by(self, listener: EventListener) -> Iterator[None]:
+        """Give each event to `listener` when it is published, until the body ends."""
+        self._subscriptions.append(listener)
+        try:
+            yield
         finally:
-            self._subscriptions.remove(subscription)
+            self._subscriptions.remove(listener)
             if not self._subscriptions:
                 self._stored.clear()
                 self._below.clear()
