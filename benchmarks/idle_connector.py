@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 
-class IdleConnector(KVConnectorBase_V1, SupportsHMA):
+class IdleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLLM has no types here
     """Finds nothing and saves nothing."""
 
     def start_load_kv(self, *_: Any, **__: Any) -> None: ...  # noqa: ANN401

@@ -122,9 +122,10 @@ class Bench:
         sampling = SamplingParams(
             temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
         )
-        return self.llm.generate(
+        answers: list[Any] = self.llm.generate(
             [{"prompt_token_ids": one} for one in prompts], sampling, use_tqdm=False
         )
+        return answers
 
     def empty(self) -> None:
         """Empty vLLM's own cache, which waits until no block is held."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.embed.test_engine_cache import BLOCK, Engine, blocks_for, engine, tokens_of
+from tests.embed.test_engine_cache import Engine, blocks_for, engine, tokens_of
 from tests.latch import PATIENCE_S
 from tests.redis_server import redis_server
+from tests.world import BLOCK
 from tierkv.embed import EngineCacheSettings
 from tierkv.embed.engine_cache import Found
 

@@ -94,6 +94,7 @@ class Driver:
         self.num_preemptions = 0
         self.num_stale = 0
         self.num_asked_again = 0
+        self.num_copied = 0
         self._listen()
 
     def _listen(self) -> None:
@@ -161,6 +162,7 @@ class Driver:
                 for group, blocks, slots in plan.parts()
                 for block, slot in zip(blocks.tolist(), slots.tolist(), strict=True)
             ]
+            self.num_copied += len(expected[plan.number])
             start(plan, *after)
 
         def over() -> Any:
@@ -179,6 +181,10 @@ class Driver:
     def asked_again(self) -> int:
         """How often the connector had no answer yet."""
         return self.num_asked_again
+
+    def copied_blocks(self) -> int:
+        """How many blocks were given to saves."""
+        return self.num_copied
 
     def stale_saves(self) -> int:
         """How many blocks were saved with other bytes than they had."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import random
 import sys
@@ -217,6 +218,44 @@ def memory_that_is_refused(gpu: Gpu, seed: int) -> None:
     _everything_is_given_back(gpu)
 
 
+def memory_of_an_engine_is_pinned_where_a_copy_waits(gpu: Gpu, seed: int) -> None:
+    """One thread pins it, slot after slot, and next of all what a copy needs."""
+    from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - once the stand-in is there
+    from tierkv.gpu.pinned import PinnedSlots  # noqa: PLC0415
+
+    device, order = CudaDevice(), list[int]()
+    second, goes_on, register = threading.Event(), threading.Event(), gpu.register
+    mapped = mmap.mmap(-1, 40 * 4096)
+    array = np.frombuffer(mapped, np.uint8).reshape(40, 4096)
+    first: int = array.ctypes.data
+
+    def registered(address: int, size: int) -> int:
+        order.append((address - first) // size)
+        if len(order) == 2:
+            second.set()
+            assert goes_on.wait(60)
+        return register(address, size)
+
+    gpu.register = registered  # type: ignore[method-assign]
+    layout = layered(1, [("key", "uint8", 4096)], num_layers=1)
+    host = PinnedSlots(device.gpu, layout, 40, array=array, chunk_bytes=1 << 14)
+    assert second.wait(60)
+    assert order == [0, 1], "no second thread pins beside"
+    copy = threading.Thread(target=host.wait_until_pinned, args=(np.array([37, 25], np.int32),))
+    copy.start()
+    while len(host._wanted) < 2:  # noqa: SLF001 - nothing else shows that it waits
+        os.sched_yield()
+    goes_on.set()
+    copy.join()
+    host.wait_until_pinned()
+    assert order == [0, 1, 6, 9, 2, 3, 4, 5, 7, 8]
+    assert host.is_pinned
+    host.close()
+    gpu.register = register  # type: ignore[method-assign]
+    del array
+    _everything_is_given_back(gpu)
+
+
 def slots_that_others_have_mapped(gpu: Gpu, seed: int) -> None:
     """A lane pins them, once for all lanes, while it uses them; what lies beside a rank's piece
     stays as it is, and the memory is its owner's to close."""
@@ -428,6 +467,7 @@ PROGRAMS = (
     tensors_in_allocations_of_their_own,
     calls_that_fail,
     memory_that_is_refused,
+    memory_of_an_engine_is_pinned_where_a_copy_waits,
     slots_that_others_have_mapped,
     an_engine_that_owns_its_blocks,
     memory_that_is_closed,

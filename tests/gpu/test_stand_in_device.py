@@ -29,6 +29,10 @@ def test_memory_that_cannot_be_had_is_refused_with_the_remedy_and_given_back() -
     run_program("memory_that_is_refused", 1)
 
 
+def test_an_engine_s_host_slots_are_pinned_first_where_a_copy_waits_for_them() -> None:
+    run_program("memory_of_an_engine_is_pinned_where_a_copy_waits", 1)
+
+
 def test_host_slots_that_others_have_mapped_are_pinned_while_lanes_use_them() -> None:
     run_program("slots_that_others_have_mapped", 1)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from tierkv.ranks.memory import (
     SharedSlots,
     pieces,
     shared_memory,
+    shared_slots,
     side_by_side,
 )
 from tierkv.sched.settings import CacheSettings
@@ -85,6 +88,29 @@ def test_shared_slots_are_seen_by_all_that_map_them_each_its_piece() -> None:
     small = shared_memory(39)
     with pytest.raises(ConfigError, match="cannot be mapped"):
         SharedSlots(small, 4, 10, slice(0, 10))
+
+
+def test_shared_slots_can_be_used_before_they_have_their_memory() -> None:
+    """It comes in the background, and changes nothing of what lies there."""
+    size = 3 << 20
+    slots = shared_slots(64, size)
+    slots.array[63] = 7
+    slots.array[0, :10] = 5
+    deadline = time.monotonic() + PATIENCE_S
+    while os.fstat(slots.descriptor).st_blocks * 512 < 64 * size:
+        assert time.monotonic() < deadline, "the file gets no memory"
+        os.sched_yield()
+    assert slots.array[63].min() == slots.array[63].max() == 7
+    assert slots.array[0, :11].tolist() == [5] * 10 + [0]
+    slots.close()
+
+
+def test_shared_slots_may_be_closed_while_they_get_their_memory() -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        shared_slots(32, 4 << 20).close()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert "tierkv-fill" not in {one.name for one in threading.enumerate()}
 
 
 def test_shards_lie_whole_one_behind_the_other() -> None:

@@ -712,7 +712,8 @@ class _SchedulerSide:
         """Return vLLM's hashes of the request's whole blocks in the main group."""
         size = self._groups[self._main].block_size
         step = size // (self._kv.hash_block_size or size)
-        return request.block_hashes if step == 1 else request.block_hashes[step - 1 :: step]
+        hashes: Sequence[bytes] = request.block_hashes
+        return hashes if step == 1 else hashes[step - 1 :: step]
 
     def _may_find(self, tracked: _Tracked, num_computed: int) -> bool:
         request = tracked.request

@@ -6,6 +6,8 @@ import ctypes
 import logging
 import mmap
 import threading
+import time
+from collections import deque
 from concurrent.futures import Future
 from math import gcd
 
@@ -28,6 +30,10 @@ _MAP_HUGETLB = 0x40000 | 21 << 26  # pages of 2 MiB, whatever size is the machin
 _ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _GIB = 1 << 30
+# Registering memory holds the driver's lock, on which an engine's launches wait. Slots of an engine
+# that computes already are registered in small chunks, with a rest as long after each.
+_GENTLE_CHUNK_BYTES = 32 << 20
+_GENTLE_REST = 1.0
 
 
 # Pages must not be unmapped while they are registered, also when somebody forgets to close.
@@ -38,10 +44,12 @@ class PinnedSlots:
     """Host slots that a GPU's copy engines can reach. See HostSlots.
 
     The memory is usable by this process at once. The first chunk is pinned when the constructor
-    returns, the others follow in the background; a copy waits for the chunks of its slots.
+    returns, the others follow in the background, those first that copies wait for; a copy waits for
+    the chunks of its slots alone.
 
     array: memory that is mapped already, uint8 [num_slots, block_bytes], slots `stride` bytes
-        apart; it is only pinned here, and must stay mapped until these slots are closed.
+        apart; it is only pinned here, and must stay mapped until these slots are closed. An engine
+        uses the GPU meanwhile: one thread pins it, half of the time.
     chunk_bytes: about how much is pinned at a time; the attribute says how much it is.
     Raises ConfigError, with what to do, if there is too little memory or it cannot be pinned.
     """
@@ -58,10 +66,14 @@ class PinnedSlots:
     ) -> None:
         self.num_slots = num_slots
         self._gpu = gpu
+        self._rest = 0.0  # seconds after each second of pinning
         if array is None:
             array = _mapped(gpu, num_slots, layout.block_bytes)
         elif array.shape != (num_slots, layout.block_bytes):
             raise LayoutError(f"host slots of the shape {array.shape} do not fit the layout")
+        else:
+            num_threads, chunk_bytes = 1, min(chunk_bytes, _GENTLE_CHUNK_BYTES)
+            self._rest = _GENTLE_REST
         self._array: npt.NDArray[np.uint8] | None = array
         self.address = array.ctypes.data
         self.stride = array.strides[0]
@@ -79,13 +91,15 @@ class PinnedSlots:
         self.pinned_bytes = 0  # how far pinning has come, of `num_bytes`
         self.refusal: str | None = None  # why some chunk cannot be pinned
         self._lock = threading.Lock()
-        self._is_closing = False
+        self._closing = threading.Event()
         self._threads = Threads(num_threads, "tierkv-pin")
-        self._pins: list[Future[None]] = []
+        self._pins: list[Future[None]] = [Future() for _ in self._chunks]
+        self._left = dict.fromkeys(range(len(self._chunks)))  # chunks that no thread has begun
+        self._wanted: deque[int] = deque()  # chunks that copies wait for
         self.is_pinned = False  # every chunk
         try:
-            for chunk in self._chunks:
-                self._pins.append(self._threads.submit(self._pin, chunk))
+            for _ in range(num_threads):
+                self._threads.submit(self._pin_all)
             self._pins[0].result()
         except BaseException:
             self.close()
@@ -114,6 +128,7 @@ class PinnedSlots:
         wanted = range(len(self._pins))
         if slot_ids is not None:
             wanted = np.unique(slot_ids // self._slots_per_chunk).tolist()
+        self._wanted.extend(index for index in wanted if not self._pins[index].done())
         try:
             for index in wanted:
                 self._pins[index].result()
@@ -125,7 +140,7 @@ class PinnedSlots:
         """Unpin and unmap. Nothing may be in flight. The pages go when no view is left."""
         if self._array is None:
             raise LayoutError("these host slots are closed already")
-        self._is_closing = True
+        self._closing.set()
         self._threads.shutdown(wait=True)
         with self._gpu.bound_to_close():
             while self._registered:
@@ -133,10 +148,39 @@ class PinnedSlots:
         self._array = None
         del _pinned_pages[self.address]
 
+    def _pin_all(self) -> None:
+        """Pin chunk after chunk until none is left; runs on each of the pinning threads."""
+        while (index := self._next()) is not None:
+            began, pin = time.monotonic(), self._pins[index]
+            try:
+                self._pin(self._chunks[index])
+            except Exception as error:  # noqa: BLE001 - whatever it is, copies must hear of it
+                pin.set_exception(error)
+            else:
+                pin.set_result(None)
+            if self._rest:
+                self._closing.wait(self._rest * (time.monotonic() - began))
+        if self._closing.is_set():
+            for pin in self._pins:
+                pin.cancel()  # no copy waits any more
+
+    def _next(self) -> int | None:
+        """Return the chunk to pin now; None if none is left, or these slots close."""
+        with self._lock:
+            index = next(iter(self._left), -1)
+            while self._wanted:
+                wanted = self._wanted.popleft()
+                if wanted in self._left:
+                    index = wanted
+                    break
+            if index < 0 or self._closing.is_set():
+                return None
+            del self._left[index]
+            self._pins[index].set_running_or_notify_cancel()
+            return index
+
     def _pin(self, chunk: range) -> None:
-        """Pre-fault and register the slots of `chunk`; runs on one of the pinning threads."""
-        if self._is_closing:
-            return
+        """Pre-fault and register the slots of `chunk`."""
         address = self._first_byte + chunk.start * self.stride
         num_bytes = min(self._first_byte + chunk.stop * self.stride, self._end) - address
         _populate(address, num_bytes)
@@ -160,7 +204,7 @@ class PinnedSlots:
 
 
 def _is_good(pin: Future[None]) -> bool:
-    return pin.done() and pin.exception() is None
+    return pin.done() and not pin.cancelled() and pin.exception() is None
 
 
 def _chunks(num_slots: int, stride: int, chunk_bytes: int) -> list[range]:

@@ -11,8 +11,10 @@ one contiguous piece of each slot. To the service the layers of rank 1 follow th
 from __future__ import annotations
 
 import hashlib
+import logging
 import mmap
 import os
+import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,9 +27,14 @@ from tierkv.cache.shards import Shard
 from tierkv.errors import ConfigError, LayoutError
 from tierkv.gpu.cpu import CpuDevice, CpuHostSlots
 from tierkv.gpu.protocol import HostSlots, Planes
-from tierkv.gpu.room import HOST_SETTING, HOST_TIER, require_room, size
+from tierkv.gpu.room import HOST_SETTING, HOST_TIER, require_room, size, track
 from tierkv.ranks.link import Hello, Link
+from tierkv.threads import start_thread
 from tierkv.transfer.storage_io import Slice
+
+log = logging.getLogger(__name__)
+
+_FILLED_AT_ONCE = 64 << 20
 
 Bytes2D = npt.NDArray[np.uint8]
 
@@ -57,6 +64,8 @@ class SharedSlots(CpuHostSlots):
         """
         self.num_slots = num_slots
         self.descriptor = descriptor
+        self._closing = threading.Event()
+        self._filling: threading.Thread | None = None
         try:
             num_bytes = num_slots * block_bytes
             require_room(num_bytes, HOST_TIER, HOST_SETTING, has_new_pages=False)
@@ -68,16 +77,52 @@ class SharedSlots(CpuHostSlots):
         except (OSError, ValueError) as error:
             os.close(descriptor)
             raise ConfigError(f"the shared host slots cannot be mapped: {error}") from error
+        self._mapped: mmap.mmap | None = mapped
+        self._num_bytes = num_bytes
         whole = np.frombuffer(mapped, np.uint8).reshape(num_slots, block_bytes)
         self._array = whole[:, piece]
 
+    def fill(self) -> None:
+        """Give the file its memory, from the first slot on, in the background.
+
+        Slots can be used before they have memory: the first write to a page gives it some.
+
+        Raises:
+            ConfigError: no thread can be started.
+        """
+        assert self._mapped is not None, "these slots are open"
+        track(self._mapped, np.frombuffer(self._mapped, np.uint8).ctypes.data, self._num_bytes)
+        self._filling = start_thread(self._fill, "tierkv-fill")
+
+    def _fill(self) -> None:
+        for at in range(0, self._num_bytes, _FILLED_AT_ONCE):
+            if self._closing.is_set():
+                return
+            try:
+                num_bytes = min(_FILLED_AT_ONCE, self._num_bytes - at)
+                os.posix_fallocate(self.descriptor, at, num_bytes)
+            except OSError as error:
+                log.error(
+                    "%s of %s of memory to share cannot be allocated (%s), and a write to the rest "
+                    "may end this process: lower %s",
+                    size(self._num_bytes - at),
+                    size(self._num_bytes),
+                    error,
+                    HOST_SETTING,
+                )
+                return
+
     def close(self) -> None:
+        self._closing.set()
+        if self._filling is not None:
+            self._filling.join()
         super().close()
+        self._mapped = None
         os.close(self.descriptor)
 
 
 def shared_memory(num_bytes: int) -> int:
-    """Return the descriptor of a new memory file of `num_bytes`, all of them allocated.
+    """Return the descriptor of a new memory file of `num_bytes`, without memory yet.
 
     Raises:
         ConfigError: there is no room. The sentence says which limit leaves how much.
@@ -85,7 +130,7 @@ def shared_memory(num_bytes: int) -> int:
     require_room(num_bytes, HOST_TIER, HOST_SETTING)
     descriptor = os.memfd_create("tierkv-host-slots", os.MFD_CLOEXEC)
     try:
-        os.posix_fallocate(descriptor, 0, num_bytes)  # or a later write would die of SIGBUS
+        os.ftruncate(descriptor, num_bytes)
     except OSError as error:
         os.close(descriptor)
         raise ConfigError(
@@ -96,7 +141,7 @@ def shared_memory(num_bytes: int) -> int:
 
 
 def shared_slots(num_slots: int, block_bytes: int) -> SharedSlots:
-    """Return new host slots that other processes can map, each whole.
+    """Return new host slots that other processes can map, each whole; memory comes by and by.
 
     Args:
         num_slots: number of slots.
@@ -106,7 +151,13 @@ def shared_slots(num_slots: int, block_bytes: int) -> SharedSlots:
         ConfigError: there is no room.
     """
     descriptor = shared_memory(num_slots * block_bytes)
-    return SharedSlots(descriptor, num_slots, block_bytes, slice(0, block_bytes))
+    slots = SharedSlots(descriptor, num_slots, block_bytes, slice(0, block_bytes))
+    try:
+        slots.fill()
+    except BaseException:
+        slots.close()
+        raise
+    return slots
 
 
 class EnginePlanes:
