@@ -132,9 +132,11 @@ async def start(
         environ: Its whole environment.
         stderr: File descriptor of its log; None for a pipe.
     """
-    err = None if stderr is not None else await _Pipe.open()
-    status, out = await _Pipe.open(), await _Pipe.open()
-    fds = [out.other, err.other if err else stderr, status.other]
+    status, out, err = await _Pipe.open(), await _Pipe.open(), None
+    if stderr is None:
+        err = await _Pipe.open()
+        stderr = err.other
+    fds = [out.other, stderr, status.other]
     request = {
         "arguments": [*map(str, arguments)],
         "environ": dict(environ),
@@ -160,7 +162,7 @@ def _serve(requests: socket.socket) -> None:
     signal.set_wakeup_fd(wakes)
     children: dict[int, int] = {}
     while True:
-        ready, _, _ = select.select([requests, woken], [], [])
+        ready, _, _ = select.select([requests.fileno(), woken], [], [])
         if woken in ready:
             os.read(woken, 4096)
             while children:
@@ -169,7 +171,7 @@ def _serve(requests: socket.socket) -> None:
                     break
                 with os.fdopen(children.pop(pid), "w") as told:
                     told.write(f"{os.waitstatus_to_exitcode(status)}\n")
-        if requests in ready:
+        if requests.fileno() in ready:
             raw, fds, _, _ = socket.recv_fds(requests, _MAX_REQUEST_BYTES, 3)
             if not raw:
                 sys.exit()  # the tests have ended

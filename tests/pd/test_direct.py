@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.pd import nodes
 from tests.pd.nodes import TOKENS, claim, publish, settings
 from tests.world import World, background_tasks, fingerprint
 from tierkv.clock import SystemClock
-from tierkv.errors import ConfigError
+from tierkv.errors import ConfigError, HandoffError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import SharedPlanes
 from tierkv.pd.direct import direct, offers
@@ -30,6 +30,7 @@ from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.storage.codec import SealedCodec
 from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.protocol import PutItem, PutOutcome, PutStatus
 from tierkv.transfer.tier import StorageOptions
 
 COUNT, BLOCKS = len(TOKENS), 10
@@ -227,6 +228,27 @@ async def test_a_ticket_that_was_claimed_opens_nothing_any_more() -> None:
         async with connected(address) as channel:
             assert (await ask(channel, address)).blocks == ()
         assert leases(prefill) == 0
+
+
+class NoTickets(MemoryStore):
+    """A store that takes no ticket."""
+
+    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        if any(":ticket:" in item.name for item in items):
+            return [PutOutcome(PutStatus.FAILED, "no ticket is taken")] * len(items)
+        return await super().put(items)
+
+
+async def test_a_prompt_whose_ticket_is_not_written_is_offered_no_more() -> None:
+    way = settings(direct=DirectPath.AUTO, publish_deadline_s=1.0)
+    store = NoTickets(MemorySettings(), SystemClock())
+    async with nodes.pair(way, way, store=store) as (prefill, _):
+        with pytest.raises(HandoffError):
+            await publish(prefill)
+        assert prefill.service.handoff is not None
+        assert prefill.service.handoff.ledger.num_holds == 0
+        for request in prefill.service.scheduler.running_requests:
+            prefill.service.scheduler.end(request)
 
 
 async def test_blocks_that_are_gone_from_the_host_are_not_told() -> None:

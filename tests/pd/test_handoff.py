@@ -20,7 +20,7 @@ from tests.storage.values import TurnedClock, put_one
 from tests.world import World, fingerprint, kv_of, world
 from tierkv.cache.keys import Fingerprint, Names, pack
 from tierkv.cache.layout import Layout, attention_layout
-from tierkv.errors import HandoffError, OwnershipError, StoreCorruptError
+from tierkv.errors import HandoffError, OwnershipError, StoreCorruptError, StoreDownError
 from tierkv.gpu.cpu import CpuEvent
 from tierkv.gpu.protocol import Direction
 from tierkv.pd import claims
@@ -182,6 +182,47 @@ async def test_a_store_that_fails_for_a_moment_costs_a_publish_only_that(failure
         await finish(publish_request(prefill.service, request, "t", [1]))
         await prefill.ended(request)
         await claim(decode, tokens(9), "t")
+
+
+async def test_a_store_with_an_open_breaker_is_not_asked_again_by_a_publish(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_asked = 0
+
+    async def exists(_: Sequence[str]) -> int:
+        nonlocal num_asked
+        num_asked += 1
+        raise StoreDownError("it is left alone")
+
+    async with world(with_store=True) as here:
+        request = await here.admit(tokens(9))
+        await here.prefill(request, tokens(9))
+        monkeypatch.setattr(here.the_store, "exists", exists)
+        with pytest.raises(HandoffError, match="left alone"):
+            await finish(publish_request(here.service, request, "t", [1]))
+        assert num_asked == 1
+        here.service.scheduler.end(request)
+
+
+async def test_a_prompt_with_a_block_that_the_store_refuses_gets_no_ticket(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with world(with_store=True) as here:
+        request = await here.admit(tokens(9))
+        await here.prefill(request, tokens(9))
+        refused, ticket = here.names(tokens(9))[1], Names("tierkv", "").ticket("t")
+        store, put = here.the_store, here.the_store.put
+
+        async def all_but_one(items: Sequence[PutItem]) -> list[PutOutcome]:
+            done = iter(await put([item for item in items if item.name != refused]))
+            full = PutOutcome(PutStatus.FULL, "full")
+            return [full if item.name == refused else next(done) for item in items]
+
+        monkeypatch.setattr(store, "put", all_but_one)
+        with pytest.raises(HandoffError, match="did not accept"):
+            await finish(publish_request(here.service, request, "t", [1]))
+        assert not await store.exists([ticket])
+        here.service.scheduler.end(request)
 
 
 async def test_a_full_store_is_not_asked_again_by_a_publish(

@@ -67,7 +67,7 @@ class Zlib:
             content = inflater.decompress(stored, len(room))
         except zlib.error as error:
             raise DamagedValueError(Damage.CHECKSUM, f"it is no zlib stream: {error}") from error
-        if inflater.unconsumed_tail or not inflater.eof:
+        if inflater.unconsumed_tail or inflater.unused_data or not inflater.eof:
             raise DamagedValueError(Damage.LENGTH, f"it inflates to more than {len(room)} bytes")
         room[: len(content)] = content
         return len(content)
