@@ -21,12 +21,15 @@ import pytest
 from tests.embed.engine import until
 from tests.embed.engine_rank import StepMessage
 from tests.embed.test_engine_cache import ask
+from tests.embed.test_engine_cache import engine as another_engine
 from tests.embed.tp_engine import BLOCKS, ROOT, Rank, TpEngine, a_cache, engine
 from tests.latch import PATIENCE_S
-from tests.world import BLOCK, GQA
+from tests.world import BLOCK, GQA, fingerprint
+from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.groups import CacheGroup, GroupKind
 from tierkv.cache.keys import Fingerprint, Prompt, pack
 from tierkv.cache.layout import Layout, Plane
+from tierkv.clock import SystemClock
 from tierkv.embed import EngineCache, Finished, RankSocket, WorkerPlanes
 from tierkv.embed.engine_cache import Found, Polled
 from tierkv.errors import ConfigError, DeviceFailedError, GateTimeoutError, TransferError
@@ -35,6 +38,7 @@ from tierkv.ranks.link import MAGIC, VERSION, Goodbye, Link, Plan
 from tierkv.ranks.memory import EnginePlanes, side_by_side
 from tierkv.sched.settings import CacheSettings
 from tierkv.storage.codec import seal
+from tierkv.storage.factory import StoreSettings, open_store
 
 TOKENS = list(range(3 * BLOCK + 1))
 HERE, THERE = [0, 1, 2, 3], [8, 9, 10, 11]
@@ -333,6 +337,38 @@ def test_a_rank_that_closes_while_it_owes_a_plan_finishes_it_first(tmp_path: Pat
         on.poll(reports)
         on.until(lambda: ("a", len(HERE)) in on.seen.stored)
         on.until(lambda: "has closed its planes" in str(on.lookup("b", TOKENS).problem))
+
+
+@pytest.mark.promise("What ranks have copied by their end is kept and stored, reported or not.")
+@pytest.mark.parametrize("is_reported", [False, True])
+def test_copies_that_no_step_reports_any_more_are_kept_and_stored(
+    tmp_path: Path, is_reported: bool
+) -> None:
+    """As vLLM ends: its workers close first, and its scheduler hears of no further step."""
+    store, path = f"file://{tmp_path}/store", str(tmp_path / "ranks.sock")
+    arrays = [np.full((BLOCKS, one.block_bytes), 7, np.uint8) for one in GQA.planes]
+    planes = WorkerPlanes(CpuDevice(), EnginePlanes(GQA, arrays))
+    cache = EngineCache(
+        fingerprint(),
+        [GQA],
+        host_bytes=32 * GQA.block_bytes,
+        cache=CacheSettings(block_size=BLOCK, storage_write=WritePolicy.WRITE_THROUGH),
+        store=lambda: open_store(store, StoreSettings(), SystemClock()),
+        ranks=RankSocket(path, [GQA]),
+    )
+    with cache:
+        planes.connect(path, PATIENCE_S)
+        until(lambda: planes.is_attached, "the rank has its host slots")
+        plan = cache.save("a", Prompt(pack(TOKENS), BLOCK), [HERE])
+        assert plan is not None
+        planes.start_saves(plan)
+        reports: list[Finished] = []
+        while is_reported and not reports:  # and vLLM's worker has not handed it on
+            reports = planes.finished()
+        planes.close(reports)
+    with another_engine(store) as on:
+        assert on.lookup("b", TOKENS) == Found(len(TOKENS))
+        on.cache.release("b")
 
 
 def test_who_is_no_rank_of_this_cache_is_told_so_and_holds_nothing_up(tmp_path: Path) -> None:

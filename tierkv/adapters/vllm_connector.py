@@ -1443,7 +1443,7 @@ class _WorkerSide:
 
     def close(self) -> None:
         if self._planes is not None:
-            self._planes.close()
+            self._planes.close(self._reports)
 
 
 def _on_device(

@@ -70,6 +70,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _CLOSE_S = 60.0
+_LAST_REPORTS_S = 1.0  # ranks that are not closing do not answer at all
 _ID_BYTES = 4  # of a block or slot in a plan
 _MOST_CALLS = 1 << 20  # only this cache makes calls, and promises are bounded
 
@@ -455,13 +456,19 @@ class EngineCache:
             raise
 
     def close(self) -> None:
-        """Wait for the copies under way, give everything back, and close. May be called again."""
+        """Wait for the copies under way, give everything back, and close. May be called again.
+
+        Copies that ranks have finished are kept, and stored if the store takes them soon.
+        """
         if not self._host.is_open:
             return
         if self._planes is not None:
             self._planes.close()
             self.poll()
         if self._socket is not None:
+            if self._steps:  # ranks that close first, as vLLM's do, report the last copies
+                self._socket.wait_until_lost(_LAST_REPORTS_S)
+                self.poll()
             self._socket.close()
         for key in list(self._known):
             self._release(key, "the engine's cache was closed")
@@ -935,7 +942,10 @@ class EngineCache:
         for report in self._planes.finished() if self._planes is not None else ():
             self._report(report)
         if self._socket is not None and self._socket.lost:
-            self._fail_lost(self._socket.lost)
+            lost = self._socket.lost  # before the reports, which a rank sends before it is lost
+            for report in self._socket.take_reports():
+                self._report(report)
+            self._fail_lost(lost)
         self._keep_copied()
         self._take_reserve()
         for call in self._host.poll():

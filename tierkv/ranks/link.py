@@ -81,7 +81,14 @@ class NotTaken(msgspec.Struct, frozen=True, tag="not_taken"):
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
-    """A worker has finished all its copies, and begins no more."""
+    """A worker has finished all its copies, and begins no more.
+
+    Attributes:
+        finished: number and problem of each plan that the engine's own messages have not reported;
+            the problem is None if there was none.
+    """
+
+    finished: tuple[tuple[int, str | None], ...] = ()
 
 
 class Plan(msgspec.Struct, frozen=True, tag="plan"):

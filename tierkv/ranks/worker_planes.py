@@ -18,6 +18,7 @@ import selectors
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -126,6 +127,7 @@ class WorkerPlanes:
         self._link: Link | None = None
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
+        self._unreported: tuple[Finished, ...] = ()
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -286,11 +288,15 @@ class WorkerPlanes:
                     done.append(Finished(number, self._rank, begun.problem))
         return done
 
-    def close(self) -> None:
+    def close(self, unreported: Sequence[Finished] = ()) -> None:
         """Wait for the copies under way, and release the host slots. May be called again.
 
-        `finished` still returns the outcomes of these copies.
+        The socket of a scheduler is told the outcomes of these copies, and `finished` returns them.
+
+        Args:
+            unreported: results of `finished` that the engine had no step left to report.
         """
+        self._unreported = tuple(unreported)
         self._closing.set()
         self._refuse("these planes are closed")
         if self._thread is None:
@@ -316,8 +322,11 @@ class WorkerPlanes:
         except LinkClosedError:
             self._refuse(f"the connection to the cache at {path} was lost")
         self._held.close()
+        with self._lock:
+            ended = [(number, one.problem) for number, one in self._open.items() if one.are_done()]
+        reported = [(report.number, report.problem) for report in self._unreported]
         with suppress(LinkClosedError):  # the scheduler may have ended before
-            link.send(Goodbye())
+            link.send(Goodbye((*reported, *ended)))
         link.close()
 
     def _reach(self, path: str, deadline: float) -> Link:
@@ -380,6 +389,8 @@ class RankSocket:
         connect_deadline_s: float = 60.0,
     ) -> None:
         self.lost: dict[int, str] = {}  # by rank, why; read by any thread
+        self._last_reports: deque[Finished] = deque()  # of ranks that have said goodbye
+        self._all_lost = threading.Event()
         self.num_ranks = len(shards)
         self._path = path
         self._shards = [(one,) if isinstance(one, Layout) else tuple(one) for one in shards]
@@ -456,6 +467,21 @@ class RankSocket:
         self._stop, self._stopped = socket.socketpair()
         self._thread = threading.Thread(target=self._serve, name="tierkv-ranks", daemon=True)
         self._thread.start()
+
+    def take_reports(self) -> list[Finished]:
+        """Return the reports of ranks that have closed, each once.
+
+        Read `lost` before: a rank's reports are here before the rank is lost.
+        """
+        reports = []
+        while self._last_reports:
+            reports.append(self._last_reports.popleft())
+        return reports
+
+    def wait_until_lost(self, timeout_s: float) -> None:
+        """Block until every rank has closed, or for `timeout_s` seconds."""
+        if self._thread is not None:
+            self._all_lost.wait(timeout_s)
 
     def close(self) -> None:
         """Close the connections to all ranks. May be called again."""
@@ -549,6 +575,9 @@ class RankSocket:
                 select.select([self._ends[rank]], [], [], _END_S)
             self._lose(rank, str(error))
             return
+        for one in records:
+            if isinstance(one, Goodbye):
+                self._last_reports.extend(Finished(of, rank, why) for of, why in one.finished)
         if any(isinstance(one, Goodbye) for one in records):
             self._lose(rank, "it has closed its planes", level=logging.INFO)
 
@@ -568,6 +597,8 @@ class RankSocket:
         text = f"rank {rank}{process} is lost: {why}"
         log.log(level, "%s", text)
         self.lost = self.lost | {rank: text}
+        if len(self.lost) == self.num_ranks:
+            self._all_lost.set()
 
     def _let_go(self) -> None:
         self._selector.close()
