@@ -35,7 +35,7 @@ def _ignore(_: BaseException | None) -> None:
 
 
 class LoopThread:
-    """A daemon thread whose event loop runs from `open` until `close`, inside one lifetime.
+    """A daemon thread with an event loop that runs from `open` until `close`, in one lifetime.
 
     Every method may be called from any thread. A fork's child has no such thread: it refuses all
     work there. An interpreter that exits closes the thread first, while thread pools still work.

@@ -1,7 +1,4 @@
-"""The storage rows of the reliability table, with short counts; the full ones are marked slow.
-
-The numbers of the full runs are in docs/reliability.md.
-"""
+"""The storage rows of the reliability table, with short counts; slow tests have full counts."""
 
 # ruff: noqa: F811 - a fixture is asked for by the name it is imported under
 

@@ -1041,7 +1041,7 @@ class _SchedulerSide:
                 yield BlockRemoved(block_hashes=names, medium=medium, group_idx=event.group)
             else:
                 # A router finds a block by its tokens once vLLM has evicted its own copy. Blocks
-                # with a salt, an adapter or images have no tokens: these would not tell them apart.
+                # with a salt, an adapter or images carry no tokens, which would not identify them.
                 is_found = (
                     len(names) == len(event.digests)
                     and (event.start == 0 or parent is not None)

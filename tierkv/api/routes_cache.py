@@ -42,7 +42,7 @@ from tierkv.sched.explain import Explanation
 class LookRoutes(Routes):
     @Route("POST", "/v1/lookup", Access.READ, body=LookupBody, answer=LookupAnswer)
     async def lookup(self, request: web.BaseRequest) -> LookupAnswer:
-        """Tell where a prompt's leading tokens are cached."""
+        """Return the number of a prompt's leading tokens that each tier has."""
         async with self._node.work():
             body = await self._read_prompt(request, LookupBody)
             request_id = self._request_id(request, body.request_id)
@@ -51,7 +51,7 @@ class LookRoutes(Routes):
 
     @Route("POST", "/v1/explain", Access.READ, body=LookupBody, answer=Explanation)
     async def explain(self, request: web.BaseRequest) -> Explanation:
-        """Tell which block of a prompt is where, what is missing first, and why."""
+        """Return the place of each block of a prompt, and the reason of the first miss."""
         async with self._node.work():
             body = await self._read_prompt(request, LookupBody)
             self._request_id(request, body.request_id)
@@ -72,7 +72,7 @@ class PrefetchRoutes(Routes):
         on_disconnect=Disconnect.DETACH,
     )
     async def begin(self, request: web.BaseRequest) -> web.Response:
-        """Begin to bring what storage has of a prompt to the host."""
+        """Start to fetch a prompt's stored blocks to the host."""
         async with self._node.work():
             body = await self._read_prompt(request, PrefetchBody)
             key = (principal_of(request).tenant, self._request_id(request, body.request_id))
@@ -82,13 +82,13 @@ class PrefetchRoutes(Routes):
 
     @Route("GET", _PREFETCH, Access.WRITE, answer=PrefetchAnswer)
     async def look(self, request: web.BaseRequest) -> PrefetchAnswer:
-        """Tell how a prefetch stands."""
+        """Return the state of a prefetch."""
         self._node.check_started()
         return _prefetched(self._node.prefetches.find(self._key(request)))
 
     @Route("DELETE", _PREFETCH, Access.WRITE, answer=PrefetchAnswer)
     async def cancel(self, request: web.BaseRequest) -> PrefetchAnswer:
-        """Give a prefetch up."""
+        """Cancel a prefetch."""
         self._node.check_started()
         return _prefetched(self._node.prefetches.cancel(self._key(request)))
 
@@ -107,7 +107,7 @@ class BackupRoutes(Routes):
         on_disconnect=Disconnect.DETACH,
     )
     async def begin(self, request: web.BaseRequest) -> web.Response:
-        """Begin to store what is cached here of a prompt, in whole blocks."""
+        """Start to store a prompt's cached blocks; a partial last block is left out."""
         async with self._node.work():
             body = await self._read_prompt(request, BackupBody)
             key = (principal_of(request).tenant, self._request_id(request, body.request_id))
@@ -117,13 +117,13 @@ class BackupRoutes(Routes):
 
     @Route("GET", _BACKUP, Access.WRITE, answer=BackupAnswer)
     async def look(self, request: web.BaseRequest) -> BackupAnswer:
-        """Tell how a backup stands."""
+        """Return the state of a backup."""
         self._node.check_started()
         return _backed_up(self._node.backups.find(self._key(request)))
 
     @Route("DELETE", _BACKUP, Access.WRITE, answer=BackupAnswer)
     async def cancel(self, request: web.BaseRequest) -> BackupAnswer:
-        """Give a backup up; what it has stored stays."""
+        """Cancel a backup; blocks that are already stored stay."""
         self._node.check_started()
         return _backed_up(self._node.backups.cancel(self._key(request)))
 
@@ -180,7 +180,7 @@ class PinRoutes(Routes):
 
     @Route("PUT", _PIN, Access.WRITE, body=PinBody, answer=PinAnswer)
     async def put(self, request: web.BaseRequest) -> PinAnswer:
-        """Keep what is cached of a prompt, for a while."""
+        """Keep a prompt's cached blocks from eviction for a time."""
         async with self._node.work():
             key = self._key(request)
             body = await self._read_prompt(request, PinBody)
@@ -190,13 +190,13 @@ class PinRoutes(Routes):
 
     @Route("GET", _PIN, Access.WRITE, answer=PinAnswer)
     async def look(self, request: web.BaseRequest) -> PinAnswer:
-        """Tell what a pin keeps, and for how long."""
+        """Return the number of tokens that a pin keeps, and the time until its end."""
         self._node.check_started()
         return self._answer(self._node.pins.get(self._key(request)))
 
     @Route("DELETE", _PIN, Access.WRITE, answer=PinAnswer)
     async def remove(self, request: web.BaseRequest) -> PinAnswer:
-        """End a pin."""
+        """Remove a pin."""
         self._node.check_started()
         return self._answer(self._node.pins.remove(self._key(request)))
 
@@ -227,13 +227,13 @@ _STATES = {
 class TicketRoutes(Routes):
     @Route("GET", _TICKET, Access.WRITE, answer=TicketAnswer)
     async def look(self, request: web.BaseRequest) -> TicketAnswer:
-        """Tell how a ticket stands, without waiting for it."""
+        """Return the state of a ticket now, without a wait."""
         async with self._node.call():
             return await self._state(request)
 
     @Route("DELETE", _TICKET, Access.WRITE, answer=TicketAnswer)
     async def forget(self, request: web.BaseRequest) -> TicketAnswer:
-        """Forget a ticket; its blocks stay until their time is over."""
+        """Delete a ticket; its blocks stay in the store until they expire."""
         async with self._node.call():
             answer = await self._state(request)
             await self._node.service.forget_ticket(self._ticket_in_path(request))
@@ -241,7 +241,7 @@ class TicketRoutes(Routes):
 
     @Route("POST", f"{_TICKET}/ack", Access.WRITE, answer=TicketAnswer)
     async def acknowledge(self, request: web.BaseRequest) -> TicketAnswer:
-        """Say that a ticket was claimed, so that its producer holds nothing for it."""
+        """Record that a ticket was claimed, so that its producer releases its blocks."""
         async with self._node.call():
             tickets = self._handoff().tickets
             ticket = await tickets.read(self._ticket_in_path(request))

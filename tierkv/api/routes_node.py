@@ -118,7 +118,7 @@ class NodeRoutes(Routes):
 
     @Route("GET", "/v1/config", Access.ADMIN, answer=ConfigAnswer)
     async def config(self, _: web.BaseRequest) -> ConfigAnswer:
-        """The node's settings, secrets masked."""
+        """Return the node's settings, with secrets masked."""
         self._node.check_started()
         roots = self._node.service.roots()
         told = {space: digest.hex() for space, digest in roots.items()}
@@ -126,13 +126,13 @@ class NodeRoutes(Routes):
 
     @Route("GET", "/v1/tiers", Access.READ, answer=TiersAnswer)
     async def tiers(self, _: web.BaseRequest) -> TiersAnswer:
-        """Tell each tier's capacity and state."""
+        """Return each tier's capacity and state."""
         self._node.check_started()
         return self._tiers()
 
     @Route("PUT", "/v1/tiers/storage", Access.ADMIN, body=StorageBody, answer=TiersAnswer)
     async def attach(self, request: web.BaseRequest) -> TiersAnswer:
-        """Use a store from now on, instead of the one there."""
+        """Attach a store in place of the current one."""
         async with self._node.work():
             body = await self._read(request, StorageBody)
             try:
@@ -143,7 +143,7 @@ class NodeRoutes(Routes):
 
     @Route("DELETE", "/v1/tiers/storage", Access.ADMIN, answer=TiersAnswer)
     async def detach(self, _: web.BaseRequest) -> TiersAnswer:
-        """Go on without a store."""
+        """Detach the store; requests continue without a storage tier."""
         self._node.check_started()
         self._node.service.detach_storage()
         return self._tiers()
@@ -294,7 +294,7 @@ _PATH = "/v1/quotas/{id}"  # a tenant's name
 class QuotaRoutes(Routes):
     @Route("PUT", _PATH, Access.ADMIN, body=QuotaBody, answer=QuotaAnswer)
     async def put(self, request: web.BaseRequest) -> QuotaAnswer:
-        """Limit what a tenant has cached and in use."""
+        """Limit the blocks that a tenant may have cached and in use."""
         async with self._node.work():
             tenant = self._tenant(request)
             body = await self._read(request, QuotaBody)
@@ -304,13 +304,13 @@ class QuotaRoutes(Routes):
 
     @Route("GET", _PATH, Access.ADMIN, answer=QuotaAnswer)
     async def look(self, request: web.BaseRequest) -> QuotaAnswer:
-        """Tell a tenant's quota; null is no limit."""
+        """Return a tenant's quota; null means no limit."""
         self._node.check_started()
         return self._answer(request, self._known_space(request))
 
     @Route("DELETE", _PATH, Access.ADMIN, answer=QuotaAnswer)
     async def remove(self, request: web.BaseRequest) -> QuotaAnswer:
-        """Let a tenant have as much as there is."""
+        """Remove a tenant's quota."""
         self._node.check_started()
         space = self._known_space(request)
         self._node.service.set_quota(space, (None, None))

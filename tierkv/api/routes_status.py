@@ -57,21 +57,21 @@ from tierkv.transfer.tier import StoreState
 class LifeRoutes(Routes):
     @Route("POST", "/v1/drain", Access.ADMIN, answer=LifeAnswer, on_disconnect=Disconnect.DETACH)
     async def drain(self, _: web.BaseRequest) -> LifeAnswer:
-        """Take no more work; what runs goes on."""
+        """Refuse new requests, and let running requests finish."""
         self._node.check_started()
         self._node.drain()
         return self._life()
 
     @Route("POST", "/v1/pause", Access.ADMIN, answer=LifeAnswer, on_disconnect=Disconnect.DETACH)
     async def pause(self, _: web.BaseRequest) -> LifeAnswer:
-        """Let new requests wait until /v1/resume."""
+        """Make new requests wait until POST /v1/resume."""
         self._node.check_started()
         self._node.service.pause()
         return self._life()
 
     @Route("POST", "/v1/resume", Access.ADMIN, answer=LifeAnswer, on_disconnect=Disconnect.DETACH)
     async def resume(self, _: web.BaseRequest) -> LifeAnswer:
-        """Admit requests again."""
+        """Admit waiting and new requests again."""
         self._node.check_started()
         if self._node.service.is_asleep:
             raise WrongStateError("the device sleeps: call POST /v1/wake first")
@@ -92,7 +92,7 @@ class LifeRoutes(Routes):
         "POST", "/v1/sleep", Access.ADMIN, body=SleepBody, answer=LifeAnswer, is_body_optional=True
     )
     async def sleep(self, request: web.BaseRequest) -> LifeAnswer:
-        """Give the device's memory back until /v1/wake; requests wait."""
+        """Free the device's memory until POST /v1/wake; requests wait."""
         async with self._node.work():
             body = await self._read_optional(request, SleepBody)
 
@@ -114,7 +114,7 @@ class LifeRoutes(Routes):
         "POST", "/v1/wake", Access.ADMIN, body=WakeBody, answer=LifeAnswer, is_body_optional=True
     )
     async def wake(self, request: web.BaseRequest) -> LifeAnswer:
-        """Take device memory again, and admit requests."""
+        """Allocate the device's memory again, and admit requests."""
         async with self._node.work():
             body = await self._read_optional(request, WakeBody)
             try:
@@ -133,10 +133,10 @@ _MOST = 256  # events in one write
 class EventRoutes(Routes):
     @Route("GET", "/v1/events", Access.ADMIN, content_type=EVENT_STREAM)
     async def stream(self, request: web.BaseRequest) -> web.StreamResponse:
-        """What happens to cached blocks, as server-sent events.
+        """Stream the events of cached blocks, as server-sent events.
 
-        Each event has an id; a client that comes back with it as Last-Event-ID goes on there.
-        `lost` says how many could not be told: ask for /v1/blocks then.
+        Each event has an id. A client that reconnects with the id as Last-Event-ID receives the
+        events after it. `lost` is the number of dropped events: read GET /v1/blocks after a loss.
         """
         node = self._node
         node.check_started()
@@ -260,10 +260,7 @@ async def _of_store(node: Node, state: StoreState) -> Part:
 class StatusRoutes(Routes):
     @Route("GET", "/livez", Access.PUBLIC, answer=LiveAnswer)
     async def live(self, _: web.BaseRequest) -> LiveAnswer:
-        """Tell whether the process still turns.
-
-        An answer at all is the point. How late the event loop was is told too.
-        """
+        """Answer while the process's event loop runs, with the loop's delay."""
         heartbeat = self._node.heartbeat
         return LiveAnswer(
             status=Health.OK.value,
@@ -274,7 +271,7 @@ class StatusRoutes(Routes):
     @Route("GET", "/readyz", Access.PUBLIC, answer=ReadyAnswer, query=(("verbose", bool),))
     @Route("GET", "/healthz", Access.PUBLIC, answer=ReadyAnswer, query=(("verbose", bool),))
     async def ready(self, request: web.BaseRequest) -> ReadyAnswer:
-        """Tell whether the node takes requests: 200 ok or degraded, else 503."""
+        """Answer 200 (ok or degraded) while the node accepts requests, else 503."""
         health = await health_of(self._node)
         states = [state for state, _ in health.values()]
         parts = {name: PartHealth(state.value, detail) for name, (state, detail) in health.items()}
@@ -292,7 +289,7 @@ class StatusRoutes(Routes):
 
     @Route("GET", "/version", Access.PUBLIC, answer=VersionAnswer)
     async def version(self, _: web.BaseRequest) -> VersionAnswer:
-        """Tell version, role, and what two nodes that share must have equal."""
+        """Return version, role, and the fields that nodes must have in common to share blocks."""
         node = self._node
         return VersionAnswer(
             version=tierkv.__version__,
@@ -304,20 +301,20 @@ class StatusRoutes(Routes):
 
     @Route("GET", "/metrics", Access.READ, content_type="text/plain")
     async def metrics(self, request: web.BaseRequest) -> web.Response:
-        """Counters and gauges, for Prometheus."""
+        """Return the metrics in Prometheus's text format."""
         self._node.check_started()
         body, content_type = await self._metrics.render(request.headers.get("Accept", ""))
         return web.Response(body=body, headers=bodies.headers_of(request, content_type))
 
     @Route("GET", "/v1/stats", Access.READ, answer=Stats)
     async def stats(self, _: web.BaseRequest) -> Stats:
-        """Everything that is counted."""
+        """Return all counters of the node."""
         self._node.check_started()
         return self._node.service.stats()
 
     @Route("GET", "/v1/verify", Access.ADMIN, answer=VerifyAnswer)
     async def verify(self, _: web.BaseRequest) -> VerifyAnswer:
-        """Recount blocks and leases; what is wrong with them, in words."""
+        """Check blocks and leases for consistency; return each fault as a sentence."""
         self._node.check_started()
         return VerifyAnswer(await self._node.verify())
 
@@ -335,7 +332,7 @@ class OpenApiRoutes:
 
     @Route("GET", "/openapi.json", Access.READ, content_type=JSON)
     async def tell(self, request: web.BaseRequest) -> web.Response:
-        """This document."""
+        """Return this document."""
         return web.Response(body=self._document, headers=bodies.headers_of(request, JSON))
 
 
@@ -372,22 +369,25 @@ class NodeLiveRoutes(Routes):
 
     @Route("GET", "/live/stream", Access.READ, content_type=EVENT_STREAM)
     async def stream(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Figures of the last minutes and of now, and the caller's own requests and prefixes."""
+        """Stream the node's figures, and the caller's own requests and prefixes.
+
+        The figures are those of the last minutes and of now.
+        """
         self._node.check_started()
         news = self._news(self._whose(request))
         return await self._node.live.stream(request, lambda: next(news))
 
     @Route("GET", "/live/requests/{number}/explain", Access.READ, answer=Explanation)
     async def explain(self, request: web.BaseRequest) -> Explanation:
-        """Explain what of one of the last requests' prompts is cached now."""
+        """Explain the cached part of a recent request's prompt."""
         async with self._node.call():
             return await explained(self._node, principal_of(request), self._past_prompt(request))
 
     @Route("GET", "/live/requests/{number}/text", Access.WRITE, answer=PromptTextAnswer)
     async def text(self, request: web.BaseRequest) -> PromptTextAnswer:
-        """Return the text of one of the last requests' prompts, shortened in the middle.
+        """Return the text of a recent request's prompt, shortened in the middle.
 
-        A caller with the role `read` sees counts of tokens alone.
+        A caller with the role `read` receives only the numbers of tokens.
         """
         async with self._node.call():
             prompt = self._past_prompt(request)

@@ -206,7 +206,7 @@ class _Asked:
 class WorkRoutes(Routes):
     @Route("POST", "/v1/tokenize", Access.READ, body=TokenizeBody, answer=TokenizeAnswer)
     async def tokenize(self, request: web.BaseRequest) -> TokenizeAnswer:
-        """Tell the tokens of a text, as this node's model reads it."""
+        """Return the tokens of a text, by the tokenizer of this node's model."""
         async with self._node.work():
             tokenizer = self._node.spec.tokenizer
             body = await self._read(request, TokenizeBody)
@@ -228,7 +228,7 @@ class WorkRoutes(Routes):
         is_stream=True,
     )
     async def generate(self, request: web.BaseRequest) -> web.StreamResponse | GenerateAnswer:
-        """Generate with the node's engine, from the cache as far as it goes."""
+        """Generate tokens with the node's engine, from cached blocks where there are any."""
         async with self._node.work():
             body = await self._read_prompt(request, GenerateBody)
             asked = self._asked(
@@ -267,7 +267,7 @@ class WorkRoutes(Routes):
 
     @Route("POST", "/v1/decode", Access.WRITE, body=DecodeBody, answer=DecodeAnswer, is_stream=True)
     async def decode(self, request: web.BaseRequest) -> web.StreamResponse | GenerateAnswer:
-        """Claim a published prompt and go on generating."""
+        """Claim a published prompt and continue to generate tokens."""
         self._check_role(Role.DECODE)
         async with self._node.work():
             body = await self._read_prompt(request, DecodeBody)
@@ -293,7 +293,7 @@ class WorkRoutes(Routes):
         on_disconnect=Disconnect.DETACH,
     )
     async def abort(self, request: web.BaseRequest) -> AbortAnswer:
-        """Abort a request that waits for its blocks, or that the node's engine computes."""
+        """Abort a request that waits for blocks or that the node's engine computes."""
         async with self._node.call():
             tenant, request_id = self._key(request)
             bodies.name_request(request, request_id)

@@ -132,7 +132,7 @@ class _Commands(click.Group):
 def main() -> None:
     """Keep the KV cache of LLM inference in three tiers: Device, Host and Storage.
 
-    `tierkv demo` shows what it does; `tierkv serve` runs a node.
+    `tierkv demo` shows the tiers at work; `tierkv serve` runs a node.
     """
 
 
@@ -149,11 +149,11 @@ def version(*, as_json: bool) -> None:
 @main.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print what makes SHELL complete commands and options.
+    """Print a script that makes SHELL complete commands and options.
 
-    For bash, once: tierkv completion bash > ~/.local/share/bash-completion/completions/tierkv. For
-    zsh: add eval "$(tierkv completion zsh)" to ~/.zshrc. For fish: tierkv completion fish >
-    ~/.config/fish/completions/tierkv.fish.
+    For bash, run once: tierkv completion bash > ~/.local/share/bash-completion/completions/tierkv.
+    For zsh, add to ~/.zshrc: eval "$(tierkv completion zsh)". For fish, run once: tierkv completion
+    fish > ~/.config/fish/completions/tierkv.fish.
     """
     from click.shell_completion import get_completion_class  # noqa: PLC0415 - seldom used
 

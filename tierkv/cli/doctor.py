@@ -50,11 +50,11 @@ _TTL_S = 60.0  # in case this process does not remove them
 )
 @json_option
 def doctor(*, config: Path | None, url: str | None, as_json: bool) -> None:
-    """Look at this machine's GPUs, memory and store, measure them, and say what to fix.
+    """Measure this machine's GPUs, memory and store, and print remedies for faults.
 
-    To the store 32 MiB are written three times, read back, and removed. Nodes show the speeds on
-    their live page. Ends with status 1 if something is bad: there is no GPU that can be used, or
-    one of them cannot, or the store cannot be reached.
+    The command writes 32 MiB to the store three times, reads them back and removes them. Nodes show
+    the measured speeds on their live page. Exits with 1 if there is no usable GPU, a GPU is
+    unusable, or the store cannot be reached.
     """
     given = {} if url is None else {"TIERKV_STORAGE__URL": url}
     settings = load(NodeSettings, config, os.environ | given, beside=GatewaySettings)

@@ -265,12 +265,12 @@ _urls = click.argument("urls", nargs=-1, metavar="[URL]...")
 @tls_options
 @json_option
 def status(urls: tuple[str, ...], *, ca: Path | None, cert: Path | None, as_json: bool) -> None:
-    """Tell how nodes and gateways are.
+    """Print the health of nodes and gateways.
 
-    URL: of each, as for --url of `tierkv stats`. Without one it is TIERKV_URL, or
-    http://127.0.0.1:8100. The variable TIERKV_TOKEN holds the token, if one is wanted.
+    URL is the address of a node or gateway, as for --url of `tierkv stats`. The default is
+    TIERKV_URL, or http://127.0.0.1:8100. If a node requires a token, set the variable TIERKV_TOKEN.
 
-    Exits with 1 if one is not ready or does not answer; a node that is degraded is ready.
+    Exits with 1 if a node or gateway is not ready or does not answer. A degraded node is ready.
     """
     found = run_until_stopped(_look_at(urls or (default_url(),), ca, cert))
     if as_json:
@@ -312,11 +312,12 @@ def top(
     count: int | None,
     as_json: bool,
 ) -> None:
-    """Watch nodes and gateways at work, until q or Ctrl-C.
+    """Watch nodes and gateways live, until q or Ctrl-C.
 
-    URL: one for each node or gateway, as for `tierkv status`. Rates are per second since the look
-    before. Nodes that the terminal has no room for share one line. If stdout is no terminal, each
-    look is printed below the one before; --json prints one JSON array a line for each.
+    URL is the address of a node or gateway, as for `tierkv status`. Rates are per second since the
+    last update. Nodes for which the terminal has no room share one line. If stdout is not a
+    terminal, each update is printed below the last one; with --json each update is one line with a
+    JSON array.
     """
     asked = [node_url(url) for url in urls or (default_url(),)]  # one that is none never answers
 

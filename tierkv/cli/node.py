@@ -57,7 +57,7 @@ def generate(  # noqa: PLR0913 - its options
 ) -> None:
     """Generate text that follows PROMPT.
 
-    If PROMPT is "-", it is read from standard input.
+    If PROMPT is "-", the prompt is read from standard input.
     """
     body = GenerateBody(
         prompt=_text(prompt),
@@ -75,9 +75,9 @@ def generate(  # noqa: PLR0913 - its options
 @node_options
 @json_option
 def lookup(prompt: str, *, node: Target, as_json: bool) -> None:
-    """Tell in which tiers the tokens of PROMPT are.
+    """Print in which tiers the tokens of PROMPT are.
 
-    If PROMPT is "-", it is read from standard input.
+    If PROMPT is "-", the prompt is read from standard input.
     """
     body = LookupBody(prompt=_text(prompt))
     answer = node.ask(lambda client: client.lookup(body))
@@ -96,10 +96,10 @@ def lookup(prompt: str, *, node: Target, as_json: bool) -> None:
 @node_options
 @json_option
 def explain(prompt_file: Path, *, node: Target, as_json: bool) -> None:
-    """Tell why the prompt in PROMPT_FILE is cached as far as it is.
+    """Explain why the first missing block of a prompt is not cached.
 
-    Where each of its blocks is, which is the first that is missing, and why. If PROMPT_FILE is "-",
-    the prompt is read from standard input. Nothing is fetched or changed.
+    The command prints the tier of each block, the first missing block, and the reason. If
+    PROMPT_FILE is "-", the prompt is read from standard input. Nothing is fetched or changed.
     """
     body = LookupBody(prompt=_decoded(_content(prompt_file)))
     answer = node.ask(lambda client: client.explain(body))
@@ -129,7 +129,7 @@ def _explained(found: Explanation) -> list[str]:
 @node_options
 @json_option
 def stats(*, node: Target, as_json: bool) -> None:
-    """Print what a node has counted."""
+    """Print the counters of a node."""
     answer = node.ask(AsyncClient.stats)
     _print(answer, "\n".join(_flat(msgspec.to_builtins(answer))), as_json=as_json)
 
@@ -138,9 +138,9 @@ def stats(*, node: Target, as_json: bool) -> None:
 @node_options
 @json_option
 def verify(*, node: Target, as_json: bool) -> None:
-    """Let a node recount its blocks and leases.
+    """Check a node's blocks and leases for consistency.
 
-    Exits with 1 if anything is wrong.
+    Exits with 1 if there is a fault.
     """
     answer = node.ask(AsyncClient.verify, timeout_s=LONG_S)
     _print(answer, "\n".join(answer.findings) or "no fault found", as_json=as_json)

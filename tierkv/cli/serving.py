@@ -175,13 +175,13 @@ def serve(
 ) -> None:
     """Run a node until SIGTERM or Ctrl-C.
 
-    Prints one line to stdout with the URL it listens on, once it answers there; the log goes to
-    stderr. Options win over environment variables (TIERKV_NODE__PORT is the key port of table
-    node), and these over the config file.
+    The node prints one line with its URL to stdout when it is ready, and logs to stderr. Options
+    override environment variables (TIERKV_NODE__PORT sets the key port of the table node), which
+    override the config file.
 
-    On SIGTERM the node says at /readyz that it is not ready, takes no more work, lets what runs
-    finish within node.drain_grace_s, and exits with 0. A second SIGTERM does not wait. It exits
-    with 1 where a store or a device hangs for longer than node.close_limit_s.
+    On SIGTERM the node reports at /readyz that it is not ready, refuses new requests, lets running
+    requests finish within node.drain_grace_s, and exits with 0. On a second SIGTERM it does not
+    wait. It exits with 1 if a store or a device hangs for longer than node.close_limit_s.
     """
     from tierkv.api.server import run  # noqa: PLC0415 - a gateway needs no node
 
@@ -262,15 +262,15 @@ def gateway(
     config: Path | None,
     **options: str | int | bool | tuple[str, ...] | None,
 ) -> None:
-    """Put one OpenAI-compatible address in front of prefill and decode nodes.
+    """Run one OpenAI-compatible address in front of prefill and decode nodes.
 
-    Prints one line to stdout with the URL it listens on; the log goes to stderr. Options win over
-    environment variables (TIERKV_GATEWAY__DECODE is the key decode of table gateway; several URLs
-    with spaces between), and these over the config file. A bearer token for the nodes belongs into
-    TIERKV_GATEWAY__NODE_TOKEN.
+    The gateway prints one line with its URL to stdout and logs to stderr. Options override
+    environment variables (TIERKV_GATEWAY__DECODE sets the key decode of the table gateway, with
+    several URLs separated by spaces), which override the config file. Set
+    TIERKV_GATEWAY__NODE_TOKEN to the token for the nodes.
 
-    A node that dies is replaced in the middle of an answer. On SIGTERM the gateway takes no more
-    work, lets streams end within gateway.drain_grace_s, and exits with 0.
+    If a node dies, another node continues its answers. On SIGTERM the gateway refuses new requests,
+    lets streams end within gateway.drain_grace_s, and exits with 0.
     """
     from tierkv.gateway.server import run  # noqa: PLC0415 - a node needs no gateway
 

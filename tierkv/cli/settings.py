@@ -38,14 +38,14 @@ _PREFIX = "TIERKV_"
 )
 @json_option
 def config(names: tuple[str, ...], *, role: str, path: Path | None, as_json: bool) -> None:
-    """Print the settings in force, and where each comes from.
+    """Print the settings in force and the source of each.
 
-    These are the settings with which `tierkv serve` or `tierkv gateway` would run in this
-    environment, with secrets masked. NAMES: settings or tables, such as cache or node.port; all by
-    default. The route GET /v1/config of a running node shows the node's own.
+    These are the settings that `tierkv serve` or `tierkv gateway` would use in this environment,
+    with secrets masked. NAMES are settings or tables, such as cache or node.port; without NAMES all
+    settings are printed. The route GET /v1/config of a running node returns that node's settings.
 
-    Exits with 1 if a setting does not exist or is not of its type; the sentence suggests the
-    setting that was probably meant.
+    Exits with 1 if a setting does not exist or has a wrong type; the error suggests a name for a
+    misspelled one.
     """
     kinds: list[type[msgspec.Struct]] = [NodeSettings, GatewaySettings]
     kind, beside = kinds if role == "node" else reversed(kinds)

@@ -193,11 +193,10 @@ FILE = click.Path(exists=True, dir_okay=False)
 def storage(
     context: click.Context, tls_ca: str | None, tls_certificate: str | None, tls_key: str | None
 ) -> None:
-    """Look into a store, verify it, remove from it.
+    """List, measure, verify or remove the values of a store.
 
-    URL is what `tierkv serve --storage` takes, such as file:///var/cache/tierkv or
-    redis://user:password@host:6379/0. The files are PEM files. Nothing is made or changed but by
-    rm, sweep and verify --remove-damaged.
+    URL is the store as for `tierkv serve --storage`, such as file:///var/cache/tierkv or
+    redis://user:password@host:6379/0. Only rm, sweep and verify --remove-damaged change the store.
     """
     context.obj = TlsFiles(ca=tls_ca, certificate=tls_certificate, key=tls_key)
 
@@ -224,7 +223,7 @@ def ls(
     as_json: bool,
     without_expiry: bool,
 ) -> None:
-    """List values: name, size, and seconds to live."""
+    """List values: name, size in bytes, and seconds to live."""
     is_meant = living(expires_within, without_expiry=without_expiry)
     now = time.time()
     is_all = True
@@ -266,7 +265,7 @@ def ls(
 def du(
     url: str, prefix: str, expires_within: float | None, *, as_json: bool, without_expiry: bool
 ) -> None:
-    """Values and bytes for each model and tenant (fingerprint), and for tickets."""
+    """Print the number of values and bytes by model and tenant, and of tickets."""
     is_meant = living(expires_within, without_expiry=without_expiry)
     groups = _usage(url, prefix, is_meant)
     if as_json:
@@ -290,7 +289,7 @@ def _usage(url: str, prefix: str, is_meant: IsMeant) -> dict[str, Usage]:
 @prefix_option
 @json_option
 def stat(url: str, prefix: str, *, as_json: bool) -> None:
-    """Show if the store answers, how fast, its capabilities, and how much it holds."""
+    """Print whether the store answers, its speed, its abilities, and its content."""
 
     async def ask(store: Store, _: Progressing) -> dict[str, str | int | float | bool]:
         started = time.perf_counter()
@@ -332,11 +331,11 @@ def stat(url: str, prefix: str, *, as_json: bool) -> None:
 def verify(
     url: str, prefix: str, *, as_json: bool, remove_damaged: bool, key_file: str | None
 ) -> None:
-    """Read every value and check it against its name, its length and its checksum.
+    """Read every value and check its name, length and checksum.
 
     In a layered store the copies of each part are checked, and each finding names its part. Exits
-    with 1 if a value is damaged and was not removed, or could not be read, or one of several stores
-    did not answer.
+    with 1 if a damaged value remains, a value could not be read, or one of several stores did not
+    answer.
     """
     key = None if key_file is None else read_key(key_file)
 
@@ -405,7 +404,7 @@ def rm(
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Remove values: of one model and tenant, of one prompt's block, or what will expire soon."""
+    """Remove values: of a model and tenant, of a block, or values that expire soon."""
     prefix = checked(prefix)
     is_meant = living(expires_within, without_expiry=without_expiry)
     if not yes:

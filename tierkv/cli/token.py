@@ -38,10 +38,9 @@ _file = click.option(
 
 @click.group()
 def token() -> None:
-    """Give callers tokens, and take them back.
+    """Make, list and revoke the tokens of callers.
 
-    The file holds no token, only what recognises one. Nodes notice within a second that it has
-    changed.
+    The auth file holds only digests of tokens. Nodes read a changed file within a second.
     """
 
 
@@ -88,9 +87,9 @@ def new(
     *,
     as_json: bool,
 ) -> None:
-    """Make a token, and print it: it is kept nowhere, so this is the only time.
+    """Make a token and print it. The token is not stored and cannot be printed again.
 
-    Writes the file, for its owner only, if there is none yet.
+    If the auth file does not exist, it is made for its owner only.
     """
     now = datetime.now(UTC).replace(microsecond=0)
     text, token_id = new_token()
@@ -116,15 +115,15 @@ def new(
 @_file
 @json_option
 def list_tokens(path: Path, *, as_json: bool) -> None:
-    """Print which tokens there are, without what makes them work."""
+    """List the tokens of the auth file by id, role and name."""
     rows = [_readable(row) for row in read(path).tokens]
     if as_json:
         print_json(rows)
         return
     for row in rows:
         until = f"until {row['expires']}" if row["expires"] else "for ever"
-        whose = f"tenant {row['tenant']}" if row["tenant"] else "the node's tenant"
-        click.echo(f"{row['id']}  {row['role']:5}  {row['name']}  {whose}  {until}")
+        tenant = f"tenant {row['tenant']}" if row["tenant"] else "the node's tenant"
+        click.echo(f"{row['id']}  {row['role']:5}  {row['name']}  {tenant}  {until}")
 
 
 @token.command()
@@ -132,7 +131,7 @@ def list_tokens(path: Path, *, as_json: bool) -> None:
 @click.argument("which")
 @json_option
 def revoke(path: Path, which: str, *, as_json: bool) -> None:
-    """Take back the token of id WHICH, or all of the name WHICH."""
+    """Revoke the token with the id WHICH, or all tokens with the name WHICH."""
     with changing(path):
         content = read(path)
         kept = tuple(row for row in content.tokens if which not in (row.id, row.name))

@@ -60,18 +60,17 @@ def demo(
     *,
     as_json: bool,
 ) -> None:
-    """Show the main job with real processes on this machine.
+    """Run a demonstration with real processes on this machine.
 
-    Starts a prefill node and a decode node that share nothing but storage, and a single node
-    that computes everything itself. A prompt is handed over with its partial last block, first
-    through storage alone, then straight from the memory of the node that computed it; a follow-up
-    turn hits the device; pressure moves blocks to the host and a turn hits them there;
-    the decode node is restarted and hits storage. Then a gateway stands in front of two prefill
-    and two decode nodes, and the decode node that is answering is killed. After each scene the
-    answer is compared with the single node's.
+    The demo starts a prefill node and a decode node that share only storage, and a single node that
+    computes everything. A prompt with a partial last block is handed over, first through storage,
+    then directly from the prefill node's memory. A follow-up turn hits the device; pressure moves
+    blocks to the host, and a turn hits the host; the decode node restarts, and a turn hits storage.
+    Then a gateway runs in front of two prefill and two decode nodes, and the decode node is killed
+    during its answer. After each scene the answer is compared with the single node's.
 
-    Exits with 0 if every answer was identical, with 1 if one was not or something failed, with 2
-    on wrong usage. Nothing is left running.
+    Exits with 0 if every answer was identical, with 1 if an answer differed or something failed,
+    and with 2 on wrong usage. All processes are stopped at the end.
     """
     text = read_prompt(prompt, prompt_file)
     if storage in ("none", "memory://"):

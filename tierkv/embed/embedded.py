@@ -109,7 +109,7 @@ class Embedded:
     # Finished calls
 
     def poll(self) -> list[Call[Any]]:
-        """Return the finished calls whose result has not been taken, each once."""
+        """Return each finished call once, if `result` was not called for it."""
         return self._thread.exchange.poll()
 
     def wait(self, timeout_s: float) -> bool:

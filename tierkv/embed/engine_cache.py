@@ -169,7 +169,7 @@ class LocalHost:
         return self.calls.submit(method.__name__, "", work)
 
     def poll(self) -> list[Call[Any]]:
-        """Return the answered calls whose result has not been taken."""
+        """Return each answered call once, if `result` was not called for it."""
         return self.calls.poll()
 
     def wait(self, timeout_s: float) -> bool:

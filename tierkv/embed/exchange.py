@@ -117,12 +117,12 @@ class Call(Generic[T]):
         await done
         return self.result()
 
-    def when_done(self, tell: Callable[[], None]) -> None:
-        """Call `tell` once there is an answer: at once if there is one, or on the loop's thread.
+    def when_done(self, wake: Callable[[], None]) -> None:
+        """Call `wake` once the call is done: at once if it is, else on the loop's thread.
 
-        `tell` must be quick and must not raise.
+        `wake` must be quick and must not raise.
         """
-        self._callbacks.append(tell)
+        self._callbacks.append(wake)
         if self.is_done:
             self.run_callbacks()
 
@@ -154,7 +154,7 @@ Work = Callable[..., Any]
 
 
 class Exchange:
-    """All open calls: pending calls, and finished calls whose result has not been taken.
+    """All open calls: pending calls, and finished calls that `poll` has not returned.
 
     With `holds`, new calls wait for `flush`: an engine then wakes the loop's thread once in a step,
     not for every call, which takes 30 us each time. A method that waits for a call flushes first.
@@ -215,7 +215,7 @@ class Exchange:
             self._wake()
 
     def poll(self) -> list[Call[Any]]:
-        """Return the finished calls whose result has not been taken, each once. Never blocks.
+        """Return each finished call once, if `result` was not called for it. Never blocks.
 
         The calls are in the order in which they finished.
         """
@@ -290,7 +290,7 @@ class Exchange:
         self._bell.set()
 
     def fork(self, error: TierKVError) -> None:
-        """Refuse everything in a forked child, whose loop thread does not exist.
+        """Refuse all calls in a forked child, which has no loop thread.
 
         No lock is touched: a thread of the parent may have held it.
         """

@@ -319,7 +319,7 @@ class NodeHost:
         return self.calls.submit(name, "", frame)
 
     def poll(self) -> list[Call[Any]]:
-        """Return the answered calls whose result has not been taken."""
+        """Return each answered call once, if `result` was not called for it."""
         return self.calls.poll()
 
     def wait(self, timeout_s: float) -> bool:

@@ -382,7 +382,7 @@ class GroupTier:
     def keep(
         self, prompt: Prompt, positions: Sequence[int], slots: Sequence[int]
     ) -> tuple[int, tuple[int, ...]]:
-        """Let lookups find blocks of `prompt`, whose bytes are in `slots`.
+        """Enter the blocks of `prompt` in `slots`, so that lookups find them.
 
         Args:
             prompt: the prompt.

@@ -292,7 +292,7 @@ class _OnHost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """Blocks of one group whose bytes have been copied to `slots`.
+    """Blocks of one group that were copied to `slots`.
 
     Attributes:
         group: number of the group.
@@ -971,9 +971,9 @@ class HostSide:
         self._release(promise)
 
     async def loaded(self, promise: HostPromise, failed: Sequence[Sequence[int]]) -> None:
-        """Release a promise whose load has ended.
+        """Release a promise after its load.
 
-        A ticket whose prompt loaded whole is acknowledged.
+        The ticket of a prompt that loaded whole is acknowledged.
 
         Args:
             promise: the promise.

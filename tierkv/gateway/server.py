@@ -258,7 +258,7 @@ class ProbeRoutes:
 
     @Route("GET", "/livez", Access.PUBLIC)
     async def live(self, _: web.BaseRequest) -> ReadyAnswer:
-        """Answers as long as the event loop turns."""
+        """Answer while the event loop runs."""
         return ReadyAnswer("ok")
 
     @Route("GET", "/readyz", Access.PUBLIC)
@@ -306,7 +306,10 @@ class GatewayLiveRoutes:
 
     @Route("GET", "/live/stream", Access.READ, content_type=EVENT_STREAM)
     async def stream(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Figures of the last minutes and of now, and how each node is."""
+        """Stream the gateway's figures and the state of each node.
+
+        The figures are those of the last minutes and of now.
+        """
         return await self._gateway.live.stream(request, lambda: [("state", self._state())])
 
     def _state(self) -> bytes:

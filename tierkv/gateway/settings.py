@@ -16,19 +16,23 @@ from tierkv.http.settings import AuthSection, ListenSection, TlsSection
 class GatewaySection(ListenSection, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The gateway's address and the nodes behind it.
 
-    prefill, decode, both: URLs of the nodes by role, each a list or one text with spaces or commas
-    between them.
-    model: name of the one model at /v1/models.
-    node_token: bearer token for the nodes; put it into the environment.
-    node_ca: file of the authority (PEM) that signed the nodes' certificates, for https; "" trusts
-    the system's authorities.
-    node_cert, node_key: files of the gateway's own certificate and key, for nodes that ask for one.
-    Read once, at the start.
-    forward_authorization: send the caller's own Authorization header to the nodes, so that the
-    nodes authenticate the caller and choose its tenant; node_token is then for probes only.
-    allow_insecure_bind: listen on other than loopback addresses although callers are not
-    authenticated. Not needed with an auth file, or with forward_authorization to nodes that
-    authenticate.
+    Attributes:
+        prefill: URLs of the nodes that compute prompts: a list, or one text with spaces or commas
+            between the URLs.
+        decode: URLs of the nodes that generate from computed prompts, in the form of prefill.
+        both: URLs of the nodes that do both, in the form of prefill.
+        model: name of the one model at /v1/models.
+        node_token: bearer token for the nodes; set it in the environment.
+        node_ca: file of the authority (PEM) that signed the certificates of https nodes; "" trusts
+            the system's authorities.
+        node_cert: file of the gateway's certificate (PEM), for nodes that require one; read once,
+            at the start.
+        node_key: file of the certificate's key (PEM), if it is in another file.
+        forward_authorization: send each caller's Authorization header to the nodes, which then
+            authenticate the caller and choose its tenant; node_token is then only for probes.
+        allow_insecure_bind: listen on addresses that other machines can reach although callers are
+            not authenticated. It is not needed with an auth file, or with forward_authorization to
+            nodes that authenticate.
     """
 
     port: int = 8000
@@ -95,15 +99,16 @@ class DeadlineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class HealthSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The rules by which a node gets no work, in seconds.
+    """The rules by which a failed node receives no requests.
 
-    probe_interval_s: time between two probes of /readyz.
-    probe_timeout_s: time in which a probe must be answered.
-    eject_s: time without work after a failure; each further failure doubles it, and a good probe
-    ends it.
-    eject_most_s: longest time without work after failures.
-    gone_after_probes: number of probes in a row without an answer, after which silent streams of
-    the node are cut off and go on at another node.
+    Attributes:
+        probe_interval_s: seconds between two probes of /readyz.
+        probe_timeout_s: seconds in which a probe must be answered.
+        eject_s: seconds without requests after a failure; each further failure doubles them, and a
+            good probe ends them.
+        eject_most_s: most seconds without requests after failures.
+        gone_after_probes: unanswered probes in a row after which the node's silent streams continue
+            at another node.
     """
 
     probe_interval_s: float = 1.0

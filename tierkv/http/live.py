@@ -201,7 +201,7 @@ class PageRoutes:
 
     @Route("GET", "/", Access.PUBLIC, content_type="text/html")
     async def page(self, request: web.BaseRequest) -> web.Response:
-        """The live page."""
+        """Return the live page."""
         return await self._answer(request, "index.html")
 
     @Route("GET", "/live/{file}", Access.PUBLIC, content_type="text/javascript")

@@ -197,7 +197,7 @@ def _row(error: Exception) -> tuple[int, str, str]:
         return error.status, HTTP_CODES.get(error.status, f"http_{error.status}"), error.reason
     if isinstance(error, AnswerError):
         return error.status, error.code, error.title
-    if isinstance(error, MemoryError):  # of one body, whose memory is free again
+    if isinstance(error, MemoryError):  # of one body; its memory is free again
         error = TooMuchInWorkError(
             "this process has no memory for the request now: send it again later"
         )
@@ -274,7 +274,7 @@ def fail(
 
 
 def problem_response(found: Problem, headers: Mapping[str, str]) -> web.Response:
-    """Return the response for a problem, whose type may have more fields."""
+    """Return the response for a problem, which may be of a type with more fields."""
     response = web.Response(
         body=msgspec.json.encode(found),
         status=found.status,

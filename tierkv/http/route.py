@@ -42,7 +42,7 @@ class Disconnect(Enum):
 
 
 async def _unbound(_: web.BaseRequest) -> object:
-    raise AssertionError("`routes_of` says whose method answers")
+    raise AssertionError("`routes_of` binds the methods")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from tierkv.config import Fixed, all_above_zero
 from tierkv.errors import BadRequestError, ConfigError
 from tierkv.storage.protocol import check_ttl, is_name
 
-# A ticket outlives its expiry in the store by this much, so that "expired" can be told from "not
-# yet" by a decode node that comes late.
+# Seconds that an expired ticket stays in the store, so that a late decode node sees "expired" and
+# not "not yet".
 EXPIRED_GRACE_S = 120.0
 _MAX_PORT = 65_535
 
@@ -28,23 +28,25 @@ class DirectPath(Enum):
 
 
 class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Names and lifetimes in storage, and the deadlines of publish and claim, in seconds.
+    """Names, lifetimes and deadlines of hand-offs.
 
-    prefix: the first part of every stored name; nodes that share a store and not this one never
-        meet. block_ttl_s: how long a stored block lives after its last use; None for ever.
-    ticket_ttl_s: how long a decode node has to claim.
-    claimed_ttl_s: how long a ticket stays once it was acknowledged, for another node that has to
-        claim it after all.
-    producer_lease_s: how long a node that says nothing more is believed to go on with its prefills.
-    streams: blocks go out while the prompt is still being computed.
-    direct: whether blocks go straight from one node's memory to another's, too.
-    direct_host: the address at which other machines reach this one for that; "" for this machine
-        only. Naming it starts Mooncake's transfer engine, which tickets name at this address, but
-        which listens on every address and asks nobody who they are.
-    direct_port: where questions are asked; 0 takes a free one.
-    direct_lease_s: how long blocks are held for a claimer that asks for nothing more.
-    publish_deadline_s: how long storing a prompt may take. claim_deadline_s: how long a claim waits
-        for its ticket and for room; a slow store has 20 of its answers' time more.
+    Attributes:
+        prefix: first part of every stored name; nodes with another prefix share nothing in a store.
+        block_ttl_s: seconds that a stored block lives after its last use; null for no end.
+        ticket_ttl_s: seconds that a decode node has to claim a ticket.
+        claimed_ttl_s: seconds that an acknowledged ticket stays for a claim by another node.
+        producer_lease_s: seconds without a renewal after which a prefill node counts as dead.
+        streams: true stores blocks while the prompt is still being computed.
+        direct: path of blocks from one node's memory to another's: auto, device, memory, network or
+            off.
+        direct_host: IP address at which other machines reach this node directly; "" for this
+            machine only. It starts Mooncake's transfer engine, which listens on every address
+            without authentication.
+        direct_port: port for questions about blocks; 0 chooses a free port.
+        direct_lease_s: seconds that blocks are held for a claimer that sends no further question.
+        publish_deadline_s: seconds to store a prompt.
+        claim_deadline_s: seconds that a claim waits for its ticket and for room.
+        lookup_deadline_s: seconds that a lookup waits for the store.
     """
 
     prefix: str = "tierkv"

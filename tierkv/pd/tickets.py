@@ -948,7 +948,7 @@ class HandoffStats:
 
 
 class Standing(Enum):
-    """How a ticket stands, from anybody's view."""
+    """The state of a ticket, as any node sees it."""
 
     NOT_YET = "not_yet"  # nothing is known of it
     OPEN = "open"  # its prompt is being computed
@@ -963,9 +963,14 @@ class Standing(Enum):
 
 
 class TicketStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """detail: one sentence where there is something to say. Times in Unix seconds.
+    """A ticket's state and what is known of it; unknown fields are None.
 
-    What is not known of a ticket is None; num_blocks counts the tail.
+    Attributes:
+        detail: one sentence, "" if there is nothing to add.
+        num_blocks: blocks of the prompt, its tail included.
+        created_at: Unix seconds.
+        expires_at: Unix seconds.
+        claimed_at: Unix seconds.
     """
 
     ticket_id: str

@@ -202,7 +202,7 @@ class EngineCpuDevice(CpuDevice):
 
 
 class SlotPieces:
-    """The same piece of each slot of `host`, whose memory must outlive this object."""
+    """The same piece of each slot of `host`; the memory of `host` must outlive this object."""
 
     def __init__(self, host: HostSlots, piece: slice) -> None:
         self.num_slots = host.num_slots

@@ -22,18 +22,22 @@ _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 class ModelConfig:
     """A decoder-only transformer over bytes, with weights that follow from `seed`.
 
-    A number out of range, and heads that do not divide, raise ConfigError.
+    Attributes:
+        name: name of the model in the keys of cached blocks.
+        revision: revision of the model in the keys of cached blocks.
+        num_layers: number of layers of the decoder.
+        num_heads: number of query heads, a multiple of num_kv_heads.
+        num_kv_heads: number of heads of keys and values.
+        head_dim: elements of a head, an even number.
+        hidden: elements of a token's hidden state.
+        ffn: elements of the feed-forward layer.
+        rope_theta: base of RoPE's wavelengths.
+        max_positions: most tokens of prompt and output together.
+        seed: seed of the weights.
+        kv_dtype: type of keys and values in the planes; all computing is in float32.
 
-    name, revision: the model's identity in the keys of cached blocks.
-    num_layers: number of layers of the decoder.
-    num_heads: number of query heads; each group of num_heads / num_kv_heads of them shares one KV
-    head.
-    num_kv_heads: number of heads of keys and values.
-    head_dim, hidden, ffn: sizes in elements; head_dim is even, since RoPE turns pairs.
-    rope_theta: base of RoPE's wavelengths.
-    max_positions: most tokens of prompt and output together.
-    seed: seed of the weights.
-    kv_dtype: type of K and V in the planes; all computing is in float32.
+    Raises:
+        ConfigError: a number is out of range, or the heads do not divide.
     """
 
     name: str = "tierkv-ref-tiny"

@@ -333,17 +333,17 @@ class Copies:
             copies = part.copies[Tier.HOST]
             if not wants_storage and not (wants_host and copies.num_present < part.num_blocks):
                 continue
-            told = part.stored_in(i, j)
-            if told.all() and copies.uniform is CopyState.READY:
+            stored = part.stored_in(i, j)
+            if stored.all() and copies.uniform is CopyState.READY:
                 continue
             absent = copies.is_in(CopyState.ABSENT, i, j)
-            to_storage = ~told & wants_storage
+            to_storage = ~stored & wants_storage
             to_host = absent & ~to_storage & wants_host
             if (queued := self._to_host.get(part)) is not None:
                 to_host[: max(queued - part.start - i, 0)] = False
             room = self._eviction.available(Tier.HOST, node.space) if room is None else room
             room -= self._cut(absent & (to_storage | to_host), room, to_storage, to_host)
-            part.believe_stored(i, j, told | to_storage)  # claimed: no other task writes it too
+            part.believe_stored(i, j, stored | to_storage)  # claimed: no other task writes it too
             for mask, is_stored in ((to_storage, True), (to_host, False)):
                 for start, stop in runs_of(mask):
                     first = part.start + i

@@ -128,8 +128,8 @@ class Eviction:
             return slots
         while (goes := slots >= leaving[tier].first).any():
             self._slots.retire(tier, slots[goes])
-            told = self._work.capacity_changed  # the resize waits for it
-            asyncio.get_running_loop().call_soon(told)
+            # The resize waits for this.
+            asyncio.get_running_loop().call_soon(self._work.capacity_changed)
             slots = slots[~goes]
             more = count - len(slots)
             try:

@@ -14,26 +14,43 @@ from tierkv.sched.worth import FetchPolicy
 
 
 class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sizes and rules of the tiers.
+    """The sizes and rules of the tiers.
 
-    block_size: tokens of a block. device_blocks, host_blocks: how many the tier has room for.
-    host_max_blocks: up to how many blocks the host tier may grow while it runs; memory for them is
-        taken at the start (on a machine without a GPU, what is not used costs nothing). 0 is
-        host_blocks.
-    host_write: when a block is copied to the host. storage_write: when it is stored.
-    host_after_hits, storage_after_hits: how many hits it takes, with write_through_selective.
-    background_copy_bytes: copies down by rule that may be on their way at once.
-    fetch_deadline_s: how long a request waits for storage before it computes instead; by policy
-        (see `FetchPolicy`), since the last arrival or in all.
-    fetch_policy: whether it waits so long, or only while that is estimated to be faster than
-        computing, which the engine tells (Service.note_prefill), or else is observed.
-    tenant: the name of who owns the blocks of this node; others' have other keys.
-    max_tenants: fingerprints that are open at once for tenants by name. tenant_*, request_blocks:
-        what each of them may have, None for any: slots of a tier, requests that run, device blocks
-        of those together, device blocks of one request.
-    device_eviction, host_eviction: which blocks go first. *_low_watermark, *_high_watermark: shares
-        of a tier; with fewer free slots than the low one, blocks go ahead of need up to the high.
-    tensor_parallel: over how many ranks the heads of each block are split.
+    Attributes:
+        block_size: number of tokens of a block.
+        device_blocks: capacity of the device tier in blocks.
+        host_blocks: capacity of the host tier in blocks.
+        host_max_blocks: capacity to which the host tier may grow at run time, in blocks; 0 for
+            host_blocks. Its memory is reserved at the start; without a GPU, unused memory costs
+            nothing.
+        host_write: time of the copy of a block to the host: none, write_through,
+            write_through_selective or write_back.
+        storage_write: time of the copy of a block to storage, with the same choices as host_write.
+        host_after_hits: hits before a block is copied to the host, with write_through_selective.
+        storage_after_hits: hits before a block is copied to storage, with write_through_selective.
+        background_copy_bytes: most bytes of such copies under way.
+        fetch_deadline_s: seconds that a request waits for storage before it computes: since the
+            last arrival with wait_complete, in total with the other policies.
+        fetch_policy: rule for the wait for storage: best_effort waits only while a fetch is
+            estimated to be faster than computing, wait_complete while blocks arrive, deadline until
+            fetch_deadline_s.
+        tenant: name of the owner of this node's blocks; other tenants cannot find them.
+        max_tenants: most tenants with blocks at this node.
+        tenant_device_blocks: most device blocks of each tenant; null for no limit.
+        tenant_host_blocks: most host blocks of each tenant; null for no limit.
+        tenant_requests: most running requests of each tenant; null for no limit.
+        tenant_running_blocks: most device blocks of a tenant's running requests together; null for
+            no limit.
+        request_blocks: most device blocks of one request; null for no limit.
+        device_eviction: policy of eviction from the device: lru, lfu, slru, s3fifo or cost.
+        host_eviction: policy of eviction from the host, with the same choices.
+        device_low_watermark: share of free device blocks below which blocks are evicted ahead of
+            need.
+        device_high_watermark: share of free device blocks up to which blocks are evicted ahead of
+            need.
+        host_low_watermark: share of free host blocks below which blocks are evicted ahead of need.
+        host_high_watermark: share of free host blocks up to which blocks are evicted ahead of need.
+        tensor_parallel: number of ranks over which the heads of each block are split.
     """
 
     block_size: int = 16

@@ -170,7 +170,7 @@ async def host_memory(device: Device, layout: Layout, num_slots: int) -> AsyncIt
 
 
 def _close_again(opening: asyncio.Future[Planes]) -> None:
-    """Close planes whose caller was cancelled before they were allocated."""
+    """Close planes that were allocated after their caller was cancelled."""
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close()
 

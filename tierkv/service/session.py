@@ -110,7 +110,7 @@ class Session:
         return self.request.matched
 
     def running(self) -> Request:
-        """Return the request, whose blocks may be used.
+        """Return the request with its blocks.
 
         Raises:
             OwnershipError: the session has no blocks, is preempted, or is ending.

@@ -210,12 +210,12 @@ class StorageSettings:
         url: URL of the storage tier: file:///directory, redis://host:port/0, memory://,
             mooncake://..., layered:NEAR|FAR, or none. If empty, files in the user's cache
             directory, which nodes of one machine share.
-        trust: trust in other writers of the store. With trusted values are checked for accidents,
-            with signed for forgeries, too, and with sealed they can be read only with the key. All
-            nodes that share a store have the same.
-        key_file, key: 64 hex digits, the same on all nodes that share a store. The first names a
-            file that holds them; the second holds them itself and is meant for TIERKV_STORAGE__KEY.
-            Needed unless trusted.
+        trust: protection of stored values against other writers: trusted detects accidents, signed
+            also forgeries, and sealed also keeps values secret. All nodes that share a store need
+            the same.
+        key_file: file with the key for signed and sealed, 64 hex digits, the same on all nodes that
+            share a store.
+        key: the key itself, instead of key_file; meant for TIERKV_STORAGE__KEY.
         touches_per_ttl: most renewals of a used block's time to live within one such time; each
             renews the whole time. With 0 a block expires at its first time.
         tenants: URLs of separate stores of some tenants, by short fingerprint.

@@ -71,22 +71,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ResilienceSettings:
-    """Ceilings of single operations at a store, its breaker, and the queue of writes.
+    """Deadlines of single operations at a store, its circuit breaker, and the queue of writes.
 
     Attributes:
-        timeout_s, slowest_bytes_per_s: a read or question may take the seconds of the first and the
-            time that its bytes take at the second. Values below the store's own ceiling, whose
-            errors are more detailed, make no sense. The wait of a request has its own limit
-            elsewhere.
+        timeout_s: seconds for a read or question, without the time for its bytes. It should be
+            above the store's own limit, whose errors say more. The wait of a request has another
+            limit (cache.fetch_deadline_s).
+        slowest_bytes_per_s: bytes per second that a store must reach; they give an operation the
+            time for its bytes.
         write_timeout_s: seconds for a batch of writes, without the time for its bytes.
         failures_to_open: failed operations in a row after which the store is not used.
-        probe_interval_s: seconds between questions to a failed store for its return.
+        probe_interval_s: seconds between probes of a failed store.
         retries_per_operation: retries per operation, over all reads: 0.1 allows a retry of one read
             in ten.
         max_reads: most reads at the store; up to 1,024 wait for their turn.
-        write_batches, max_waiting_write_bytes: most batches at the store (for each part of a store
-            made of several), and most bytes that wait; beyond that the least valuable writes are
-            dropped.
+        write_batches: most batches of writes at the store, for each part of a layered store.
+        max_waiting_write_bytes: most bytes of waiting writes; beyond that the least valuable writes
+            are dropped.
         full_pause_s: seconds without writes after the store was full.
         negative_ttl_s: seconds for which a missing value is not asked for again, for up to 65,536
             names; reading a ticket ends this, since its publisher has written.
