@@ -61,7 +61,7 @@ def test_the_default_store_is_told_as_it_would_be_used(tmp_path: Path) -> None:
         ("TIERKV_CACHE__BLOCKSIZE", "cache.blocksize (did you mean cache.block_size?)"),
         ("TIERKV_NODE__BLOCK_SIZE", "node.block_size (did you mean cache.block_size?)"),
         ("TIERKV_CAHCE__TENANT", "cahce (did you mean cache?)"),
-        ("TIERKV_NODE__QQQQ", "node.qqqq; known here: allow_insecure_bind"),
+        ("TIERKV_NODE__QQQQ", "node.qqqq; this table has allow_insecure_bind"),
     ],
 )
 def test_an_unknown_key_is_an_error_that_suggests_the_right_one(wrong: str, meant: str) -> None:
