@@ -67,33 +67,6 @@ async def refused(
     return error.value
 
 
-@pytest.mark.promise("A published prompt is claimed byte for byte, tail included.")
-@pytest.mark.parametrize("count", [1, 3, 4, 5, 8, 11, 40, 200])
-async def test_what_was_published_is_claimed_byte_for_byte_tail_included(count: int) -> None:
-    async with pair(device_blocks=64, host_blocks=64) as (prefill, decode):
-        published = await publish(prefill, tokens(count))
-        assert published.num_blocks == -(-count // 4)
-        request, ticket = await finish(
-            claim_request(
-                decode.service, "claim", "ticket", decode.prompt(tokens(count)), max_new_tokens=3
-            )
-        )
-        await finish(request.gate.all_layers(100.0))
-        assert request.cached_tokens == count  # not one token is left to compute
-        decode.check_kv(request, tokens(count), count)
-        assert ticket is not None
-        assert ticket.first_tokens == (42, 43)
-        assert ticket == published.ticket
-        tail = count % 4
-        if tail:  # nothing of anybody else's tokens came along
-            for plane, array in zip(
-                decode.layout.planes, decode.service.planes.arrays, strict=True
-            ):
-                rest = array[request.block_table[count // 4]][tail * (plane.token_bytes or 0) :]
-                assert not rest.any()
-        await decode.ended(request)
-
-
 async def test_a_claimed_prompt_grows_like_any_other() -> None:
     async with pair() as (prefill, decode):
         await publish(prefill, tokens(6))
@@ -126,6 +99,32 @@ async def test_a_claim_that_comes_first_waits_for_the_ticket() -> None:
         await turns(20)
         assert not claiming.done()
         await publish(prefill, tokens(9))
+
+
+async def test_a_claim_waits_on_while_a_store_that_has_answered_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_answers = num_refusals = 0
+    is_away = False
+    async with pair() as (prefill, decode):
+        get = decode.the_store.get
+
+        async def maybe(name: str, *, max_bytes: int) -> bytes | None:
+            nonlocal num_answers, num_refusals
+            if is_away:
+                num_refusals += 1
+                raise StoreDownError("it is left alone")
+            num_answers += 1
+            return await get(name, max_bytes=max_bytes)
+
+        monkeypatch.setattr(decode.the_store, "get", maybe)
+        claiming = asyncio.create_task(claim(decode, tokens(9)))
+        await until(lambda: num_answers > 3, "several looks")
+        is_away = True
+        await until(lambda: num_refusals > 1, "refused looks")
+        is_away = False
+        await publish(prefill, tokens(9))
+        await finish(claiming)
 
 
 @pytest.mark.promise("A ticket is written after every block.")

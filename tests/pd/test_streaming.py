@@ -88,22 +88,6 @@ async def claim(node: World, prompt: list[int], ticket: str = "t", **options: An
     return request
 
 
-@pytest.mark.parametrize("count", [1, 3, 4, 5, 8, 21, 120])
-async def test_a_streamed_prompt_is_claimed_byte_for_byte(count: int) -> None:
-    prompt = tokens(count)
-    async with pair() as (prefill, decode):
-        claiming = asyncio.create_task(claim(decode, prompt))
-        async with prefilling(prefill, prompt) as here:
-            for at in range(0, count, 7):
-                await here.compute(min(at + 7, count))
-                await turns(3)
-            here.finish()
-        request = await finish(claiming)
-        assert request.cached_tokens == count
-        decode.check_kv(request, prompt, count)
-        await decode.ended(request)
-
-
 @pytest.mark.promise("A claim loads blocks before the ticket is written.")
 async def test_blocks_are_fetched_and_loaded_before_the_ticket_is_there() -> None:
     prompt = tokens(42)
