@@ -240,7 +240,7 @@ async def node(
         host.array.fill(1)  # touched, as pinned memory is
         mover = Mover(own, own.allocate_planes(layout, blocks), host)
         names = Names("tierkv", "path")
-        path = StorageIO(store, names, layout, host, deadline_s=60, block_ttl_s=600)
+        path = StorageIO(store, names, layout, host, block_ttl_s=600)
         async with service.running(), path.running(), mover.running():
             yield BulkNode(service, path, mover)
         return

@@ -69,9 +69,7 @@ async def _lookups_of_a_node(url: str, what: str, rounds: int) -> list[Row]:
         for there, peers in ((NUM_BLOCKS, (2, 4, 8)), (617, ()), (617, (2, 4, 8))):
             scheme = ShardScheme(layout, {"key": HEADS, "value": HEADS})
             slices = Slices(names, [Slice(Shard(0, 1), layout, host)], scheme, peers)
-            io = StorageIO(
-                store, names, layout, host, deadline_s=30.0, block_ttl_s=None, slices=slices
-            )
+            io = StorageIO(store, names, layout, host, block_ttl_s=None, slices=slices)
             await _leave(store, [slices.names_of(key, 1)[0] for key in keys], there)
             label = f"node's lookup of 1,000, {there} there, {len(peers)} peer sizes, {what}"
             async with io.running():

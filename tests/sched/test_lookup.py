@@ -13,6 +13,7 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
 from tierkv.observe import Lookup
+from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.budget import Budget
 from tierkv.sched.request import Matched, RequestSpec
 from tierkv.storage.memory import MemorySettings, MemoryStore
@@ -116,3 +117,12 @@ async def test_what_goes_while_storage_is_asked_is_told_as_it_was() -> None:
         on.service.reset()
         on.the_store.release()
         assert said(await finish(asking_now)) == Matched(10, 0, 0)
+
+
+async def test_a_store_that_does_not_answer_in_time_is_left_out_of_a_lookup() -> None:
+    async with world(with_store=True, handoff=HandoffSettings(lookup_deadline_s=0.05)) as on:
+        await on.run(asking(8, 8))
+        on.the_store.hold()
+        lookup = await on.service.lookup(on.prompt(asking(15, 15)))
+        assert lookup == Lookup(15, 8, 0, None)
+        on.the_store.release()

@@ -176,7 +176,6 @@ class Node:
             names,
             self.layout,
             self.parts[0].host,
-            deadline_s=100.0,
             block_ttl_s=None,
             codecs=TenantCodecs(self.trust, KEY),
             slices=Slices(names, self.parts, scheme, [1, 2, 4, 8]),

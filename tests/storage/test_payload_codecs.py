@@ -166,7 +166,6 @@ class Place:
             names,
             LONG,
             self.host,
-            deadline_s=100.0,
             block_ttl_s=None,
             codecs=TenantCodecs(self.trust, KEY, self.payloads),
         )
@@ -309,7 +308,6 @@ async def reading(one: Node, trust: Trust, payloads: PayloadCodecs) -> AsyncIter
         one.io.names,
         one.layout,
         one.parts[0].host,
-        deadline_s=100.0,
         block_ttl_s=None,
         codecs=TenantCodecs(trust, KEY, payloads),
         slices=one.io.slices,

@@ -213,9 +213,7 @@ class Blocks:
         self.host.array[:] = np.random.default_rng(5).integers(1, 256, self.host.array.shape)
         self.names = Names("tierkv", who.short)
         self.store = redis_store(server.url, PATIENT)
-        self.io = StorageIO(
-            self.store, self.names, layout, self.host, deadline_s=100.0, block_ttl_s=100.0
-        )
+        self.io = StorageIO(self.store, self.names, layout, self.host, block_ttl_s=100.0)
         self.keys = stored_keys(who.root(), Prompt.of(range(num_tokens), layout.block_size))
 
     @asynccontextmanager

@@ -94,7 +94,7 @@ async def ground(
     names = Names("tierkv", who.short)
     keys = stored_keys(who.root(), Prompt.of(range(3 * LAYOUT.block_size), LAYOUT.block_size))
     store = compose(parts)
-    io = StorageIO(store, names, LAYOUT, host, deadline_s=100.0, block_ttl_s=None)
+    io = StorageIO(store, names, LAYOUT, host, block_ttl_s=None)
     async with store.running(), io.running():
         await io.flush(keys, np.arange(3, dtype=np.int32))
         yield Ground(io, parts, host, [names.name(key) for key in keys], keys)

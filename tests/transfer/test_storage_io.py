@@ -17,7 +17,6 @@ from tests.stored import stored_keys
 from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey
 from tierkv.cache.layout import Layout, layered
 from tierkv.clock import SystemClock
-from tierkv.errors import StoreUnavailableError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import HostSlots
 from tierkv.storage.codec import (
@@ -80,7 +79,7 @@ async def ground(
     host.array[:] = np.random.default_rng(3).integers(1, 256, host.array.shape, np.uint8)
     names = Names("tierkv", who.short)
     codecs = None if codec is None else lambda _: codec
-    io = StorageIO(store, names, layout, host, deadline_s=100.0, block_ttl_s=None, codecs=codecs)
+    io = StorageIO(store, names, layout, host, block_ttl_s=None, codecs=codecs)
     prompt = Prompt.of(range(num_tokens), layout.block_size)
     store.sends_from_loop = sends_from_loop
     async with store.running(), io.running():
@@ -241,9 +240,7 @@ async def test_a_block_of_another_layout_is_damaged() -> None:
     )
     async with ground(layout) as here:
         await here.io.flush(here.keys, ids(0, 1, 2))
-        other = StorageIO(
-            here.store, here.names, swapped, here.host, deadline_s=100.0, block_ttl_s=None
-        )
+        other = StorageIO(here.store, here.names, swapped, here.host, block_ttl_s=None)
         async with other.running():
             outcomes = await other.fetch(here.keys[:1], ids(5))
         assert outcomes[0].status is GetStatus.DAMAGED
@@ -293,18 +290,6 @@ async def test_a_store_that_fails_or_is_full_says_so_per_block() -> None:  # fau
         assert outcome.status is GetStatus.FAILED
         assert "does not answer" in outcome.reason
         assert here.io.stats.failed_reads == 1
-
-
-async def test_a_store_that_does_not_answer_in_time_is_unavailable() -> None:  # fault 12
-    async with ground() as here:
-        slow = StorageIO(
-            here.store, here.names, here.layout, here.host, deadline_s=0.01, block_ttl_s=None
-        )
-        here.store.hold()
-        async with slow.running():
-            with pytest.raises(StoreUnavailableError, match=r"0\.01 s"):
-                await slow.count_present(here.keys)
-        here.store.release()
 
 
 async def test_nothing_asked_is_nothing_done() -> None:

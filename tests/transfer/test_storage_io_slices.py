@@ -66,7 +66,6 @@ class Node:
             self.names,
             scheme.whole,
             self.parts[0].host,
-            deadline_s=100.0,
             block_ttl_s=None,
             slices=self.slices,
         )

@@ -31,7 +31,6 @@ async def test_a_tail_that_is_used_is_still_found_when_its_list_would_have_ended
         Names("tierkv", who.short),
         LAYOUT,
         host,
-        deadline_s=100.0,
         block_ttl_s=TTL_S,
         touches_per_ttl=1_000_000_000,
     )

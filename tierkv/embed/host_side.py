@@ -675,7 +675,7 @@ class HostSide:
             return None
         # A store that is given up, or too slow, is not asked for this either.
         is_asked = bringing.is_missing
-        foreign = await self._foreign(prompt, promise.num_tokens) if is_asked else None
+        foreign = await self._foreign(prompt, promise.num_tokens, bringing) if is_asked else None
         return foreign or problem
 
     async def _bring_all_groups(
@@ -824,7 +824,7 @@ class HostSide:
         if bringing.promise is not None:
             bringing.budget.arrived()
 
-    async def _foreign(self, prompt: Prompt, num_tokens: int) -> str | None:
+    async def _foreign(self, prompt: Prompt, num_tokens: int, bringing: _Bringing) -> str | None:
         """Return a sentence if the next block was stored by an engine with another number of ranks.
 
         Such a block is of no use here. None if there is no such block.
@@ -834,7 +834,7 @@ class HostSide:
             return None
         key = self._service.tiers.copies.prompt_keys(prompt)[num_tokens // prompt.block_size]
         with suppress(StoreUnavailableError, TimeoutError):
-            async with asyncio.timeout(_FOREIGN_S):
+            async with asyncio.timeout(min(_FOREIGN_S, bringing.budget.left_s)):
                 size = await storage.foreign_size(key)
                 if size is not None:
                     return (

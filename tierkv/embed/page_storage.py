@@ -109,7 +109,7 @@ class PageStorage:
         except BadRequestError as error:
             raise ConfigError(str(error)) from error
         self._store = open_guarded_store(url, settings or StoreSettings(), SystemClock())
-        self._ttl_s, self._deadline_s, self._prefix = ttl_s, deadline_s, prefix
+        self._ttl_s, self.deadline_s, self._prefix = ttl_s, deadline_s, prefix
         self._codecs = codecs
         self._pools: list[PagePool] = []
         self._thread = LoopThread(
@@ -171,7 +171,6 @@ class PageStorage:
             names,
             whole.layout,
             whole.host,
-            deadline_s=self._deadline_s,
             block_ttl_s=self._ttl_s,
             touches_per_ttl=_TOUCHES_PER_TTL,
             codecs=self._codecs,
@@ -298,14 +297,16 @@ class PagePool:
 
     async def _present(self, keys: Sequence[StoredKey]) -> list[bool]:
         try:
-            return await self.io.are_present(keys)
-        except StoreUnavailableError:
+            async with asyncio.timeout(self._storage.deadline_s):
+                return await self.io.are_present(keys)
+        except (StoreUnavailableError, TimeoutError):
             return [False] * len(keys)
 
     async def _count(self, keys: Sequence[StoredKey]) -> int:
         try:
-            return await self.io.count_present(keys)
-        except StoreUnavailableError:
+            async with asyncio.timeout(self._storage.deadline_s):
+                return await self.io.count_present(keys)
+        except (StoreUnavailableError, TimeoutError):
             return 0
 
     async def _load(self, keys: Sequence[StoredKey], ids: Ids) -> list[bool]:

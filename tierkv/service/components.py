@@ -375,7 +375,6 @@ async def opened(
             made_of.fingerprint.layout,
             memory.host,
             slicing.slices(memory.host) if slicing is not None else (),
-            deadline_s=made_of.handoff.lookup_deadline_s,
             block_ttl_s=made_of.handoff.block_ttl_s,
         )
         await stack.enter_async_context(storing)

@@ -258,7 +258,6 @@ class Service:
                     fingerprint.layout,
                     host,
                     own=self.fingerprint.short,
-                    deadline_s=settings.lookup_deadline_s,
                     block_ttl_s=settings.block_ttl_s,
                 )
                 groups.append(GroupMemory(host, await stack.enter_async_context(io)))
@@ -666,7 +665,7 @@ class Service:
         """
         tickets = self.require_handoff().tickets
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._made_of.handoff.lookup_deadline_s):
+            async with self._question().limit():
                 keys = await tickets.hashed_keys_of(prompt)
                 await tickets.check_free(ticket_id, keys.all_digests())
 
@@ -704,6 +703,10 @@ class Service:
 
     # Looking
 
+    def _question(self) -> Budget:
+        """Return what a question that no request waits for may wait for storage."""
+        return Budget(self._made_of.handoff.lookup_deadline_s)
+
     async def lookup(self, prompt: Prompt) -> Lookup:
         """Return the number of the prompt's tokens on each tier at this moment; nothing is held."""
         index, storage, size = self.index, self.tiers.copies.storage, prompt.block_size
@@ -715,8 +718,9 @@ class Service:
         stored: int | None = 0
         if storage is not None:
             try:
-                stored = (await stored_beyond(index, storage, prompt, match)).num_tokens
-            except StoreUnavailableError:
+                async with self._question().limit():
+                    stored = (await stored_beyond(index, storage, prompt, match)).num_tokens
+            except (StoreUnavailableError, TimeoutError):
                 stored = None
         device = (match.device_blocks + match.loading_blocks) * size
         host = match.host_blocks * size
@@ -769,7 +773,7 @@ class Service:
         storage, match, stored = self.tiers.copies.storage, self.index.match(prompt), None
         if storage is not None:
             with suppress(StoreUnavailableError, TimeoutError):
-                async with asyncio.timeout(deadline_s):
+                async with Budget(deadline_s).limit():
                     count = await count_stored(storage, keys_beyond(self.index, prompt, match))
                     stored = range(match.num_blocks, match.num_blocks + count)
         return self.explain(prompt, names_fields=names_fields, stored=stored)

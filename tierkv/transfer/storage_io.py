@@ -193,6 +193,7 @@ MAX_TAILS = 8  # tails listed per parent; the ones noted last
 _MAX_LIST_BYTES = 256 << 10
 _NOT_A_BLOCK = 0  # token count in the header: no block has none, so none is taken for a list
 _LANES = 16
+_NOTE_S = 2.0  # an addition to a list that takes longer is given up
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +226,6 @@ class TailLists:
         names: the names of the lists.
         layout: the layout of whole blocks.
         codecs: returns the codec of a fingerprint, by its short form.
-        deadline_s: seconds for reading or extending one list.
         ttl_s: seconds to live of a list, as for blocks.
         stats: counts damaged lists.
         used: receives the names of lists that are used and should live on.
@@ -239,7 +239,6 @@ class TailLists:
         layout: Layout,
         codecs: Callable[[str], Codec],
         *,
-        deadline_s: float,
         ttl_s: float | None,
         stats: StorageStats,
         used: Callable[[Sequence[str]], object] = lambda _: None,
@@ -251,7 +250,6 @@ class TailLists:
         self._names = names
         self._layout = layout
         self._codecs = codecs
-        self._deadline_s = deadline_s
         self._ttl_s = ttl_s
         # Additions to one list in this process take turns; a few locks serve all lists.
         self._turns = [asyncio.Lock() for _ in range(_LANES)]
@@ -274,7 +272,7 @@ class TailLists:
                 continue
             turn = self._turns[key.tail.parent[0] % _LANES]
             with deletions.writing(), suppress(StoreUnavailableError, TimeoutError):
-                async with asyncio.timeout(self._deadline_s), turn:
+                async with asyncio.timeout(_NOTE_S), turn:
                     await self._note(key.tail, key.space)
 
     async def _note(self, tail: Tail, space: str) -> None:
@@ -317,15 +315,14 @@ class TailLists:
             missing: digests of tails that are known to be missing.
 
         Returns:
-            None if there is no such tail, if the store does not answer in time, or while a deletion
-                bars reads.
+            None if there is no such tail, if the store does not answer, or while a deletion bars
+                reads.
         """
         if self._deletions.bars_reads:
             return None
         try:
-            async with asyncio.timeout(self._deadline_s):
-                tails = await self._read(parent, space)
-        except (StoreUnavailableError, TimeoutError):
+            tails = await self._read(parent, space)
+        except StoreUnavailableError:
             return None
         best: SharedTail | None = None
         for tail in tails:
@@ -428,7 +425,6 @@ class StorageIO:
         names: the names of the blocks.
         layout: the layout of whole blocks.
         host: the host slots.
-        deadline_s: seconds for a whole lookup.
         block_ttl_s: seconds to live of a stored block; None for as long as the store keeps it.
         touches_per_ttl: renewals of a used block's time to live within one such time; 0 for none.
         codecs: returns the codec of a fingerprint, by its short form; None for a plain checksum.
@@ -444,7 +440,6 @@ class StorageIO:
         layout: Layout,
         host: HostSlots,
         *,
-        deadline_s: float,
         block_ttl_s: float | None,
         touches_per_ttl: int = 0,
         codecs: Callable[[str], Codec] | None = None,
@@ -456,7 +451,6 @@ class StorageIO:
         self.deletions = deletions or Deletions()
         self.slices = slices or Slices.whole(names, layout, host)
         self.stats = StorageStats()
-        self._deadline_s = deadline_s
         self._codecs = codecs or (lambda _: _PLAIN)
         self._values = Values(self.slices, self._codec, block_ttl_s)
         self._found: OrderedDict[bytes, int] = OrderedDict()  # digest -> number of ranks
@@ -475,7 +469,6 @@ class StorageIO:
             names,
             layout,
             self._codecs,
-            deadline_s=deadline_s,
             ttl_s=block_ttl_s,
             stats=self.stats,
             used=self._toucher.used if self._toucher is not None else lambda _: None,
@@ -503,67 +496,10 @@ class StorageIO:
         While a deletion bars reads the number is 0.
 
         Raises:
-            StoreUnavailableError: the store did not answer in time.
+            StoreUnavailableError: the store did not answer.
         """
         if self.deletions.bars_reads:
             return 0
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                return await self._count_present(keys)
-        except TimeoutError as error:
-            raise StoreUnavailableError(
-                f"{self.store.url} did not answer within {self._deadline_s:g} s"
-            ) from error
-
-    async def foreign_size(self, key: StoredKey) -> int | None:
-        """Return the number of ranks in which this block is stored in slices that do not fit here.
-
-        Returns:
-            None if there are no such slices.
-
-        Raises:
-            StoreUnavailableError: the store did not answer.
-        """
-        sizes = self.slices.foreign_sizes
-        if not sizes:
-            return None
-        names = [replace(self.names, shard=Shard(0, size).name).name(key) for size in sizes]
-        there = await self.store.present(check_names(names))
-        return next((n for n, is_there in zip(sizes, there, strict=True) if is_there), None)
-
-    async def are_present(self, keys: Sequence[StoredKey]) -> list[bool]:
-        """Return for each of `keys` whether the store has it, in as many slices as this node has.
-
-        Raises:
-            StoreUnavailableError: the store did not answer in time.
-        """
-        [there] = await are_all_present([(self, keys)])
-        return there
-
-    async def present(self, names: Sequence[str]) -> list[bool]:
-        """Return the answers of `Store.present` within this I/O's deadline.
-
-        While a deletion bars reads every answer is False.
-
-        Raises:
-            StoreUnavailableError: the store did not answer in time.
-        """
-        if self.deletions.bars_reads:
-            return [False] * len(names)
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                return await self.store.present(names)
-        except TimeoutError as error:
-            raise StoreUnavailableError(
-                f"{self.store.url} did not answer within {self._deadline_s:g} s"
-            ) from error
-
-    def used(self, names: Iterable[str]) -> None:
-        """Renew the time to live of these names' values, if values have one."""
-        if self._toucher is not None:
-            self._toucher.used(names)
-
-    async def _count_present(self, keys: Sequence[StoredKey]) -> int:
         at, size, time = 0, self.slices.size, asyncio.get_running_loop().time
         missing = self.asking()
         while True:
@@ -593,6 +529,46 @@ class StorageIO:
                 missing(keys[at].digest)
                 return at
             size = other
+
+    async def foreign_size(self, key: StoredKey) -> int | None:
+        """Return the number of ranks in which this block is stored in slices that do not fit here.
+
+        Returns:
+            None if there are no such slices.
+
+        Raises:
+            StoreUnavailableError: the store did not answer.
+        """
+        sizes = self.slices.foreign_sizes
+        if not sizes:
+            return None
+        names = [replace(self.names, shard=Shard(0, size).name).name(key) for size in sizes]
+        there = await self.store.present(check_names(names))
+        return next((n for n, is_there in zip(sizes, there, strict=True) if is_there), None)
+
+    async def are_present(self, keys: Sequence[StoredKey]) -> list[bool]:
+        """Return for each of `keys` whether the store has it, in as many slices as this node has.
+
+        Raises:
+            StoreUnavailableError: the store did not answer.
+        """
+        [there] = await are_all_present([(self, keys)])
+        return there
+
+    async def present(self, names: Sequence[str]) -> list[bool]:
+        """Return the answers of `Store.present`; while a deletion bars reads every one is False.
+
+        Raises:
+            StoreUnavailableError: the store did not answer.
+        """
+        if self.deletions.bars_reads:
+            return [False] * len(names)
+        return await self.store.present(names)
+
+    def used(self, names: Iterable[str]) -> None:
+        """Renew the time to live of these names' values, if values have one."""
+        if self._toucher is not None:
+            self._toucher.used(names)
 
     async def _sizes_of(self, keys: Sequence[StoredKey], tried: int) -> list[int | None]:
         """Return for each block the number of ranks that stored it, None if no node has.
@@ -832,7 +808,7 @@ async def are_all_present(
         For each pair whether the store has each key, stored by as many ranks as the I/O has.
 
     Raises:
-        StoreUnavailableError: the store did not answer in time.
+        StoreUnavailableError: the store did not answer.
     """
     names = [io.slices.names_of_all(keys, io.slices.size) for io, keys in asked]
     first, _ = asked[0]

@@ -112,7 +112,6 @@ class StorageTier:
         host: HostSlots,
         parts: Sequence[Slice] = (),
         *,
-        deadline_s: float,
         block_ttl_s: float | None,
     ) -> AsyncIterator[None]:
         """Run the attached stores and `io` until the body ends.
@@ -124,7 +123,6 @@ class StorageTier:
             layout: see StorageIO.
             host: see StorageIO.
             parts: the ranks' slices; empty for one rank that owns all of `host`.
-            deadline_s: seconds, see StorageIO.
             block_ttl_s: seconds, see StorageIO.
         """
         self._prefix = names.prefix
@@ -140,7 +138,6 @@ class StorageTier:
             names,
             layout,
             host,
-            deadline_s=deadline_s,
             block_ttl_s=block_ttl_s,
             touches_per_ttl=self.options.touches_per_ttl,
             codecs=self.options.codecs,
@@ -170,7 +167,6 @@ class StorageTier:
         host: HostSlots,
         *,
         own: str,
-        deadline_s: float,
         block_ttl_s: float | None,
     ) -> AsyncIterator[StorageIO]:
         """Run an I/O for blocks of another layout, with separate slots, in the same stores.
@@ -182,7 +178,6 @@ class StorageTier:
             layout: the other layout.
             host: slots of the other layout.
             own: short form of the fingerprint that names the codec.
-            deadline_s: seconds, see StorageIO.
             block_ttl_s: seconds, see StorageIO.
         """
         codecs = self.options.codecs
@@ -191,7 +186,6 @@ class StorageTier:
             names,
             layout,
             host,
-            deadline_s=deadline_s,
             block_ttl_s=block_ttl_s,
             touches_per_ttl=self.options.touches_per_ttl,
             codecs=None
