@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tierkv.api.settings import NodeSettings
-from tierkv.config import load, settings_in
+from tierkv.config import from_mapping, load, load_traced, renamed, settings_in
 from tierkv.errors import ConfigError
 from tierkv.gateway.settings import GatewaySettings
 
@@ -108,3 +108,35 @@ def _names(kind: object, at: str = "") -> Iterator[str]:
             yield from _names(hint, f"{at}{name}.")
         else:
             yield f"{at}{name}".replace("gateway.", "node.")  # both listen alike
+
+
+@renamed(rows="num_rows")
+@dataclasses.dataclass(frozen=True)
+class Table:
+    num_rows: int = 1
+
+
+class Tables(msgspec.Struct, frozen=True):
+    first: Table = Table()
+
+
+@pytest.mark.promise("A renamed setting can be read under its old name, with a warning")
+def test_a_renamed_setting_is_read_under_its_old_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = file(tmp_path, "[first]\nrows = 2\n")
+    settings, origins = load_traced(Tables, path, {})
+    assert (settings.first.num_rows, origins) == (2, {"first.num_rows": str(path)})
+    assert "first.rows is now called first.num_rows: rename it" in caplog.text
+    settings, origins = load_traced(Tables, None, {"TIERKV_FIRST__ROWS": "3"})
+    assert (settings.first.num_rows, origins) == (3, {"first.num_rows": "TIERKV_FIRST__ROWS"})
+    given = {"rows": 4}
+    assert from_mapping(Table, given, "here") == Table(4)
+    assert given == {"rows": 4}
+
+
+def test_a_setting_under_both_of_its_names_is_refused() -> None:
+    with pytest.raises(ConfigError, match="rows is an old name of num_rows: remove rows"):
+        from_mapping(Table, {"rows": 1, "num_rows": 2}, "here")
+    with pytest.raises(ConfigError, match=r"no setting first\.row "):
+        load(Tables, None, {"TIERKV_FIRST__ROW": "3"})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import math
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ import msgspec
 from tierkv.errors import ConfigError
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 _ENV_PREFIX = "TIERKV_"
 _CLOSE = 0.7  # share of common letters from which a name is suggested for another
 _FIXED = "no setting"
@@ -25,6 +27,21 @@ Fixed = Annotated[T, _FIXED]
 """A field of a settings type that no file, variable or option can set.
 
 Its default says where the value comes from; only the code that makes the part gives another one."""
+_NEW_NAMES: dict[object, dict[str, str]] = {}  # by type of settings
+
+
+def renamed(**new_names: str) -> Callable[[type[T]], type[T]]:
+    """Return a decorator of a type of settings: files may still use old names, with a warning.
+
+    Args:
+        new_names: the present name of a setting, by its old name.
+    """
+
+    def decorate(kind: type[T]) -> type[T]:
+        _NEW_NAMES[kind] = new_names
+        return kind
+
+    return decorate
 
 
 def load(
@@ -78,6 +95,8 @@ def load_traced(
         _section(table, [section], where)[key] = value
         origins[f"{section}.{key}"] = "option"
     others = {} if beside is None else get_type_hints(beside)
+    for old, new in [*_use_new_names(kind, table, where), *_use_new_names(beside, table, where)]:
+        origins[new] = origins.pop(old)
     theirs = {name for name in table if name in others and name not in get_type_hints(kind)}
     if beside is not None:
         _refuse_unknown(beside, {name: table.pop(name) for name in theirs}, where)
@@ -102,9 +121,11 @@ def from_mapping(
     Raises:
         ConfigError: a name is unknown, or a value is not of its type.
     """
-    _refuse_unknown(kind, given, where)
+    table = dict(given)
+    _use_new_names(kind, table, where)
+    _refuse_unknown(kind, table, where)
     try:
-        return msgspec.convert(given, kind, strict=not converts_text)
+        return msgspec.convert(table, kind, strict=not converts_text)
     except (msgspec.ValidationError, ConfigError) as error:
         raise ConfigError(f"{where}: {error}") from error
 
@@ -200,6 +221,30 @@ def suggestion(unknown: str, known: Sequence[str]) -> str:
     elsewhere = [name for name in known if name.rpartition(".")[2] == key]
     close = elsewhere or difflib.get_close_matches(unknown, known, n=1, cutoff=_CLOSE)
     return f" (did you mean {' or '.join(close)}?)" if close else ""
+
+
+def _use_new_names(
+    kind: object, table: dict[str, Any], where: str, at: str = ""
+) -> list[tuple[str, str]]:
+    """Replace old names of settings in `table`; return each old name with its new one.
+
+    Raises:
+        ConfigError: a setting has a value under both names.
+    """
+    found = []
+    for old, new in _NEW_NAMES.get(kind, {}).items():
+        if old in table:
+            if new in table:
+                raise ConfigError(
+                    f"{where}: {at}{old} is an old name of {at}{new}: remove {at}{old}"
+                )
+            log.warning("%s: %s%s is now called %s%s: rename it", where, at, old, at, new)
+            table[new] = table.pop(old)
+            found.append((f"{at}{old}", f"{at}{new}"))
+    for name, inner in settings_in(kind).items() if _is_table(kind) else ():
+        if _is_table(inner) and isinstance(table.get(name), dict):
+            found += _use_new_names(inner, table[name], where, f"{at}{name}.")
+    return found
 
 
 def _is_table(kind: object) -> bool:

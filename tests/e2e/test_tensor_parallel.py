@@ -87,7 +87,7 @@ async def split_node(
         ),
         HandoffSettings(),
         store,
-        storage=StorageOptions(scheme=scheme, peer_sizes=(1, 2, 4)),
+        storage=StorageOptions(scheme=scheme, peer_tensor_parallel=(1, 2, 4)),
     )
     model = ReferenceModel(CONFIG, BLOCK_SIZE, tensor_parallel=ranks)
     engine = ReferenceEngine(service, model, EngineSettings())

@@ -222,13 +222,13 @@ class Driver:
         if one.have and not one.computed and not self._write(one, 0, one.have):
             return False
         one.computed = one.have
-        expires_s = 0.001 if rng.random() < 0.03 else None
+        promise_ttl_s = 0.001 if rng.random() < 0.03 else None
         found = cache.lookup(
             one.key,
             one.text.prompt(self.size),
             one.have,
             ticket=one.claims,
-            expires_s=expires_s,
+            promise_ttl_s=promise_ttl_s,
         )
         if found is None:
             return False

@@ -494,7 +494,7 @@ def test_a_block_whose_loads_fail_again_and_again_is_offered_to_nobody() -> None
 def test_promises_are_bounded_together_and_a_queue_of_requests_is_served_in_turn() -> None:
     """A thousand requests that wait do not pin the host tier."""
     tokens = [tokens_of(4 * BLOCK, seed) for seed in range(1, 9)]
-    with engine(slots=48, settings=EngineCacheSettings(save_blocks=8, most_promised=0.25)) as on:
+    with engine(slots=48, settings=EngineCacheSettings(save_blocks=8, max_promised=0.25)) as on:
         for seed, one in enumerate(tokens):
             on.save(f"s{seed}", one, blocks_for(4 * BLOCK))
         waiting = {f"q{at}": on.prompt(tokens[at % len(tokens)]) for at in range(1000)}
@@ -524,7 +524,7 @@ def test_a_promise_that_nobody_loads_expires_and_holds_nothing() -> None:
     tokens = tokens_of(2 * BLOCK)
     with engine() as on:
         on.save("a", tokens, [0, 1])
-        assert on.lookup("b", tokens, expires_s=0.05) == Found(2 * BLOCK)
+        assert on.lookup("b", tokens, promise_ttl_s=0.05) == Found(2 * BLOCK)
         on.until(lambda: on.cache.lookup("b", on.prompt(tokens)) is None)
         assert on.lookup("b", tokens) == Found(2 * BLOCK)
         assert on.load("b", [5, 6]) == ()

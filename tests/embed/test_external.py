@@ -175,11 +175,11 @@ def test_engines_share_a_quarter_of_a_node_s_slots_for_saves_equally(tmp_path: P
             return host
 
         def taken(host: NodeHost, has: int) -> int:
-            [found] = host.call(HostSide.reserve, [host.most_reserved[0] - has]).wait(PATIENCE_S)
+            [found] = host.call(HostSide.reserve, [host.max_reserved[0] - has]).wait(PATIENCE_S)
             return len(found)
 
         hosts = [come(f"engine {number}") for number in range(4)]
-        assert [host.most_reserved[0] for host in hosts] == [SLOTS // n for n in (4, 8, 12, 16)]
+        assert [host.max_reserved[0] for host in hosts] == [SLOTS // n for n in (4, 8, 12, 16)]
         assert taken(hosts[0], has=0) == SLOTS // 16, "it was told of a quarter"
         assert taken(hosts[0], has=SLOTS // 16) == 0
         assert taken(hosts[1], has=SLOTS // 16 + 1) == 0, "it has more than its part"
@@ -187,7 +187,7 @@ def test_engines_share_a_quarter_of_a_node_s_slots_for_saves_equally(tmp_path: P
             host.close()
         until(lambda: at.log.count("its slots and promises were released") == 3)
         assert taken(hosts[0], has=SLOTS // 16) == SLOTS // 4 - SLOTS // 16
-        assert hosts[0].most_reserved[0] == SLOTS // 4
+        assert hosts[0].max_reserved[0] == SLOTS // 4
 
 
 @pytest.mark.promise("A killed engine takes no slot with it.")
@@ -434,8 +434,8 @@ def test_a_promise_that_an_engine_does_not_load_expires(tmp_path: Path) -> None:
         on.compute(TOKENS, HERE)
         on.save("a", TOKENS, HERE)
         prompt = on.prompt(TOKENS)
-        until(lambda: on.cache.lookup("b", prompt, expires_s=0.1) is not None)
-        until(lambda: on.cache.lookup("b", prompt, expires_s=0.1) is None)
+        until(lambda: on.cache.lookup("b", prompt, promise_ttl_s=0.1) is not None)
+        until(lambda: on.cache.lookup("b", prompt, promise_ttl_s=0.1) is None)
         plan = on.cache.load("b", [THERE])
         assert plan is None
         on.cache.release("b")

@@ -141,7 +141,7 @@ def engine(folder: Path, size: int, *, scheme: ShardScheme | None = SCHEME) -> I
             store=lambda: open_store(f"file://{folder}/kv", StoreSettings(), SystemClock()),
             ranks=RankSocket(path, shards),
             settings=EngineCacheSettings(save_blocks=16),
-            storage=StorageOptions(scheme=scheme, peer_sizes=(1, 2, 4)),
+            storage=StorageOptions(scheme=scheme, peer_tensor_parallel=(1, 2, 4)),
         )
         stack.enter_context(cache)
         ranks = []
@@ -197,7 +197,7 @@ def test_of_several_groups_it_is_said_once_that_only_as_many_ranks_are_found(
         host_bytes=1 << 16,
         cache=CacheSettings(block_size=SIZE),
         store=lambda: open_store(f"file://{tmp_path}/kv", StoreSettings(), SystemClock()),
-        storage=StorageOptions(peer_sizes=(1, 2)),
+        storage=StorageOptions(peer_tensor_parallel=(1, 2)),
     ) as cache:
         assert "only blocks stored by engines of 1 ranks are found" in caplog.text
         found = ask(lambda: cache.lookup("a", Prompt(pack(TOKENS), SIZE)))

@@ -752,7 +752,7 @@ def test_other_numbers_of_ranks_find_each_others_blocks(
         assert len({tuple(some) for some in right}) == len(PROMPTS), "they tell prompts apart"
         until(lambda: num_named(empty_redis, "*:tails") == len(PROMPTS))  # all is stored
         first.rests()
-    config = transfer(empty_redis.url, other_ranks=[writers])
+    config = transfer(empty_redis.url, peer_tensor_parallel=[writers])
     with engine(model, config, **ranks(readers)) as second:
         answers = second.generate(named(PROMPTS))
         assert [answers[f"r{at}"]["tokens"][:3] for at in range(len(PROMPTS))] == right
@@ -940,6 +940,12 @@ def test_events_of_host_and_store_have_the_tokens_by_which_routers_find_blocks(
                 known[name] = before
         assert known[names[-1]] == plain[: len(names) * _BLOCK], medium
         assert all(tokens == plain[: len(tokens)] for tokens in known.values()), medium
+
+
+def test_the_old_names_of_settings_are_read() -> None:
+    given = {"other_ranks": [1, 4], "expires_s": 3.0, "least_tokens": 8}
+    found = from_mapping(ConnectorSettings, given, "kv_connector_extra_config")
+    assert (found.peer_tensor_parallel, found.promise_ttl_s, found.min_tokens) == ((1, 4), 3.0, 8)
 
 
 def test_settings_that_are_not_there_are_named() -> None:

@@ -89,7 +89,7 @@ def test_an_engine_s_steps_are_ordered_by_its_stream_and_never_wait_for_a_copy(
         cache=CacheSettings(block_size=LAYOUT.block_size),
         planes=ranks if through == "process" else None,
         ranks=RankSocket(path, [LAYOUT]) if through == "socket" else None,
-        settings=EngineCacheSettings(save_blocks=SAVED, most_promised=1.0),
+        settings=EngineCacheSettings(save_blocks=SAVED, max_promised=1.0),
     ) as cache:
         if through == "socket":
             ranks.connect(path)

@@ -209,7 +209,7 @@ async def test_whatever_a_store_raises_is_the_stores_failure_and_the_node_goes_o
         published, _ = await hands_over(on.client, "t1")
         assert published == 502
         raising.is_broken = False
-        await until(lambda: not on.node.service.storage_state()[0].is_left_alone, "a probe")
+        await until(lambda: not on.node.service.storage_state()[0].has_open_circuit, "a probe")
         assert await hands_over(on.client, "t2") == (200, 200)
         assert on.node.service.failure is None
 

@@ -186,7 +186,7 @@ async def test_the_breaker_closes_when_a_replica_has_taken_over_though_nobody_as
         settings = ResilienceSettings(timeout_s=1.2, probe_interval_s=0.3, negative_ttl_s=0.0)
         store = GuardedStore(inner, settings, SystemClock())
 
-        def is_left_alone() -> bool:
+        def has_open_circuit() -> bool:
             return store.health.circuit is not BreakerState.CLOSED
 
         async with store.running():
@@ -196,11 +196,11 @@ async def test_the_breaker_closes_when_a_replica_has_taken_over_though_nobody_as
             await asyncio.sleep(1.2)  # a failover is refused to replicas that are too new
             cluster.masters[0].kill()
             async with asyncio.timeout(40):
-                while not is_left_alone():
+                while not has_open_circuit():
                     with suppress(StoreUnavailableError):
                         await store.exists(NAMES)
                     await asyncio.sleep(0.01)
-                while is_left_alone():  # noqa: ASYNC110
+                while has_open_circuit():  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
             assert await store.exists(NAMES) == len(NAMES)
             assert (await store.usage("t:")).num_values == len(NAMES)

@@ -265,7 +265,7 @@ def test_sizes_that_cannot_split_the_heads_are_not_looked_for() -> None:
     scheme = gqa(6)
     parts = [Slice(Shard(0, 1), scheme.whole, CpuHostSlots(scheme.whole, 1))]
     slices = Slices(Names("tierkv", "f" * 16), parts, scheme, (1, 2, 3, 4, 5, 6, 12))
-    assert slices.peer_sizes == (2, 3, 6, 12)
+    assert slices.peer_tensor_parallel == (2, 3, 6, 12)
     with pytest.raises(LayoutError):
         Slices(Names("tierkv", "f" * 16), parts * 2, scheme)
 

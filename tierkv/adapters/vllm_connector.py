@@ -64,7 +64,7 @@ from tierkv.cache.keys import Fingerprint, MediaItem, Prompt, prompt_extra
 from tierkv.cache.layout import Layout, Plane
 from tierkv.cache.shards import ShardScheme
 from tierkv.clock import SystemClock
-from tierkv.config import from_mapping
+from tierkv.config import from_mapping, renamed
 from tierkv.embed.engine_cache import EngineCache, Found
 from tierkv.embed.external import NodeHost
 from tierkv.embed.host_side import EngineCacheSettings
@@ -131,6 +131,7 @@ _SOCKETS = f"tierkv-{os.getuid()}-*.sock"  # of this user's engines, in the temp
 _SAVE_BLOCKS = 256  # smallest number of host slots kept ready for saves
 
 
+@renamed(other_ranks="peer_tensor_parallel", expires_s="promise_ttl_s", least_tokens="min_tokens")
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Keys of `kv_connector_extra_config`.
 
@@ -140,7 +141,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         node: socket of a node on this machine (`tierkv serve --engine external`); its host memory
             and store are used instead of `store` and `host_bytes`.
         node_key: a token, if the node has an auth file.
-        other_ranks: numbers of ranks of other instances, to find their blocks too.
+        peer_tensor_parallel: numbers of ranks of other instances, to find their blocks too.
         ttl_s: seconds that a block lives in the store, None for as long as the store keeps it.
         revision: revision of the model's weights, if instances with other weights share the store
             under the same model name.
@@ -151,9 +152,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         claim_deadline_s: seconds that a decode instance waits for a prefill instance's ticket.
         publish_deadline_s: seconds that storing a prompt with its ticket may take.
         ticket_ttl_s: seconds that a ticket can be claimed.
-        expires_s: seconds that blocks are held on the host for a request that vLLM does not
+        promise_ttl_s: seconds that blocks are held on the host for a request that vLLM does not
             schedule.
-        least_tokens: fewer tokens are computed instead of loaded, unless a ticket names them; so is
+        min_tokens: fewer tokens are computed instead of loaded, unless a ticket names them; so is
             a rest of one block, and what the host has of a block without a store.
         prefix: prefix of all names in the store.
     """
@@ -162,7 +163,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     host_bytes: int = _HOST_BYTES
     node: str = ""
     node_key: str = ""
-    other_ranks: tuple[int, ...] = ()
+    peer_tensor_parallel: tuple[int, ...] = ()
     ttl_s: float | None = 86_400.0
     revision: str = ""
     saves_generated: bool = True
@@ -171,15 +172,15 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     claim_deadline_s: float = 10.0
     publish_deadline_s: float = 30.0
     ticket_ttl_s: float = 600.0
-    expires_s: float = 30.0
-    least_tokens: int = 32
+    promise_ttl_s: float = 30.0
+    min_tokens: int = 32
     prefix: str = "tierkv"
 
     def __post_init__(self) -> None:
         own = {
             "store": bool(self.store),
             "host_bytes": self.host_bytes != _HOST_BYTES,
-            "other_ranks": bool(self.other_ranks),
+            "peer_tensor_parallel": bool(self.peer_tensor_parallel),
         }
         if self.node and (given := " and ".join(name for name in own if own[name])):
             raise ConfigError(
@@ -559,7 +560,7 @@ class _SchedulerSide:
                 replace(group, layout=group.layout if is_same else side_by_side(of_ranks))
                 for group, of_ranks in zip(ranks[0].groups, zip(*shards, strict=True), strict=True)
             )
-        if settings.other_ranks and scheme is None:
+        if settings.peer_tensor_parallel and scheme is None:
             log.warning(
                 "other_ranks has no effect: the heads' places in a block of this "
                 "model are unknown, so instances with other numbers of ranks cannot "
@@ -594,13 +595,15 @@ class _SchedulerSide:
             node=node,
             store=settings.open,
             settings=EngineCacheSettings(
-                expires_s=settings.expires_s,
+                promise_ttl_s=settings.promise_ttl_s,
                 # Slots of two steps: those of one are saved while others are made ready.
                 save_blocks=max(_SAVE_BLOCKS, 2 * most_tokens // layout.block_size),
                 event_tokens=self._tells,
             ),
             handoff=settings.handoff(),
-            storage=StorageOptions(scheme=scheme, peer_sizes=settings.other_ranks),
+            storage=StorageOptions(
+                scheme=scheme, peer_tensor_parallel=settings.peer_tensor_parallel
+            ),
             ranks=RankSocket(_socket_path(config), shards=shards),
             name=name,
         )
@@ -677,7 +680,7 @@ class _SchedulerSide:
         if found.storage_tokens and self.cache.sees_host and not self._tells:
             assert tracked.prompt is not None, "a prompt was looked up"
             self.cache.name_blocks(tracked.prompt, self._main_names(request))
-        if found.num_tokens < self.settings.least_tokens and tracked.claims is None:
+        if found.num_tokens < self.settings.min_tokens and tracked.claims is None:
             self.cache.end_lookup(name)
             tracked.passed = request.num_tokens
             return 0
@@ -691,13 +694,13 @@ class _SchedulerSide:
         """
         request, size = tracked.request, self._groups[self._main].block_size
         if not self.cache.sees_host:
-            if request.num_tokens >= self.settings.least_tokens:
+            if request.num_tokens >= self.settings.min_tokens:
                 return False
             num_blocks = 0
         else:
             num_blocks = self.cache.num_on_host(self._main_names(request))
             # A step computes one block faster than it is loaded beside one.
-            least = max(self.settings.least_tokens, size + 1)
+            least = max(self.settings.min_tokens, size + 1)
             are_few = request.num_tokens - num_computed < least
             if not are_few and (self._has_store or num_blocks * size > num_computed):
                 return False
@@ -1090,7 +1093,7 @@ class _SchedulerSide:
         now = time.perf_counter()
         seconds = now - max(planned_at, self._heard_at)  # the next may be planned before this ends
         self._heard_at = now
-        if num_tokens >= self.settings.least_tokens:
+        if num_tokens >= self.settings.min_tokens:
             self._speed = num_tokens, seconds
 
     def _poll(self) -> None:

@@ -305,7 +305,7 @@ def _storage_options(settings: NodeSettings, spec: EngineSpec | None) -> Storage
         codecs=storage.codecs(),
         small=storage.small_codec(),
         touches_per_ttl=storage.touches_per_ttl,
-        peer_sizes=storage.peer_tensor_parallel,
+        peer_tensor_parallel=storage.peer_tensor_parallel,
         scheme=None if spec is None else spec.shards,
     )
 

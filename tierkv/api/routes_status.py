@@ -237,7 +237,7 @@ async def _of_store(node: Node, state: StoreState) -> Part:
     Only the common store is pinged, and only while its breaker is closed: the breaker itself probes
     a store that has failed.
     """
-    if state.is_left_alone:
+    if state.has_open_circuit:
         return Health.DEGRADED, (
             f"{state.part or state.url} is not used (circuit {state.circuit}), since "
             f"it failed: {state.reason}"

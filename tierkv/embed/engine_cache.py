@@ -156,7 +156,7 @@ class LocalHost:
         except BaseException:  # Ctrl-C too: `close` is not called after a failed `open`
             self._thread.close()
             raise
-        self.slots, self.most_reserved = self._side.slots, self._side.most_reserved
+        self.slots, self.max_reserved = self._side.slots, self._side.max_reserved
 
     def call(
         self,
@@ -367,10 +367,10 @@ class EngineCache:
         if (
             len(self.groups) > 1
             and storage is not None
-            and {num_ranks, *storage.peer_sizes} > {num_ranks}
+            and {num_ranks, *storage.peer_tensor_parallel} > {num_ranks}
         ):
             log.warning(
-                "peer_sizes has no effect for a model with several groups of layers: "
+                "peer_tensor_parallel has no effect for a model with several groups of layers: "
                 "only blocks stored by engines of %d ranks are found",
                 num_ranks,
             )
@@ -483,7 +483,7 @@ class EngineCache:
         have_tokens: int = 0,
         *,
         ticket: str | None = None,
-        expires_s: float | None = None,
+        promise_ttl_s: float | None = None,
         external_ids: Sequence[Sequence[ExternalId | None]] = (),
     ) -> Found | None:
         """Return how many tokens of `prompt` beyond `have_tokens` can be loaded; None to ask again.
@@ -497,7 +497,7 @@ class EngineCache:
             prompt: its prompt.
             have_tokens: number of leading tokens that the engine has.
             ticket: id of a ticket to wait for, with everything that it promises.
-            expires_s: seconds until the promise expires; None for the setting.
+            promise_ttl_s: seconds until the promise expires; None for the setting.
             external_ids: for each group, the engine's names of its blocks from the first on, for
                 events about blocks that this lookup brings.
 
@@ -512,7 +512,7 @@ class EngineCache:
         if self._socket is not None and self._socket.lost:
             return Found(0, problem=self._socket.failure)
         known = self._known_of(key, prompt, ticket)
-        expires = self.settings.expires_s if expires_s is None else expires_s
+        expires = self.settings.promise_ttl_s if promise_ttl_s is None else promise_ttl_s
         promise = known.promise
         if promise is None or promise.is_over:
             if known.has_nothing_beyond(have_tokens):
@@ -546,7 +546,10 @@ class EngineCache:
         return known
 
     def _ask(
-        self, known: _RequestState, expires_s: float, names: Sequence[Sequence[ExternalId | None]]
+        self,
+        known: _RequestState,
+        promise_ttl_s: float,
+        names: Sequence[Sequence[ExternalId | None]],
     ) -> HostPromise | None:
         """Return the promise once it is made.
 
@@ -556,7 +559,7 @@ class EngineCache:
         if call is None:
             known.nothing = None
             known.call = call = self._host.call(
-                HostSide.promise, known.prompt, known.ticket, expires_s, known.limit, names
+                HostSide.promise, known.prompt, known.ticket, promise_ttl_s, known.limit, names
             )
         if not call.is_done:
             return None
@@ -565,7 +568,7 @@ class EngineCache:
             return call.result()
         except TierKVError as error:
             known.nothing = Found(0, problem=str(error))
-            known.asks_again_at = time.monotonic() + expires_s
+            known.asks_again_at = time.monotonic() + promise_ttl_s
             return None
 
     def wait_for_lookup(self, key: str, timeout_s: float) -> None:
@@ -1145,7 +1148,7 @@ class EngineCache:
     def _refill(self) -> None:
         if self._wanted is not None:
             return
-        most = self._host.most_reserved
+        most = self._host.max_reserved
         counts = [most[at] - len(one) for at, one in enumerate(self._reserve)]
         if any(2 * count > most[at] for at, count in enumerate(counts)):
             self._wanted = self._host.call(HostSide.reserve, counts)

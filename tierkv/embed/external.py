@@ -118,12 +118,12 @@ class NodeMemory(msgspec.Struct, frozen=True, tag="node"):
     Attributes:
         num_slots: number of slots of each group.
         block_bytes: bytes of a slot of each group.
-        most_reserved: see HostSizes; the answer to `reserve` has the value of that time.
+        max_reserved: see HostSizes; the answer to `reserve` has the value of that time.
     """
 
     num_slots: tuple[int, ...]
     block_bytes: tuple[int, ...]
-    most_reserved: tuple[int, ...]
+    max_reserved: tuple[int, ...] = msgspec.field(name="most_reserved")
 
 
 class EngineRefused(msgspec.Struct, frozen=True, tag="refused"):
@@ -227,7 +227,7 @@ class NodeHost:
         self, path: str, *, name: str = "", key: str = "", deadline_s: float = 60.0
     ) -> None:
         self.life: int | None = None
-        self.most_reserved: Sequence[int] = ()
+        self.max_reserved: Sequence[int] = ()
         self.slots: list[HostSlots] = []
         self.names: HostNames | None = None  # other engines' blocks are there, too
         self._path = path
@@ -269,7 +269,7 @@ class NodeHost:
             self._open.close()
             raise
         self.life = descriptors[-1]  # closed with all that is open
-        self.most_reserved = answer.most_reserved
+        self.max_reserved = answer.max_reserved
         for count, size in zip(answer.num_slots, answer.block_bytes, strict=True):
             host = SharedSlots(descriptors.pop(0), count, size, slice(0, size))
             self._open.callback(host.close)
@@ -309,8 +309,10 @@ class NodeHost:
         body = msgspec.msgpack.encode([name, _packed(args, self._numbers)])
         if name in {"free", "loaded"}:
             self._numbers.pop(args[0], None)
-        expires_s = args[2] if name == "promise" else None
-        expires = time.monotonic() + expires_s if isinstance(expires_s, (int, float)) else 0.0
+        promise_ttl_s = args[2] if name == "promise" else None
+        expires = (
+            time.monotonic() + promise_ttl_s if isinstance(promise_ttl_s, (int, float)) else 0.0
+        )
 
         def frame(call: Call[Any]) -> bytes:
             self._asked[call.number] = (call, expires)
@@ -419,7 +421,7 @@ class NodeHost:
         elif call.kind == "count":
             value = HostPromise(value[1], problem=value[4])
         elif call.kind == "reserve":  # before the engine can ask again
-            value, self.most_reserved = value
+            value, self.max_reserved = value
         elif call.kind == "stats":
             value = msgspec.convert(value, Stats)
         else:
@@ -542,8 +544,8 @@ class EngineListener:
         with mine:
             with theirs:
                 self._num_here += 1
-                most_reserved = self._share()
-                welcomed = await aside(self._welcome, come, side, theirs, most_reserved)
+                max_reserved = self._share()
+                welcomed = await aside(self._welcome, come, side, theirs, max_reserved)
             if not welcomed:
                 self._num_here -= 1
                 end.close()
@@ -552,7 +554,7 @@ class EngineListener:
             for one in (end, mine):
                 one.settimeout(0)
             reader, writer = await asyncio.open_unix_connection(sock=end)
-            engine = _Engine(next(self._numbers), hello.name, side, most_reserved, self._share)
+            engine = _Engine(next(self._numbers), hello.name, side, max_reserved, self._share)
             try:
                 await engine.answer_all(reader, writer)
             finally:
@@ -569,14 +571,14 @@ class EngineListener:
 
     def _share(self) -> list[int]:
         """Return, by group, the host slots for saves that one engine may have ready now."""
-        return self._sizes.most_reserved(self._settings, self._num_here)
+        return self._sizes.max_reserved(self._settings, self._num_here)
 
     def _welcome(
         self,
         come: tuple[socket.socket, EngineHello],
         side: HostSide,
         theirs: socket.socket,
-        most_reserved: Sequence[int],
+        max_reserved: Sequence[int],
     ) -> bool:
         """Hand an engine the memory.
 
@@ -594,7 +596,7 @@ class EngineListener:
             memory = NodeMemory(
                 tuple(host.num_slots for host in hosts),
                 tuple(group.layout.block_bytes for group in sizes.groups),
-                tuple(most_reserved),
+                tuple(max_reserved),
             )
             descriptors = [*(host.descriptor for host in hosts), theirs.fileno()]
             link.send(seal(MAGIC, VERSION, memory), descriptors=descriptors)

@@ -79,26 +79,26 @@ class EngineCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """Limits of an engine's host tier.
 
     Attributes:
-        most_promised: share of host slots that lookups may hold for requests that wait.
-        expires_s: seconds that a promise is held before it is loaded.
+        max_promised: share of host slots that lookups may hold for requests that wait.
+        promise_ttl_s: seconds that a promise is held before it is loaded.
         save_blocks: number of host slots kept ready for saves.
         max_failures: number of failed loads after which a block is offered no more.
         max_events: number of events that may wait to be taken.
         event_tokens: events carry the tokens of blocks, which are the content of prompts.
     """
 
-    most_promised: float = 0.5
-    expires_s: float = 30.0
+    max_promised: float = 0.5
+    promise_ttl_s: float = 30.0
     save_blocks: int = 256
     max_failures: int = 3
     max_events: int = 4096
     event_tokens: bool = False
 
     def __post_init__(self) -> None:
-        all_above_zero("engine_cache", self, "most_promised", "expires_s")
-        if self.most_promised > 1 or min(self.save_blocks, self.max_failures, self.max_events) < 1:
+        all_above_zero("engine_cache", self, "max_promised", "expires_s")
+        if self.max_promised > 1 or min(self.save_blocks, self.max_failures, self.max_events) < 1:
             raise ConfigError(
-                "engine_cache: most_promised must be a share in 0..1, and save_blocks, "
+                "engine_cache: max_promised must be a share in 0..1, and save_blocks, "
                 "max_failures and max_events at least 1"
             )
 
@@ -191,7 +191,7 @@ class HostSizes:
             host_max_blocks=0,
         )
 
-    def most_reserved(self, settings: EngineCacheSettings, num_engines: int = 1) -> list[int]:
+    def max_reserved(self, settings: EngineCacheSettings, num_engines: int = 1) -> list[int]:
         """Return, by group, the most host slots that one engine has ready for saves.
 
         All `num_engines` engines together have at most a quarter of the slots.
@@ -213,8 +213,8 @@ class HostSizes:
             service,
             self.groups,
             main=self.indexed,
-            most_promised=[max(int(settings.most_promised * n), 1) for n in self.num_slots],
-            most_reserved=self.most_reserved(settings),
+            max_promised=[max(int(settings.max_promised * n), 1) for n in self.num_slots],
+            max_reserved=self.max_reserved(settings),
             max_failures=settings.max_failures,
             max_events=settings.max_events,
             event_tokens=settings.event_tokens,
@@ -368,9 +368,9 @@ class HostSide:
         service: the service.
         groups: groups of the engine's blocks.
         main: number of the group in the service's index; None if no group is of full attention.
-        most_promised: by group, the blocks that all promises hold together; a larger promise is
+        max_promised: by group, the blocks that all promises hold together; a larger promise is
             held alone.
-        most_reserved: by group, the host slots kept ready for saves.
+        max_reserved: by group, the host slots kept ready for saves.
         max_failures: see EngineCacheSettings.
         max_events: see EngineCacheSettings.
         event_tokens: see EngineCacheSettings.
@@ -382,13 +382,13 @@ class HostSide:
         groups: Sequence[CacheGroup],
         *,
         main: int | None,
-        most_promised: Sequence[int],
-        most_reserved: Sequence[int],
+        max_promised: Sequence[int],
+        max_reserved: Sequence[int],
         max_failures: int,
         max_events: int,
         event_tokens: bool,
     ) -> None:
-        self.most_reserved = most_reserved
+        self.max_reserved = max_reserved
         self._service = service
         self._groups = groups
         self._main = main
@@ -397,7 +397,7 @@ class HostSide:
             number: GroupTier(service, number, groups[number], memory, is_bad=self._is_bad)
             for number, memory in zip(others, service.groups, strict=True)
         }
-        self._most_promised = most_promised
+        self._most_promised = max_promised
         self._max_failures = max_failures
         self._promises: set[HostPromise] = set()
         self._promised_blocks = [0] * len(groups)
@@ -446,7 +446,7 @@ class HostSide:
         self,
         prompt: Prompt,
         ticket_id: str | None,
-        expires_s: float,
+        promise_ttl_s: float,
         limit: int | None = None,
         external_ids: Sequence[Sequence[ExternalId | None]] = (),
     ) -> HostPromise:
@@ -457,7 +457,7 @@ class HostSide:
         Args:
             prompt: the prompt.
             ticket_id: id of a ticket to wait for; None for none.
-            expires_s: seconds after which the promise expires.
+            promise_ttl_s: seconds after which the promise expires.
             limit: number of tokens to hold at most; None for all.
             external_ids: by group, the engine's names of its blocks from the first on.
 
@@ -490,7 +490,7 @@ class HostSide:
                 self._expire(promise)
             else:
                 loop = asyncio.get_running_loop()
-                promise.timer = loop.call_later(expires_s, self._expire, promise)
+                promise.timer = loop.call_later(promise_ttl_s, self._expire, promise)
         return promise
 
     def _most_needed(self, prompt: Prompt) -> list[int]:

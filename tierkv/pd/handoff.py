@@ -67,7 +67,7 @@ from tierkv.transfer.storage_io import StorageIO
 NUM_GROUPS = 2  # one is filled from the device while another goes to storage
 STAGING_BLOCKS = GROUP_BLOCKS * NUM_GROUPS
 _FIRST_BLOCKS = 8
-_PATIENCE_S = 2.0  # of two probes of a store that is left alone
+_PATIENCE_S = 2.0  # of two probes of a store with an open circuit
 _AGAIN_S = 0.2
 
 T = TypeVar("T")
@@ -309,7 +309,7 @@ class RequestBlocks:
 async def _patiently(work: Callable[[], Awaitable[T]]) -> T:
     """Return the result of `work`, which is repeated for a while if the store fails.
 
-    A store that becomes slower fails once and is left alone for a second, until its new speed is
+    A store that becomes slower fails once or twice, until its new speed is
     known. Raises StoreUnavailableError after failures for more than _PATIENCE_S; a slow failure,
     the sign of a store that is slow but alive, restarts that time.
     """

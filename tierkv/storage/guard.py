@@ -475,9 +475,9 @@ class GuardedStore(StoreWrapper):
     def _check_breaker(self) -> None:
         if not self._breaker.is_closed:
             self._num_refused += 1
-            raise self._left_alone()
+            raise self._circuit_open()
 
-    def _left_alone(self) -> StoreDownError:
+    def _circuit_open(self) -> StoreDownError:
         return StoreDownError(
             f"{self.url} is not used until it answers a probe, since it failed: "
             f"{self._breaker.reason}"
@@ -494,7 +494,7 @@ class GuardedStore(StoreWrapper):
         if self._breaker.fail(reason, of_read=of_read, is_sure=is_sure):
             _log.warning("%s failed and is not used until it answers a probe: %s", self.url, reason)
             self._opened.set()
-            self._num_refused += self._reads.send_away(self._left_alone())
+            self._num_refused += self._reads.send_away(self._circuit_open())
             self._writes.give_up(reason)
 
     async def _keep_probing(self) -> None:

@@ -77,8 +77,8 @@ class Slices:
         names: the names of the whole layout's fingerprint.
         parts: the slices of this node, one per rank.
         scheme: the split of blocks over ranks; None finds only blocks of this node's own size.
-        peer_sizes: other sizes to look for, in ranks; sizes with slices that cannot be put together
-            here become `foreign_sizes`.
+        peer_tensor_parallel: other sizes to look for, in ranks; sizes with slices that cannot be
+            put together here become `foreign_sizes`.
 
     Raises:
         LayoutError: the number of `parts` is not the number of ranks.
@@ -89,7 +89,7 @@ class Slices:
         names: Names,
         parts: Sequence[Slice],
         scheme: ShardScheme | None = None,
-        peer_sizes: Sequence[int] = (),
+        peer_tensor_parallel: Sequence[int] = (),
     ) -> None:
         self.names = names
         self.parts = tuple(parts)
@@ -99,10 +99,12 @@ class Slices:
             raise LayoutError(
                 f"a block of {self.size} ranks needs {self.size} slices, not {len(self.parts)}"
             )
-        others = [n for n in dict.fromkeys(peer_sizes) if n != self.size and self._can_be(n)]
-        self.peer_sizes = tuple(others)
+        others = [
+            n for n in dict.fromkeys(peer_tensor_parallel) if n != self.size and self._can_be(n)
+        ]
+        self.peer_tensor_parallel = tuple(others)
         self.foreign_sizes = tuple(
-            [n for n in dict.fromkeys(peer_sizes) if n not in (self.size, *others)]
+            [n for n in dict.fromkeys(peer_tensor_parallel) if n not in (self.size, *others)]
         )
         self._names = {n: _names(names, n) for n in (self.size, *others)}
         self._layouts = {part.shard: part.layout for part in self.parts}
@@ -519,7 +521,7 @@ class StorageIO:
                 at += found
             if at == len(keys):
                 return at
-            if not self.slices.peer_sizes:
+            if not self.slices.peer_tensor_parallel:
                 missing(keys[at].digest)
                 return at
             if found or first_sizes is None:
@@ -577,7 +579,7 @@ class StorageIO:
 
         All blocks are asked for in one exchange.
         """
-        sizes = [n for n in (self.slices.size, *self.slices.peer_sizes) if n != tried]
+        sizes = [n for n in (self.slices.size, *self.slices.peer_tensor_parallel) if n != tried]
         if not sizes or not keys:
             return [None] * len(keys)
         of_key = [{size: self.slices.names_of(key, size) for size in sizes} for key in keys]

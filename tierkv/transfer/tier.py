@@ -30,7 +30,7 @@ class StorageOptions:
         tenants: a store of its own for each of these fingerprints, by the short form.
         codecs, touches_per_ttl: see StorageIO.
         small: the codec of tickets and other small values.
-        scheme, peer_sizes: see Slices.
+        scheme, peer_tensor_parallel: see Slices.
     """
 
     open: Callable[[str], Store] | None = None
@@ -38,7 +38,7 @@ class StorageOptions:
     codecs: Callable[[str], Codec] | None = None
     small: SmallCodec = field(default_factory=lambda: SmallCodec(Trust.TRUSTED, None))
     touches_per_ttl: int = 0
-    peer_sizes: Sequence[int] = ()
+    peer_tensor_parallel: Sequence[int] = ()
     scheme: ShardScheme | None = None
 
 
@@ -73,10 +73,10 @@ class StoreState(msgspec.Struct, frozen=True):
 
     @property
     def is_degraded(self) -> bool:
-        return self.is_left_alone or bool(self.write_refusal)
+        return self.has_open_circuit or bool(self.write_refusal)
 
     @property
-    def is_left_alone(self) -> bool:
+    def has_open_circuit(self) -> bool:
         return self.circuit not in (None, BreakerState.CLOSED.value)
 
 
@@ -131,7 +131,7 @@ class StorageTier:
             names,
             parts or [Slice(Shard(0, 1), layout, host)],
             options.scheme,
-            options.peer_sizes,
+            options.peer_tensor_parallel,
         )
         self.io = StorageIO(
             self._stores,

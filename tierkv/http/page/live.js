@@ -243,7 +243,7 @@ function health() {
       const facts = [];
       if (store.write_refusal) facts.push(`takes no writes: ${store.write_refusal}`);
       else if (line && line[1] === "ok") facts.push("takes writes");
-      if (store.degraded_s) facts.push(`was left alone for ${duration(store.degraded_s)} in all`);
+      if (store.degraded_s) facts.push(`circuit was open for ${duration(store.degraded_s)} in all`);
       if (store.retries) facts.push(`${plural(store.retries, "read")} tried again`);
       if (store.refused) facts.push(`${plural(store.refused, "operation")} refused`);
       if (store.dropped_writes) facts.push(`${plural(store.dropped_writes, "write")} dropped`);
