@@ -67,14 +67,14 @@ async def test_an_expected_failure_is_for_who_waits_and_not_for_the_group_that_o
 
 
 async def test_a_cancelled_wait_ends_at_once_however_long_its_work_takes_to_end() -> None:
-    let_go, is_cancelled = asyncio.Event(), asyncio.Event()
+    release, is_cancelled = asyncio.Event(), asyncio.Event()
 
     async def work() -> int:
         try:
             await asyncio.Event().wait()
         finally:
             is_cancelled.set()
-            await let_go.wait()
+            await release.wait()
         return 1
 
     async with asyncio.TaskGroup() as group:
@@ -84,7 +84,7 @@ async def test_a_cancelled_wait_ends_at_once_however_long_its_work_takes_to_end(
         await asyncio.wait([waiting], timeout=5)
         assert waiting.cancelled()
         await is_cancelled.wait()
-        let_go.set()
+        release.set()
 
 
 async def test_work_that_is_cancelled_by_its_owner_tells_who_waits_for_it() -> None:

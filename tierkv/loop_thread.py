@@ -102,7 +102,7 @@ class LoopThread:
         if not self._opened.wait(timeout_s):
             self.ask_to_close()
             return False
-        error = self.take_error()
+        error = self.pop_error()
         if error is not None:
             raise error
         return True
@@ -136,7 +136,7 @@ class LoopThread:
         """True if `run` takes work now."""
         return self._takes_work
 
-    def take_error(self) -> BaseException | None:
+    def pop_error(self) -> BaseException | None:
         """Return the error that ended the thread, once."""
         error, self._error = self._error, None
         return error

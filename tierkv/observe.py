@@ -163,7 +163,7 @@ class Timelines:
             self.mark(one, Moment.LOADED)
             if span is not None:
                 num_bytes = sum(movement.num_bytes for movement in request.loads)
-                span.run(tracing.tell, "load", one.moments[Moment.ADMITTED], bytes=num_bytes)
+                span.run(tracing.record, "load", one.moments[Moment.ADMITTED], bytes=num_bytes)
 
     def since(self, version: int) -> list[Timeline]:
         """Return the records that have changed after `version`, the oldest first."""

@@ -167,7 +167,7 @@ def adopt(parent: str) -> None:
         contexts.attach(theirs)
 
 
-def tell(name: str, since_s: float, until_s: float | None = None, **about: Value) -> None:
+def record(name: str, since_s: float, until_s: float | None = None, **about: Value) -> None:
     """Record a span that has ended.
 
     Args:

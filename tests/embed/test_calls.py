@@ -107,7 +107,7 @@ def test_calls_that_are_held_wake_nobody_until_they_are_flushed_or_waited_for() 
     assert woken == []
     exchange.flush()
     assert woken == ["woken"]
-    while exchange.take_work() or exchange.take_cancel() is not None:
+    while exchange.pop_work() or exchange.pop_cancel() is not None:
         pass
     exchange.flush()
     assert woken == ["woken"], "there is nothing to do"

@@ -210,7 +210,7 @@ async def test_blocks_land_within_the_tenants_quota_beside_what_its_requests_wri
         shown = ShownPlanes(CpuSharing(), lambda: prefill.service.planes).describe()
         prompt, ids = decode.prompt(TOKENS[:16]), np.arange(4, dtype=np.int32)
         decode.service.set_quota("", (8, None))
-        take = decode.service.scheduler.take_device
+        take = decode.service.scheduler.acquire_device
         own = Landing(decode.service.tiers, CpuSharing(), HandoffStats(), NAMED, take=take)
         async with own.running():
             request = await decode.admit(list(range(700, 724)))  # 6 blocks, to be computed

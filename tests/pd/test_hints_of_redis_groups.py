@@ -48,7 +48,7 @@ def url(request: pytest.FixtureRequest) -> str:
 
 async def _tell_until_heard(teller: Notifier, topic: str, listener: Listener) -> None:
     while True:
-        await teller.tell(topic, "again")
+        await teller.notify(topic, "again")
         if await listener.next(0.2) == "again":
             return
 

@@ -131,7 +131,7 @@ async def wait_ends_after(budget: Budget) -> float:
 def estimator(compute_s: float, round_trip_s: float = 0.0, transfer_s: float = 0.0) -> Estimator:
     """Return one that knows what 1,000 tokens take; of the tier nothing where that is 0."""
     known = Estimator(1.0)
-    known.prefill.tell(1000, compute_s)
+    known.prefill.note(1000, compute_s)
     if round_trip_s:
         known.tier.note_answer(round_trip_s)
     if transfer_s:

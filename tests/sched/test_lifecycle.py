@@ -156,7 +156,7 @@ async def test_a_hard_pin_stays_under_pressure_until_it_ends() -> None:
             await here.run(tokens(16, 100 * (number + 1)))
         assert here.service.index.match(here.prompt(tokens(8))).device_blocks == 2
         with pytest.raises(OutOfBlocksError):
-            here.service.tiers.eviction.take(Tier.DEVICE, 5)
+            here.service.tiers.eviction.acquire(Tier.DEVICE, 5)
         assert here.service.unpin("mine")
         assert not here.service.unpin("mine")
         await here.run(tokens(24, 900))

@@ -292,7 +292,7 @@ async def test_a_shrink_of_a_large_cache_lets_others_go_on_and_misses_nothing_me
             request = await begin_request(service, str(number), prompt, max_new_tokens=0)
             await service.scheduler.commit(request, prompt.tokens)
             service.scheduler.end(request)
-        host = service.tiers.eviction.take(Tier.HOST, 16)  # no copy ends meanwhile
+        host = service.tiers.eviction.acquire(Tier.HOST, 16)  # no copy ends meanwhile
         service.tiers.slots.lend(Tier.HOST, host)
         newest = here.prompt([3999, *range(size - 1)])  # is looked at first
         assert service.pin("newest", newest, 1000.0) == 1

@@ -112,7 +112,7 @@ async def test_a_host_that_shrinks_stores_what_would_be_nobodys_without_the_bloc
         device_blocks=16, host_blocks=16, host_write=THROUGH, storage_write=BACK
     ) as here:
         books = here.service.tiers.slots
-        slots = here.service.tiers.eviction.take(Tier.HOST, 16)
+        slots = here.service.tiers.eviction.acquire(Tier.HOST, 16)
         low = slots[slots < 8]
         books.lend(Tier.HOST, low)
         books.give(Tier.HOST, slots[slots >= 8])

@@ -103,7 +103,7 @@ async def test_a_host_slot_that_two_writes_read_is_free_after_the_second() -> No
     """As when a store was attached anew while it was written to the one before."""
     async with simulated_world(device_blocks=16, host_blocks=4) as here:
         tiers = here.service.tiers
-        slots = tiers.eviction.take(Tier.HOST, 2)
+        slots = tiers.eviction.acquire(Tier.HOST, 2)
         first, second = slots.copy(), slots[:1].copy()
         tiers.slots.begin_reading(first)
         tiers.slots.begin_reading(second)
@@ -128,9 +128,9 @@ async def test_host_slots_that_a_store_reads_are_not_counted_on_and_others_go_in
         tiers.slots.begin_reading(read)
         assert tiers.eviction.available(Tier.HOST) == 2
         with pytest.raises(OutOfBlocksError):
-            tiers.eviction.take(Tier.HOST, 3)
+            tiers.eviction.acquire(Tier.HOST, 3)
         assert index.spaces.root.space.used == [4, 4], "all or nothing"
-        slots = tiers.eviction.take(Tier.HOST, 1)
+        slots = tiers.eviction.acquire(Tier.HOST, 1)
         assert not set(slots.tolist()) & set(read.tolist())
         tiers.slots.end_reading(read)
         tiers.slots.give(Tier.HOST, slots)

@@ -45,12 +45,12 @@ def test_no_measurement_however_odd_raises_or_is_believed_for_long() -> None:
     for _ in range(300):
         estimator = Estimator(1000.0)
         for _ in range(12):
-            estimator.prefill.tell(rng.choice([1, 7, 10**9]), rng.choice(odd))
+            estimator.prefill.note(rng.choice([1, 7, 10**9]), rng.choice(odd))
             estimator.tier.note_transfer(rng.choice([0.0, 1.0, 1e15]), rng.choice(odd[:-2]))
             estimator.tier.note_answer(rng.choice(odd[:-2]), has_found=True)
             estimator.judge(rng.choice([1, 1000]), 0.0)
         for _ in range(2):
-            estimator.prefill.tell(1000, 1.0)
+            estimator.prefill.note(1000, 1.0)
             estimator.tier.note_answer(0.01, has_found=True)
         for _ in range(3):
             estimator.tier.note_transfer(1e6, 0.1)
@@ -65,7 +65,7 @@ def test_what_the_engine_tells_counts_and_what_was_observed_only_until_then() ->
     prefill.observe(1000, 3.0)
     assert not prefill.is_told
     assert prefill.seconds(1000) == pytest.approx(3.0)
-    prefill.tell(1000, 1.0)
+    prefill.note(1000, 1.0)
     prefill.observe(1000, 3.0)
     assert prefill.is_told
     assert prefill.seconds(1000) == pytest.approx(1.0)
@@ -108,7 +108,7 @@ def test_one_size_after_another_is_one_line_and_nothing_begins_anew() -> None:
 
 def computing_and_a_wait() -> tuple[Computing, PromiseWait]:
     prefill, index, prompt = PrefillSpeed(), Index(4), Prompt.of(list(range(64)), 4)
-    prefill.tell(64, 1.0)
+    prefill.note(64, 1.0)
     computing = Computing(prefill, lambda: None)
     computing.begin(index.spaces.root, 0, prompt, 0.0)
     wait = computing.possible_wait(index.match(prompt), prompt, 16, 0.01)
@@ -123,7 +123,7 @@ def test_waiting_for_owners_costs_little_when_they_fail_and_saves_when_they_deli
 ) -> None:
     """begun: which share of their time they are at it already, at the most."""
     prefill, rng = PrefillSpeed(), random.Random(3)
-    prefill.tell(1000, 1.0)
+    prefill.note(1000, 1.0)
     index = Index(4)
     computing = Computing(prefill, lambda: None)
     with_waits = without = 0.0

@@ -31,7 +31,7 @@ async def test_a_lease_that_nobody_released_is_told_of_at_the_end() -> None:
 async def test_slots_that_nobody_gave_back_are_told_of_at_the_end() -> None:
     with pytest.raises(InvariantError, match="taken but has no owner"):
         async with world() as here:
-            here.service.scheduler.take_device(here.prompt(tokens(16)), 2)
+            here.service.scheduler.acquire_device(here.prompt(tokens(16)), 2)
 
 
 async def test_what_was_fetched_and_never_released_is_told_of_at_the_end() -> None:

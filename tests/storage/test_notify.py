@@ -74,7 +74,7 @@ async def test_what_one_tells_the_other_hears_in_order(url: str) -> None:
             assert await finish(listener.next(10)) == LOOK  # from now on nothing is missed
             assert listener.is_live
             for number in range(20):
-                await teller.tell(TOPIC, f"p{number}")
+                await teller.notify(TOPIC, f"p{number}")
             heard = [await finish(listener.next(10)) for _ in range(20)]
             assert heard == [f"p{number}" for number in range(20)]
 
@@ -86,10 +86,10 @@ async def test_nobody_hears_of_other_topics_or_when_no_longer_listening(url: str
             await live(other)
             while await listener.next(0.01) is not None or await other.next(0.01) is not None:
                 pass
-            await teller.tell(TOPIC, "a")
+            await teller.notify(TOPIC, "a")
             assert await finish(listener.next(10)) == "a"
             assert await other.next(0.05) is None
-        await teller.tell(TOPIC, "b")
+        await teller.notify(TOPIC, "b")
         assert await listener.next(0.2) is None
         assert await other.next(0.01) is None
 
@@ -99,7 +99,7 @@ async def test_several_listeners_of_one_topic_all_hear(url: str) -> None:
         with hearer.listen(TOPIC) as one, hearer.listen(TOPIC) as two:
             for listener in (one, two):
                 await live(listener)
-            await teller.tell(TOPIC, "x")
+            await teller.notify(TOPIC, "x")
             for listener in (one, two):
                 while await finish(listener.next(10)) != "x":
                     pass
@@ -111,7 +111,7 @@ async def test_a_hundred_topics_come_and_go(url: str) -> None:
         async def one(number: int) -> None:
             with hearer.listen(f"{TOPIC}:{number}") as listener:
                 await live(listener)
-                await teller.tell(f"{TOPIC}:{number}", f"m{number}")
+                await teller.notify(f"{TOPIC}:{number}", f"m{number}")
                 while await finish(listener.next(10)) != f"m{number}":
                     pass
 
@@ -124,21 +124,21 @@ async def test_a_store_in_memory_tells_within_its_process() -> None:
     async with opened("memory://") as [(_, notifier)]:
         with notifier.listen(TOPIC) as listener:
             assert listener.is_live
-            await notifier.tell(TOPIC, "x")
+            await notifier.notify(TOPIC, "x")
             assert await listener.next(1) == "x"
 
 
 async def test_a_store_that_cannot_tell_is_polled() -> None:
     notifier = open_store("mooncake://m:1", StoreSettings(), SystemClock()).notifier()
     with notifier.listen(TOPIC) as listener:
-        await notifier.tell(TOPIC, "x")
+        await notifier.notify(TOPIC, "x")
         assert not listener.is_live
         assert await listener.next(0.01) is None
 
 
 async def test_hints_between_files_leave_no_file_behind(tmp_path: Path) -> None:
     async with opened(tmp_path.as_uri(), tmp_path.as_uri()) as [(store, teller), (_, hearer)]:
-        await teller.tell(TOPIC, "early")  # nobody has ever listened
+        await teller.notify(TOPIC, "early")  # nobody has ever listened
         assert not (tmp_path / DIRECTORY).exists()
         left = tmp_path / DIRECTORY / "left"
         left.parent.mkdir()
@@ -147,7 +147,7 @@ async def test_hints_between_files_leave_no_file_behind(tmp_path: Path) -> None:
         with hearer.listen(TOPIC) as listener:
             await live(listener)
             for number in range(50):
-                await teller.tell(TOPIC, f"p{number}")
+                await teller.notify(TOPIC, f"p{number}")
         assert list((tmp_path / DIRECTORY).iterdir()) == []
         assert (await store.list("tierkv", limit=10)).values == ()
 
@@ -178,7 +178,7 @@ async def test_hints_that_hang_with_their_disk_hold_up_nobody_else(tmp_path: Pat
     async with notifier.running():
         async with asyncio.timeout(10), asyncio.TaskGroup() as group:
             for _ in range(200):
-                group.create_task(notifier.tell(TOPIC, "hello"))
+                group.create_task(notifier.notify(TOPIC, "hello"))
         async with asyncio.timeout(10):  # the threads that all others share
             await asyncio.gather(*(asyncio.to_thread(int) for _ in range(40)))
         reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
@@ -188,7 +188,7 @@ async def test_hints_that_hang_with_their_disk_hold_up_nobody_else(tmp_path: Pat
                 assert await listener.next(5) == LOOK
                 async with asyncio.timeout(10):
                     while await listener.next(0.1) != "there":
-                        await notifier.tell("t:other", "there")
+                        await notifier.notify("t:other", "there")
         finally:
             os.close(reader)
 
@@ -222,13 +222,13 @@ async def test_a_listener_comes_back_after_its_server_was_killed() -> None:
                 await live(listener)
                 first.kill()
                 await until(lambda: not listener.is_live, "a loss that is noticed")
-                await notifier.tell(TOPIC, "lost")  # never fails
+                await notifier.notify(TOPIC, "lost")  # never fails
                 with again(first):
                     await live(listener)
                     while await listener.next(0.05) is not None:
                         pass
                     for _ in range(100):  # the store's own connection comes back when it is used
-                        await notifier.tell(TOPIC, "back")
+                        await notifier.notify(TOPIC, "back")
                         if await listener.next(0.1) == "back":
                             return
     pytest.fail("nothing was heard again")
@@ -246,7 +246,7 @@ async def test_a_user_who_may_not_tell_polls_and_it_is_said_once(
     async with opened(url) as [(store, notifier)]:
         with notifier.listen(TOPIC) as listener:
             for _ in range(3):
-                await notifier.tell(TOPIC, "x")
+                await notifier.notify(TOPIC, "x")
             assert await listener.next(0.3) in (None, LOOK)
             assert not listener.is_live
             [outcome] = await store.put([PutItem("tierkv:x", (b"y",), ttl_s=5)])
@@ -264,7 +264,7 @@ async def test_the_documented_access_is_enough(server: RedisServer) -> None:
     async with opened(url) as [(_, notifier)]:
         with notifier.listen(TOPIC) as listener:
             await live(listener)
-            await notifier.tell(TOPIC, "x")
+            await notifier.notify(TOPIC, "x")
             while await finish(listener.next(10)) != "x":
                 pass
 
@@ -273,7 +273,7 @@ async def test_a_connection_is_made_only_for_who_listens(server: RedisServer) ->
     async with opened(server.url) as [(store, notifier)]:
         await store.ping()
         before = await asyncio.to_thread(server.num_connections)
-        await notifier.tell(TOPIC, "x")
+        await notifier.notify(TOPIC, "x")
         assert await asyncio.to_thread(server.num_connections) == before
         with notifier.listen(TOPIC) as listener:
             await live(listener)
@@ -287,8 +287,8 @@ async def test_a_server_that_is_down_is_not_taken_for_one_that_forbids(
         async with opened(server.url) as [(_, notifier)]:
             server.popen.kill()
             server.popen.wait()
-            await finish(notifier.tell(TOPIC))
-            await finish(notifier.tell(TOPIC))
+            await finish(notifier.notify(TOPIC))
+            await finish(notifier.notify(TOPIC))
     assert "refuses notifications" not in caplog.text
 
 
@@ -302,6 +302,6 @@ async def test_what_others_write_into_a_channel_is_at_most_a_reason_to_look(
             for message in ("x" * 100_000, "p\n1", "p\N{SUPERSCRIPT TWO}"):
                 await asyncio.to_thread(server.execute, "PUBLISH", TOPIC, message)
                 assert await listener.next(5.0) == LOOK
-            await notifier.tell(TOPIC, "p12")
+            await notifier.notify(TOPIC, "p12")
             assert await listener.next(5.0) == "p12"
         await store.ping()

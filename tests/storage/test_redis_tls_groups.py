@@ -127,7 +127,7 @@ async def test_all_connections_are_encrypted_and_show_our_certificate(
             with notifier.listen("t:topic") as listener:
                 await until(lambda: listener.is_live)
                 assert await listener.next(60) == LOOK
-                await notifier.tell("t:topic", "hello")
+                await notifier.notify("t:topic", "hello")
                 assert await listener.next(60) == "hello"
         without = RedisSettings(timeout_s=2.0, connect_timeout_s=2.0, tls=TlsFiles(ca=pem))
         with pytest.raises(StoreUnavailableError, match="cannot be reached"):

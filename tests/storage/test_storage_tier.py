@@ -307,16 +307,16 @@ async def test_hints_go_by_the_store_that_is_attached_then() -> None:
     async with stores.running():
         notifier = stores.notifier()
         with notifier.listen("t:topic") as listener:
-            await notifier.tell("t:topic", "a")
+            await notifier.notify("t:topic", "a")
             assert await listener.next(10) == "a"
             stores.detach()
-            await notifier.tell("t:topic", "b")
+            await notifier.notify("t:topic", "b")
             assert await listener.next(0.01) is None
         with notifier.listen("t:topic") as listener:
             assert not listener.is_live
         await stores.attach(MemoryStore(MemorySettings(), SystemClock()))
         with notifier.listen("t:topic") as listener:
-            await notifier.tell("t:topic", "c")
+            await notifier.notify("t:topic", "c")
             assert await listener.next(10) == "c"
 
 

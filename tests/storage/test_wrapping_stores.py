@@ -69,7 +69,7 @@ async def test_a_store_around_another_passes_on_hints_and_where_memory_lies(how:
         store.use_memory(pools)
         assert inner.pools is pools
         with store.notifier().listen("t:topic") as listener:
-            await inner.hub.tell("t:topic", "a")
+            await inner.hub.notify("t:topic", "a")
             if how != "another tenant's place":  # tickets lie in the common one
                 assert await listener.next(10) == "a"
 

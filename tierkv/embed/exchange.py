@@ -161,7 +161,7 @@ class Exchange:
 
     Args:
         max_calls: number of open calls beyond which new ones are refused.
-        wake: makes the loop's thread call `take_work`; must not block.
+        wake: makes the loop's thread call `pop_work`; must not block.
     """
 
     def __init__(self, max_calls: int, wake: Callable[[], None]) -> None:
@@ -253,11 +253,11 @@ class Exchange:
 
     # The loop's side
 
-    def take_work(self) -> tuple[Call[Any], Work] | None:
+    def pop_work(self) -> tuple[Call[Any], Work] | None:
         """Return the next call and its work; None if there is none now."""
         return self._inbox.popleft() if self._inbox else None
 
-    def take_cancel(self) -> int | None:
+    def pop_cancel(self) -> int | None:
         """Return the number of the next call to be cancelled; None if there is none now."""
         return self._cancels.popleft() if self._cancels else None
 

@@ -404,10 +404,10 @@ class NodeHost:
         return max(min(at for _, at in self._promised.values()) - time.monotonic(), 0.01)
 
     def _send_all(self) -> None:
-        while (found := self.calls.take_work()) is not None:
+        while (found := self.calls.pop_work()) is not None:
             call, frame = found
             self._link.send(frame(call))
-        while (number := self.calls.take_cancel()) is not None:
+        while (number := self.calls.pop_cancel()) is not None:
             self._link.send(msgspec.msgpack.encode([number, ["cancel", []]]))
 
     def _heard(self, record: bytes) -> None:

@@ -284,7 +284,7 @@ class GroupTier:
             self._write_down(block)
         return needed.start, blocks
 
-    def let_go(self, look: GroupLook) -> None:
+    def release(self, look: GroupLook) -> None:
         """Release the blocks that are held for this look."""
         look.round += 1
         held, look.held = look.held, []

@@ -810,7 +810,7 @@ class HostSide:
                         break
             finally:
                 for number, look in looks.items():
-                    self._tiers[number].let_go(look)
+                    self._tiers[number].release(look)
         return problem
 
     def _note_answer(self, bringing: _Bringing, num_tokens: int, seconds: float) -> None:
@@ -1004,10 +1004,10 @@ class HostSide:
         self._promises.discard(promise)
         if promise.timer is not None:
             promise.timer.cancel()
-        self._let_go(promise)
+        self._release_copies(promise)
         self._recount(promise, [0] * len(self._groups))
 
-    def _let_go(self, promise: HostPromise) -> None:
+    def _release_copies(self, promise: HostPromise) -> None:
         if promise.lease is not None:
             self._service.index.release(promise.lease)
             promise.lease = None
@@ -1039,7 +1039,7 @@ class HostSide:
         count = min(count, tiers.eviction.available(Tier.HOST))
         if count > 0:
             with suppress(OutOfBlocksError):
-                found = tiers.eviction.take(Tier.HOST, count).tolist()
+                found = tiers.eviction.acquire(Tier.HOST, count).tolist()
         for slot in found:
             self._lent[slot] = np.array([slot], np.int32)
             tiers.slots.lend(Tier.HOST, self._lent[slot])
@@ -1243,7 +1243,7 @@ class HostSide:
                 HandoffProblem.UNAVAILABLE.value,
                 f"only {found} of {whole} prompt tokens are in host memory for every group",
             )
-        self._let_go(promise)
+        self._release_copies(promise)
         self._hold(prompt, looks, promise, whole)
 
     @asynccontextmanager

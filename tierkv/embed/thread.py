@@ -142,7 +142,7 @@ class ServiceThread:
             raise CloseTimeoutError(
                 "the service is still closing, since copies or calls have not ended"
             )
-        error = self._thread.take_error()
+        error = self._thread.pop_error()
         if error is not None:
             raise _as_failure(error)
 
@@ -238,10 +238,10 @@ class ServiceThread:
         if self._group is None:
             return  # not open yet
         self._is_awake = False  # first: a call that is made from now on wakes the loop again
-        while (found := self.exchange.take_work()) is not None:
+        while (found := self.exchange.pop_work()) is not None:
             if not found[0].is_done:
                 self._start(*found)
-        while (number := self.exchange.take_cancel()) is not None:
+        while (number := self.exchange.pop_cancel()) is not None:
             if number in self._running:
                 self._running[number][1].cancel()
 

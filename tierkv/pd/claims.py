@@ -428,7 +428,7 @@ class Claims:
                         )
                         ticket_at = time.monotonic()
                         tracing.adopt(ticket.trace)
-                        tracing.tell("claim.wait", since_s, ticket_id=ticket_id)
+                        tracing.record("claim.wait", since_s, ticket_id=ticket_id)
                         _check_sampling(ticket, sampling)
                     except HandoffError as error:
                         if policy is ClaimPolicy.WHOLE or error.reason in _ALWAYS_REFUSED:
@@ -447,7 +447,7 @@ class Claims:
                         request = await self._get(
                             spec, keys, policy, budget, give_up_at=give_up_at, near=near
                         )
-            arrival.let_go = lambda: self._scheduler.end(request)
+            arrival.release = lambda: self._scheduler.end(request)
             request.ticket_at = ticket_at
         if ticket is None:
             self._stats.claims_without_ticket += 1

@@ -632,8 +632,8 @@ class Tickets:
         ours = [one.readable() for one in self._fingerprints.values()]
         return ticket.ticket_id if ticket is not None and ticket.fingerprint in ours else None
 
-    def tell(self, ticket_id: str, message: str) -> Coroutine[None, None, None]:
-        return self.notifier.tell(self.names.ticket(ticket_id), message)
+    def notify(self, ticket_id: str, message: str) -> Coroutine[None, None, None]:
+        return self.notifier.notify(self.names.ticket(ticket_id), message)
 
     def hint(self, ticket_id: str, message: str) -> None:
         """Send a hint in a task."""
@@ -641,7 +641,7 @@ class Tickets:
 
     async def _tell_or_log(self, ticket_id: str, message: str) -> None:
         try:
-            await self.tell(ticket_id, message)
+            await self.notify(ticket_id, message)
         except Exception as error:  # noqa: BLE001 - a store of a user's own raises anything
             log.warning(
                 "the notification of ticket %s was not sent, so claimers poll for it: %r",
@@ -723,7 +723,7 @@ class Tickets:
         found = await self.read_open(ticket.ticket_id)
         if found is None or found == ticket:
             await self.put(msgspec.structs.replace(ticket, failure=failure))
-            await self.tell(ticket.ticket_id, FAILED)
+            await self.notify(ticket.ticket_id, FAILED)
 
     async def _take(self, ticket: Ticket | OpenTicket, generation: int | None = None) -> None:
         """Write the ticket where no value is, or in place of one that is not in use.
@@ -857,7 +857,7 @@ class Tickets:
             await self._storage.store.touch(names, ttl_s=self._claimed_ttl_s)
         if ticket.incarnation:
             topic = self.names.producer(ticket.incarnation)
-            await self.notifier.tell(topic, acknowledged_hint(ticket.ticket_id))
+            await self.notifier.notify(topic, acknowledged_hint(ticket.ticket_id))
 
     async def _read(
         self,
@@ -985,7 +985,7 @@ class TicketStatus(msgspec.Struct, frozen=True, kw_only=True):
     claimed_at: float | None = None
 
 
-async def look_at(tickets: Tickets, ticket_id: str) -> TicketStatus:
+async def status_of(tickets: Tickets, ticket_id: str) -> TicketStatus:
     """Return the state of a ticket, from a few small reads; a failed read is a state, too.
 
     Raises:
@@ -1083,7 +1083,7 @@ class TicketLedger:
                 yield
         finally:
             for ticket_id in list(self._holds):
-                self._let_go(ticket_id)
+                self._release_copies(ticket_id)
 
     @property
     def views(self) -> list[TicketView]:
@@ -1109,7 +1109,7 @@ class TicketLedger:
 
     def failed(self, ticket_id: str, failure: str) -> None:
         self._change(ticket_id, state=Standing.PRODUCER_FAILED, failure=failure)
-        self._let_go(ticket_id)
+        self._release_copies(ticket_id)
 
     def published(self, ticket: Ticket) -> None:
         self._put(ticket, Standing.WHOLE, ready_blocks=len(ticket.digests))
@@ -1128,13 +1128,13 @@ class TicketLedger:
         self._views.move_to_end(ticket.ticket_id)
         while len(self._views) > _MOST_KEPT:
             oldest, _ = self._views.popitem(last=False)
-            self._let_go(oldest)
+            self._release_copies(oldest)
 
     def _change(self, ticket_id: str, **fields: object) -> None:
         if ticket_id in self._views:
             self._views[ticket_id] = msgspec.structs.replace(self._views[ticket_id], **fields)
 
-    def _let_go(self, ticket_id: str) -> None:
+    def _release_copies(self, ticket_id: str) -> None:
         for release in self._holds.pop(ticket_id, ()):
             release()
 
@@ -1158,7 +1158,7 @@ class TicketLedger:
         ticket_id = view.ticket_id
         if self._clock.wall() > view.expires_at:
             self._change(ticket_id, state=Standing.EXPIRED)
-            self._let_go(ticket_id)
+            self._release_copies(ticket_id)
             return
         try:
             found = await self._tickets.read_acknowledgement(ticket_id)
@@ -1171,6 +1171,6 @@ class TicketLedger:
                 claimer=found.claimer,
                 claimed_at=found.claimed_at,
             )
-            self._let_go(ticket_id)
+            self._release_copies(ticket_id)
         elif ticket_id in self._views:
             self._views.move_to_end(ticket_id)  # others have their turn

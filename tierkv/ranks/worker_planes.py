@@ -509,7 +509,7 @@ class RankSocket:
                     for rank in missing - self._links.keys():
                         self._lose(rank, f"it did not connect within {self._deadline_s:g} s")
         finally:
-            self._let_go()
+            self._close_links()
 
     def _accept(self) -> None:
         try:
@@ -600,7 +600,7 @@ class RankSocket:
         if len(self.lost) == self.num_ranks:
             self._all_lost.set()
 
-    def _let_go(self) -> None:
+    def _close_links(self) -> None:
         self._selector.close()
         self._listener.close()
         with suppress(FileNotFoundError):

@@ -215,7 +215,7 @@ class HostLoads:
         load.movement.when_ended(lambda: self._settle(load, end))
         return load
 
-    def let_go(self, load: Load) -> None:
+    def release(self, load: Load) -> None:
         """Remove one user of the load: a request with its slots has ended."""
         load.num_users -= 1
         self._give_if_unused(load)
@@ -382,7 +382,7 @@ class Starts:
             if match.num_blocks or match.partial:
                 request = self._with_cached(spec, match, fetched, held)
             else:
-                held.slots = self.take(lease.node.space, spec.num_blocks)
+                held.slots = self.acquire(lease.node.space, spec.num_blocks)
                 # A copy: the request's table must not share the array in `held`.
                 request = self._made(spec, lease, held.slots.copy(), NOTHING, ())
         except BaseException:  # no room, or a bug
@@ -412,7 +412,7 @@ class Starts:
         partial, num_loads = match.partial, match.host_blocks
         source = held.source = index.hold(partial.node, partial.block + 1) if partial else None
         num_private = spec.num_blocks - match.num_blocks
-        slots = held.slots = self.take(lease.node.space, num_loads + num_private)
+        slots = held.slots = self.acquire(lease.node.space, num_loads + num_private)
         held.slots, private = slots[:num_loads], slots[num_loads:]
         held.private = private
         first_load = match.num_blocks - num_loads
@@ -442,7 +442,7 @@ class Starts:
         if held.source is not None:
             self._index.release(held.source)
         for load in held.loads:
-            self._loads.let_go(load)
+            self._loads.release(load)
         self._index.release(held.lease)
         if len(slots):
             pool.release(slots)
@@ -474,19 +474,19 @@ class Starts:
             return None
         lease = self._index.hold(match.node, stop)
         try:
-            slots = self.take(lease.node.space, count)
+            slots = self.acquire(lease.node.space, count)
             load = self._loads.start(lease, stop - count, stop, slots)
         finally:
             self._index.release(lease)
-        self._loads.let_go(load)
+        self._loads.release(load)
         return load.movement
 
-    def take(self, space: Space, count: int) -> Ids:
+    def acquire(self, space: Space, count: int) -> Ids:
         """Return `count` device slots within the tenant's quota; private blocks count in it too."""
         if not space.has_quota:
-            return self._tiers.eviction.take(Tier.DEVICE, count)
+            return self._tiers.eviction.acquire(Tier.DEVICE, count)
         reserved = self._running.of_tenant(space.name).num_private
-        return self._tiers.eviction.take(Tier.DEVICE, count, space, reserved=reserved)
+        return self._tiers.eviction.acquire(Tier.DEVICE, count, space, reserved=reserved)
 
     def _made(
         self,
@@ -719,7 +719,7 @@ class Growth:
     def _has_grown(self, request: Request, count: int) -> bool:
         """Grow the table at once if there is room; return whether there was."""
         try:
-            slots = self._tiers.eviction.take(Tier.DEVICE, count)
+            slots = self._tiers.eviction.acquire(Tier.DEVICE, count)
         except OutOfBlocksError:
             return False
         request.grow(slots)
@@ -765,7 +765,7 @@ class Growth:
     def _try_extend(self, request: Request, count: int) -> Ids | None:
         while True:
             try:
-                return self._starts.take(request.lease.node.space, count)
+                return self._starts.acquire(request.lease.node.space, count)
             except OutOfBlocksError as error:
                 if isinstance(error, OverQuotaError):
                     self._short_of_quota.add(request)
@@ -776,7 +776,7 @@ class Growth:
                 rivals = self._who_must_yield(space)
                 if not rivals:
                     return None
-                if self._line.let_go_of_last(space):
+                if self._line.release_last_fetched(space):
                     continue  # waiting requests release before a running one yields
                 # The lowest priority yields, and among equals the last that came.
                 if request is min(reversed(rivals), key=lambda one: one.spec.priority):
@@ -1030,7 +1030,7 @@ class Admissions:
         waiting requests are in the way then: first their fetched blocks, from the last in line on,
         then the block of which the first would have copied a part.
         """
-        if self._line.let_go_of_last(tenant):
+        if self._line.release_last_fetched(tenant):
             return True
         if first.uses_partial:
             first.uses_partial = False

@@ -530,7 +530,7 @@ class Copies:
         complete = bool((missing | ready).all())
         for start, end in runs_of(missing):
             try:  # a part is useful: its first blocks can be matched
-                slots = self._eviction.take_some(Tier.HOST, end - start, node.space)
+                slots = self._eviction.acquire_some(Tier.HOST, end - start, node.space)
             except OutOfBlocksError:
                 self._eviction.stats.skipped_offloads += end - start
                 complete = False
@@ -571,7 +571,7 @@ class Copies:
             stop = first + room
         lease = self._index.hold_as_is(node)
         try:
-            slots = self._eviction.take(Tier.HOST, stop - first, node.space)
+            slots = self._eviction.acquire(Tier.HOST, stop - first, node.space)
         except OutOfBlocksError:
             self._index.release(lease)
             is_soon = (

@@ -101,7 +101,9 @@ class Eviction:
         """Return whether copies are under way that will free slots of `tier`."""
         return self.on_the_way[tier] > 0
 
-    def take(self, tier: Tier, count: int, space: Space | None = None, *, reserved: int = 0) -> Ids:
+    def acquire(
+        self, tier: Tier, count: int, space: Space | None = None, *, reserved: int = 0
+    ) -> Ids:
         """Return `count` slots of `tier`, after evicting blocks if necessary.
 
         Args:
@@ -157,7 +159,7 @@ class Eviction:
         while missing > 0 and (leaf := order.leaf_to_go(missing, rule)):
             node, start, stop = leaf  # as nearly all go: its last copies
             lifetimes.add(tick - node.born, stop - start)
-            freed.append(self._let_go(tier, node, start, stop, now))
+            freed.append(self._release_copies(tier, node, start, stop, now))
             missing -= stop - start
         if freed:
             self._count(tier, wanted - missing, wanted - missing)
@@ -171,10 +173,10 @@ class Eviction:
             pool.release(part)
         return self._take_by_plan(tier, count)
 
-    def take_some(self, tier: Tier, count: int, space: Space, *, reserved: int = 0) -> Ids:
+    def acquire_some(self, tier: Tier, count: int, space: Space, *, reserved: int = 0) -> Ids:
         """Return 1 to `count` slots, as many as `space` may have now; see `take`."""
         room = self.available(tier, space, reserved=reserved)
-        return self.take(tier, min(count, max(room, 1)), space, reserved=reserved)
+        return self.acquire(tier, min(count, max(room, 1)), space, reserved=reserved)
 
     def _take_by_plan(self, tier: Tier, count: int) -> Ids:
         pool, order = self._pools[tier], self.index.spaces.order[tier]
@@ -304,7 +306,7 @@ class Eviction:
         if count > kept:
             self.stats.lifetimes.add(int(now * TICKS_PER_S) - node.born, count - kept)
         self._count(tier, count, count - kept)
-        return self._let_go(tier, node, start, stop, now)
+        return self._release_copies(tier, node, start, stop, now)
 
     def _count(self, tier: Tier, evicted: int, gone: int) -> None:
         """Count `evicted` copies that left `tier`, `gone` of them the last of their blocks."""
@@ -315,7 +317,7 @@ class Eviction:
         else:
             stats.evicted_device_blocks += evicted
 
-    def _let_go(self, tier: Tier, node: TreeNode, start: int, stop: int, now: float) -> Ids:
+    def _release_copies(self, tier: Tier, node: TreeNode, start: int, stop: int, now: float) -> Ids:
         self.history.evicted(node, start, stop, tier, now)
         if self._events.has_listeners:
             name, first = tier.name.lower(), node.start

@@ -113,7 +113,7 @@ class WaitingLine:
         self._levels: dict[int, _Level] = {}  # the highest priority first
         self._served = 0  # most blocks given to a tenant before a turn of its own
         self._aside: dict[Promise, list[tuple[int, int]]] = {}  # heaps of (block, number)
-        self._holding: list[Waiting] | None = None  # see let_go_of_last
+        self._holding: list[Waiting] | None = None  # see release_last_fetched
 
     def __len__(self) -> int:
         return len(self._line)
@@ -262,7 +262,7 @@ class WaitingLine:
 
     # What they hold
 
-    def let_go_of_last(self, tenant: str | None = None) -> bool:
+    def release_last_fetched(self, tenant: str | None = None) -> bool:
         """Release the fetched blocks of the last request in line that holds some.
 
         Returns:

@@ -89,7 +89,7 @@ class FetchGroups:
         self._source = source
         self._taken: Counter[str] = Counter()  # slots that are not in the index yet, by space
 
-    async def take(self, count: int, space: Space) -> Ids | None:
+    async def acquire(self, count: int, space: Space) -> Ids | None:
         """Return 1 to `count` host slots, or None if there are none and no copy will free any.
 
         Wait for copies that make room on the host, and for offloads that hold host slots. The slots
@@ -99,7 +99,7 @@ class FetchGroups:
         while True:
             try:
                 reserved = self._taken[space.name]
-                slots = tiers.eviction.take_some(Tier.HOST, count, space, reserved=reserved)
+                slots = tiers.eviction.acquire_some(Tier.HOST, count, space, reserved=reserved)
                 self._taken[space.name] += len(slots)
                 return slots
             except OutOfBlocksError:
@@ -140,7 +140,7 @@ class FetchGroups:
         async with task_group() as tasks:
             while at < len(keys):
                 most = GROUP_BLOCKS if at else num_first
-                slots = await self.take(min(most, len(keys) - at), space)
+                slots = await self.acquire(min(most, len(keys) - at), space)
                 if slots is None:
                     if await _arrived(before):
                         landed.problem = NO_ROOM
@@ -449,7 +449,7 @@ class Fetcher:
                     span.set_attribute("tierkv.fetched_tokens", len(fetched.tokens))
                 return fetched
         except asyncio.CancelledError:
-            one.outcome.add_done_callback(_let_go)
+            one.outcome.add_done_callback(_release_fetched)
             raise
 
 
@@ -657,7 +657,7 @@ class _Fetch:
     async def _bring(self) -> None:
         keys, present = await self._match()
         self.matched_at = time.monotonic()
-        tracing.tell("match", self.began_at, self.matched_at)
+        tracing.record("match", self.began_at, self.matched_at)
         # Where nothing is present the time for the answer is that for a shared tail, too.
         question = self.question
         if question is None:
@@ -836,7 +836,7 @@ class _Fetch:
             return
         self.claimed.append(shared.reserve([found.key], start))
         space = index.spaces.root_of(self.prompt).space
-        slots = await shared.groups.take(1, space)
+        slots = await shared.groups.acquire(1, space)
         if slots is None:
             return
         try:
@@ -892,7 +892,7 @@ def _is_gap(problem: GetOutcome) -> bool:
     return problem.status is GetStatus.MISS and problem is not NO_ROOM
 
 
-def _let_go(outcome: asyncio.Future[Fetched]) -> None:
+def _release_fetched(outcome: asyncio.Future[Fetched]) -> None:
     """Release the result of a fetch after its caller was cancelled."""
     if not outcome.cancelled():
         outcome.result().release()

@@ -324,15 +324,15 @@ class Arrival:
 
     If the request is aborted, or the node drains, the body is cancelled and the block raises
     RequestAbortedError or ShuttingDownError. If the body has ended in the same moment, the error is
-    raised all the same, after a call of `let_go`.
+    raised all the same, after a call of `release`.
 
     Attributes:
-        let_go: releases the result of the body; set by the body.
+        release: releases the result of the body; set by the body.
     """
 
     def __init__(self, by_id: dict[str, Arrival], request_id: str, space: str) -> None:
         self.space = space
-        self.let_go: Callable[[], None] = lambda: None
+        self.release: Callable[[], None] = lambda: None
         self._by_id = by_id
         self._request_id = request_id
         self._scope = asyncio.timeout(None)
@@ -368,7 +368,7 @@ class Arrival:
                 raise
             raise self._refused from None
         if self._refused is not None and error is None:
-            self.let_go()
+            self.release()
             raise self._refused
 
 

@@ -289,7 +289,7 @@ class Scheduler:
         if movement is not None:
             await movement.done()
 
-    def take_device(self, prompt: Prompt, count: int) -> Ids:
+    def acquire_device(self, prompt: Prompt, count: int) -> Ids:
         """Return device slots, within the tenant's quota, for blocks that the caller will bring.
 
         Args:
@@ -300,7 +300,7 @@ class Scheduler:
             OutOfBlocksError: there are not `count` slots; none is taken.
         """
         self.index.at(monotonic())
-        return self._starts.take(self.index.spaces.root_of(prompt).space, count)
+        return self._starts.acquire(self.index.spaces.root_of(prompt).space, count)
 
     def abort(self, request_id: str) -> bool:
         """Abort this request; return whether there was one.
@@ -572,7 +572,7 @@ class Scheduler:
         self.index.release(request.lease)
         if request.loads:
             for load in self.loads.used_by.pop(request, ()):
-                self.loads.let_go(load)
+                self.loads.release(load)
         if num_private:
             self.tiers.slots.pools[Tier.DEVICE].release(request.private_slots())
         self._running.freed(request, num_private)

@@ -222,7 +222,7 @@ class PrefillSpeed:
         self._num_chosen += 1
         return min(max(sample, 1), tokens)
 
-    def tell(self, tokens: int, seconds: float) -> None:
+    def note(self, tokens: int, seconds: float) -> None:
         """Note that the engine reports `seconds` for `tokens`; observations count no longer."""
         if not self.is_told:
             self._fitted, self.is_told = Line(), True

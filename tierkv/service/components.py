@@ -251,7 +251,7 @@ class Components:
             handoff,
             codecs=options.codecs,
             stats=stats,
-            take=self.scheduler.take_device,
+            take=self.scheduler.acquire_device,
         )
         return direct.offers, direct
 

@@ -25,7 +25,7 @@ from tierkv.gpu.protocol import Device, HostSlots, Planes
 from tierkv.observe import Lookup, Stats, Timelines
 from tierkv.pd.handoff import Handoff, Published, PublishStream
 from tierkv.pd.settings import HandoffSettings
-from tierkv.pd.tickets import HandoffProblem, TicketStatus, TicketView, look_at
+from tierkv.pd.tickets import HandoffProblem, TicketStatus, TicketView, status_of
 from tierkv.sched.budget import Budget
 from tierkv.sched.copies import count_stored, keys_beyond, stored_beyond
 from tierkv.sched.events import CacheEvents
@@ -616,7 +616,7 @@ class Service:
         self.scheduler.check(spec)
         async with self._arrivals.wait(spec) as arrival:
             fetched = await self.fetcher.fetch(spec.prompt, budget or self.budget())
-            arrival.let_go = fetched.release
+            arrival.release = fetched.release
         return fetched
 
     def abort(self, request_id: str) -> bool:
@@ -631,7 +631,7 @@ class Service:
         computing.
         """
         if num_tokens > 0 and seconds > 0:
-            self.estimator.prefill.tell(num_tokens, seconds)
+            self.estimator.prefill.note(num_tokens, seconds)
 
     # Hand-off
 
@@ -671,7 +671,7 @@ class Service:
 
     async def ticket_state(self, ticket_id: str) -> TicketStatus:
         """Return the state of a ticket of any node, without waiting for the ticket."""
-        return await look_at(self.require_handoff().tickets, ticket_id)
+        return await status_of(self.require_handoff().tickets, ticket_id)
 
     async def forget_ticket(self, ticket_id: str) -> bool:
         """Delete a ticket, whole or open, and return True if there was one.

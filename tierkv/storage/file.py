@@ -483,7 +483,7 @@ class FileNotifier:
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = None
 
-    async def tell(self, topic: str, message: str = LOOK) -> None:
+    async def notify(self, topic: str, message: str = LOOK) -> None:
         path = self._directory / f"{_digest(topic)}.{check_message(message)}"
         # A hint that is lost, or hangs with the disk, only delays its reader.
         if self._threads is not None and self._num_telling < _MOST_TELLING:

@@ -427,8 +427,8 @@ class _NotifierOfCommon:
     async def running(self) -> AsyncIterator[None]:
         yield
 
-    def tell(self, topic: str, message: str = LOOK) -> Coroutine[None, None, None]:
-        return self._current().tell(topic, message)
+    def notify(self, topic: str, message: str = LOOK) -> Coroutine[None, None, None]:
+        return self._current().notify(topic, message)
 
     def listen(self, topic: str) -> AbstractContextManager[Listener]:
         return self._current().listen(topic)

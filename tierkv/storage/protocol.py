@@ -77,7 +77,7 @@ class Notifier(Protocol):
         Failures of hints are never raised.
         """
 
-    async def tell(self, topic: str, message: str = LOOK) -> None:
+    async def notify(self, topic: str, message: str = LOOK) -> None:
         """Send `message` to the listeners of `topic`. Never fails; takes as long as one question.
 
         Args:
@@ -146,7 +146,7 @@ class Polling:
     async def running(self) -> AsyncIterator[None]:
         yield
 
-    async def tell(self, topic: str, message: str = LOOK) -> None:
+    async def notify(self, topic: str, message: str = LOOK) -> None:
         """Do nothing."""
 
     @contextmanager
@@ -164,7 +164,7 @@ class Hub:
     async def running(self) -> AsyncIterator[None]:
         yield
 
-    async def tell(self, topic: str, message: str = LOOK) -> None:
+    async def notify(self, topic: str, message: str = LOOK) -> None:
         self.topics.hear(topic, check_message(message))
 
     def listen(self, topic: str) -> AbstractContextManager[Listener]:

@@ -223,7 +223,7 @@ class DirectServer:
         except StoreCorruptError as error:
             log.warning("a claimer's question for block addresses was refused: %s", error)
         finally:
-            self._let_go(held)
+            self._release_shown(held)
             channel.close()
 
     # Answers to claimers
@@ -231,7 +231,7 @@ class DirectServer:
     async def _answer(self, ask: DirectAsk, held: ShownBlocks) -> DirectAnswer:
         """Return the ready ones of the wanted blocks; their lease replaces the one in `held`."""
         was_held = bool(held.leases) and self._tiers.mover.device.failure is None
-        self._let_go(held)
+        self._release_shown(held)
         prompt = self._prompts.get(ask.offer)
         if prompt is None or not 0 <= ask.first < ask.stop <= ask.first + MAX_BLOCKS:
             answer = DirectAnswer()
@@ -248,7 +248,7 @@ class DirectServer:
         self.num_leases += 1
         return held.leases[-1]
 
-    def _let_go(self, held: ShownBlocks) -> None:
+    def _release_shown(self, held: ShownBlocks) -> None:
         for lease in held.leases:
             self._tiers.index.release(lease)
             self.num_leases -= 1
@@ -272,7 +272,7 @@ class DirectServer:
                 "them from storage: %s",
                 error,
             )
-            self._let_go(held)
+            self._release_shown(held)
             return DirectAnswer()
         ids = self._tiers.index.slots(Tier.DEVICE, node, ask.first, stop)
         return DirectAnswer(planes=planes, block_ids=tuple(ids.tolist()))
@@ -479,7 +479,7 @@ class Direct:
     Args:
         codecs: as StorageIO's. Every reader of the store can read tickets and use their secrets;
             blocks that are signed or sealed against such readers are not shown.
-        take: see Scheduler.take_device.
+        take: see Scheduler.acquire_device.
     """
 
     def __init__(  # noqa: PLR0913 - collaborators

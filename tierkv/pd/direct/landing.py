@@ -139,7 +139,7 @@ class Landing:
             stats: counts of the node's hand-offs.
             speeds: the measured speeds of all paths.
             take: returns device slots for a number of blocks of a prompt; see
-                Scheduler.take_device.
+                Scheduler.acquire_device.
         """
         self._tiers = tiers
         self._take_now = take

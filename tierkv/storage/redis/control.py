@@ -76,7 +76,7 @@ class RedisNotifier:
         async with supervised({"tierkv-redis-notify": self._serve}):
             yield
 
-    async def tell(self, topic: str, message: str = LOOK) -> None:
+    async def notify(self, topic: str, message: str = LOOK) -> None:
         try:
             await self._publish(topic, check_message(message))
         except StoreUnavailableError as error:
