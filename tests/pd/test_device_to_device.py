@@ -37,7 +37,6 @@ from tierkv.pd.direct.address import (
     uid_of_peer,
 )
 from tierkv.pd.direct.landing import Landing, OpenPlanes, ShownPlanes
-from tierkv.pd.direct.offers import Speeds
 from tierkv.pd.settings import DirectPath
 from tierkv.pd.tickets import HandoffStats
 
@@ -78,9 +77,6 @@ def held_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
     monkeypatch.setattr(process_memory, "read", reads)
     yield reads
     reads.go.set()
-
-
-NAMED = Speeds(is_named=True)
 
 
 class Reads:
@@ -175,7 +171,7 @@ async def test_blocks_whose_beginning_was_evicted_meanwhile_do_not_land() -> Non
     async with pair() as (prefill, decode):
         shown = ShownPlanes(CpuSharing(), lambda: prefill.service.planes).describe()
         prompt, ids = decode.prompt(TOKENS), np.arange(5, dtype=np.int32)
-        own = Landing(decode.service.tiers, CpuSharing(), HandoffStats(), NAMED, take=never)
+        own = Landing(decode.service.tiers, CpuSharing(), HandoffStats(), take=never)
         async with own.running():
             assert not await finish(own.land(prompt, 5, shown, ids, asked))
         assert decode.service.index.match(prompt).num_blocks == 0
@@ -211,7 +207,7 @@ async def test_blocks_land_within_the_tenants_quota_beside_what_its_requests_wri
         prompt, ids = decode.prompt(TOKENS[:16]), np.arange(4, dtype=np.int32)
         decode.service.set_quota("", (8, None))
         take = decode.service.scheduler.acquire_device
-        own = Landing(decode.service.tiers, CpuSharing(), HandoffStats(), NAMED, take=take)
+        own = Landing(decode.service.tiers, CpuSharing(), HandoffStats(), take=take)
         async with own.running():
             request = await decode.admit(list(range(700, 724)))  # 6 blocks, to be computed
             assert not await finish(own.land(prompt, 0, shown, ids, asked))

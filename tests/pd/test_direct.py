@@ -20,7 +20,7 @@ from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, HandoffError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import SharedPlanes
-from tierkv.pd.direct import direct, offers
+from tierkv.pd.direct import direct
 from tierkv.pd.direct.address import Channel, DirectAddress, DirectAnswer, DirectAsk, this_machine
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.pd.source import NoPeers
@@ -373,28 +373,3 @@ def test_an_answer_names_only_blocks_of_the_device_that_it_shows(blocks: tuple[i
 def test_an_answer_says_as_much_of_each_block() -> None:
     with pytest.raises(ValueError, match="per block"):
         DirectAnswer(blocks=(1, 2), addresses=(1,), headers=(b"",))
-
-
-@pytest.mark.parametrize("is_in_storage", [True, False])
-async def test_storage_is_looked_at_beside_a_way_and_what_it_lacks_comes_that_way(
-    monkeypatch: pytest.MonkeyPatch, *, is_in_storage: bool
-) -> None:
-    """Once a way is known. See Speeds."""
-    monkeypatch.setattr(offers, "LEAST_BYTES", 1)
-    monkeypatch.setattr(offers, "FAST_S_PER_BYTE", 0.0)
-    async with pair() as (prefill, decode):
-        await claim(decode)
-        assert decode.service.stats().handoff.memory_blocks == BLOCKS
-        decode.service.reset()
-        monkeypatch.setattr(offers, "AGAIN_S", 0.0)  # what storage gave of the tail is old
-        await publish(prefill, ticket="again")
-        if not is_in_storage:
-            keys = prefill.service.tiers.copies.prompt_keys(prefill.prompt(TOKENS))
-            assert prefill.service.handoff is not None
-            names = prefill.service.handoff.tickets.names.all(keys[:3])
-            await finish(decode.the_store.delete(names))
-        stored = decode.storage_stats.fetched_blocks
-        await claim(decode, ticket="again")
-        more = 0 if is_in_storage else 3
-        assert decode.service.stats().handoff.memory_blocks == BLOCKS + more
-        assert decode.storage_stats.fetched_blocks - stored == BLOCKS + 1 - more

@@ -43,7 +43,6 @@ from tierkv.pd.direct.offers import (
     Offer,
     Offers,
     Peer,
-    Speeds,
     TransferEngine,
 )
 from tierkv.pd.settings import DirectPath, HandoffSettings
@@ -375,9 +374,7 @@ class Claimer:
         first, stop = match.device_blocks, prompt.num_blocks
         assert self._address is not None, "somebody is near"
         stop = min(stop, first + MAX_BLOCKS)
-        if first >= stop or match.loading_blocks:
-            return
-        if not landing.is_worth_it(self._address.place, stop - first):
+        if first >= stop or match.loading_blocks or not landing.can_reach(self._address.place):
             return
         answer = await self._answer_to(first, stop, self._machine)
         if answer is None or answer.planes is None or not 0 < len(answer.block_ids) <= stop - first:
@@ -508,8 +505,7 @@ class Direct:
         self._engine: TransferEngine | None = None
         self._server: DirectServer | None = None
         self._num_claims = 0
-        self.speeds = Speeds(is_named=settings.direct is not DirectPath.AUTO)
-        self.offers = Offers(storage, stats, self.speeds)
+        self.offers = Offers(storage, stats)
 
     @property
     def num_leases(self) -> int:
@@ -559,7 +555,7 @@ class Direct:
                     "claims read from storage"
                 )
             return
-        self._landing = Landing(self._tiers, sharing, self._stats, self.speeds, take=self._take)
+        self._landing = Landing(self._tiers, sharing, self._stats, take=self._take)
         await stack.enter_async_context(self._landing.running())
         await self._show_planes(sharing)
 

@@ -21,8 +21,6 @@ from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
 from tierkv.errors import ConfigError, OutOfBlocksError, TransferError
 from tierkv.gpu.protocol import Ids, PeerPlanes, Planes, SharedPlanes, Sharing
-from tierkv.pd.direct.offers import Speeds
-from tierkv.pd.settings import DirectPath
 from tierkv.pd.tickets import HandoffStats
 from tierkv.sched.events import CacheEventKind
 from tierkv.sched.tiers import Tiers
@@ -127,7 +125,6 @@ class Landing:
         tiers: Tiers,
         sharing: Sharing,
         stats: HandoffStats,
-        speeds: Speeds,
         *,
         take: Callable[[Prompt, int], Ids],
     ) -> None:
@@ -137,14 +134,12 @@ class Landing:
             tiers: the tiers of this node.
             sharing: opens planes of other processes.
             stats: counts of the node's hand-offs.
-            speeds: the measured speeds of all paths.
             take: returns device slots for a number of blocks of a prompt; see
                 Scheduler.acquire_device.
         """
         self._tiers = tiers
         self._take_now = take
         self._stats = stats
-        self._speeds = speeds
         self._threads = WorkerThreads("direct hand-off", 1)
         self._planes = OpenPlanes(sharing, lambda: tiers.mover.planes)
         self._was_used = asyncio.Event()
@@ -173,11 +168,9 @@ class Landing:
         self._planes.close_unused(CLOSE_UNUSED_S)
         return bool(self._planes.num_open)
 
-    def is_worth_it(self, place: str, num_blocks: int) -> bool:
-        """Return whether to ask a producer with planes in `place` for `num_blocks` blocks."""
-        num_bytes = num_blocks * self._tiers.mover.planes.layout.block_bytes
-        can_reach = bool(place) and place not in self._unreachable
-        return can_reach and not self._speeds.prefers_storage(DirectPath.DEVICE, num_bytes)
+    def can_reach(self, place: str) -> bool:
+        """Return whether planes in `place` can be read from here, as far as is known."""
+        return bool(place) and place not in self._unreachable
 
     async def land(
         self,
@@ -217,13 +210,9 @@ class Landing:
                 tiers.slots.lend(Tier.DEVICE, slots)
                 left = slots
                 try:
-                    began = time.monotonic()
                     problem = await self._copy(shared, source_ids, slots)
                     has_landed = problem is None and await was_held()
                     if has_landed:
-                        num_bytes = len(slots) * tiers.mover.planes.layout.block_bytes
-                        took_s = time.monotonic() - began
-                        self._speeds.note(DirectPath.DEVICE, num_bytes, took_s)
                         left = self._enter(path, prompt, slots)
                     else:
                         self._stats.failed_direct_reads += 1

@@ -8,9 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import logging
-import math
 import os
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -145,10 +143,6 @@ _HIT = GetOutcome(GetStatus.HIT, is_direct=True)
 _ABSENT = GetOutcome(GetStatus.MISS)
 _PLAIN = PlainCodec()
 
-LEAST_BYTES = 1 << 20  # of less, a call's time is not its bytes'
-AGAIN_S = 60.0
-FAST_S_PER_BYTE = 1 / 4e9  # no store has brought more (docs/benchmarks.md)
-
 
 Read = Callable[[Sequence[RemotePiece]], None]  # of one producer's host tier, in a thread
 
@@ -194,63 +188,6 @@ class NetworkWay:
         return lambda pieces: self._engine.read(address.engine, pieces)
 
 
-@dataclass(slots=True)
-class _Speed:
-    s_per_byte: float
-    noted_at: float
-
-
-class Speeds:
-    """Recent seconds a byte of each path, storage included.
-
-    If the settings name no path, one that is slower than storage is not used. Each path is tried
-    once. When a path is known and is not clearly fast, storage is measured too; a slower path is
-    measured again after AGAIN_S, with one fetch.
-    """
-
-    def __init__(self, *, is_named: bool, now: Callable[[], float] = time.monotonic) -> None:
-        """Make it without measurements.
-
-        Args:
-            is_named: True if the settings name one path, which is used at any speed.
-            now: the clock, in seconds.
-        """
-        self._is_named = is_named
-        self._now = now
-        self._of: dict[DirectPath | None, _Speed] = {}
-        self._few: dict[DirectPath | None, tuple[int, float]] = {}  # bytes, seconds: not enough yet
-        self._looked_at = -math.inf
-        self._look_bytes = 0  # that are still to be brought to know how fast storage is
-
-    def note(self, path: DirectPath | None, num_bytes: int, took_s: float) -> None:
-        """Note that `num_bytes` came by `path` in `took_s` seconds; None is storage."""
-        if not num_bytes:
-            return
-        before, before_s = self._few.pop(path, (0, 0.0))
-        num_bytes, took_s = before + num_bytes, before_s + took_s
-        if num_bytes < LEAST_BYTES:  # small blocks come in groups of few bytes
-            self._few[path] = num_bytes, took_s
-            return
-        found, now = took_s / num_bytes, self._now()
-        known = self._of.get(path)
-        if known is not None and now - known.noted_at < AGAIN_S:
-            found = (found + known.s_per_byte) / 2
-        self._of[path] = _Speed(found, now)
-
-    def prefers_storage(self, path: DirectPath, num_bytes: int) -> bool:
-        """Return whether to fetch `num_bytes` from storage instead of by `path` from a producer."""
-        way, storage, now = self._of.get(path), self._of.get(None), self._now()
-        if self._is_named or way is None or way.s_per_byte < FAST_S_PER_BYTE:
-            return False
-        if storage is None or now - storage.noted_at >= AGAIN_S:
-            if now - self._looked_at >= AGAIN_S:
-                self._looked_at, self._look_bytes = now, LEAST_BYTES
-            self._look_bytes -= num_bytes
-            return self._look_bytes + num_bytes > 0
-        is_old = now - way.noted_at >= AGAIN_S
-        return way.s_per_byte > storage.s_per_byte and not is_old
-
-
 @dataclass(slots=True, eq=False)
 class Peer:
     """A producer, for one claim, and the way to its host tier."""
@@ -286,10 +223,9 @@ class Offers:
         ways: ways to producers' host tiers; the first that leads to a producer is used.
     """
 
-    def __init__(self, storage: StorageIO, stats: HandoffStats, speeds: Speeds) -> None:
+    def __init__(self, storage: StorageIO, stats: HandoffStats) -> None:
         self._storage = storage
         self._stats = stats
-        self._speeds = speeds
         self._of: dict[bytes, list[Offer]] = {}
         self._threads = WorkerThreads("direct hand-off", 1)
         self.ways: list[Way] = []
@@ -354,41 +290,20 @@ class Offers:
         Damage at a producer does not count as damage in storage.
         """
         if not self._of:
-            return await self._from_storage(keys, slot_ids)
+            return await self._storage.fetch(keys, slot_ids)
         outcomes = [_ABSENT] * len(keys)
         reads = [
             _Read(at, key, int(slot), offer)
             for at, (key, slot) in enumerate(zip(keys, slot_ids, strict=True))
             if (offer := self._offer(key)) is not None
         ]
-        num_bytes = len(reads) * self._block_bytes
-        later = {
-            peer.way.path
-            for peer in {read.offer.peer for read in reads}
-            if self._speeds.prefers_storage(peer.way.path, num_bytes)
-        }
-        now = [read for read in reads if read.offer.peer.way.path not in later]
-        await self._read(now, outcomes)
+        await self._read(reads, outcomes)
         rest = [at for at, outcome in enumerate(outcomes) if outcome.status is not GetStatus.HIT]
         if rest:
-            found = await self._from_storage([keys[at] for at in rest], slot_ids[rest])
+            found = await self._storage.fetch([keys[at] for at in rest], slot_ids[rest])
             for at, outcome in zip(rest, found, strict=True):
                 outcomes[at] = outcome
-        missing = [read for read in reads if outcomes[read.at].status is not GetStatus.HIT]
-        if later:  # what they show storage may not have, or not say
-            await self._read([one for one in missing if not one.offer.peer.is_given_up], outcomes)
         return outcomes
-
-    async def _from_storage(self, keys: Sequence[StoredKey], slot_ids: Ids) -> list[GetOutcome]:
-        began = time.monotonic()
-        outcomes = await self._storage.fetch(keys, slot_ids)
-        num_hits = sum(outcome.status is GetStatus.HIT for outcome in outcomes)
-        self._speeds.note(None, num_hits * self._block_bytes, time.monotonic() - began)
-        return outcomes
-
-    @property
-    def _block_bytes(self) -> int:
-        return sum(part.layout.block_bytes for part in self._storage.slices.parts)
 
     def _offer(self, key: StoredKey) -> Offer | None:
         for offer in reversed(self._of.get(key.digest, ())):
@@ -400,7 +315,6 @@ class Offers:
         """Read blocks into their slots and check them; set a hit for each intact one."""
         for peer in dict.fromkeys(read.offer.peer for read in reads):
             some = [read for read in reads if read.offer.peer is peer]
-            began = time.monotonic()
             try:
                 whole = await self._threads.run(partial(self._read_and_check, peer, some))
             except TransferError as error:
@@ -414,8 +328,6 @@ class Offers:
                     error,
                 )
                 continue
-            num_bytes = len(whole) * self._block_bytes
-            self._speeds.note(peer.way.path, num_bytes, time.monotonic() - began)
             self._stats.read_from_host_tier(peer.way.path, len(whole))
             for at in whole:
                 outcomes[at] = _HIT
