@@ -929,7 +929,7 @@ class EngineCache:
         call, promise = known.call, known.promise
         known.call = known.promise = None
         if call is not None:
-            call.when_done(lambda: self._release_copies(call))
+            call.when_done(lambda: self._release_promise(call))
             call.cancel()
         if promise is not None:
             self._free(promise)
@@ -1163,7 +1163,7 @@ class EngineCache:
         for reserve, more in zip(self._reserve, slots, strict=True):
             reserve.extend(more)
 
-    def _release_copies(self, call: Call[HostPromise]) -> None:
+    def _release_promise(self, call: Call[HostPromise]) -> None:
         if call.error is None:
             self._free(call.result())
 

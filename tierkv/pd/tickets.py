@@ -637,9 +637,9 @@ class Tickets:
 
     def hint(self, ticket_id: str, message: str) -> None:
         """Send a hint in a task."""
-        self._tiers.work.start(self._tell_or_log(ticket_id, message), "tierkv-tell")
+        self._tiers.work.start(self._notify_or_log(ticket_id, message), "tierkv-hint")
 
-    async def _tell_or_log(self, ticket_id: str, message: str) -> None:
+    async def _notify_or_log(self, ticket_id: str, message: str) -> None:
         try:
             await self.notify(ticket_id, message)
         except Exception as error:  # noqa: BLE001 - a store of a user's own raises anything
@@ -1083,7 +1083,7 @@ class TicketLedger:
                 yield
         finally:
             for ticket_id in list(self._holds):
-                self._release_copies(ticket_id)
+                self._release_holds(ticket_id)
 
     @property
     def views(self) -> list[TicketView]:
@@ -1109,7 +1109,7 @@ class TicketLedger:
 
     def failed(self, ticket_id: str, failure: str) -> None:
         self._change(ticket_id, state=Standing.PRODUCER_FAILED, failure=failure)
-        self._release_copies(ticket_id)
+        self._release_holds(ticket_id)
 
     def published(self, ticket: Ticket) -> None:
         self._put(ticket, Standing.WHOLE, ready_blocks=len(ticket.digests))
@@ -1128,13 +1128,13 @@ class TicketLedger:
         self._views.move_to_end(ticket.ticket_id)
         while len(self._views) > _MOST_KEPT:
             oldest, _ = self._views.popitem(last=False)
-            self._release_copies(oldest)
+            self._release_holds(oldest)
 
     def _change(self, ticket_id: str, **fields: object) -> None:
         if ticket_id in self._views:
             self._views[ticket_id] = msgspec.structs.replace(self._views[ticket_id], **fields)
 
-    def _release_copies(self, ticket_id: str) -> None:
+    def _release_holds(self, ticket_id: str) -> None:
         for release in self._holds.pop(ticket_id, ()):
             release()
 
@@ -1158,7 +1158,7 @@ class TicketLedger:
         ticket_id = view.ticket_id
         if self._clock.wall() > view.expires_at:
             self._change(ticket_id, state=Standing.EXPIRED)
-            self._release_copies(ticket_id)
+            self._release_holds(ticket_id)
             return
         try:
             found = await self._tickets.read_acknowledgement(ticket_id)
@@ -1171,6 +1171,6 @@ class TicketLedger:
                 claimer=found.claimer,
                 claimed_at=found.claimed_at,
             )
-            self._release_copies(ticket_id)
+            self._release_holds(ticket_id)
         elif ticket_id in self._views:
             self._views.move_to_end(ticket_id)  # others have their turn
