@@ -120,7 +120,7 @@ class Tables(msgspec.Struct, frozen=True):
     first: Table = Table()
 
 
-@pytest.mark.promise("A renamed setting can be read under its old name, with a warning")
+@pytest.mark.promise("A renamed setting can be read under its old name, with a warning.")
 def test_a_renamed_setting_is_read_under_its_old_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -20,7 +20,7 @@ _MAX_PORT = 65_535
 class DirectPath(Enum):
     """The paths of blocks to a claimer other than through storage."""
 
-    AUTO = "auto"  # the first of the ways below that this node has, unless storage is faster
+    AUTO = "auto"  # the first of the ways below that this node has
     DEVICE = "device"  # processes of one user and machine read each other's planes (CUDA IPC)
     MEMORY = "memory"  # processes of one user on one machine read each other's host tier
     NETWORK = "network"  # Mooncake's transfer engine; only where direct_host is set
