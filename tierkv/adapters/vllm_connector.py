@@ -562,7 +562,7 @@ class _SchedulerSide:
             )
         if settings.peer_tensor_parallel and scheme is None:
             log.warning(
-                "other_ranks has no effect: the heads' places in a block of this "
+                "peer_tensor_parallel has no effect: the heads' places in a block of this "
                 "model are unknown, so instances with other numbers of ranks cannot "
                 "use its blocks (docs/vllm.md)"
             )

@@ -95,7 +95,7 @@ class EngineCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     event_tokens: bool = False
 
     def __post_init__(self) -> None:
-        all_above_zero("engine_cache", self, "max_promised", "expires_s")
+        all_above_zero("engine_cache", self, "max_promised", "promise_ttl_s")
         if self.max_promised > 1 or min(self.save_blocks, self.max_failures, self.max_events) < 1:
             raise ConfigError(
                 "engine_cache: max_promised must be a share in 0..1, and save_blocks, "
