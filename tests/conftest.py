@@ -130,6 +130,7 @@ def _nothing_blocks_the_loop(request: pytest.FixtureRequest) -> Iterator[None]:
         # are read in microseconds.
         function.can_block_in("tierkv/gpu/room.py", "memory_limits")
         function.can_block_in("tierkv/refmodel/engine.py", "running")
+        function.can_block_in("tierkv/hf/engine.py", "running")
         # Once, when a store of a kind that is not tierkv's own is opened.
         function.can_block_in("tierkv/storage/factory.py", "_brought")
     blockbuster.activate()

@@ -92,10 +92,13 @@ def test_private_attributes_are_used_by_their_own_class_alone() -> None:
     assert reached == []
 
 
+_HEAVY = r"tierkv\.(adapters|gpu\.|hf\.(?!settings))"
+
+
 @pytest.mark.promise("Importing tierkv loads no CUDA, torch or engine.")
 def test_importing_tierkv_brings_no_cuda_torch_or_engine() -> None:
     """Of all modules but those that adapt an engine or drive a GPU."""
-    names = [name for name in modules() if not re.match(r"tierkv\.(adapters|gpu\.)", name)]
+    names = [name for name in modules() if not re.match(_HEAVY, name)]
     script = (
         f"import importlib, sys\nfor name in {sorted(names)}: importlib.import_module(name)\n"
         "heavy = {'cupy', 'torch', 'transformers', 'vllm', 'sglang', 'cuda', 'triton'}\n"

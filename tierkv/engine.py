@@ -37,6 +37,11 @@ OnTokens = Callable[[Sequence[int]], None]
 FinishReason = Literal["length", "stop"]
 
 
+_SHARES = ("top_p", "min_p")
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_MAX_PENALTY = 2.0
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """The choice of a token among the logits.
@@ -45,6 +50,12 @@ class Sampling:
         temperature: Divisor of the logits; 0 chooses the best token.
         seed: Seed of a request; the same seed gives the same text.
         top_k: Number of best tokens that may be chosen; 0 for all.
+        top_p: Share of the probability that the tokens which may be chosen have together, at least.
+        min_p: Least probability of a token that may be chosen, as a share of the best token's.
+        repetition_penalty: Divisor of the positive logits of tokens in the prompt and the answer,
+            and factor of the negative ones.
+        presence_penalty: Amount taken from the logit of each token in the answer.
+        frequency_penalty: Amount taken from a logit for each time its token is in the answer.
 
     Raises:
         BadRequestError: A number is out of range.
@@ -53,16 +64,39 @@ class Sampling:
     temperature: float = 0.0
     seed: int = 0
     top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def readable(self) -> dict[str, str]:
         """Return the words of a ticket, equal where the same tokens are chosen by any logits."""
+        penalties = {name: str(self._value(name)) for name in self.unusual(_PENALTIES)}
         if self.is_greedy:
-            return {"temperature": "0"}
+            return {"temperature": "0"} | penalties
         return {
             "temperature": str(float(self.temperature)),
             "seed": str(self.seed),
             "top_k": str(self.top_k),
+            **{name: str(self._value(name)) for name in self.unusual(_SHARES)},
+            **penalties,
         }
+
+    def unusual(self, names: Sequence[str]) -> list[str]:
+        """Return those of the fields `names` that have another value than their default."""
+        usual = Sampling.__dataclass_fields__
+        return [name for name in names if self._value(name) != usual[name].default]
+
+    def check_only(self, names: Sequence[str]) -> None:
+        """Raise BadRequestError if a field beside temperature, seed and `names` is used."""
+        others = [name for name in ("top_k", *_SHARES, *_PENALTIES) if name not in names]
+        if used := self.unusual(others):
+            raise BadRequestError(f"the engine of this node does not have {used[0]}: leave it out")
+
+    def _value(self, name: str) -> float:
+        value: float = getattr(self, name)
+        return value
 
     @property
     def is_greedy(self) -> bool:
@@ -77,6 +111,17 @@ class Sampling:
             raise BadRequestError(f"seed must be in [0, 2**64), not {self.seed}")
         if self.top_k < 0:
             raise BadRequestError(f"top_k must not be negative, not {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise BadRequestError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise BadRequestError(f"min_p must be in 0..1, not {self.min_p}")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise BadRequestError(
+                f"repetition_penalty must be finite and above 0, not {self.repetition_penalty}"
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not abs(self._value(name)) <= _MAX_PENALTY:
+                raise BadRequestError(f"{name} must be in -2..2, not {self._value(name)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +209,7 @@ class EngineStats:
     generated_tokens: int = 0
     computed_tokens: int = 0
     failed_loads: int = 0
+    preemptions: int = 0
 
 
 class NodeEngine(Protocol):

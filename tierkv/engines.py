@@ -11,7 +11,8 @@ from collections.abc import Callable
 import msgspec
 
 from tierkv.engine import EngineSpec
-from tierkv.errors import ConfigError
+from tierkv.errors import ConfigError, how_to_install
+from tierkv.hf.settings import TransformersSettings
 from tierkv.refmodel.config import ModelConfig
 from tierkv.refmodel.engine import EngineSettings, ReferenceSpec
 from tierkv.sched.settings import CacheSettings
@@ -22,25 +23,49 @@ class EngineTables(msgspec.Struct, frozen=True, kw_only=True):
 
     model: ModelConfig = ModelConfig()
     engine: EngineSettings = EngineSettings()
+    transformers: TransformersSettings = TransformersSettings()
 
 
-def _reference(tables: EngineTables, cache: CacheSettings) -> EngineSpec:
+def _reference(tables: EngineTables, cache: CacheSettings, model: str, _: str) -> EngineSpec:
+    if model:
+        raise ConfigError(
+            f"the engine reference serves no model from files: remove node.model ({model!r}), or "
+            "set node.engine to transformers"
+        )
     return ReferenceSpec(tables.model, tables.engine, cache)
 
 
-_ENGINES: dict[str, Callable[[EngineTables, CacheSettings], EngineSpec]] = {
+def _transformers(
+    tables: EngineTables, cache: CacheSettings, model: str, device: str
+) -> EngineSpec:
+    try:
+        from tierkv.hf.engine import TransformersSpec  # noqa: PLC0415 - gigabytes, may be missing
+    except ImportError as error:
+        raise ConfigError(
+            f"the engine transformers cannot be imported ({error}): "
+            f"{how_to_install('transformers')}"
+        ) from error
+    return TransformersSpec(model, tables.transformers, cache, device)
+
+
+_ENGINES: dict[str, Callable[[EngineTables, CacheSettings, str, str], EngineSpec]] = {
     "reference": _reference,
+    "transformers": _transformers,
 }
 ENGINE_NAMES = tuple(_ENGINES)
 
 
-def engine_of(name: str, tables: EngineTables, cache: CacheSettings) -> EngineSpec:
+def engine_of(
+    name: str, tables: EngineTables, cache: CacheSettings, *, model: str, device: str
+) -> EngineSpec:
     """Return the engine of this name.
 
     Args:
         name: A name in the table of engines.
         tables: The settings of engines.
         cache: The settings of the cache, for the size of a block and the number of ranks.
+        model: Path of the model, a directory or a GGUF file; "" for the engine's own.
+        device: The device of the node: `cpu`, `cuda` or `cuda:N`.
 
     Raises:
         ConfigError: There is no engine of this name, or its settings do not fit each other.
@@ -52,4 +77,4 @@ def engine_of(name: str, tables: EngineTables, cache: CacheSettings) -> EngineSp
         raise ConfigError(
             f"there is no engine {name!r}: set node.engine to one of {known}"
         ) from error
-    return make(tables, cache)
+    return make(tables, cache, model, device)

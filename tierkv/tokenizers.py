@@ -143,3 +143,51 @@ class _ByteDecoder:
 
     def rest(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+
+class TokensOnly:
+    """The tokenizer of a model without one: prompts and answers are tokens.
+
+    Args:
+        vocab_size: Number of tokens.
+        stop_tokens: Tokens that end an answer.
+    """
+
+    def __init__(self, vocab_size: int, stop_tokens: frozenset[int]) -> None:
+        self.vocab_size = vocab_size
+        self.stop_tokens = stop_tokens
+
+    def encode(self, text: str) -> bytes:
+        """Raise BadRequestError: no text has tokens."""
+        del text
+        raise BadRequestError("this model has no tokenizer: give tokens instead of text")
+
+    def encode_chat(self, messages: Messages) -> bytes:
+        """Raise BadRequestError: no chat has tokens."""
+        del messages
+        return self.encode("")
+
+    def fewest_tokens(self, text: str) -> int:
+        """See Tokenizer.fewest_tokens."""
+        del text
+        return 0
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return no text; see Tokenizer.decode."""
+        if any(not 0 <= token < self.vocab_size for token in tokens):
+            raise BadRequestError(f"a token of this model is in [0, {self.vocab_size})")
+        return ""
+
+    def decoder(self, before: bytes) -> TextDecoder:
+        """Return a decoder that gives no text."""
+        del before
+        return _NoText()
+
+
+class _NoText:
+    def feed(self, token: int) -> str:
+        del token
+        return ""
+
+    def rest(self) -> str:
+        return ""

@@ -177,7 +177,7 @@ class CountingSpec:
         return CountingEngine(service)
 
 
-def _counting(_: EngineTables, cache: CacheSettings) -> CountingSpec:
+def _counting(_: EngineTables, cache: CacheSettings, __: str, ___: str) -> CountingSpec:
     return CountingSpec(cache)
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from tests.api.nodes import here
+from tierkv.engine_runs import ModelRun
 from tierkv.errors import DeviceFailedError, TransferError
-from tierkv.refmodel.engine import ModelRun, ReferenceEngine
+from tierkv.refmodel.engine import ReferenceEngine
 from tierkv.sched import admission
 from tierkv.sched.admission import Admissions, Starts
 from tierkv.sched.request import Computing

@@ -215,7 +215,7 @@ def _name(dtype: torch.dtype) -> str:
 
 # A cache to pass as `past_key_values`
 
-_FORMAT = "transformers v1"  # how the bytes of a block lie
+FORMAT = "transformers v1"  # how the bytes of a block lie
 _ALIGNMENT = 512
 _FEWEST_TOKENS = 1024  # that a device room has place for
 _SPARE = 4  # a room that has to grow gets a quarter more than is needed
@@ -496,17 +496,17 @@ class TierKVCache(Cache):  # type: ignore[misc]
                 "their KV cannot be cached: use LoRA, or generate without this cache"
             )
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
-        _check_model(model)
+        check_model(model)
         if store is not None and revision is None and _hooks_of(model):
             raise ConfigError(
                 "the model has forward hooks, which may change its keys and values: "
                 "pass revision= with a name for the weights and hooks together"
             )
-        like = _states_of_one_token(model)
+        like = states_of_one_token(model)
         fingerprint = Fingerprint(
-            f"{type(model).__name__} of {_FORMAT}",
-            _layout_of(like, block_size),
-            revision=_content_of(model) if revision is None else revision,
+            f"{type(model).__name__} of {FORMAT}",
+            layout_of(like, block_size),
+            revision=content_of(model) if revision is None else revision,
             weight_dtype=_name(model.dtype),
             adapter=_adapters_of(model),
             tenant=tenant,
@@ -538,7 +538,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
         engine.open()
         try:
             if store is not None:
-                moves.note_prefills(list(_speeds(model)))
+                moves.note_prefills(list(speeds(model)))
             _install(model)
         except BaseException:  # Ctrl-C too: no caller can close a cache that was not made
             made.close()
@@ -1176,7 +1176,7 @@ class _Timer:
 # The model: its identity, and its forward passes
 
 
-def _check_model(model: PreTrainedModel) -> None:
+def check_model(model: PreTrainedModel) -> None:
     config = model.config.get_text_config(decoder=True)
     kinds = {type(layer) for layer in DynamicCache(config=config).layers}
     if kinds != {DynamicLayer}:
@@ -1247,7 +1247,7 @@ def _computed(model: PreTrainedModel, num_tokens: int, last: int = 0) -> Dynamic
     return cache
 
 
-def _speeds(model: PreTrainedModel) -> Iterator[tuple[int, float]]:
+def speeds(model: PreTrainedModel) -> Iterator[tuple[int, float]]:
     """Tokens, and the seconds that computing them took."""
     timer, most = _Timer(model.device), getattr(model.config, "max_position_embeddings", None)
     spent = 0.0
@@ -1262,7 +1262,7 @@ def _speeds(model: PreTrainedModel) -> Iterator[tuple[int, float]]:
             yield num_tokens, took
 
 
-def _states_of_one_token(model: PreTrainedModel) -> list[torch.Tensor]:
+def states_of_one_token(model: PreTrainedModel) -> list[torch.Tensor]:
     """Keys and values of each layer, [1, heads, 1, dim], as the model itself makes them."""
     cache = _computed(model, 1)
     empty = [at for at, layer in enumerate(cache.layers) if not layer.is_initialized]
@@ -1285,7 +1285,7 @@ def _states_of_one_token(model: PreTrainedModel) -> list[torch.Tensor]:
     return states
 
 
-def _layout_of(states: Sequence[torch.Tensor], block_size: int) -> Layout:
+def layout_of(states: Sequence[torch.Tensor], block_size: int) -> Layout:
     widths = [one.numel() * one.element_size() for one in states]
     return Layout(
         block_size,
@@ -1405,7 +1405,7 @@ def _check_drops_nothing(model: PreTrainedModel) -> None:
         )
 
 
-def _content_of(model: PreTrainedModel) -> str:
+def content_of(model: PreTrainedModel) -> str:
     """Return a digest of the configuration and of all weights.
 
     The digest covers the sum of each weight's bits and some of its elements.

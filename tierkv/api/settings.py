@@ -44,8 +44,10 @@ class NodeSection(ListenSection, frozen=True, kw_only=True, forbid_unknown_field
 
     role: half of the work that the node takes: prefill, decode or both.
     name: a name for people, in logs, tickets and metrics; role@host:port where it is empty.
-    engine: name of the engine that computes: reference. No engine computes where engine_socket is
-    set.
+    engine: name of the engine that computes: reference or transformers. No engine computes where
+    engine_socket is set.
+    model: the model that the engine serves, a directory with config.json and weights, or a GGUF
+    file; "" for the small model that is built in.
     device: the device that computes and holds the Device tier: "cpu", "cuda", or "cuda:1" for the
     second GPU.
     close_limit_s: seconds that closing may take after the drain. The process then ends with exit
@@ -60,6 +62,7 @@ class NodeSection(ListenSection, frozen=True, kw_only=True, forbid_unknown_field
     role: Role = Role.BOTH
     name: str = ""
     engine: str = "reference"
+    model: str = ""
     device: str = "cpu"
     port: int = 8100
     drain_grace_s: float = 20.0
@@ -98,7 +101,8 @@ class NodeSettings(EngineTables, frozen=True, kw_only=True, forbid_unknown_field
         Raises:
             ConfigError: There is no such engine, or its settings do not fit each other.
         """
-        return engine_of(self.node.engine, self, self.cache)
+        node = self.node
+        return engine_of(node.engine, self, self.cache, model=node.model, device=node.device)
 
     def __post_init__(self) -> None:
         if self.tls.client_ca and not self.auth.file:

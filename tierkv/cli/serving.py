@@ -74,6 +74,8 @@ _SETTINGS = {  # of options that are called otherwise than their setting
     "tls_key": ("tls", "key"),
     "client_ca": ("tls", "client_ca"),
     "storage": ("storage", "url"),
+    "dtype": ("transformers", "dtype"),
+    "max_context": ("transformers", "max_context"),
 }
 
 
@@ -146,6 +148,23 @@ def _address(port: int) -> _Decorator:
         "The engine of this node. With `external`, engines in other processes of this "
         "machine compute and share this node's host tier.  [default: reference]"
     ),
+)
+@click.option(
+    "--model",
+    metavar="PATH",
+    help="The model to serve, with --engine transformers: a directory with config.json and "
+    "weights, or a GGUF file.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    help="Type of the model's weights and KV.  [default: auto, that of its files]",
+)
+@click.option(
+    "--max-context",
+    type=click.IntRange(1),
+    metavar="TOKENS",
+    help="Most tokens of prompt and answer together.  [default: the model's own limit]",
 )
 @click.option(
     "--engine-socket",

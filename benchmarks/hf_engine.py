@@ -1,0 +1,260 @@
+"""The engine transformers beside transformers alone, in one run.
+
+    python -m benchmarks.hf_engine [--quick] [--json] [--model PATH]
+
+On a GPU (with CuPy): a Llama of 8 billion parameters with random weights in bfloat16, prompts of
+32,768 tokens (--quick: four layers, 8,192 tokens). On a processor: a small one in float32, 2,048
+tokens. --model takes a model from a directory or a GGUF file instead.
+
+Time to the first token: computed, and with the prompt on the host, beside one contiguous copy of as
+many bytes (from pinned memory on a GPU). Time of a generated token: of one request beside
+`generate`, of several beside `generate_batch` and one, and beside loads of other requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.bench import Row, row, show
+from tierkv.cache.eviction import WritePolicy
+from tierkv.cache.keys import pack
+from tierkv.engine import GenerateRequest, Generation
+from tierkv.gpu import open_device
+from tierkv.pd.settings import HandoffSettings
+from tierkv.sched.settings import CacheSettings
+from tierkv.sched.worth import FetchPolicy
+from tierkv.service import Service
+from tierkv.tokenizers import TokensOnly
+
+_ROUNDS = 5
+_BLOCK = 16
+
+
+class Bench:
+    """A model, prompts for it, and a node that serves it."""
+
+    def __init__(self, *, is_quick: bool, path: str) -> None:
+        import torch  # noqa: PLC0415 - after --help
+        from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+
+        from tierkv.hf.model import load_model  # noqa: PLC0415
+        from tierkv.hf.settings import TransformersSettings  # noqa: PLC0415
+
+        self.torch = torch
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        is_gpu = self.device == "cuda"
+        self.num_tokens = 2_000 if not is_gpu else 8_192 if is_quick else 32_768
+        self.num_new = 64 if is_gpu else 16 if is_quick else 32
+        self.batch = 32 if is_gpu else 8
+        self.settings = TransformersSettings(chunk_tokens=2_048 if is_gpu else 512)
+        layers, width, heads, inner = (4 if is_quick else 32), 4_096, 32, 14_336
+        if not is_gpu:
+            layers, width, heads, inner = 12, 512, 8, 1_536
+        torch.manual_seed(1)
+        if path:
+            self.model = load_model(Path(path), "auto", torch.device(self.device))
+        else:
+            config = LlamaConfig(
+                vocab_size=32_000,
+                hidden_size=width,
+                intermediate_size=inner,
+                num_hidden_layers=layers,
+                num_attention_heads=heads,
+                num_key_value_heads=heads // 4,
+                max_position_embeddings=2 * self.num_tokens,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+            torch.set_default_dtype(torch.bfloat16 if is_gpu else torch.float32)
+            with torch.device(self.device):
+                self.model = LlamaForCausalLM(config).eval()
+            torch.set_default_dtype(torch.float32)
+        self.model.generation_config.eos_token_id = None
+        self.vocab_size = self.model.config.vocab_size
+        self._chance = np.random.default_rng(1)
+        self._count = 0
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        tokens: list[int] = self._chance.integers(1, self.vocab_size, num_tokens).tolist()
+        return tokens
+
+    def seconds(self, work: Any) -> float:  # noqa: ANN401 - any call
+        if self.device == "cuda":
+            self.torch.cuda.synchronize()
+        began = time.perf_counter()
+        work()
+        if self.device == "cuda":
+            self.torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    def alone(self, prompts: Sequence[list[int]], num_new: int) -> float:
+        """Return the seconds that transformers alone takes for greedy answers."""
+        named: dict[str, Any] = {"max_new_tokens": num_new, "do_sample": False}
+        if len(prompts) > 1:
+            from transformers import GenerationConfig  # noqa: PLC0415
+
+            config = GenerationConfig(**named, eos_token_id=None, pad_token_id=0)
+            return self.seconds(lambda: self.model.generate_batch(list(prompts), config))
+        ids = self.torch.tensor(prompts, device=self.device)
+        mask = self.torch.ones_like(ids)
+        return self.seconds(
+            lambda: self.model.generate(ids, attention_mask=mask, pad_token_id=0, **named)
+        )
+
+    def per_token(self, prompts: Sequence[list[int]]) -> float:
+        """Return transformers' milliseconds of a step of all prompts, without their prefills."""
+        few = self.num_new // 4
+        long, short = (self.alone(prompts, number) for number in (self.num_new, few))
+        return (long - short) / (self.num_new - few) * 1e3
+
+
+class Serving:
+    """A node without HTTP."""
+
+    def __init__(self, bench: Bench, service: Service, engine: Any) -> None:  # noqa: ANN401
+        self.bench = bench
+        self.service = service
+        self.engine = engine
+        self._count = 0
+
+    async def generate(
+        self, prompt: list[int], num_new: int, times: list[float] | None = None
+    ) -> Generation:
+        """Answer a prompt; `times` gets the moment of each token."""
+        self._count += 1
+        told = None if times is None else lambda _: times.append(time.perf_counter())
+        job = GenerateRequest(f"r{self._count}", pack(prompt), num_new, on_tokens=told)
+        generation: Generation = await self.engine.generate(job)
+        return generation
+
+    async def step_ms(self, prompts: Sequence[list[int]], num_new: int) -> float:
+        """Return the milliseconds of a step in which every prompt gets a token."""
+        times: list[list[float]] = [[] for _ in prompts]
+        async with asyncio.TaskGroup() as group:
+            for prompt, told in zip(prompts, times, strict=True):
+                group.create_task(self.generate(prompt, num_new, told))
+        began, ended = max(one[0] for one in times), min(one[-1] for one in times)
+        steps = [sum(began < at <= ended for at in one) for one in times]
+        return (ended - began) / (sum(steps) / len(steps)) * 1e3
+
+
+@asynccontextmanager
+async def serving(bench: Bench) -> AsyncIterator[Serving]:
+    from tierkv.hf.engine import TransformersEngine  # noqa: PLC0415
+    from tierkv.hf.model import PagedModel  # noqa: PLC0415
+
+    model = PagedModel(bench.model, _BLOCK)
+    device = open_device(bench.device)
+    in_batch = bench.batch * (256 + bench.num_new) // _BLOCK
+    blocks = bench.num_tokens // _BLOCK
+    cache = CacheSettings(
+        block_size=_BLOCK,
+        device_blocks=max(blocks * 5 // 4, in_batch) + blocks // 2,
+        host_blocks=4 * blocks + in_batch,
+        host_write=WritePolicy.WRITE_THROUGH,
+        fetch_policy=FetchPolicy.WAIT_COMPLETE,
+    )
+    service = Service(device, model.fingerprint(""), cache, HandoffSettings(), None)
+    tokenizer = TokensOnly(model.vocab_size, frozenset())
+    engine = TransformersEngine(service, model, tokenizer, bench.settings)
+    async with service.running(), engine.running():
+        yield Serving(bench, service, engine)
+    device.close()
+
+
+async def first_token_rows(serving: Serving) -> list[Row]:
+    """Let two prompts take turns: each finds the other one's blocks on the device."""
+    bench, torch = serving.bench, serving.bench.torch
+    prompts = [bench.prompt(bench.num_tokens) for _ in range(2)]
+    num_bytes = serving.service.fingerprint.layout.block_bytes * (bench.num_tokens // _BLOCK)
+    kind = {"dtype": torch.uint8}
+    pinned = torch.ones(num_bytes, pin_memory=bench.device == "cuda", **kind)
+    target = torch.empty(num_bytes, device=bench.device, **kind)
+    computed, hit, copied = [], [], []
+    for prompt in prompts:
+        computed.append((await serving.generate(prompt, 1)).first_token_s * 1e3)
+        work = serving.service.tiers.work
+        while work.num_tasks:  # copies to the host
+            await work.next_change()
+    del target
+    target = torch.empty(num_bytes, device=bench.device, **kind)
+    for number in range(2 * _ROUNDS):
+        found = await serving.generate(prompts[number % 2], 1)
+        assert found.computed_tokens < bench.num_tokens // 2, found
+        hit.append(found.first_token_s * 1e3)
+        copied.append(bench.seconds(lambda: target.copy_(pinned, non_blocking=True)) * 1e3)
+    limit = row("one contiguous copy", copied, "ms")
+    whole = row("first token, computed", computed, "ms")
+    host = row("first token, prompt on the host", hit, "ms", against=limit, most=1.15)
+    less = row("the same", hit, "ms", against=whole, most=0.1)
+    return [limit, whole, host, less]
+
+
+async def load_rows(serving: Serving, prompts: Sequence[list[int]], alone: Row) -> list[Row]:
+    """Steps of the batch beside requests that load long prompts from the host."""
+    bench = serving.bench
+    long = [bench.prompt(bench.num_tokens) for _ in range(2)]
+    for prompt in long:
+        await serving.generate(prompt, 1)
+    beside = []
+    for _ in range(_ROUNDS):
+        loading = asyncio.Event()
+
+        async def load(stop: asyncio.Event = loading) -> None:
+            while not stop.is_set():
+                for prompt in long:
+                    await serving.generate(prompt, 1)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(load())
+            beside.append(await serving.step_ms(prompts, bench.num_new))
+            loading.set()
+    return [row("a step of the batch, beside loads", beside, "ms", against=alone, most=1.03)]
+
+
+async def rows_of(bench: Bench) -> list[Row]:
+    """Measure everything; transformers alone first, since serving changes its attention."""
+    prompts = [bench.prompt(256) for _ in range(bench.batch)]
+    bench.alone(prompts[:1], 4)
+    own_one = row("a token, generate", [bench.per_token(prompts[:1]) for _ in range(_ROUNDS)], "ms")
+    rows, own_batch = [own_one], None
+    if bench.device == "cuda":
+        bench.alone(prompts, 4)
+        name = f"a step of {bench.batch}, generate_batch"
+        own_batch = row(name, [bench.per_token(prompts) for _ in range(_ROUNDS)], "ms")
+        rows.append(own_batch)
+    async with serving(bench) as node:
+        await node.step_ms(prompts[:1], 8)
+        one = [await node.step_ms(prompts[:1], bench.num_new) for _ in range(_ROUNDS)]
+        rows.append(row("a token of one request", one, "ms", against=own_one, most=1 / 0.9))
+        every = [await node.step_ms(prompts, bench.num_new) for _ in range(_ROUNDS)]
+        limit, most = (rows[-1], bench.batch / 3) if own_batch is None else (own_batch, 1 / 0.9)
+        name = f"a step of {bench.batch} requests"
+        batch = row(name, every, "ms", against=limit, most=most)
+        rows.append(batch)
+        rows += await first_token_rows(node)
+        if bench.device == "cuda":
+            rows += await load_rows(node, prompts, batch)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--model", default="", metavar="PATH")
+    args = parser.parse_args()
+    bench = Bench(is_quick=args.quick, path=args.model)
+    show(asyncio.run(rows_of(bench)), as_json=args.json)
+
+
+if __name__ == "__main__":
+    main()

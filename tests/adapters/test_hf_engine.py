@@ -1,0 +1,155 @@
+"""A node that serves a transformers model gives the tokens that transformers gives alone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="needs the transformers extra")
+pytest.importorskip("transformers", reason="needs the transformers extra")
+
+from tests.adapters.hf_world import BLOCK, KINDS, HfNode, hf_node, prompt_of, truth, varied_prompt
+from tests.latch import turns, until
+from tests.redis_server import PATIENT, redis_server
+from tierkv.cache.eviction import WritePolicy
+from tierkv.clock import SystemClock
+from tierkv.pd.claims import ClaimPolicy
+from tierkv.pd.handoff import PublishWait
+from tierkv.storage.factory import open_store
+from tierkv.storage.memory import MemorySettings, MemoryStore
+
+LENGTH, NEW = 77, 12  # four blocks and a tail of 13
+
+
+async def settle(node: HfNode) -> None:
+    """Wait until nothing runs, and check the books."""
+    service = node.service
+    await until(lambda: service.stats().running_requests == 0, "no running request")
+    await until(lambda: service.tiers.work.num_tasks == 0, "an idle node")
+    assert service.verify() == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_node_gives_the_tokens_of_transformers_computed_and_from_every_tier(
+    kind: str,
+) -> None:
+    prompt = varied_prompt(kind, LENGTH, NEW)
+    expected = truth(kind, prompt, NEW)
+    store = MemoryStore(MemorySettings(), SystemClock())
+    options: dict[str, Any] = {"storage_write": WritePolicy.WRITE_THROUGH, "chunk_tokens": 32}
+    async with hf_node(kind, store, device_blocks=12, **options) as node:
+        first = await node.generate(prompt, NEW)
+        assert (first.tokens, first.computed_tokens) == (expected, LENGTH)
+        again = await node.generate(prompt, NEW)
+        assert (again.tokens, again.matched.device_tokens) == (expected, LENGTH - 1)
+        await node.generate(prompt_of(150, seed=2), 2)  # takes the device
+        await settle(node)
+        from_host = await node.generate(prompt, NEW)
+        assert from_host.tokens == expected
+        assert from_host.matched.host_tokens >= BLOCK
+        await settle(node)
+    async with hf_node(kind, store, device_blocks=12, **options) as node:
+        stored = await node.generate(prompt, NEW)
+        assert stored.tokens == expected
+        assert stored.matched.storage_tokens >= LENGTH // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_prefill_and_a_decode_node_over_redis_give_the_tokens_of_one(kind: str) -> None:
+    prompt = varied_prompt(kind, LENGTH, NEW)
+    async with pair(kind) as (prefill, decode):
+        prefilled = await prefill.engine.prefill(
+            prefill.job(prompt, 1), "ticket", waits_for=PublishWait.PUBLISHED
+        )
+        expected = truth(kind, prompt, NEW)
+        assert prefilled.generation.tokens == expected[:1]
+        job = decode.job(prompt, NEW)
+        found, ticket = await decode.engine.decode(
+            job, "ticket", policy=ClaimPolicy.WHOLE, deadline_s=60.0
+        )
+        assert ticket is not None
+        assert (found.tokens, found.computed_tokens) == (expected, 0)
+        further = [*prompt, *expected, 1, 2, 3]  # the second turn of the conversation
+        turn = await decode.generate(further, NEW)
+        assert turn.tokens == truth(kind, further, NEW)
+        assert turn.matched.device_tokens >= LENGTH
+
+
+@asynccontextmanager
+async def pair(kind: str) -> AsyncIterator[tuple[HfNode, HfNode]]:
+    """Run two nodes over one Redis."""
+    with redis_server() as server:
+        clock = SystemClock()
+        async with (
+            hf_node(kind, open_store(server.url, PATIENT, clock), chunk_tokens=32) as prefill,
+            hf_node(kind, open_store(server.url, PATIENT, clock)) as decode,
+        ):
+            yield prefill, decode
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("damage", ["a zeroed tail", "a block in the place of another"])
+async def test_a_decode_node_with_other_kv_than_was_computed_gives_other_tokens(
+    kind: str, damage: str
+) -> None:
+    prompt = varied_prompt(kind, LENGTH, NEW)
+    async with hf_node(kind) as node:
+        await node.generate(prompt, 1)
+        full = (await node.slots(prompt))[: LENGTH // BLOCK]
+        others = np.setdiff1d(np.arange(node.service.planes.num_blocks), full)
+        for plane in node.service.planes.arrays:
+            if damage == "a zeroed tail":
+                plane[others] = 0
+            else:
+                plane[full[2]] = plane[full[0]]
+        found = await node.generate(prompt, NEW)
+        assert found.computed_tokens < BLOCK
+        assert found.tokens != truth(kind, prompt, NEW)
+
+
+async def test_requests_that_need_more_blocks_than_there_are_are_preempted_and_go_on() -> None:
+    prompts = [prompt_of(40, seed=seed) for seed in range(3)]
+    async with hf_node("llama", device_blocks=12, reserve_tokens=16) as node:
+        jobs = [node.generate(prompt, 90) for prompt in prompts]
+        found = await asyncio.gather(*jobs)
+        assert [one.tokens for one in found] == [truth("llama", one, 90) for one in prompts]
+        assert node.engine.stats.preemptions > 0
+        await settle(node)
+
+
+@pytest.mark.parametrize("size", [1, 7, 32])
+async def test_requests_that_come_and_go_at_random_give_the_tokens_of_each_alone(
+    size: int,
+) -> None:
+    chance = random.Random(size)
+    shared = prompt_of(48)
+    prompts = [
+        [*shared[: chance.choice((0, 16, 40))], *prompt_of(chance.randint(1, 90), seed=number)]
+        for number in range(size)
+    ]
+    lengths = [chance.randint(1, 24) for _ in prompts]
+    async with hf_node("llama", device_blocks=40, chunk_tokens=32, reserve_tokens=8) as node:
+
+        async def one(number: int) -> tuple[int, ...] | None:
+            await turns(chance.randint(0, 60))
+            prompt, length = prompts[number], lengths[number]
+            task = asyncio.ensure_future(node.generate(prompt, length))
+            if chance.random() < 0.3:
+                await turns(chance.randint(0, 40))
+                task.cancel()
+            try:
+                return (await task).tokens
+            except asyncio.CancelledError:
+                return None
+
+        found = await asyncio.gather(*(one(number) for number in range(size)))
+        for number, tokens in enumerate(found):
+            if tokens is not None:
+                assert tokens == truth("llama", prompts[number], lengths[number])
+        await settle(node)

@@ -1,0 +1,439 @@
+"""The life of a request in an engine of ours, written once: generate, prefill, decode.
+
+SessionEngine: admit or claim, feed chunks, commit, publish, preempt, recover, end
+   | forward(run, chunk)
+   v
+the model: writes KV through the block table, and returns the next token
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+
+import numpy as np
+import numpy.typing as npt
+
+from tierkv import tracing
+from tierkv.cache.keys import TOKEN_BYTES, Prompt, count, pack, unpack
+from tierkv.engine import (
+    EngineStats,
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    Prefilled,
+)
+from tierkv.errors import (
+    BadRequestError,
+    DeviceFailedError,
+    HandoffError,
+    OutOfBlocksError,
+    TransferError,
+)
+from tierkv.gpu.protocol import Event
+from tierkv.pd.claims import ClaimPolicy
+from tierkv.pd.handoff import PublishWait
+from tierkv.pd.tickets import HandoffProblem, Ticket
+from tierkv.sched.request import RequestSpec
+from tierkv.service import Service
+from tierkv.service.session import Session
+from tierkv.tasks import outlast
+from tierkv.tokenizers import Tokenizer, answer_text
+
+Tokens1D = npt.NDArray[np.int32]
+
+_COMMIT_EVERY_TOKENS = 64  # generated ones; a commit costs far less than a step of the model
+
+
+class ModelRun:
+    """One request on its way through the model.
+
+    Attributes:
+        tokens: Generated tokens, those of a ticket included.
+        num_fed: Number of tokens with KV in the blocks.
+        room: Number of tokens for which the request has blocks.
+        is_loaded: True once every layer's cached tokens have been waited for.
+        call_s: Seconds of the last call of the model; None if the call waited for loads.
+
+    Args:
+        session: The session of the request.
+        job: The request.
+        started: Time of the call on the monotonic clock, in seconds.
+        end_tokens: Tokens that end the text.
+    """
+
+    def __init__(
+        self, session: Session, job: GenerateRequest, started: float, end_tokens: frozenset[int]
+    ) -> None:
+        self.session = session
+        self.job = job
+        self.prompt = unpack(job.tokens)
+        self.tokens: list[int] = []
+        self.num_fed = 0
+        self.room = 0
+        self.is_loaded = False
+        self.call_s: float | None = None
+        self.started = self.admitted = started
+        self.first_token: float | None = None
+        self.cached_tokens = 0
+        self._end_tokens = end_tokens
+        self._given: tuple[int, ...] = ()
+
+    def begin(self) -> None:
+        """Start from the cached tokens of the request, which has new blocks."""
+        self._place()
+        self.tokens = list(self._given)
+        self.admitted = time.monotonic()
+        self.matched = self.session.request.matched
+        self.cached_tokens = min(self.num_fed, len(self.prompt))
+
+    def go_on_from(self, first_tokens: Sequence[int]) -> None:
+        """Continue after `first_tokens`, which another node has generated."""
+        self._given = tuple(first_tokens)
+        self.tokens = list(first_tokens)
+        self.tell()
+
+    def resume(self) -> None:
+        """Continue after a preemption, from the cached tokens of the request."""
+        self._given = tuple(self.tokens)
+        self._place()
+
+    def _place(self) -> None:
+        request = self.session.request
+        self.num_fed = request.cached_tokens
+        self.room = len(request.block_table) * request.spec.prompt.block_size
+        self.is_loaded = False
+
+    @property
+    def num_known(self) -> int:
+        """The number of tokens of the prompt and the answer so far."""
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def fed(self) -> bytes:
+        """All tokens with KV in the blocks, packed: all but the last generated one."""
+        return (self.job.tokens + pack(self.tokens))[: self.num_fed * TOKEN_BYTES]
+
+    def next_chunk(self, size: int) -> Tokens1D:
+        """Return up to `size` tokens that are known and not fed; empty if there are none."""
+        behind = self.num_fed - len(self.prompt)
+        if behind < 0:
+            return self.prompt[self.num_fed : self.num_fed + size]
+        return np.array(self.tokens[behind : behind + size], np.int32)
+
+    def is_last(self, chunk: Tokens1D) -> bool:
+        """Return whether no known token follows `chunk`, the next tokens to feed."""
+        return self.num_fed + len(chunk) == self.num_known
+
+    def add(self, token: int) -> None:
+        """Append a generated token, and report it."""
+        self.tokens.append(token)
+        if self.first_token is None:
+            self.first_token = time.monotonic()
+            self.session.has_first_token()
+        self.tell()
+
+    def tell(self) -> None:
+        """Report all tokens so far to the listener of the job."""
+        if self.job.on_tokens is not None:
+            self.job.on_tokens(self.tokens)
+
+    @property
+    def has_stopped(self) -> bool:
+        """True if the model has ended the text."""
+        return bool(self.tokens) and self.tokens[-1] in self._end_tokens
+
+    @property
+    def is_done(self) -> bool:
+        return self.has_stopped or len(self.tokens) >= self.job.max_tokens
+
+    def result(self, tokenizer: Tokenizer) -> Generation:
+        """Return the outcome so far."""
+        now = time.monotonic()
+        first = now if self.first_token is None else self.first_token
+        finish: FinishReason = "stop" if self.has_stopped else "length"
+        return Generation(
+            tokens=tuple(self.tokens),
+            text=answer_text(tokenizer, self.job.tokens, self.tokens),
+            prompt_tokens=len(self.prompt),
+            computed_tokens=len(self.prompt) - self.cached_tokens,
+            matched=self.matched,
+            load_problem=self.session.load_problem,
+            queue_s=self.admitted - self.started,
+            first_token_s=first - self.started,
+            total_s=now - self.started,
+            finish_reason=finish,
+        )
+
+
+class SessionEngine(ABC):
+    """Generates, prefills and decodes over `service`; a subclass has the model.
+
+    Use it inside `running()`, within that of the service. Every method may be cancelled: it then
+    ends when the model has left the request's blocks, and these have been given back.
+
+    Args:
+        service: The service of the node.
+        tokenizer: The tokenizer of the model.
+        chunk_tokens: Most prompt tokens per call of the model.
+        load_timeout_s: Seconds to wait for cached tokens that are being loaded.
+        reserve_tokens: Number of generated tokens for which a request reserves blocks at once; a
+            request that finds no further block is preempted. None reserves blocks for all.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        tokenizer: Tokenizer,
+        *,
+        chunk_tokens: int,
+        load_timeout_s: float,
+        reserve_tokens: int | None = None,
+    ) -> None:
+        self._service = service
+        self._tokenizer = tokenizer
+        self._chunk_tokens = chunk_tokens
+        self._load_timeout_s = load_timeout_s
+        self._reserve_tokens = reserve_tokens
+        self.stats = EngineStats()
+
+    # The model's
+
+    @property
+    @abstractmethod
+    def max_positions(self) -> int:
+        """The number of tokens of the longest prompt and answer together."""
+
+    @abstractmethod
+    def check(self, job: GenerateRequest) -> None:
+        """Raise BadRequestError if the model cannot serve `job`, whose tokens are the model's."""
+
+    @abstractmethod
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """Return the lifetime of the engine's threads and tasks."""
+
+    @abstractmethod
+    async def forward(self, run: ModelRun, chunk: Tokens1D) -> int | None:
+        """Write the KV of `chunk`, the next tokens of `run`, behind `run.num_fed` tokens.
+
+        A cancel is raised after the model has left the blocks. `run.is_loaded` and `run.call_s`
+        are set. Cached tokens are waited for, layer by layer or all at once.
+
+        Returns:
+            The token that follows; None where `chunk` is not the last one.
+
+        Raises:
+            TransferError: Cached tokens did not load.
+        """
+
+    # See NodeEngine
+
+    async def generate(self, job: GenerateRequest) -> Generation:
+        """See NodeEngine.generate."""
+        run = self._run(job, job.max_tokens, job.max_tokens - 1)
+        try:
+            await run.session.admit()
+            run.begin()
+            await self._or_recovered(run, lambda: self._continue(run))
+            return run.result(self._tokenizer)
+        finally:
+            self._end(run)
+
+    async def prefill(
+        self,
+        job: GenerateRequest,
+        ticket_id: str,
+        *,
+        waits_for: PublishWait = PublishWait.PUBLISHED,
+    ) -> Prefilled:
+        """See NodeEngine.prefill."""
+        run = self._run(job, 1, 0)
+        session, sampling = run.session, job.sampling.readable()
+
+        async def compute() -> None:
+            if job.uses_cache:
+                await session.stream(ticket_id)
+            await self._first_token(run)
+
+        try:
+            await session.check_ticket(ticket_id)
+            await session.admit()
+            run.begin()
+            await self._or_recovered(run, compute)
+            publishing = session.publish(
+                ticket_id, run.tokens, after=self._computed(), sampling=sampling
+            )
+        except BaseException as error:
+            self._end(run, _reason(error))
+            # A stream has a last word to say, and the request is its until then.
+            await outlast({session.over}, on_cancel=lambda: None)
+            raise
+        self._end(run)  # as soon as it is published
+        if waits_for is PublishWait.NOTHING:
+            return Prefilled(run.result(self._tokenizer), None)
+        return Prefilled(run.result(self._tokenizer), await publishing.published())
+
+    async def decode(
+        self,
+        job: GenerateRequest,
+        ticket_id: str,
+        *,
+        policy: ClaimPolicy = ClaimPolicy.WHOLE,
+        deadline_s: float | None = None,
+    ) -> tuple[Generation, Ticket | None]:
+        """See NodeEngine.decode."""
+        run = self._run(job, job.max_tokens, job.max_tokens - 1, needs_logits=False)
+        session = run.session
+        try:
+            await session.claim(ticket_id, policy, deadline_s, job.sampling.readable())
+            run.begin()
+            if session.ticket is not None:
+                run.go_on_from(self._first_tokens(session.ticket)[: job.max_tokens])
+            await self._or_recovered(run, lambda: self._continue(run))
+            return run.result(self._tokenizer), session.ticket
+        finally:
+            self._end(run)
+
+    # Steps of a run
+
+    def _run(
+        self, job: GenerateRequest, num_new: int, room: int, *, needs_logits: bool = True
+    ) -> ModelRun:
+        self._check(job, num_new)
+        if self._reserve_tokens is not None and job.uses_cache:
+            room = min(room, self._reserve_tokens)
+        spec = RequestSpec(
+            job.request_id,
+            Prompt(job.tokens, self._service.settings.block_size, space=job.space),
+            room,
+            needs_logits=needs_logits,
+            uses_cache=job.uses_cache,
+        )
+        session = Session(self._service, spec)
+        return ModelRun(session, job, time.monotonic(), self._tokenizer.stop_tokens)
+
+    def _check(self, job: GenerateRequest, num_new: int) -> None:
+        size = self._tokenizer.vocab_size
+        if job.tokens and int(unpack(job.tokens).max()) >= size:
+            raise BadRequestError(f"a token of this model must be in 0..{size - 1}")
+        end = count(job.tokens) + num_new
+        if end > self.max_positions:
+            raise BadRequestError(
+                f"prompt and output have {end} tokens, but the model allows {self.max_positions}: "
+                "shorten the prompt, or lower max_tokens"
+            )
+        self.check(job)
+
+    async def _or_recovered(self, run: ModelRun, compute: Callable[[], Awaitable[None]]) -> None:
+        """Run `compute`; each time that cached tokens do not load, run it again without them."""
+        while True:
+            try:
+                await compute()
+                return
+            except DeviceFailedError:
+                raise
+            except TransferError as error:
+                if not run.job.uses_cache:
+                    raise
+                run.session.check_may_compute(error)
+                problem = str(error)
+            self.stats.failed_loads += 1
+            await run.session.recover(
+                problem, timeout_s=self._load_timeout_s, after=self._computed()
+            )
+            run.begin()
+
+    async def _first_token(self, run: ModelRun) -> None:
+        with tracing.span("compute"):
+            token = await self._feed(run)
+        assert token is not None, "an admission leaves one token to compute"
+        self._add(run, token)
+        await self._commit(run)
+
+    async def _continue(self, run: ModelRun) -> None:
+        """Generate until the end of the text, and commit all that was fed."""
+        if not run.tokens:
+            await self._first_token(run)
+        while not run.is_done:
+            if run.num_known > run.room:
+                await self._grow(run)
+            token = await self._feed(run)
+            assert token is not None, "the last token is not fed yet"
+            self._add(run, token)
+            if len(run.tokens) % _COMMIT_EVERY_TOKENS == 0:
+                await self._commit(run)
+        await self._commit(run)
+
+    async def _grow(self, run: ModelRun) -> None:
+        """Get blocks for further tokens; preempt the run where others need all blocks."""
+        request = run.session.request
+        left = run.job.max_tokens - len(run.tokens)
+        more = min(left, self._reserve_tokens or left)
+        total = run.num_known + more - 1  # the last token is never fed
+        try:
+            await run.session.extend(total - request.whole_prompt.num_tokens)
+            run.room = len(request.block_table) * request.spec.prompt.block_size
+        except OutOfBlocksError:
+            self.stats.preemptions += 1
+            await self._commit(run)
+            await run.session.preempt(after=self._computed())
+            fed = run.session.request.whole_prompt.num_tokens
+            resumed = await run.session.resume(max_new_tokens=max(total - fed, 0))
+            assert resumed.cached_tokens <= run.num_known, "only what was fed is cached"
+            run.resume()
+
+    async def _feed(self, run: ModelRun) -> int | None:
+        """Write the KV of all known tokens that have none; return the token after the last one."""
+        token = None
+        while len(chunk := run.next_chunk(self._chunk_tokens)):
+            token = await self.forward(run, chunk)
+            run.num_fed += len(chunk)
+            self.stats.computed_tokens += len(chunk)
+            if run.session.is_streaming:
+                await self._commit(run)
+        return token
+
+    async def _commit(self, run: ModelRun) -> None:
+        if run.job.uses_cache:
+            await run.session.commit(run.fed, after=self._computed())
+
+    def _add(self, run: ModelRun, token: int) -> None:
+        run.add(token)
+        self.stats.generated_tokens += 1
+
+    def _end(self, run: ModelRun, reason: str = "the request has ended") -> None:
+        run.session.end(after=self._computed(), reason=reason)
+
+    def _computed(self) -> tuple[Event, ...]:
+        """Return the event at the end of the kernels submitted so far.
+
+        There is none on a lost device, where no kernel runs any more, so that requests can still
+        end.
+        """
+        try:
+            return (self._service.device.compute_stream.record(),)
+        except DeviceFailedError:
+            return ()
+
+    def _first_tokens(self, ticket: Ticket) -> Sequence[int]:
+        """Return the first tokens of `ticket`.
+
+        Raises:
+            HandoffError: The ticket has no first token, or one that this model does not have.
+        """
+        if not ticket.first_tokens:
+            raise HandoffError(HandoffProblem.INCOMPLETE.value, "the ticket has no first token")
+        if max(ticket.first_tokens) >= self._tokenizer.vocab_size:
+            text = "the ticket's first tokens are not tokens of this model"
+            raise HandoffError(HandoffProblem.DAMAGED.value, text)
+        return ticket.first_tokens
+
+
+def _reason(error: BaseException) -> str:
+    """Return why a prompt was not computed, in words for another node."""
+    if isinstance(error, asyncio.CancelledError):
+        return "the prefill was cancelled"
+    return str(error) or type(error).__name__

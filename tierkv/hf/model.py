@@ -1,0 +1,225 @@
+"""A causal language model of transformers: files, identity, and forward passes over planes."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tierkv.adapters.transformers import (
+    FORMAT,
+    check_model,
+    content_of,
+    layout_of,
+    speeds,
+    states_of_one_token,
+)
+from tierkv.cache.keys import Fingerprint
+from tierkv.cache.layout import Layout
+from tierkv.errors import ConfigError, LayoutError, TierKVError
+from tierkv.gpu.room import require_room
+from tierkv.hf.paged import ATTENTION, PagedStep, Pages, TokenRun
+
+log = logging.getLogger(__name__)
+
+_SETTING = "node.model (--model)"
+_WEIGHTS = ("*.safetensors", "*.bin")
+_PROBE_TOKENS, _PROBE_CUT = 24, 17
+_ROUNDING, _LEAST_ROUNDING = 32, 1e-3  # of a dtype's last digit; relative, of logits
+
+
+def load_model(path: Path, dtype: str, device: torch.device) -> PreTrainedModel:
+    """Return a model in evaluation mode.
+
+    Args:
+        path: A directory or a GGUF file.
+        dtype: The type of the weights; "auto" is that of the files, float32 for GGUF.
+        device: The device of the weights.
+
+    Raises:
+        ConfigError: There is no such model, its files cannot be read, or the machine has no room
+            for its weights.
+    """
+    source = path
+    named: dict[str, Any] = {"local_files_only": True}
+    if path.is_file() and path.suffix == ".gguf":
+        path, named["gguf_file"] = path.parent, path.name
+        weights = [source]
+    elif (path / "config.json").is_file():
+        weights = [one for kind in _WEIGHTS for one in path.glob(kind)]
+    else:
+        raise ConfigError(
+            f"there is no model at {str(source)!r}: {_SETTING} names a directory with a "
+            "config.json, or a .gguf file"
+        )
+    if device.type == "cpu":
+        require_room(sum(one.stat().st_size for one in weights), "the model's weights", _SETTING)
+    if dtype == "auto" and "gguf_file" in named:
+        dtype = "float32"
+    try:
+        config = AutoConfig.from_pretrained(path, **named)
+        if config.is_encoder_decoder:
+            raise LayoutError(
+                "a decoder that attends to an encoder has more than tokens in its cache"
+            )
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **named)
+        found: PreTrainedModel = model.to(device).eval()
+    except ImportError as error:
+        raise ConfigError(
+            f"the model at {str(source)!r} needs a library ({error}): GGUF files need `pip "
+            "install gguf accelerate`"
+        ) from error
+    except (torch.cuda.OutOfMemoryError, MemoryError) as error:
+        raise ConfigError(
+            f"the model at {str(source)!r} does not fit into the memory of {device}: use a "
+            "smaller model, or a smaller transformers.dtype"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise ConfigError(f"the model at {str(source)!r} cannot be loaded: {error}") from error
+    return found
+
+
+class PagedModel:
+    """A model that has its keys and values in planes alone.
+
+    Args:
+        model: The model, in evaluation mode; it is used for nothing else from now on.
+        block_size: Tokens per block.
+        max_context: Most tokens of a request; 0 is the model's own limit.
+
+    Raises:
+        LayoutError: The model's cache is not keys and values of every token, or its attention
+            cannot be served.
+        ConfigError: The model cannot be used.
+    """
+
+    def __init__(self, model: PreTrainedModel, block_size: int, max_context: int = 0) -> None:
+        if not model.is_backend_compatible():
+            raise LayoutError(
+                f"{type(model).__name__} computes attention itself: this engine serves models "
+                "that use transformers' AttentionInterface"
+            )
+        check_model(model)
+        like = states_of_one_token(model)
+        self.layout: Layout = layout_of(like, block_size)
+        self.device = model.device
+        self.speeds = list(speeds(model))
+        self.config = model.config.get_text_config(decoder=True)
+        own = getattr(self.config, "max_position_embeddings", None) or 1 << 20
+        if max_context > own:
+            raise ConfigError(
+                f"transformers.max_context is {max_context}, and the model takes {own}: lower it"
+            )
+        self.max_positions = max_context or own
+        self.end_tokens = _end_tokens(model)
+        self._model = model
+        self._shapes = [(one.shape[1], one.shape[3]) for one in like]
+        self._dtype = like[0].dtype
+        parameters = inspect.signature(model.forward).parameters
+        self._cache = "cache" if "cache" in parameters else "past_key_values"
+        self._keeps_logits = "logits_to_keep" in parameters
+        self.content = content_of(model)
+        self._returns_all = True
+        self._probe()
+
+    @cached_property
+    def vocab_size(self) -> int:
+        size: int = self._model.get_output_embeddings().weight.shape[0]
+        return size
+
+    def fingerprint(self, tenant: str) -> Fingerprint:
+        """Return the identity of the model's KV, which `TierKVCache` of the same model shares."""
+        return Fingerprint(
+            f"{type(self._model).__name__} of {FORMAT}",
+            self.layout,
+            revision=self.content,
+            weight_dtype=str(self._model.dtype).removeprefix("torch."),
+            tenant=tenant,
+        )
+
+    def pages(self, planes: Sequence[torch.Tensor]) -> Pages:
+        """Return pages over uint8 planes [num_blocks, block_bytes]."""
+        pages = Pages(planes, self.layout, self._shapes, self._dtype)
+        pages.returns_all = self._returns_all
+        return pages
+
+    def forward(
+        self, pages: Pages, pieces: Sequence[TokenRun], before_layer: Callable[[int], None]
+    ) -> torch.Tensor:
+        """Write the KV of the pieces' tokens, and return the logits that pieces want.
+
+        Args:
+            pages: The pages, of which the pieces use disjoint blocks.
+            pieces: The pieces.
+            before_layer: Called with the number of each layer before its planes are used; an error
+                passes through, and the layers before are written then.
+
+        Returns:
+            [number of pieces that want logits, vocab_size].
+        """
+        with torch.inference_mode():
+            step = PagedStep(pieces, self.layout.block_size, self.device, before_layer)
+            pages.step = step
+            named: dict[str, Any] = {self._cache: pages.cache, "pages": pages}
+            if self._keeps_logits:
+                named["logits_to_keep"] = step.wanted
+            try:
+                found = self._model(
+                    input_ids=step.ids, position_ids=step.positions, use_cache=True, **named
+                )
+            finally:
+                pages.step = None
+            logits: torch.Tensor = found.logits[0]
+            return logits if self._keeps_logits else logits[step.wanted]
+
+    def _probe(self) -> None:
+        """Compare logits over planes with those of the model's own attention, and switch to these.
+
+        Raises:
+            LayoutError: The logits differ.
+        """
+        size = min(self.vocab_size, 1 << 16)
+        tokens = np.random.default_rng(0).integers(0, size, _PROBE_TOKENS).astype(np.int32)
+        with torch.inference_mode():
+            ids = torch.from_numpy(tokens.astype(np.int64)).to(self.device)[None]
+            expected = self._model(input_ids=ids, use_cache=False).logits[0, -1]
+        self._model.set_attn_implementation(ATTENTION)
+        num_blocks = -(-_PROBE_TOKENS // self.layout.block_size)
+        planes = [
+            torch.zeros(num_blocks, plane.block_bytes, dtype=torch.uint8, device=self.device)
+            for plane in self.layout.planes
+        ]
+        table = np.arange(num_blocks)[::-1]
+        pages = self.pages(planes)
+        first = TokenRun(tokens[:_PROBE_CUT], 0, table, wants_logits=False)
+        rest = TokenRun(tokens[_PROBE_CUT:], _PROBE_CUT, table)
+        try:
+            self.forward(pages, [first], lambda _: None)
+            logits = self.forward(pages, [rest], lambda _: None)
+        except TierKVError:
+            raise
+        except Exception as error:
+            raise LayoutError(f"the model's attention cannot be served: {error}") from error
+        most = max(_ROUNDING * torch.finfo(logits.dtype).eps, _LEAST_ROUNDING)
+        if not bool((logits[0] - expected).norm() <= most * expected.norm()):
+            raise LayoutError(
+                "the model's attention over blocks gives other logits than its own: it cannot be "
+                "served"
+            )
+        self._returns_all = not pages.reads_planes
+
+
+def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
+    """Return the tokens that end a text, as `generate` reads them."""
+    for config in (model.generation_config, model.config):
+        found = getattr(config, "eos_token_id", None)
+        if found is not None:
+            return frozenset([found] if isinstance(found, int) else found)
+    return frozenset()

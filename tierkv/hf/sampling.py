@@ -1,0 +1,110 @@
+"""The choice of the next token among logits, with transformers' own processors.
+
+A choice depends only on logits, sampling, tokens and position: the random number is word `position`
+of the Philox stream keyed by the seed (Salmon et al. 2011). Another node that knows the tokens goes
+on exactly where the first one stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from tierkv.engine import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChoice:
+    """One choice to make.
+
+    Attributes:
+        sampling: The sampling of the request.
+        prompt: int32 [n], the prompt.
+        answer: The tokens generated so far.
+    """
+
+    sampling: Sampling
+    prompt: npt.NDArray[np.int32]
+    answer: Sequence[int]
+
+    @property
+    def position(self) -> int:
+        """The position of the chosen token."""
+        return len(self.prompt) + len(self.answer)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the largest logit decides."""
+        return self.sampling.is_greedy and not self.has_penalty
+
+    @property
+    def has_penalty(self) -> bool:
+        names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        return bool(self.sampling.unusual(names))
+
+
+def choose(logits: torch.Tensor, choices: Sequence[TokenChoice]) -> list[int]:
+    """Return the next token of each choice.
+
+    Args:
+        logits: [number of choices, vocab_size].
+        choices: The choices; of equal logits the lowest token wins.
+    """
+    found: list[int] = logits.argmax(dim=-1).tolist()
+    for number, choice in enumerate(choices):
+        if not choice.is_plain:
+            found[number] = _choose_one(logits[number], choice)
+    return found
+
+
+def _choose_one(logits: torch.Tensor, choice: TokenChoice) -> int:
+    scores = logits.float()[None]
+    if choice.has_penalty:
+        scores = _penalized(scores, choice)
+    sampling = choice.sampling
+    if sampling.is_greedy:
+        return int(scores.argmax())
+    ids = torch.zeros((1, 0), dtype=torch.long, device=scores.device)  # warpers do not read them
+    weights = _warpers(sampling)(ids, scores)[0].double().softmax(dim=-1)
+    sums = weights.cumsum(dim=-1)
+    word = int(np.random.Philox(key=sampling.seed, counter=choice.position).random_raw())
+    point = (word >> 11) * 2.0**-53 * sums[-1]
+    chosen = int(torch.searchsorted(sums, point, right=True))
+    last = int(weights.nonzero()[-1])  # the point may have been rounded up to the whole sum
+    return min(chosen, last)
+
+
+def _warpers(sampling: Sampling) -> LogitsProcessorList:
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature))])
+    if sampling.top_k:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(float(sampling.top_p)))
+    if sampling.min_p > 0:
+        warpers.append(MinPLogitsWarper(float(sampling.min_p)))
+    return warpers
+
+
+def _penalized(scores: torch.Tensor, choice: TokenChoice) -> torch.Tensor:
+    sampling = choice.sampling
+    answer = torch.tensor(list(choice.answer), dtype=torch.long, device=scores.device)
+    if sampling.repetition_penalty != 1:
+        prompt = torch.from_numpy(choice.prompt.astype(np.int64)).to(scores.device)
+        ids = torch.cat([prompt, answer])[None]
+        scores = RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty))(ids, scores)
+    counts = torch.bincount(answer, minlength=scores.shape[-1])
+    scores = scores - sampling.presence_penalty * (counts > 0)
+    penalized: torch.Tensor = scores - sampling.frequency_penalty * counts
+    return penalized
