@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from itertools import pairwise
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from tests.simulated import simulated
 from tierkv import tasks
 from tierkv.errors import ShuttingDownError, StoreUnavailableError, TierKVError
 from tierkv.tasks import abandonable, background, failures_told_to, supervised, task_group
@@ -168,3 +170,28 @@ async def test_a_supervised_task_that_fails_as_it_is_cancelled_ends() -> None:
 
     async with asyncio.timeout(10), supervised({"hints": hints}):
         await begun.wait()
+
+
+@pytest.mark.parametrize(
+    ("runs_s", "pauses_s"),
+    [(0.0, [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]), (31.0, [0.5] * 8)],
+    ids=["fails at once", "fails after a long time"],
+)
+@simulated
+async def test_a_supervised_task_is_started_again_after_longer_and_longer_pauses(
+    runs_s: float, pauses_s: list[float]
+) -> None:
+    starts: list[float] = []
+    is_enough = asyncio.Event()
+
+    async def hints() -> None:
+        starts.append(asyncio.get_running_loop().time())
+        if len(starts) > len(pauses_s):
+            is_enough.set()
+        await asyncio.sleep(runs_s)
+        raise RuntimeError("it fails")
+
+    async with supervised({"pauses": hints}):
+        await is_enough.wait()
+    found = [after - before - runs_s for before, after in pairwise(starts)]
+    assert found == pytest.approx(pauses_s)

@@ -336,6 +336,21 @@ async def test_a_claim_cancelled_at_any_await_leaves_nothing_behind(late: bool) 
         assert not decode.service.index.num_held_leases
 
 
+async def test_of_blocks_that_a_prompt_does_not_have_none_is_fetched() -> None:
+    asked: list[int] = []
+
+    async def bring(prompt: Prompt) -> bool:
+        asked.append(prompt.num_blocks)
+        return True
+
+    ahead = Ahead(Prompt(pack(tokens(40)), BLOCK), bring)
+    async with background({"ahead": ahead.run()}):
+        for _ in range(3):
+            ahead.ready(99)
+            await turns(3)
+    assert asked == [10]
+
+
 async def test_what_is_told_of_a_prompt_during_a_fetch_is_fetched_after_it() -> None:
     asked: list[int] = []
     went_on, may_end = asyncio.Event(), asyncio.Event()

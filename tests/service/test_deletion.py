@@ -194,6 +194,7 @@ async def test_a_deletion_that_the_store_does_not_carry_out_says_so_and_bars_the
         assert await num_values(here.the_store) > 0
         again = await here.run(PROMPT)
         assert again == NOTHING
+        assert "has failed: repeat it" in await failed_publish(here)
         await here.service.free(clears_storage=True)
         assert await num_values(here.the_store) == 0
         await here.run(PROMPT)
