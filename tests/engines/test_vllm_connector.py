@@ -951,7 +951,7 @@ def test_the_old_names_of_settings_are_read() -> None:
 def test_settings_that_are_not_there_are_named() -> None:
     cases: list[tuple[dict[str, object], str]] = [
         ({"host_byte": 1}, r"no setting host_byte \(did you mean host_bytes\?"),
-        ({"colour": 1}, "no setting colour; known here: .*host_bytes"),
+        ({"colour": 1}, "no setting colour; this table has .*host_bytes"),
         ({"host_bytes": "much"}, "Expected `int`, got `str`"),
         (
             {"node": "/run/tierkv/engines", "host_bytes": 1 << 30},
