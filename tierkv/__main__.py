@@ -4,7 +4,7 @@ import sys
 
 
 def run() -> None:
-    """Ctrl-C while the command is still imported ends it in a sentence, too."""
+    """Run the command line; Ctrl-C during the imports also ends it with one sentence."""
     try:
         from tierkv.cli import main  # noqa: PLC0415 - this is what takes its time
     except KeyboardInterrupt:

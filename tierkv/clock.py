@@ -8,10 +8,10 @@ from typing import Protocol
 
 class Clock(Protocol):
     def monotonic(self) -> float:
-        """Seconds that never go back; for deadlines and durations inside one process."""
+        """Return seconds that never decrease, for deadlines and durations inside one process."""
 
     def wall(self) -> float:
-        """Unix seconds; for expiry times that another machine will read."""
+        """Return Unix seconds, for expiry times that another machine reads."""
 
 
 class SystemClock:

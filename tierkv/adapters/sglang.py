@@ -430,7 +430,7 @@ class _HostPages:
 
 
 def _memory(address: int, count: int, stride: int, size: int) -> Pages:
-    """`count` ranges of memory, `stride` bytes apart, which stay somebody else's."""
+    """Return `count` ranges of memory, `stride` bytes apart, which SGLang keeps."""
     memory = (ctypes.c_uint8 * ((count - 1) * stride + size)).from_address(address)
     return np.ndarray((count, size), np.uint8, memoryview(memory), strides=(stride, 1))
 
@@ -457,7 +457,7 @@ def _all_of(futures: Sequence[Future[list[bool]]], num_pages: int) -> list[bool]
 
 
 def _ends(there: Sequence[bool], transfer: PoolTransfer) -> set[int]:
-    """The lengths at which a prefix can end as far as one pool is concerned, in pages."""
+    """Return the lengths, in pages, at which one pool lets a prefix end."""
     is_window = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
     window = max(1, len(transfer.keys or ())) if is_window else len(there)
     ends, run = set(), 0

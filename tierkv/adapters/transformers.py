@@ -122,13 +122,22 @@ class PagedCache:
         )
 
     def fingerprint(self, model: str, *, revision: str = "", tenant: str = "") -> Fingerprint:
-        """model, revision: which weights; bytes are shared by those who name the same ones."""
+        """Return the fingerprint of this cache's blocks.
+
+        Args:
+            model: name of the model.
+            revision: name of its weights; caches with the same names share blocks.
+            tenant: name of the owner of the blocks.
+        """
         return Fingerprint(
             model, self.layout, revision=revision, weight_dtype=_name(self.dtype), tenant=tenant
         )
 
     def load(self, planes: Planes, block_table: Ids, num_tokens: int) -> DynamicCache:
-        """A cache of batch size 1 with the first `num_tokens` tokens of the blocks; a copy."""
+        """Return a cache of batch size 1 with the first `num_tokens` tokens of the blocks.
+
+        A copy.
+        """
         cache = DynamicCache(config=self._config)
         if not num_tokens:
             return cache
@@ -158,7 +167,7 @@ class PagedCache:
     def _bytes(
         self, cache: DynamicCache, plane: int, start: int, stop: int
     ) -> npt.NDArray[np.uint8]:
-        """uint8 [stop - start, token_bytes] of one plane."""
+        """Return one plane's bytes of tokens [start, stop), uint8 [stop - start, token_bytes]."""
         layer, which = divmod(plane, len(self._shapes))
         shape = self._shapes[which]
         states = _states(cache, layer)[which]
@@ -185,7 +194,7 @@ class PagedCache:
         return block_table[blocks], places
 
     def _by_token(self, planes: Planes, plane: int) -> npt.NDArray[np.uint8]:
-        """A view of the plane, uint8 [num_blocks, block_size, token_bytes]."""
+        """Return a view of the plane, uint8 [num_blocks, block_size, token_bytes]."""
         array = planes[plane]
         return array.reshape(array.shape[0], self.layout.block_size, -1)
 
@@ -308,7 +317,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._wait = wait
 
     def place(self, room: _DeviceRoom, planes: Sequence[int], length: int) -> None:
-        """planes: of keys and of values in `room`, of which `length` tokens are there."""
+        """Use two planes of `room` as keys and values.
+
+        Args:
+            room: the memory of the planes.
+            planes: numbers of the planes of keys and of values.
+            length: number of tokens that the planes have.
+        """
         self._room = room
         self._keys, self._values = planes
         self._set_length(length)
@@ -319,7 +334,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.keys, self.values = states[self._keys], states[self._values]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: its memory is there before."""
+        """Do nothing: the memory exists before the first token."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -474,7 +489,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
         settings: StoreSettings | None = None,
         device: Device | None = None,
     ) -> Self:
-        """An open cache for `model`. Close it, or use it in a `with`.
+        """Return an open cache for `model`. Close it, or use it in a `with`.
 
         store: URL of docs/storage.md; None for host memory alone. host_bytes: of host memory, which
             is pinned for a GPU. ttl_s: how long a value lives in the store.
@@ -762,7 +777,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._is_whole = True
 
     def _start_anew(self) -> None:
-        """Whatever was under way: nothing is, and the room holds no text."""
+        """End all movements, and make the room empty."""
         self._moves.start_anew(self._room)
         self._load = self._begun = None
         self._fed.clear()
@@ -968,16 +983,16 @@ class _Moves:
         return self._ask(self._kept, tokens, num_kept)
 
     def hurry(self) -> None:
-        """The next text comes: what `keep` has no host slot for soon is not kept."""
+        """Begin the next text: content for which `keep` soon has no host slot is not kept."""
         self._hurries = True
 
     def note_prefills(self, computed: Sequence[tuple[int, float]]) -> None:
-        """Tokens, and the seconds that computing them took."""
+        """Note computed tokens and the seconds that they took."""
         for num_tokens, seconds in computed:
             self._ask(self.engine.note_prefill, num_tokens, seconds)
 
     def start_anew(self, room: _DeviceRoom) -> None:
-        """When this returns nothing is under way, and loads go to `room`."""
+        """Wait for the end of all movements, and use `room` for later loads."""
         self._ask(self._end_all, room).result()
 
     def _ask(self, call: Callable[P, T], *args: P.args, **named: P.kwargs) -> _Asked[T]:
@@ -1123,7 +1138,7 @@ class _Asked(Generic[T]):
         self._bell: SimpleQueue[None] = SimpleQueue()
 
     def run(self) -> None:
-        """Called once, on the thread."""
+        """Do the work. The thread calls this once."""
         try:
             self._result = self._work()
         except BaseException as error:  # noqa: BLE001 - raised where the task is awaited
@@ -1132,7 +1147,7 @@ class _Asked(Generic[T]):
         self._bell.put(None)
 
     def result(self) -> T:
-        """Waits for it. Raises what the work did."""
+        """Wait for the work; return its result or raise its error."""
         if not self._is_done:
             self._bell.get()
         if self._error is not None:
@@ -1157,7 +1172,7 @@ class _Timer:
             self._under_way = None
 
     def read(self) -> list[tuple[int, float]]:
-        """Tokens and seconds, each once; waits for the device."""
+        """Wait for the device; return numbers of tokens and their seconds, each once."""
         done, self._done = self._done, []
         if not self._is_cuda:
             return [(count, end - start) for count, start, end in done]
@@ -1310,7 +1325,7 @@ def _device_of(device: torch.device) -> Device:
 
 
 def _stream_of(device: torch.device) -> int:
-    """The stream on which PyTorch computes there now, as CUDA's handle; 0 on a CPU."""
+    """Return the handle of the CUDA stream on which PyTorch computes now; 0 on a CPU."""
     return 0 if device.type == "cpu" else int(torch.cuda.current_stream(device).cuda_stream)
 
 
@@ -1328,7 +1343,7 @@ def _adopted(device: Device, layout: Layout, room: _DeviceRoom) -> DevicePlanes:
 
 
 def _state_of(model: PreTrainedModel) -> list[object]:
-    """Another one when a weight was written or moved, an adapter switched, or a hook set."""
+    """Return a value that differs after a weight, an adapter or a hook has changed."""
     version = attrgetter("_version")  # PyTorch counts the writes to a tensor
     found: list[object] = [
         (one.data_ptr(), 0 if one.is_inference() else version(one)) for one in model.parameters()
@@ -1376,7 +1391,7 @@ def _adapters_of(model: PreTrainedModel) -> str:
 
 
 def _settings_of(layer: torch.nn.Module) -> list[tuple[str, object]]:
-    """Its attributes that are plain values, or lists or mappings of such."""
+    """Return the layer's attributes that are plain values, or lists or mappings of plain values."""
 
     def is_plain(value: object) -> bool:
         if isinstance(value, dict):
@@ -1506,7 +1521,7 @@ def _check_places(given: Mapping[str, Any], start: int, count: int) -> None:
 
 
 def _without(given: Mapping[str, Any], count: int, num_tokens: int) -> dict[str, Any]:
-    """The arguments without the first `num_tokens` of `count` tokens."""
+    """Return the arguments without the first `num_tokens` of `count` tokens."""
     cut = {
         name: given[name][..., num_tokens:]
         for name in ("input_ids", *_BY_POSITION)
@@ -1527,7 +1542,7 @@ def _install(model: PreTrainedModel) -> None:
 
 
 def _generate(self: PreTrainedModel, *args: object, **arguments: object) -> object:
-    """The model's own `generate`; a TierKVCache that it is given keeps the text."""
+    """Run the model's own `generate`; a given TierKVCache keeps the text."""
     cache = _cache_in(arguments)
     generate = type(self).generate
     if cache is None:
@@ -1541,7 +1556,7 @@ def _generate(self: PreTrainedModel, *args: object, **arguments: object) -> obje
 def _prompt_of(
     model: PreTrainedModel, args: Sequence[object], arguments: Mapping[str, object]
 ) -> torch.Tensor | None:
-    """The token ids that the model will be given first, None if that cannot be said."""
+    """Return the token ids that the model receives first; None if they are not known."""
     configs = (*args[1:2], arguments.get("generation_config"), model.generation_config)
     cuts = [arguments.get(_CHUNKS), *(getattr(one, _CHUNKS, None) for one in configs)]
     given = args[0] if args else arguments.get("inputs", arguments.get("input_ids"))

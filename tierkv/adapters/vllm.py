@@ -100,7 +100,10 @@ class TierKVTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """RETRY until the store has answered; keys asked for in one step are asked in one go."""
+        """Return RETRY until the store has answered.
+
+        All keys of one step are one question to the store.
+        """
         self._hear()
         asked = self._asked_by.setdefault(req_context.req_id, set())
         if key not in asked:
@@ -121,7 +124,7 @@ class TierKVTier(SecondaryTierManager):
             self._asked.append((keys, self._pages.present(keys)))
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Verdicts live as long as requests that asked for them: what is stored may go."""
+        """Forget the answers that only this request used, since stored values may expire."""
         for key in self._asked_by.pop(req_context.req_id, ()):
             self._num_asking[key] -= 1
             if not self._num_asking[key]:

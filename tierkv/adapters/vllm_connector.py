@@ -352,7 +352,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.start_loads(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are over before vLLM runs the request."""
+        """Do nothing: loads end before vLLM runs the request."""
 
     def save_kv_layer(
         self,
@@ -361,7 +361,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: AttentionMetadata,
         **kwargs: object,
     ) -> None:
-        """All layers are saved at the step's end."""
+        """Do nothing: all layers are saved at the end of the step."""
 
     def wait_for_save(self) -> None:
         self.worker.start_saves(self._get_connector_metadata())
@@ -547,7 +547,7 @@ class _SchedulerSide:
         return self._cache
 
     def open(self, ranks: Sequence[RankHandshake]) -> None:
-        """With what the workers know."""
+        """Open the cache with the groups of layers that the workers report."""
         settings, config = self.settings, self._config
         shards = [[group.layout for group in rank.groups] for rank in ranks]
         # Of latent attention, and of fewer heads than ranks, each rank has all of it.
@@ -743,7 +743,10 @@ class _SchedulerSide:
         return tracked
 
     def _prompt(self, tracked: _Tracked, num_tokens: int) -> Prompt | None:
-        """The first `num_tokens` tokens, which are the whole prompt or more; None: not yet."""
+        """Return the first `num_tokens` tokens, at least the whole prompt.
+
+        None if not yet known.
+        """
         request, prompt = tracked.request, tracked.prompt
         size = self._groups[self._main].block_size
         if prompt is None:
@@ -877,7 +880,12 @@ class _SchedulerSide:
         return any(map(self._is_urgent, self._filling.values()))
 
     def _is_urgent(self, tracked: _Tracked) -> bool:
-        """While its prompt is computed a claimer waits for the first blocks, and a window's go."""
+        """Return True if blocks must be saved now.
+
+        A claimer waits for the first blocks while its prompt is computed, and a window's blocks are
+        reused
+        soon.
+        """
         return self._has_windows or tracked.publishes is not None
 
     def _begin_saves(self, step: SchedulerOutput) -> None:
@@ -928,7 +936,7 @@ class _SchedulerSide:
         heappush(self._decoding, (tracked.due, next(self._order), tracked))
 
     def _num_saved(self, tracked: _Tracked) -> int:
-        """Tokens of the main group."""
+        """Return the number of saved tokens of the main group."""
         size = self._groups[self._main].block_size
         return tracked.saved[self._main] * size if tracked.saved else 0
 
@@ -1117,7 +1125,7 @@ class _SchedulerSide:
             self.cache.release(name)
 
     def take_counts(self) -> TierKVStats | None:
-        """In every step of saves, and in the last one for a while."""
+        """Return the counts since the last call; None in steps that report none."""
         if not self._counts or (self._tracked and not self._is_turn):
             return None
         counts = dict(self._counts)
@@ -1371,7 +1379,7 @@ class _WorkerSide:
         return self._planes
 
     def before_step(self, plans: StepPlans) -> None:
-        """Blocks that saves still read are about to be written."""
+        """Wait for saves that still read blocks which the step writes."""
         if plans.must_wait:
             for number, group in itertools.product(
                 self._saves, range(len(self._kv.kv_cache_groups))
@@ -1533,7 +1541,11 @@ def _heads(spec: KVCacheSpec, num_blocks: int, tensor: torch.Tensor) -> int:
 
 
 def _rows(tensor: torch.Tensor, num_blocks: int, name: str) -> torch.Tensor:
-    """uint8 [num_blocks, bytes of a block]. Raises ConfigError if a block's bytes are scattered."""
+    """Return the tensor as uint8 [num_blocks, bytes of a block].
+
+    Raises:
+        ConfigError: the bytes of a block are scattered.
+    """
     size, parts = tensor.element_size(), tensor.shape[0] // num_blocks
     stride = tensor.stride(0) * parts * size
     sides = zip(tensor.shape[1:], tensor.stride()[1:], strict=True)

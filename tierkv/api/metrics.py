@@ -58,7 +58,7 @@ def counter(
 
 
 def total(name: str, text: str, value: float) -> Metric:
-    """A counter without labels."""
+    """Return a counter without labels."""
     return counter(name, text, (), {(): value})
 
 
@@ -568,7 +568,7 @@ class Metrics:
 
     @contextmanager
     def handing(self, side: str) -> Iterator[None]:
-        """Counts why the body's hand-off failed, if it does."""
+        """Count the reason if the body's hand-off fails."""
         try:
             yield
         except HandoffError as error:

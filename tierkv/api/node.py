@@ -255,7 +255,7 @@ class Node:
         return self._working.call()
 
     def drain(self) -> None:
-        """Be unready, and take no more work; what runs goes on."""
+        """Refuse new requests and report not ready; running requests continue."""
         self.service.drain()
         self.feed.close()
 

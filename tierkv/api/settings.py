@@ -119,7 +119,11 @@ class NodeSettings(EngineTables, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def default_storage_url(environ: Mapping[str, str]) -> str:
-    """$XDG_CACHE_HOME/tierkv/store, by default below ~/.cache. ConfigError without a home."""
+    """Return the URL of $XDG_CACHE_HOME/tierkv/store, by default below ~/.cache.
+
+    Raises:
+        ConfigError: the user has no home directory.
+    """
     base = environ.get("XDG_CACHE_HOME", "")
     try:
         directory = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
@@ -137,7 +141,7 @@ _QUERY = re.compile(r"(?<=[?&])([^=&#]+)=[^&#]*")
 
 
 def masked(settings: msgspec.Struct) -> dict[str, dict[str, Any]]:
-    """Every table, as plain data."""
+    """Return every table as plain data, with secrets masked."""
     plain: dict[str, dict[str, Any]] = msgspec.to_builtins(settings)
     return {table: _masked(fields) for table, fields in plain.items()}
 

@@ -140,17 +140,17 @@ class EvictionOrder:
         self._most_queued = 2 * len(self._line) + _FEW_ENTRIES
 
     def _push_again(self, node: TreeNode) -> None:
-        """Its rank has changed."""
+        """Queue `node` again after a change of its rank."""
         if self.is_candidate(node):
             self._push(node)
 
     def resized(self, capacity: int) -> None:
-        """The tier, or the quota that this is the order of, has `capacity` blocks from now on."""
+        """Note the new capacity of the tier or quota, in blocks."""
         for node in self.policy.resized(capacity):
             self._push_again(node)
 
     def forget(self, node: TreeNode) -> None:
-        """`node` has left the tree."""
+        """Forget a node that has left the tree."""
         entry = self._newest.pop(node.uid, None)
         if entry is not None and self._line and self._line[0] is entry:
             self._line.popleft()  # as what is evicted was the first
@@ -180,9 +180,9 @@ class EvictionOrder:
         return node, stop - most if most < stop else 0, stop
 
     def victims(self, count: int) -> list[Victim]:
-        """The next `count` copies to go, the first leaf's last blocks first. Changes nothing.
+        """Return the next `count` copies to evict, the first leaf's last blocks first.
 
-        Fewer if there are fewer. A parent is listed after all its children are, wholly.
+        Nothing changes.
         """
         victims: list[Victim] = []
         tier = self.tier
@@ -224,14 +224,14 @@ class EvictionOrder:
         return victims
 
     def _first(self, virtual: list[Entry]) -> Entry | None:
-        """The entry to go next, one of `virtual` perhaps."""
+        """Return the entry to evict next, which may be one of `virtual`."""
         entry = self._top()
         if virtual and (entry is None or virtual[0] < entry):
             return virtual[0]
         return entry
 
     def _top(self) -> Entry | None:
-        """The first entry in the queue; what is no longer true is dropped on the way."""
+        """Return the first entry of the queue; outdated entries before it are dropped."""
         line, heap, newest = self._line, self._heap, self._newest
         while line or heap:
             entry = line[0] if line else heap[0]
@@ -313,10 +313,10 @@ class EvictionPolicy:
         return []
 
     def evicted(self, node: TreeNode) -> None:
-        """Blocks of `node` went."""
+        """Note that blocks of `node` were evicted."""
 
     def forget(self, node: TreeNode) -> None:
-        """`node` is no more."""
+        """Forget a node that has left the tree."""
 
     def resized(self, capacity: int) -> list[TreeNode]:  # noqa: ARG002
         """Note that the tier has `capacity` blocks; return the runs with a changed rank."""
@@ -553,7 +553,7 @@ EvictionKinds = tuple[EvictionKind, EvictionKind]
 
 
 def make_policy(kind: EvictionKind, capacity: int) -> EvictionPolicy:
-    """A policy for one tier, or for one tenant's quota of it, of `capacity` blocks."""
+    """Return a policy for a tier, or for a tenant's quota of it, with `capacity` blocks."""
     match kind:
         case EvictionKind.LRU:
             return Lru()

@@ -97,11 +97,7 @@ class CacheGroup:
         return self.kind is not GroupKind.STATE and self.layout.has_prefixes
 
     def longest(self, limit: int, valid: TokensAt) -> int:
-        """The longest length of at most `limit` tokens at which everything that is needed is there.
-
-        valid: for each position the number of first tokens for which there is a block; of a state,
-        how far behind the last boundary it is the state of.
-        """
+        """Return the largest number of tokens, at most `limit`, with all needed blocks."""
         size = self.layout.block_size
         length = min(limit, len(valid) * size)
         while length > 0:
@@ -122,7 +118,7 @@ class CacheGroup:
 
 
 def longest_of_all(groups: Sequence[tuple[CacheGroup, TokensAt]], limit: int) -> int:
-    """The longest length of at most `limit` tokens at which every group is valid; see `longest`."""
+    """Return the largest number of tokens, at most `limit`, at which every group is valid."""
     length, before = limit, -1
     while length != before:
         before = length
@@ -132,7 +128,7 @@ def longest_of_all(groups: Sequence[tuple[CacheGroup, TokensAt]], limit: int) ->
 
 
 def as_groups(groups: Sequence[CacheGroup | Layout]) -> tuple[CacheGroup, ...]:
-    """A layout alone is a group of full attention."""
+    """Return the groups of an engine; a layout alone becomes one group of full attention."""
     if not groups:
         raise ConfigError("an engine needs at least one group of layers")
     return tuple(CacheGroup(one) if isinstance(one, Layout) else one for one in groups)
@@ -231,7 +227,10 @@ class FlatBlocks:
         return self._blocks.get(digest)
 
     def best(self, parent: bytes, tokens: bytes, extra: bytes) -> tuple[FlatBlock | None, int]:
-        """The block under `parent` that shares most of the packed `tokens`, and how many."""
+        """Return the block under `parent` that shares most of `tokens`, and their number.
+
+        `tokens` are packed.
+        """
         best, shared = None, 0
         for block in self._siblings.get((parent, tokens[:TOKEN_BYTES]), {}).values():
             if block.extra == extra and (n := common_tokens(block.tokens, tokens)) > shared:
@@ -239,13 +238,16 @@ class FlatBlocks:
         return best, shared
 
     def hold(self, blocks: Iterable[FlatBlock]) -> None:
-        """Forbid that they go."""
+        """Forbid eviction of the blocks until `release`."""
         for block in blocks:
             block.holders += 1
             self._unheld.pop(block.key.digest, None)
 
     def release(self, blocks: Sequence[FlatBlock]) -> None:
-        """Undo `hold`, a use of them: given in the order of a prompt, its first block goes last."""
+        """End a `hold` of the blocks, which counts as a use.
+
+        Blocks in the order of a prompt are later evicted from the last one to the first one.
+        """
         for block in reversed(blocks):
             block.holders -= 1
             if block in self._retired:
@@ -271,7 +273,7 @@ class FlatBlocks:
         return slots
 
     def give(self, slots: Sequence[int]) -> None:
-        """Slots that were taken are free again."""
+        """Free slots that were taken."""
         self._taken.difference_update(slots)
         self._pool.release(slots)
 

@@ -99,7 +99,7 @@ class History:
         self._packed = b""  # of the newest run
 
     def __len__(self) -> int:
-        """Blocks about which something is remembered."""
+        """Return the number of blocks with an event."""
         return len(self._events.keys() | self._older_events.keys())
 
     def evicted(self, node: TreeNode, first: int, stop: int, tier: Tier, at_s: float) -> None:

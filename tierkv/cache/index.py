@@ -489,7 +489,7 @@ class Tree:
 
 
 def _extras_of(prompt: Prompt, start: int, stop: int) -> dict[int, bytes] | None:
-    """The extra keys of blocks [start, stop), None if there are none."""
+    """Return the extra keys of blocks [start, stop), None if there are none."""
     extras = prompt.extras  # of which there may be many more than these blocks
     return {i: e for i in range(start, stop) if (e := extras.get(i))} or None
 
@@ -518,7 +518,7 @@ class Match(msgspec.Struct):
 
 
 def longest_match(root: TreeNode, prompt: Prompt, max_tokens: int) -> Match:
-    """The longest run of `prompt`'s first `max_tokens` tokens."""
+    """Return the longest run of `prompt`'s first `max_tokens` tokens."""
     size = prompt.block_size
     node, pos = descend(root, 0, prompt, max_tokens // size)
     device, loading = pos, 0
@@ -587,7 +587,7 @@ def descend(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> tuple[TreeNo
 
 
 def segments(node: TreeNode, start: int, stop: int) -> list[Segment]:
-    """Blocks [start, stop) of the path to `node`, as parts of runs, in path order."""
+    """Return blocks [start, stop) of the path to `node` as parts of runs, in path order."""
     parts: list[Segment] = []
     part: TreeNode | None = node
     while part is not None and part.end > start:
@@ -681,7 +681,7 @@ class Index:
     # Looking
 
     def match(self, prompt: Prompt, max_tokens: int | None = None) -> Match:
-        """The longest run of `prompt`'s first `max_tokens` tokens. Changes nothing."""
+        """Return the longest run of `prompt`'s first `max_tokens` tokens. Nothing changes."""
         limit = prompt.num_tokens
         if max_tokens is not None and max_tokens < limit:
             limit = max_tokens

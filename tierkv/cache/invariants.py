@@ -77,7 +77,7 @@ def _space_findings(index: Index, nodes: list[TreeNode], tier: Tier) -> list[str
 
 
 def _lease_findings(index: Index, nodes: list[TreeNode]) -> list[str]:
-    """Every holder is a lease that is out or a child with holders."""
+    """Return findings about holders: each must be a held lease or a child with holders."""
     wrong = []
     num_leases = 0
     for node in [*index.spaces.roots(), *index.spaces.retired(), *nodes]:
@@ -106,7 +106,7 @@ def _node_findings(node: TreeNode, index: Index) -> list[str]:
 
 
 def _shape_findings(node: TreeNode, block_token_bytes: int) -> list[str]:
-    """The tree as a tree: tokens, order, parents, holders."""
+    """Return findings about the tree itself: tokens, order, parents and holders."""
     parent = node.parent
     assert parent is not None, "the root is not listed"
     wrong = []
@@ -211,7 +211,10 @@ def _digests_of(node: TreeNode) -> bytes:
 
 
 def _residency_findings(node: TreeNode) -> list[str]:
-    """No orphans: what a block depends on is there, and device copies have their whole path."""
+    """Return findings about orphans: blocks without a block that they depend on.
+
+    Device copies need their whole path on the device.
+    """
     wrong = []
     device, host = node.copies
     lost = (device.states == CopyState.ABSENT) & (host.states != CopyState.READY)

@@ -138,7 +138,7 @@ class Layout:
         return h.digest()
 
     def stored_bytes(self, num_tokens: int) -> int:
-        """Payload bytes in storage of a block that holds `num_tokens` tokens."""
+        """Return the bytes of a stored block's payload with `num_tokens` tokens."""
         if not 0 < num_tokens <= self.block_size:
             raise LayoutError(f"a block holds 1 to {self.block_size} tokens, not {num_tokens}")
         if num_tokens == self.block_size or not self.has_token_bytes:
@@ -146,7 +146,7 @@ class Layout:
         return sum((plane.token_bytes or 0) * num_tokens for plane in self.planes)
 
     def cut_tail(self, slot: Bytes1D, num_tokens: int) -> Bytes1D:
-        """The first `num_tokens` tokens of a host slot, as one contiguous payload.
+        """Return the first `num_tokens` tokens of a host slot, as one contiguous payload.
 
         Nothing of the slot's former contents leaves with a tail. For layouts that keep a token's
         place private the whole opaque block is the payload. Returns a copy, or `slot` itself.
@@ -161,7 +161,7 @@ class Layout:
         )
 
     def paste_tail(self, payload: Bytes1D, slot: Bytes1D, num_tokens: int) -> None:
-        """The inverse of `cut_tail`: put the payload where the tokens belong, zero the rest."""
+        """Write the payload of `cut_tail` to its places in the slot, and zero the rest."""
         if len(payload) != self.stored_bytes(num_tokens) or len(slot) != self.block_bytes:
             raise LayoutError(
                 f"a tail of {num_tokens} tokens is {self.stored_bytes(num_tokens)} bytes, "
@@ -187,7 +187,10 @@ def attention_layout(
     item_bytes: int,
     block_size: int,
 ) -> Layout:
-    """MHA/GQA: a key and a value plane per layer, token-major ([block_size, heads, head_dim])."""
+    """Return the layout of MHA or GQA: a key and a value plane per layer.
+
+    Planes are token-major: [block_size, heads, head_dim].
+    """
     token_bytes = num_kv_heads * head_dim * item_bytes
     return Layout(
         block_size=block_size,

@@ -194,13 +194,13 @@ class ShardScheme:
         return head * head_bytes, (head + 1) * head_bytes
 
     def _nearest(self, reader: Shard, writers: int) -> Shard:
-        """The writer at the reader's place, which has some of what the reader needs."""
+        """Return the writer at the reader's place, which has a part of the reader's bytes."""
         return Shard(reader.rank * writers // reader.size, writers)
 
     def _holder(
         self, plane: Plane, at: int, writers: int, nearest: Shard
     ) -> tuple[Shard, int, int]:
-        """A shard that has byte `at` of a token, the nearest if it does, and its range."""
+        """Return a shard with byte `at` of a token, `nearest` if it has the byte, and its range."""
         for shard in (nearest, *(Shard(rank, writers) for rank in range(writers))):
             start, stop = self._range(plane, shard)
             if start <= at < stop:
@@ -230,7 +230,7 @@ class _Payload:
 
 
 def _runs(payload: Bytes1D, start: int, pitch: int, piece: Piece) -> Bytes1D:
-    """The piece's bytes in a payload, as [count, width] without a copy."""
+    """Return the piece's bytes in a payload, as [count, width] without a copy."""
     if piece.count == 1:
         return payload[start : start + piece.width].reshape(1, piece.width)
     begin = payload[start : start + (piece.count - 1) * pitch + piece.width]

@@ -37,7 +37,7 @@ class _WrongUsage(_Failure):
 
     @classmethod
     def of(cls, error: click.UsageError) -> Self:
-        """Click's own words, in one line."""
+        """Return the error with Click's own words in one line."""
         help_at = error.ctx.command_path if error.ctx is not None else "tierkv"
         said = " ".join(error.format_message().split())
         return cls(f"{said.rstrip('.')}; see {help_at} --help")
@@ -49,7 +49,7 @@ class _InterruptedError(_Failure):
 
 @contextmanager
 def _in_a_sentence() -> Iterator[None]:
-    """Expected errors become one."""
+    """Turn expected errors of the body into one sentence on stderr."""
     try:
         yield
     except click.exceptions.NoArgsIsHelpError:

@@ -340,7 +340,7 @@ _Look = list[tuple[Seen, Seen | None]]  # of each, and as it was before
 async def _looks(
     urls: Sequence[str], ca: Path | None, cert: Path | None, interval_s: float
 ) -> AsyncIterator[_Look]:
-    """The first comes after one interval, when there are rates."""
+    """Yield the states of the nodes, the first after one interval, when there are rates."""
     before = await _look_at(urls, ca, cert)
     while True:
         await asyncio.sleep(interval_s)
@@ -407,7 +407,7 @@ async def _show(looks: AsyncIterator[_Look], count: int | None) -> None:
 
 @contextmanager
 def _ended_by_q() -> Iterator[None]:
-    """The key q is as good as Ctrl-C, and no key is echoed into what is drawn."""
+    """Make the key q end the body as Ctrl-C does, and echo no key."""
     if not sys.stdin.isatty():
         yield
         return

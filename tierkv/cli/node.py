@@ -151,7 +151,7 @@ def verify(*, node: Target, as_json: bool) -> None:
 
 
 def _text(prompt: str) -> str:
-    """PROMPT of the command line."""
+    """Return the text of PROMPT; "-" stands for standard input."""
     return _decoded(_content(Path("-")) if prompt == "-" else os.fsencode(prompt))
 
 

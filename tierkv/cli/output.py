@@ -17,7 +17,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print the an
 
 
 def print_json(answer: object) -> None:
-    """One JSON value on stdout."""
+    """Print one JSON value to stdout."""
     click.echo(json.dumps(answer, indent=2))
 
 

@@ -26,7 +26,7 @@ _URL = "http://127.0.0.1:8100"
 
 
 def default_url() -> str:
-    """The node to ask where none is named."""
+    """Return the URL of the node to ask if none is given."""
     return os.environ.get("TIERKV_URL") or _URL
 
 
@@ -81,7 +81,7 @@ class Target:
 
 
 def tls_options(command: _Command) -> _Command:
-    """--ca and --cert."""
+    """Add the options --ca and --cert to a command."""
     ca = click.option(
         "--ca",
         type=click.Path(path_type=Path),
@@ -105,7 +105,7 @@ def tls_options(command: _Command) -> _Command:
 
 
 def node_options(command: _Command) -> _Command:
-    """Options that say which node to ask, and as whom; the command gets them as `node`."""
+    """Add the options for the node and its caller to a command, which receives them as `node`."""
 
     @click.option(
         "--url",

@@ -75,7 +75,10 @@ class Retries:
         return isinstance(error, BrokenOffError)
 
     def pause_s(self, error: TierKVError, attempt: int) -> float:
-        """Random, so that clients refused together do not come back together."""
+        """Return a random pause in seconds.
+
+        Clients that are refused together then return at different times.
+        """
         jitter = random.uniform(0, min(self.most_s, self.first_s * 2 ** (attempt - 1)))
         told = error.retry_after_s if isinstance(error, RemoteError) else None
         return jitter + (told or 0.0)

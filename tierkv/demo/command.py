@@ -191,7 +191,7 @@ async def _storage(storage: str | None, folder: Path) -> AsyncIterator[str]:
 
 
 def report(scene: Scene, number: int) -> str:
-    """One scene as a few lines of text."""
+    """Return a scene as a few lines of text."""
     lines = []
     if scene.matched is not None:
         matched = ", ".join(f"{tier} {count}" for tier, count in scene.matched.items() if count)

@@ -36,7 +36,7 @@ class DemoError(TierKVError):
 
 
 def _die_with_parent() -> None:
-    """Runs in the child: should the demo be killed outright, its nodes get SIGTERM."""
+    """Make the kernel send SIGTERM to this child process if the demo is killed."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -121,7 +121,11 @@ async def node(  # noqa: PLR0913 - what the command line asks for
 async def gateway(
     folder: Path, *, prefill: Sequence[str], decode: Sequence[str], options: Sequence[str] = ()
 ) -> AsyncIterator[NodeProcess]:
-    """A gateway on a free port in front of the nodes at these URLs. Raises DemoError."""
+    """Run a gateway on a free port in front of the nodes at these URLs.
+
+    Raises:
+        DemoError: the gateway did not start.
+    """
     command = [sys.executable, "-m", "tierkv", "gateway", "--port", "0", *options]
     for url in prefill:
         command += ["--prefill", url]
@@ -161,14 +165,14 @@ async def together(*starts: Coroutine[Any, Any, A]) -> list[A]:
 
 
 def last_words(log: Path) -> str:
-    """The last line of a log, in which a node says why it ended."""
+    """Return the last line of a log, in which a node says why it ended."""
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
     return lines[-1].removeprefix("error: ") if lines else "it logged nothing"
 
 
 @asynccontextmanager
 async def private_redis(folder: Path) -> AsyncIterator[str]:
-    """A redis-server of our own on a free loopback port, without persistence; yields its URL."""
+    """Run a redis-server on a free loopback port, without persistence; yield its URL."""
     # ./scripts/test puts one beside the interpreter where the system has none on its PATH.
     beside = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
     program = shutil.which("redis-server", path=beside)
@@ -225,7 +229,7 @@ class Fleet:
         self._decode = decode
 
     async def complete_and_kill(self, prompt: str, max_tokens: int) -> FleetAnswer:
-        """Have the gateway answer, and kill the decode node with SIGKILL after some tokens.
+        """Let the gateway answer, and kill the decode node with SIGKILL after some tokens.
 
         Raises:
             DemoError: the answer is not complete.
@@ -271,7 +275,7 @@ class Fleet:
         raise DemoError("the gateway closed the connection before the end of its answer")
 
     async def _at_it(self) -> NodeProcess | None:
-        """The decode node that works for the gateway right now."""
+        """Return the decode node that works for the gateway right now."""
         for url, node in self._decode.items():
             if await self._metric(f'{_RUNNING}{{node="{url}"}}'):
                 return node

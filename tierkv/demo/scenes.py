@@ -99,7 +99,7 @@ class DemoNodes:
 
     @asynccontextmanager
     async def fleet(self) -> AsyncIterator[Fleet]:
-        """All nodes behind a gateway."""
+        """Run a gateway in front of two prefill and two decode nodes."""
         prefill, decode = (self.prefill, self.prefill_2), (self.decode, self.decode_2)
         async with gateway(
             self._folder, prefill=[one.url for one in prefill], decode=[one.url for one in decode]
@@ -139,7 +139,7 @@ class Play:
         return await self._compare(title, self._prompt, answer, tail_tokens)
 
     async def _direct_hand_off(self) -> Scene:
-        """Between the second nodes, which have not seen the prompt yet."""
+        """Play a hand-off between the second nodes, which have not seen the prompt."""
         claim, tail_tokens = await self._published(self._nodes.prefill_2)
         node = self._nodes.decode_2
         answer = node.client.decode(claim)
@@ -218,7 +218,15 @@ class Play:
         tail_tokens: int,
         at: NodeProcess | None = None,
     ) -> Scene:
-        """at: the node that was asked, if it is not the decode node."""
+        """Return the scene of an answer, compared with the single node's answer.
+
+        Args:
+            title: title of the scene.
+            prompt: the prompt.
+            asked: the answer.
+            tail_tokens: tokens of the prompt's partial last block.
+            at: the node that answers; None for the decode node.
+        """
         where = at or self._nodes.decode
         before = await _moved(where)
         answer = await asked
@@ -244,7 +252,7 @@ class Play:
 
 
 async def _moved(node: NodeProcess) -> dict[str, int]:
-    """Bytes at that node so far, by leg."""
+    """Return the bytes moved at that node so far, by leg."""
     stats = await node.client.stats()
     storage = stats.storage or StorageStats()
     return {

@@ -451,10 +451,10 @@ def check_choice(kind: type[Enum], **values: Enum) -> None:
 
 
 def check_deadline(deadline_s: float | None) -> None:
-    """Check that a deadline is a number of seconds, or None for the default.
+    """Check that a deadline is a number of seconds of at least 0, or None for the default.
 
     Raises:
-        BadRequestError: it is not.
+        BadRequestError: the deadline is another value.
     """
     if deadline_s is None:
         return

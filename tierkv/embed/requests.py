@@ -159,7 +159,7 @@ class Requests:
 
 @contextmanager
 def _listed(held: _Held) -> Iterator[None]:
-    """While the body runs, `abort` finds its task."""
+    """List the request's task for `abort` during the body."""
     task = _current_task()
     held.tasks.add(task)
     try:

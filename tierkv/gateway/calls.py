@@ -357,7 +357,7 @@ log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def probing(nodes: Nodes, calls: NodeCalls, settings: HealthSection) -> AsyncIterator[None]:
-    """Probe every node once before the body, and again and again while it runs."""
+    """Probe every node once before the body, and repeatedly while it runs."""
     probes = [_Probe(node, nodes, calls, settings) for node in nodes.all]
     async with asyncio.TaskGroup() as first:
         for probe in probes:
@@ -383,7 +383,7 @@ class _Probe:
         self._before: NodeState | None = None
 
     async def on(self) -> None:
-        """Runs until it is cancelled."""
+        """Probe the node until cancelled."""
         while True:
             await asyncio.sleep(self._settings.probe_interval_s)
             await self.once()

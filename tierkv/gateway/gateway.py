@@ -292,7 +292,7 @@ class Gateway:
         return self._working.call()
 
     def drain(self) -> None:
-        """Be unready, and take no more work; what runs goes on."""
+        """Refuse new requests and report not ready; running requests continue."""
         self.is_draining = True
 
     def hurry(self) -> None:

@@ -53,7 +53,7 @@ class BackendNode:
         return NodeState.READY if self._is_ready else NodeState.UNREADY
 
     def word(self, now: float) -> str:
-        """Why it is in this state, for an operator; "" if there is nothing to say."""
+        """Return the reason of the node's state for an operator; "" without one."""
         match self.state(now):
             case NodeState.OTHER_MODEL:
                 return f"differs in {'; '.join(self.differs_in)}"

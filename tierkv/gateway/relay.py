@@ -98,7 +98,7 @@ class StopFinder:
         return held
 
     def _longest_start(self) -> int:
-        """Length of the longest end of the held text that a stop string starts with."""
+        """Return the length of the longest end of the held text with which a stop text starts."""
         return max(
             (
                 length

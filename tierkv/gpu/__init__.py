@@ -10,10 +10,11 @@ _CUDA_REMEDY = "Run `tierkv doctor` to see what is missing, or use the device cp
 
 
 def open_device(name: str) -> Device:
-    """`cpu`, `cuda`, or `cuda:N` for the GPU of that index.
+    """Open `cpu`, `cuda`, or `cuda:N` for the GPU of that index.
 
-    Raises ConfigError, with what to do, if the name is none of these, or CuPy, its driver or the
-    GPU is missing.
+    Raises:
+        ConfigError: the name is none of these, or CuPy, its driver or the GPU is missing; the text
+            names the remedy.
     """
     kind, _, index = name.partition(":")
     if kind == "cpu" and not index:

@@ -92,7 +92,7 @@ class CpuEvent:
             raise self._error.with_traceback(None)
 
     def reach(self, error: TransferError | None = None) -> None:
-        """Called once, by the worker that owns the event."""
+        """Mark the event as done or failed. The worker that owns the event calls this once."""
         self._error = error
         self._is_reached = True
         while self._waiting:
@@ -116,7 +116,7 @@ class CallerStream:
 
 
 def _aligned(num_rows: int, row_bytes: int, setting: str) -> npt.NDArray[np.uint8]:
-    """uint8 [num_rows, row_bytes], page-aligned, untouched (the kernel zeroes pages on use)."""
+    """Return page-aligned memory, uint8 [num_rows, row_bytes]; the kernel zeroes pages at use."""
     try:
         raw = np.zeros(num_rows * row_bytes + _PAGE, np.uint8)
     except (MemoryError, ValueError) as error:  # ValueError: more bytes than an index can count
@@ -236,7 +236,7 @@ class CpuLane:
             self._run(*found)
 
     def _run(self, copy: BlockCopy, events: tuple[CpuEvent, ...]) -> None:
-        """Layer after layer; on an error every layer not yet done fails with it."""
+        """Copy layer after layer; on an error every remaining layer fails with it."""
         at = 0
         try:
             deadline = time.monotonic() + _AFTER_TIMEOUT_S
@@ -309,7 +309,7 @@ class CpuLane:
 
 
 def runs_of(copy: BlockCopy) -> Sequence[_Run]:
-    """The copy, in another order, as pieces in which slots and blocks both lie side by side."""
+    """Return the copy as pieces, in another order, with slots and blocks contiguous in each."""
     order = np.argsort(copy.slot_ids)
     slots, blocks = copy.slot_ids[order], copy.block_ids[order]
     ends = np.flatnonzero((np.diff(slots) != 1) | (np.diff(blocks) != 1)) + 1
@@ -396,4 +396,4 @@ class CpuDevice:
         return event
 
     def close(self) -> None:
-        """Nothing of it runs."""
+        """Do nothing: the device has no thread of its own."""

@@ -193,7 +193,7 @@ def num_gpus() -> int:
 
 
 def versions() -> tuple[int, int]:
-    """The CUDA versions of the driver and of the runtime in use, as 1000 * major + 10 * minor."""
+    """Return the CUDA versions of the driver and of the runtime, as 1000 * major + 10 * minor."""
     return int(runtime.driverGetVersion()), int(runtime.runtimeGetVersion())
 
 
@@ -214,7 +214,10 @@ class PendingEvent:
         self.position = position
 
     def submitted(self, event: Event) -> None:
-        """Called once, by the lane's thread, which holds `progress`; or else `failed`."""
+        """Note the recorded event.
+
+        The lane's thread calls this or `failed` once, with `progress` held.
+        """
         self._event = event
 
     def failed(self, error: TransferError) -> None:
@@ -229,7 +232,12 @@ class PendingEvent:
         return False
 
     def wait_until_submitted(self, timeout_s: float) -> Event:
-        """The event that has been recorded. Raises GateTimeoutError, or what kept it from it."""
+        """Block until the event is recorded, and return it.
+
+        Raises:
+            GateTimeoutError: the copy was not submitted in time.
+            TransferError: the copy failed before.
+        """
         if self._event is None:
             with self._progress:
                 self._progress.wait_for(
@@ -307,7 +315,7 @@ class CudaStream:
             return self.record_bound()
 
     def record_bound(self) -> CudaEvent:
-        """The same where the GPU is bound already."""
+        """Record an event as `record` does, with the GPU bound already."""
         event = cupy.cuda.Event(block=False, disable_timing=True)
         event.record(self.raw)
         self._num_events += 1
@@ -329,7 +337,7 @@ class CudaStream:
             event.block_until_done(max(deadline - time.monotonic(), 0.0))
 
     def wait_bound(self, event: CudaEvent) -> None:
-        """The same for CUDA's own events, where the GPU is bound already."""
+        """Wait for one of CUDA's own events as `wait` does, with the GPU bound already."""
         if event is not self._waited_for:  # layers that came in one unit have one event
             self.raw.wait_event(event.raw)
             self._waited_for = event

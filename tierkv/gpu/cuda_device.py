@@ -133,7 +133,7 @@ class CudaPeer:
 
 
 def _unit(layout: Layout, start: int, stop: int) -> Unit:
-    """All layers of blocks [start, stop) of a copy."""
+    """Return the unit with all layers of blocks [start, stop) of a copy."""
     return Unit(range(layout.num_layers), 0, layout.block_bytes, start, stop)
 
 
@@ -255,7 +255,7 @@ class CudaDevice:
             raise
 
     def _pinned(self, layout: Layout, host: HostSlots) -> tuple[PinnedSlots, Callable[[], None]]:
-        """These slots, pinned, and what to call when a lane needs them no more."""
+        """Return these slots pinned, and a function to call when the lane needs them no longer."""
         if isinstance(host, PinnedSlots):
             return host, lambda: None
         address = host.array.ctypes.data

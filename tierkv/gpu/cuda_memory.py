@@ -57,7 +57,7 @@ class DeviceMemory:
     def view(
         self, offset: int, shape: tuple[int, int], strides: tuple[int, int]
     ) -> npt.NDArray[np.uint8]:
-        """A CuPy array of bytes within this memory, which it keeps alive."""
+        """Return a CuPy array of bytes within this memory, which it keeps alive."""
         pointer = cupy.cuda.MemoryPointer(self._memory, offset)
         array: npt.NDArray[np.uint8] = cupy.ndarray(shape, cupy.uint8, pointer, strides)
         return array
@@ -69,10 +69,13 @@ class DeviceMemory:
 
 
 def adopted_array(gpu: Gpu, tensor: object) -> DeviceArray:
-    """A CuPy array over the memory of a tensor with `__cuda_array_interface__` or `__dlpack__`.
+    """Return a CuPy array over the memory of a tensor.
 
-    Raises LayoutError if it lies on another GPU, and ConfigError if CuPy cannot have it, as types
-    that it does not know.
+    The tensor has `__cuda_array_interface__` or `__dlpack__`.
+
+    Raises:
+        LayoutError: the tensor is on another GPU.
+        ConfigError: CuPy cannot use the memory, for example because of its type.
     """
     with gpu.bound():
         address = _address(tensor)
@@ -103,7 +106,10 @@ def _address(tensor: object) -> int | None:
 def byte_view(
     owner: object, address: int, shape: tuple[int, int], stride: int
 ) -> npt.NDArray[np.uint8]:
-    """uint8 [num_blocks, block_bytes] at `address`, blocks `stride` bytes apart; keeps `owner`."""
+    """Return uint8 [num_blocks, block_bytes] at `address`, blocks `stride` bytes apart.
+
+    The array keeps `owner` alive.
+    """
     span = max((shape[0] - 1) * stride + shape[1], 1)
     pointer = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(address, span, owner), 0)
     array: npt.NDArray[np.uint8] = cupy.ndarray(shape, cupy.uint8, pointer, (stride, 1))
@@ -111,7 +117,7 @@ def byte_view(
 
 
 def timed_copies(gpu: Gpu, device: int, host: int, num_bytes: int) -> dict[str, float]:
-    """GB/s of one contiguous copy each way between a device and a pinned host address."""
+    """Return the GB/s of one contiguous copy each way, between device and pinned host memory."""
     speeds = {}
     ways = {
         "host to device": (device, host, runtime.memcpyHostToDevice),
@@ -128,7 +134,7 @@ def timed_copies(gpu: Gpu, device: int, host: int, num_bytes: int) -> dict[str, 
 
 
 def ipc_handle(address: int) -> bytes:
-    """The handle by which another process can open the allocation that starts at `address`."""
+    """Return the handle by which another process opens the allocation at `address`."""
     return bytes(runtime.ipcGetMemHandle(address))
 
 
@@ -236,7 +242,7 @@ def allocated_planes(gpu: Gpu, layout: Layout, num_blocks: int) -> CudaPlanes:
 
 
 def adopted_planes(gpu: Gpu, layout: Layout, tensors: Sequence[object]) -> CudaPlanes:
-    """The engine's KV tensors as planes, no byte copied.
+    """Return the engine's KV tensors as planes, no byte copied.
 
     tensors: one per plane of the layout, with `__cuda_array_interface__` or DLPack, first
         dimension the block. Blocks may lie apart in any way, and the dimensions inside a block in
@@ -269,7 +275,10 @@ def adopted_planes(gpu: Gpu, layout: Layout, tensors: Sequence[object]) -> CudaP
 
 
 def _allocation(gpu: Gpu, address: int) -> range:
-    """The addresses of the allocation that holds `address`; none where the driver knows it not."""
+    """Return the range of the allocation that holds `address`.
+
+    Empty if the driver does not know it.
+    """
     with gpu.bound():
         try:
             start, size = load_driver().allocation_of(address)
@@ -333,7 +342,10 @@ def shared_planes(gpu: Gpu, planes: CudaPlanes) -> tuple[SharedPlane, ...]:
 
 
 def _check_within(plane: Plane, place: PlaneMemory, num_blocks: int) -> None:
-    """A kernel that reads beyond an allocation loses the GPU, and these bounds are hearsay."""
+    """Check that the plane lies within its allocation.
+
+    A kernel that reads beyond an allocation loses the GPU, and the bounds come from outside.
+    """
     end = place.address + (num_blocks - 1) * place.stride + plane.block_bytes
     is_within = place.address in place.allocation and end <= place.allocation.stop
     if place.stride < plane.block_bytes or num_blocks < 1 or not is_within:

@@ -94,7 +94,10 @@ def _placement_finding() -> Finding:
 
 
 def gpu_findings() -> list[Finding]:
-    """Every GPU this process sees, measured; one finding that says why if there is none."""
+    """Return findings about every GPU of this process, with measurements.
+
+    Without a GPU the one finding says why.
+    """
     try:
         from tierkv.gpu.cuda import Gpu, num_gpus, versions  # noqa: PLC0415 - may be missing
     except ImportError as error:

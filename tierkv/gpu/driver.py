@@ -111,7 +111,7 @@ class Driver:
     def copy_each(
         self, targets: Column, sources: Column, sizes: Column, pieces: range, *, stream: int
     ) -> None:
-        """The same as `copy_batch`, by a call per piece: for drivers older than CUDA 12.8."""
+        """Copy as `copy_batch` does, by a call per piece, for drivers older than CUDA 12.8."""
         copy = self._library.cuMemcpyAsync
         for at in pieces:
             _check(
@@ -163,7 +163,11 @@ def _check(call: str, status: int) -> None:
 
 @cache
 def load_driver() -> Driver:
-    """The driver of this machine. Raises ConfigError if there is none."""
+    """Return the driver of this machine.
+
+    Raises:
+        ConfigError: there is none.
+    """
     try:
         return Driver(ctypes.CDLL("libcuda.so.1"))
     except OSError as error:

@@ -44,7 +44,10 @@ _PAIRS = np.dtype(
 
 
 def tile_table(layout: Layout, memory: tuple[PlaneMemory, ...]) -> npt.NDArray[np.void]:
-    """Every byte of a block once, in tiles of one plane each, in the layout's order."""
+    """Return tiles that cover every byte of a block once, in the layout's order.
+
+    Each tile lies in one plane.
+    """
     rows = [
         (place.address + at, place.stride, start + at, min(TILE_BYTES, plane.block_bytes - at))
         for plane, start, place in zip(layout.planes, layout.offsets, memory, strict=True)
@@ -84,11 +87,14 @@ class PlaneKernels:
         self._pairs = Argument(np.zeros((), _PAIRS))
 
     def gather(self, unit: Unit, block_ids: Ids, staging: int, stream: CudaStream) -> None:
-        """Planes to rows of staging."""
+        """Copy blocks of the planes to rows of staging."""
         self._move("gather", unit, block_ids, staging, stream)
 
     def scatter(self, unit: Unit, block_ids: Ids, staging: int, stream: CudaStream) -> None:
-        """Rows of staging to planes. block_ids: of the unit's rows, distinct."""
+        """Copy rows of staging to blocks of the planes.
+
+        `block_ids` of the unit's rows are distinct.
+        """
         self._move("scatter", unit, block_ids, staging, stream)
 
     def _move(

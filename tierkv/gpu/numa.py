@@ -35,7 +35,7 @@ def numa_nodes() -> int:
 
 
 def numa_node_of(pci_bus_id: str) -> int | None:
-    """The NUMA node of a GPU; None where the machine does not say, or has but one."""
+    """Return the NUMA node of a GPU; None if it is unknown, or the machine has only one."""
     text = read(ROOT / "sys/bus/pci/devices" / pci_bus_id / "numa_node")
     if text is None or int(text) < 0 or numa_nodes() <= 1:
         return None

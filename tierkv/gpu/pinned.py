@@ -180,7 +180,7 @@ class PinnedSlots:
             return index
 
     def _pin(self, chunk: range) -> None:
-        """Pre-fault and register the slots of `chunk`."""
+        """Populate and register the slots of `chunk`."""
         address = self._first_byte + chunk.start * self.stride
         num_bytes = min(self._first_byte + chunk.stop * self.stride, self._end) - address
         _populate(address, num_bytes)
@@ -220,7 +220,7 @@ def _chunks(num_slots: int, stride: int, chunk_bytes: int) -> list[range]:
 
 
 def _mapped(gpu: Gpu, num_slots: int, block_bytes: int) -> npt.NDArray[np.uint8]:
-    """uint8 [num_slots, block_bytes] of anonymous memory, aligned to huge pages, untouched."""
+    """Return untouched anonymous memory, uint8 [num_slots, block_bytes], aligned to huge pages."""
     num_bytes = num_slots * block_bytes
     length = -(-max(num_bytes, 1) // numa.HUGE_PAGE) * numa.HUGE_PAGE
     pages = _huge_pages(length)

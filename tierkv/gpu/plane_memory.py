@@ -32,7 +32,7 @@ class PlaneMemory:
     allocation: range
 
     def of_block(self, block: int) -> int:
-        """The address of the block's part."""
+        """Return the address of the block's part."""
         return self.address + block * self.stride
 
 

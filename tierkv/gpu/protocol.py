@@ -81,7 +81,7 @@ class Stream(Protocol):
     """Work of the engine or of a lane, done in the order it was submitted."""
 
     def record(self) -> Event:
-        """An event that is done when everything submitted to this stream so far is done."""
+        """Return an event that is done when everything submitted to this stream so far is done."""
 
     def wait(self, event: Event, timeout_s: float) -> None:
         """Start nothing that is submitted after this call before `event` is done.
@@ -288,7 +288,7 @@ class PeerPlanes(Protocol):
         """
 
     def close(self) -> None:
-        """Their memory can go. Nothing may be in flight."""
+        """Release the other process's planes. No copy may be in flight."""
 
 
 class Sharing(Protocol):
@@ -305,8 +305,9 @@ class Sharing(Protocol):
         """
 
     def open(self, own: Planes, shared: SharedPlanes) -> PeerPlanes:
-        """Their planes, to be copied to `own`, which have the same layout.
+        """Open another process's planes, to be copied to `own`, which has the same layout.
 
-        Raises ConfigError if nothing of that place can be read from here, TransferError if these
-        planes cannot.
+        Raises:
+            ConfigError: no planes of that place can be read from here.
+            TransferError: these planes cannot be read.
         """

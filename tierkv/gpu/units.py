@@ -108,7 +108,7 @@ class Unit:
 
 
 def row_of(num_bytes: int) -> int:
-    """Bytes of a row of staging that holds `num_bytes`."""
+    """Return the bytes of a row of staging that holds `num_bytes`."""
     return -(-num_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
@@ -124,10 +124,10 @@ class UnitPlanner:
         self._kept: dict[int, tuple[Unit, ...]] = {}
 
     def plan(self, num_blocks: int) -> Iterator[Unit]:
-        """Units that together hold every byte of `num_blocks` blocks once, layers ascending.
+        """Yield units that together hold every byte of `num_blocks` blocks once, layers ascending.
 
-        None is larger than sizes.most in staging, unless one block's layer (or, by blocks, one
-        block) is.
+        A unit has at most sizes.most bytes of staging, unless one block's layer (or, with
+        Order.BLOCKS, one block) needs more.
         """
         if num_blocks not in self._kept:
             if num_blocks > _KEEP_UP_TO:
@@ -264,6 +264,6 @@ class Ring(Generic[E]):
             self._in_use.popleft()
 
     def reset(self) -> None:
-        """Nothing is in use any more."""
+        """Mark the whole ring as free."""
         self._taken = None
         self._in_use.clear()

@@ -130,10 +130,10 @@ class LiveFeed:
         self._changed = asyncio.Event()
 
     async def stream(self, request: web.BaseRequest, news: News) -> web.StreamResponse:
-        """Samples as server-sent events until `close`; `news` with each turn of them.
+        """Stream samples and `news` as server-sent events until `close`.
 
-        A page that comes back with the last id that it got goes on there. A slow one gets all
-        samples since then at once, as far back as the ring goes.
+        A page that reconnects with the last id that it received continues there. A slow page
+        receives all samples since then at once, as far back as the ring goes.
         """
         if request.method == hdrs.METH_HEAD:  # a body would be taken for the next answer
             return event_stream(request)

@@ -318,7 +318,7 @@ class LastResort:
         self._is_started.set()
 
     def cancel(self) -> None:
-        """Never end the process."""
+        """Cancel the end of the process."""
         self._is_over.set()
         self._is_started.set()
 

@@ -62,7 +62,10 @@ class ReferenceEngine(SessionEngine):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Within `running()` of the service, which waits for publishes under way."""
+        """Run the engine.
+
+        Enter this inside the service's `running()`, which waits for publishes.
+        """
         self._thread = Threads(1, "tierkv-compute")
         try:
             yield

@@ -77,7 +77,7 @@ class BlockRun(msgspec.Struct, frozen=True):
     group: int = 0
 
     def part(self, first: int, stop: int) -> BlockRun:
-        """Its blocks [first, stop), counted from its own first."""
+        """Return blocks [first, stop) of this run, counted from its first block."""
         size = len(self.tokens) // len(self.digests)
         return BlockRun(
             self.space,
@@ -146,7 +146,7 @@ class Subscription:
         return self
 
     async def __anext__(self) -> CacheEvent:
-        """The next event; waits for it. It never ends: leave the subscription instead."""
+        """Wait for the next event and return it. The iteration never ends."""
         while not self._events:
             self._arrived.clear()
             await self._arrived.wait()
@@ -154,7 +154,11 @@ class Subscription:
 
 
 class EventListener(Protocol):
-    """A receiver of events, on the service's thread. wants_tokens: as Subscription's."""
+    """A receiver of events, on the service's thread.
+
+    Attributes:
+        wants_tokens: True if events carry the blocks' tokens.
+    """
 
     @property
     def wants_tokens(self) -> bool: ...
@@ -202,7 +206,15 @@ class CacheEvents:
     def subscribe(
         self, capacity: int = DEFAULT_CAPACITY, *, wants_tokens: bool = False
     ) -> Iterator[Subscription]:
-        """Events from now on, until the body ends. capacity: how many may wait, at least 1."""
+        """Yield a subscription to events until the body ends.
+
+        Args:
+            capacity: most waiting events, at least 1; further events are dropped.
+            wants_tokens: True if events carry the blocks' tokens.
+
+        Raises:
+            BadRequestError: the capacity is below 1.
+        """
         if capacity < 1:
             raise BadRequestError(
                 f"a subscription's capacity must be at least 1 event, not {capacity}"
@@ -226,7 +238,7 @@ class CacheEvents:
     def publish(
         self, kind: CacheEventKind, tier: str, node: TreeNode, start: int, stop: int
     ) -> None:
-        """Path blocks [start, stop) of `node`; one event for each run."""
+        """Publish one event for each run of path blocks [start, stop) of `node`."""
         if not self._subscriptions:
             return
         for run in self.runs(node, start, stop):
@@ -321,13 +333,13 @@ class CacheEvents:
         return missing
 
     def publish_not_stored(self, node: TreeNode, start: int, stop: int) -> None:
-        """Path blocks [start, stop) are not known any more to be in storage."""
+        """Publish that path blocks [start, stop) are no longer known to be in storage."""
         if self._stored:
             for run in self.runs(node, start, stop):
                 self._lose([digest for digest in run.digests if digest in self._stored])
 
     def publish_storage_lost(self) -> None:
-        """Nothing is known any more to be in storage."""
+        """Publish that no block is known to be in storage any more."""
         self._num_clears += 1
         self._lose(list(self._stored))
 
@@ -350,7 +362,7 @@ class CacheEvents:
             self.publish_run(CacheEventKind.EVICTED, "storage", run)
 
     def note_name(self, digest: bytes, name: ExternalId) -> None:
-        """Events about the block of this key say from now on what its engine calls it."""
+        """Note an engine's name of the block with this key, for later events."""
         self._names[digest] = name
         self._names.move_to_end(digest)
         while len(self._names) > self.most_names:

@@ -270,10 +270,7 @@ class Eviction:
         return min(room, max(quota - space.used[tier] + unheld - reserved, 0))
 
     def _make_room(self, tier: Tier, steps: Sequence[Step]) -> int:
-        """Carry out `steps`.
-
-        Return the number of slots that became free, or will after a store's read.
-        """
+        """Evict the copies of `steps`."""
         pool = self._pools[tier]
         before = pool.num_free + self._slots.num_gone
         # A copy that must go down first keeps everything above it where it is, since a match is

@@ -52,7 +52,7 @@ class Waiting:
         return self.spec.priority
 
     def park(self, wait: PromiseWait, now: float, on_timeout: Callable[[], None]) -> None:
-        """Stand aside until the wait is over."""
+        """Leave the queue until the wait is over."""
         if self.give_up_at is None:
             self.give_up_at = now + wait.patience_s
         self.wait, self.parked_at = wait, now

@@ -150,10 +150,7 @@ class Memory:
 
 @asynccontextmanager
 async def host_memory(device: Device, layout: Layout, num_slots: int) -> AsyncIterator[HostSlots]:
-    """Provide host slots alone in the body.
-
-    A thread allocates them, and a cancel waits for the thread.
-    """
+    """Run the body with host slots but no device."""
     taken: list[HostSlots] = []
 
     def take() -> None:

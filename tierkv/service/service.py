@@ -330,10 +330,7 @@ class Service:
         await self._storage_tier.attach(store, tenant)
 
     def detach_storage(self, *, tenant: str = "") -> bool:
-        """Go on without the store, and return True if there was one.
-
-        Operations under way end on it, or fail as if the store were gone; requests compute instead.
-        """
+        """Detach the store; return True if there was one."""
         return self._storage_tier.detach(tenant)
 
     def storage_state(self) -> tuple[StoreState, ...]:

@@ -369,7 +369,7 @@ class Session:
         self._mark(Moment.COMPUTED)
 
     async def extend(self, num_tokens: int) -> None:
-        """Enlarge the block table; see Growth.extend."""
+        """Enlarge the request's block table; see Growth.extend."""
         await self._service.scheduler.growth.extend(self.running(), num_tokens)
 
     async def preempt(self, *, after: Sequence[Event] = ()) -> None:

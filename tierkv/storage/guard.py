@@ -752,10 +752,7 @@ class NegativeCache:
 
     @contextmanager
     def asking(self) -> Iterator[Callable[[str], None]]:
-        """Surround a question to the store; yield a function to call with each missing name.
-
-        Names that are written during the question are not recorded: the answer may be older.
-        """
+        """Run a question to the store; yield a function to call with each missing name."""
         meanwhile = _Meanwhile()
         self._asked.append(meanwhile)
 

@@ -95,7 +95,7 @@ class LayeredStore(StoreWrapper):
 
     @property
     def health(self) -> StoreHealth:
-        """The health of the near store, which the far one does without."""
+        """The health of the near store. The far store has no part in it."""
         return replace(self._near.health, part=self._near.url)
 
     @property

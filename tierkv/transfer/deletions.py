@@ -48,7 +48,7 @@ class Deletions:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Have deletions wait until the body ends. The caller has asked `refusal` before."""
+        """Make deletions wait until the body ends. The caller has checked `refusal` before."""
         self._num_writes += 1
         self._no_writes.clear()
         try:

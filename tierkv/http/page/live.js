@@ -241,8 +241,8 @@ function health() {
     for (const store of state.stores) {
       const line = lines.find(([part]) => part === (store.tenant ? `storage of ${store.tenant}` : "storage"));
       const facts = [];
-      if (store.write_refusal) facts.push(`takes no writes: ${store.write_refusal}`);
-      else if (line && line[1] === "ok") facts.push("takes writes");
+      if (store.write_refusal) facts.push(`refuses writes: ${store.write_refusal}`);
+      else if (line && line[1] === "ok") facts.push("accepts writes");
       if (store.degraded_s) facts.push(`circuit was open for ${duration(store.degraded_s)} in all`);
       if (store.retries) facts.push(`${plural(store.retries, "read")} tried again`);
       if (store.refused) facts.push(`${plural(store.refused, "operation")} refused`);

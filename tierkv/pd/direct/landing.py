@@ -37,7 +37,7 @@ class ShownPlanes:
     """This node's planes as others may open them, described once for as long as they are there."""
 
     def __init__(self, sharing: Sharing, planes: Callable[[], Planes]) -> None:
-        """planes: those of now."""
+        """Show the planes that `planes` returns at the time."""
         self._sharing = sharing
         self._planes = planes
         self._owner = uuid4().hex
@@ -77,7 +77,7 @@ class OpenPlanes:
     """
 
     def __init__(self, sharing: Sharing, planes: Callable[[], Planes]) -> None:
-        """planes: this node's, of now."""
+        """Copy to the planes of this node that `planes` returns at the time."""
         self._sharing = sharing
         self._planes = planes
         self._of: dict[str, _Open] = {}
