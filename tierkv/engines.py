@@ -27,12 +27,7 @@ class EngineTables(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _reference(tables: EngineTables, cache: CacheSettings, model: str, _: str) -> EngineSpec:
-    if model:
-        raise ConfigError(
-            f"the engine reference serves no model from files: remove node.model ({model!r}), or "
-            "set node.engine to transformers"
-        )
-    return ReferenceSpec(tables.model, tables.engine, cache)
+    return ReferenceSpec(tables.model, tables.engine, cache, model)
 
 
 def _transformers(

@@ -34,7 +34,7 @@ from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.service.session import Session
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.tokenizers import TextDecoder
+from tierkv.tokenizers import Messages, TextDecoder
 
 WORDS = ("<end>", "one", "two", "three", "four")
 
@@ -55,12 +55,16 @@ class WordDecoder:
 
 class WordTokenizer:
     vocab_size = len(WORDS)
+    stop_tokens = frozenset([0])
 
     def encode(self, text: str) -> bytes:
         try:
             return pack([WORDS.index(word) for word in text.split()])
         except ValueError as error:
             raise BadRequestError(f"not a word of this model: {error}") from error
+
+    def encode_chat(self, messages: Messages) -> bytes:
+        return self.encode(" ".join(message["content"] for message in messages))
 
     def fewest_tokens(self, text: str) -> int:
         return 0
@@ -230,6 +234,10 @@ async def test_a_gateway_speaks_the_words_of_its_nodes_and_ends_where_their_mode
         answer = await client.post("/v1/completions", {"prompt": "one", "max_tokens": 2})
         choice = answer.body["choices"][0]
         assert (choice["text"], choice["finish_reason"]) == ("two three", "length")
+        message = {"role": "user", "content": "one two"}
+        chat = await client.post("/v1/chat/completions", {"messages": [message]})
+        assert chat.body["choices"][0]["message"]["content"] == "three four"
+        assert chat.body["model"] == gateway.model == "counting"
         refused = await client.post("/v1/completions", {"prompt": "five"})
         assert refused.status == 400
         assert [one.num_failures for one in gateway.backend.nodes.all] == [0]

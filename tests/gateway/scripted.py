@@ -16,6 +16,8 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
+from tierkv.api.types import TokenizeBody
+from tierkv.cache.keys import unpack
 from tierkv.gateway.gateway import Gateway
 from tierkv.gateway.server import listening
 from tierkv.gateway.settings import (
@@ -26,6 +28,7 @@ from tierkv.gateway.settings import (
     LimitsSection,
 )
 from tierkv.http.settings import AuthSection
+from tierkv.tokenizers import ByteTokenizer
 
 Json = dict[str, Any]
 
@@ -66,7 +69,7 @@ class ScriptedNode:
         self.trouble = ""  # what it says of its store
         self.is_frozen = False  # as a machine that is gone: probes get no answer
         self.near = 0
-        self.model: str | None = None
+        self.model: str | None = "tierkv-ref-tiny"
         self.lies_from: int | None = None
         self.dies_unpublished = False  # after its first token, before its ticket
         self.stalls_after: int | None = None
@@ -117,9 +120,9 @@ class ScriptedNode:
         """A token per byte, as the text of its tokens is."""
         if self.raw is not None:
             return web.Response(body=self.raw)
-        text = msgspec.msgpack.decode(await request.read())["prompt"].encode()
-        self.texts.append(text)
-        tokens = np.frombuffer(text, np.uint8).astype("<i4").tobytes()
+        body = msgspec.msgpack.decode(await request.read(), type=TokenizeBody)
+        tokens = body.encoded(ByteTokenizer())
+        self.texts.append(unpack(tokens).astype(np.uint8).tobytes())
         return web.Response(body=msgspec.msgpack.encode({"tokens": tokens}))
 
     async def _work(self, request: web.Request) -> web.StreamResponse:

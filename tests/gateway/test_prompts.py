@@ -47,7 +47,7 @@ def test_a_list_of_tokens_is_refused_exactly_where_it_is_too_long(
 ) -> None:
     longest = max(map(len, value))
     if longest > most:
-        with pytest.raises(InvalidRequestError, match=f"at most {most} tokens"):
+        with pytest.raises(InvalidRequestError, match=f"nodes' {most} tokens"):
             read(value, most_tokens=most)
     else:
         assert len(read(value, most_tokens=most)) == len(value)

@@ -206,12 +206,12 @@ class _Asked:
 class WorkRoutes(Routes):
     @Route("POST", "/v1/tokenize", Access.READ, body=TokenizeBody, answer=TokenizeAnswer)
     async def tokenize(self, request: web.BaseRequest) -> TokenizeAnswer:
-        """Return the tokens of a text, by the tokenizer of this node's model."""
+        """Return the tokens of a text or a chat, by the tokenizer of this node's model."""
         async with self._node.work():
             tokenizer = self._node.spec.tokenizer
             body = await self._read(request, TokenizeBody)
             tokens = await self._node.bodies.aside(
-                len(body.prompt), lambda: tokenizer.encode(body.prompt)
+                body.num_characters, lambda: body.encoded(tokenizer)
             )
             if (num_tokens := count(tokens)) > self._most_tokens:
                 raise RequestTooLargeError(

@@ -106,8 +106,41 @@ class PromptBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return tokenizer.encode(text)
 
 
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    role: str
+    content: str
+
+
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    prompt: str
+    """A text or a chat to turn into tokens.
+
+    Attributes:
+        prompt: A text.
+        messages: The messages of a chat, which the model's chat template joins.
+    """
+
+    prompt: str | None = None
+    messages: tuple[ChatMessage, ...] | None = None
+
+    @property
+    def num_characters(self) -> int:
+        """The number of characters of the text, or of all messages."""
+        if self.messages is None:
+            return len(self.prompt or "")
+        return sum(len(message.content) for message in self.messages)
+
+    def encoded(self, tokenizer: Tokenizer) -> bytes:
+        """Return the packed tokens.
+
+        Raises:
+            FieldError: Neither or both of `prompt` and `messages` are given.
+            BadRequestError: The text has no tokens, or the model takes no such chat.
+        """
+        if (self.prompt is None) == (self.messages is None):
+            raise FieldError("give exactly one of prompt and messages")
+        if self.messages is None:
+            return tokenizer.encode(self.prompt or "")
+        return tokenizer.encode_chat([asdict(one) for one in self.messages])
 
 
 class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):

@@ -152,19 +152,21 @@ def _address(port: int) -> _Decorator:
 @click.option(
     "--model",
     metavar="PATH",
-    help="The model to serve, with --engine transformers: a directory with config.json and "
-    "weights, or a GGUF file.",
+    help="The model to serve: a directory with config.json and weights, or a GGUF file.  "
+    "[default: a tiny model of bytes that is built in]",
 )
 @click.option(
     "--dtype",
     type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-    help="Type of the model's weights and KV.  [default: auto, that of its files]",
+    help="With --engine transformers: type of the model's weights and KV.  [default: auto, "
+    "that of its files]",
 )
 @click.option(
     "--max-context",
     type=click.IntRange(1),
     metavar="TOKENS",
-    help="Most tokens of prompt and answer together.  [default: the model's own limit]",
+    help="With --engine transformers: most tokens of prompt and answer.  [default: the "
+    "model's own limit]",
 )
 @click.option(
     "--engine-socket",

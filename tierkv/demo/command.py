@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from importlib import resources
 from pathlib import Path
 
 import click
@@ -20,16 +19,29 @@ from tierkv.api.settings import masked_url
 from tierkv.cli.output import progress
 from tierkv.clock import SystemClock
 from tierkv.demo.processes import DemoError, private_redis
+from tierkv.demo.prompts import (
+    BLOCK_SIZE,
+    ChatPrompts,
+    Prompts,
+    TextPrompts,
+    choose_model,
+    device_blocks,
+)
 from tierkv.demo.scenes import DemoNodes, Play, Scene
 from tierkv.errors import ConfigError
 from tierkv.storage.factory import StoreSettings, open_store
 
-_BLOCK_SIZE = 16
-_ROOM_FOR_TURNS = 512  # tokens: answers and the follow-up question
+_MAX_TOKENS = 48
 _MAX_PROMPT_TOKENS = 100_000
 
 
 @click.command()
+@click.option(
+    "--model",
+    metavar="PATH",
+    help="The model, a directory or a GGUF file, or `tiny` for the model of bytes that is built "
+    "in.  [default: SmolLM2-135M-Instruct, which ./scripts/demo installs; else tiny]",
+)
 @click.option("--prompt", help="The text of the prompt, instead of the demo's own document.")
 @click.option(
     "--prompt-file",
@@ -47,17 +59,18 @@ _MAX_PROMPT_TOKENS = 100_000
 @click.option(
     "--max-tokens",
     type=click.IntRange(1, 256),
-    default=48,
+    default=_MAX_TOKENS,
     show_default=True,
-    help="Number of tokens of each answer.",
+    help="Number of tokens of each answer, at most.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def demo(
+    model: str | None,
     prompt: str | None,
     prompt_file: Path | None,
     storage: str | None,
-    max_tokens: int,
     *,
+    max_tokens: int,
     as_json: bool,
 ) -> None:
     """Run a demonstration with real processes on this machine.
@@ -72,7 +85,7 @@ def demo(
     Exits with 0 if every answer was identical, with 1 if an answer differed or something failed,
     and with 2 on wrong usage. All processes are stopped at the end.
     """
-    text = read_prompt(prompt, prompt_file)
+    chosen, text = choose_model(model), read_prompt(prompt, prompt_file)
     if storage in ("none", "memory://"):
         raise ConfigError(
             f"--storage {storage} cannot be shared by processes: give "
@@ -87,8 +100,14 @@ def demo(
             click.echo(line)
 
     started = time.monotonic()
+    if chosen.why:
+        click.echo(f"{chosen.why}.", err=True)
+    prompts: Prompts = TextPrompts(text, max_tokens)
+    if chosen.path is not None:
+        prompts = ChatPrompts(chosen.path, text, max_tokens)
+        say(f"model: {chosen.path.stem}")
     try:
-        scenes = uvloop.run(_play(text, storage, max_tokens, say))
+        scenes = uvloop.run(_play(chosen.path, prompts, storage, say))
     except asyncio.CancelledError as error:
         raise DemoError("stopped by a signal; every process of the demo was stopped") from error
     if as_json:
@@ -102,21 +121,22 @@ def demo(
         raise DemoError("an answer differs from the single node's: the cache gave wrong bytes")
 
 
-def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """Return the prompt's text.
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
+    """Return the text of the prompt that the caller gives, None if the demo's own is wanted.
+
+    Args:
+        prompt: The text.
+        prompt_file: A file with the text.
 
     Raises:
-        ConfigError: there is no usable prompt.
-        click.UsageError: two prompts were given.
+        ConfigError: The text is empty, too long or no text.
+        click.UsageError: Both are given.
     """
     if prompt is not None and prompt_file is not None:
         raise click.UsageError("give --prompt or --prompt-file, not both")
-    if prompt_file is not None:
-        text = _read_file(prompt_file)
-    elif prompt is not None:
-        text = prompt
-    else:
-        text = resources.files("tierkv.demo").joinpath("document.md").read_text(encoding="utf-8")
+    text = prompt if prompt_file is None else _read_file(prompt_file)
+    if text is None:
+        return None
     try:
         num_tokens = len(text.encode())
     except UnicodeEncodeError as error:
@@ -153,7 +173,7 @@ def _read_file(path: Path) -> str:
 
 
 async def _play(
-    text: str, storage: str | None, max_tokens: int, say: Callable[[str], None]
+    model: Path | None, prompts: Prompts, storage: str | None, say: Callable[[str], None]
 ) -> list[Scene]:
     """Run every scene.
 
@@ -167,14 +187,16 @@ async def _play(
     with tempfile.TemporaryDirectory(prefix="tierkv-demo-") as temporary:
         folder = Path(temporary)
         config = folder / "node.toml"
-        config.write_text(node_config(len(text.encode())))
+        config.write_text(node_config(prompts, model, folder))
         async with _storage(storage, folder) as url:
-            say(f"prompt: {len(text.encode())} tokens; storage: {masked_url(url)}")
+            say(f"prompt: {prompts.num_tokens} tokens; storage: {masked_url(url)}")
+            if prompts.question:
+                say(f"        a document, then: {prompts.question}")
             nodes = DemoNodes(url, config, folder)
             async with nodes.running():
-                async for scene in Play(nodes, text, max_tokens, say).scenes():
+                async for scene in Play(nodes, prompts, say).scenes():
                     scenes.append(scene)
-                    say(report(scene, len(scenes)))
+                    say(report(scene, len(scenes), prompts.shown_characters))
                 await nodes.check_books()
     return scenes
 
@@ -190,8 +212,14 @@ async def _storage(storage: str | None, folder: Path) -> AsyncIterator[str]:
         yield storage
 
 
-def report(scene: Scene, number: int) -> str:
-    """Return a scene as a few lines of text."""
+def report(scene: Scene, number: int, shown_characters: int) -> str:
+    """Return one scene as a few lines of text.
+
+    Args:
+        scene: The results.
+        number: Number of the scene, from 1 on.
+        shown_characters: Number of characters of the answer to show.
+    """
     lines = []
     if scene.matched is not None:
         matched = ", ".join(f"{tier} {count}" for tier, count in scene.matched.items() if count)
@@ -208,23 +236,35 @@ def report(scene: Scene, number: int) -> str:
 ({"abcdef"[number - 1]}) {scene.title}
     prompt                 {scene.prompt_tokens} tokens{tail}{middle}
     time to first token    {with_ms:.1f} ms; without cache {without_ms:.1f} ms
-    answer                 {scene.text[:60]!r}
+    answer                 {scene.text[:shown_characters]!r}
     identical to a single node: {"yes" if scene.is_identical else "NO"}
 """
 
 
-def node_config(num_tokens: int) -> str:
-    """Return the TOML config of the demo's nodes.
+def node_config(prompts: Prompts, model: Path | None, folder: Path) -> str:
+    """Return the settings of the demo's nodes, in TOML.
 
-    The device has room for little more than one conversation, so that pressure is easy to make, and
-    write-back moves its blocks to the host.
+    The device has room for one conversation and a little more, so that pressure is easy to make;
+    blocks are written back, so that pressure moves them to the host.
+
+    Args:
+        prompts: The prompts.
+        model: Path of the model, None for the built-in one.
+        folder: A directory where the nodes share the model's weights.
     """
-    blocks = -(-(num_tokens + _ROOM_FOR_TURNS) // _BLOCK_SIZE)
+    blocks = device_blocks(prompts)
+    path = "" if model is None else str(model.absolute())
     return f"""
+[node]
+model = {json.dumps(path)}
+
+[engine]
+weights_dir = {json.dumps(str(folder / "weights"))}
+
 [cache]
-block_size = {_BLOCK_SIZE}
-device_blocks = {blocks + blocks // 4}
-host_blocks = {8 * blocks}
+block_size = {BLOCK_SIZE}
+device_blocks = {blocks}
+host_blocks = {6 * blocks}
 host_write = "write_back"
 storage_write = "write_through"
 """

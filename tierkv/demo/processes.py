@@ -109,8 +109,9 @@ async def node(  # noqa: PLR0913 - what the command line asks for
     """
     command = [sys.executable, "-m", "tierkv", "serve", "--role", role, "--config", str(config)]
     command += ["--port", str(port), "--name", name]
-    # By environment, not by option: a URL may hold a password, which `ps` would show.
-    environ = {"TIERKV_STORAGE__URL": storage}
+    # By environment, not by option: a URL may hold a password, which `ps` would show. With one
+    # thread of BLAS, nodes that compute at once leave each other a core.
+    environ = {"TIERKV_STORAGE__URL": storage, "OPENBLAS_NUM_THREADS": "1"}
     if direct is not None:
         environ["TIERKV_HANDOFF__DIRECT"] = direct
     async with _listening(f"{name} node", command, folder / f"{name}.log", environ) as process:
@@ -209,7 +210,6 @@ async def private_redis(folder: Path) -> AsyncIterator[str]:
 _RUNNING = "tierkv_gateway_node_requests"
 _RESUMED = 'tierkv_gateway_routed_total{how="resumed"}'
 _ANSWER_S = 300.0
-_TOKENS_BEFORE = 20  # that have arrived when the node is killed
 
 
 @dataclass(frozen=True)
@@ -228,25 +228,33 @@ class Fleet:
         self._gateway = gateway
         self._decode = decode
 
-    async def complete_and_kill(self, prompt: str, max_tokens: int) -> FleetAnswer:
-        """Let the gateway answer, and kill the decode node with SIGKILL after some tokens.
+    async def complete_and_kill(
+        self, prompt: str | list[int], max_tokens: int, *, tokens_before_kill: int
+    ) -> FleetAnswer:
+        """Have the gateway answer, and kill (SIGKILL) the decode node that generates.
+
+        Args:
+            prompt: The prompt, a text or tokens.
+            max_tokens: Number of tokens to generate.
+            tokens_before_kill: Number of tokens that have arrived when the node is killed.
 
         Raises:
-            DemoError: the answer is not complete.
+            DemoError: The answer does not come whole.
         """
         started = time.monotonic()
-        first_token_s, text, event = 0.0, "", ""
+        first_token_s, text, event, num_tokens = 0.0, "", "", 0
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
         try:
             async for piece in self._pieces(body):
                 first_token_s = first_token_s or time.monotonic() - started
                 text += piece
-                if event or len(text) < _TOKENS_BEFORE:
+                num_tokens += 1
+                if event or num_tokens < tokens_before_kill:
                     continue
                 if at_it := await self._at_it():
                     at_it.process.kill()
                     await at_it.process.wait()
-                    event = f"the decode node was killed after {len(text)} of {max_tokens} tokens"
+                    event = f"the decode node was killed after {num_tokens} of {max_tokens} tokens"
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise DemoError(f"the gateway at {self._gateway.url} failed: {error}") from error
         event = event or "no decode node was answering when looked at"

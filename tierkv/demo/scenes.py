@@ -11,11 +11,10 @@ from uuid import uuid4
 import msgspec
 
 from tierkv.api.types import DecodeBody, GenerateAnswer, GenerateBody, LookupBody, PrefillBody
+from tierkv.cache.keys import unpack
 from tierkv.demo.processes import DemoError, Fleet, NodeProcess, gateway, node, stop, together
+from tierkv.demo.prompts import Fields, Prompts
 from tierkv.transfer.storage_io import StorageStats
-
-_GATEWAY_TOKENS = 120  # enough to be in the middle of
-_FOLLOW_UP = "\n\nAnd what happens to the blocks that nobody uses for a while?\n"
 
 
 @dataclass(frozen=True)
@@ -118,11 +117,13 @@ class DemoNodes:
 class Play:
     """Runs the scenes in order. say: where progress goes."""
 
-    def __init__(self, nodes: DemoNodes, prompt: str, max_tokens: int, say: Callable[[str], None]):
+    def __init__(self, nodes: DemoNodes, prompts: Prompts, say: Callable[[str], None]) -> None:
         self._nodes = nodes
-        self._prompt = prompt
-        self._max_tokens = max_tokens
+        self._prompts = prompts
+        self._prompt = prompts.first
+        self._max_tokens = prompts.max_tokens
         self._say = say
+        self._truths: dict[tuple[str | bytes, int], GenerateAnswer] = {}
 
     async def scenes(self) -> AsyncIterator[Scene]:
         yield await self._hand_off()
@@ -153,17 +154,17 @@ class Play:
         """Return the claim for the prompt that `node` published, and the size of its tail."""
         ticket_id = f"demo-{uuid4().hex[:12]}"
         self._say("prefill node: reading the prompt, publishing its blocks and a ticket ...")
-        prefilled = await node.client.prefill(PrefillBody(prompt=self._prompt, ticket_id=ticket_id))
+        prefilled = await node.client.prefill(PrefillBody(ticket_id=ticket_id, **self._prompt))
         tail_tokens = prefilled.tail_tokens
         self._say(
             f"  {prefilled.num_blocks} blocks in storage, tail of {tail_tokens} tokens included"
         )
         self._say("decode node: claiming the ticket, going on from the second token ...")
-        claim = DecodeBody(prompt=self._prompt, ticket_id=ticket_id, max_tokens=self._max_tokens)
+        claim = DecodeBody(ticket_id=ticket_id, max_tokens=self._max_tokens, **self._prompt)
         return claim, tail_tokens
 
     async def _device_hit(self) -> Scene:
-        self._follow_up = self._prompt + self._last_text + _FOLLOW_UP
+        self._follow_up = self._prompts.follow_up(self._last_text)
         self._say("decode node: the next turn of the same conversation ...")
         return await self._generate("Follow-up turn, hits Device", self._follow_up)
 
@@ -173,9 +174,9 @@ class Play:
             "decode node: other prompts arrive until the conversation has left the device ..."
         )
         for number in range(1, 101):
-            text = f"Unrelated prompt {number}. " + self._prompt[::-1]
-            await client.generate(GenerateBody(prompt=text, max_tokens=1))
-            where = await client.lookup(LookupBody(prompt=self._follow_up))
+            unrelated = self._prompts.unrelated(number)
+            await client.generate(GenerateBody(max_tokens=1, **unrelated))
+            where = await client.lookup(LookupBody(**self._follow_up))
             if where.device_tokens == 0:
                 break
         self._say(f"  {number} prompts later its blocks are on the host only")
@@ -187,12 +188,15 @@ class Play:
         return await self._generate("After a restart, hits Storage", self._prompt)
 
     async def _gateway(self) -> Scene:
-        nodes = self._nodes
-        prompt = "Through the gateway: " + self._prompt
+        nodes, prompt = self._nodes, self._prompts.through_gateway
+        max_tokens = self._prompts.gateway_tokens
+        given = prompt["prompt"] if "prompt" in prompt else unpack(prompt["tokens"]).tolist()
         self._say("gateway: two prefill and two decode nodes behind one OpenAI-compatible URL ...")
         async with nodes.fleet() as fleet:
-            answer = await fleet.complete_and_kill(prompt, _GATEWAY_TOKENS)
-            truth = await self._truth(prompt, _GATEWAY_TOKENS)
+            answer = await fleet.complete_and_kill(
+                given, max_tokens, tokens_before_kill=self._prompts.tokens_before_kill
+            )
+            truth = await self._truth(prompt, max_tokens)
         return Scene(
             title="A decode node killed in the middle of an answer",
             prompt_tokens=truth.prompt_tokens,
@@ -206,14 +210,14 @@ class Play:
             event=answer.event,
         )
 
-    async def _generate(self, title: str, prompt: str) -> Scene:
-        body = GenerateBody(prompt=prompt, max_tokens=self._max_tokens)
+    async def _generate(self, title: str, prompt: Fields) -> Scene:
+        body = GenerateBody(max_tokens=self._max_tokens, **prompt)
         return await self._compare(title, prompt, self._nodes.decode.client.generate(body), 0)
 
     async def _compare(
         self,
         title: str,
-        prompt: str,
+        prompt: Fields,
         asked: Awaitable[GenerateAnswer],
         tail_tokens: int,
         at: NodeProcess | None = None,
@@ -245,10 +249,14 @@ class Play:
             is_identical=answer.tokens == truth.tokens,
         )
 
-    async def _truth(self, prompt: str, max_tokens: int) -> GenerateAnswer:
-        self._say("single node: computing the same from the first token on, without a cache ...")
-        body = GenerateBody(prompt=prompt, max_tokens=max_tokens, use_cache=False)
-        return await self._nodes.single.client.generate(body)
+    async def _truth(self, prompt: Fields, max_tokens: int) -> GenerateAnswer:
+        """Return the answer of the single node, which computes each prompt once."""
+        content = prompt["prompt"] if "prompt" in prompt else prompt["tokens"]
+        if (content, max_tokens) not in self._truths:
+            self._say("single node: computing the same from the first token on, no cache ...")
+            body = GenerateBody(max_tokens=max_tokens, use_cache=False, **prompt)
+            self._truths[content, max_tokens] = await self._nodes.single.client.generate(body)
+        return self._truths[content, max_tokens]
 
 
 async def _moved(node: NodeProcess) -> dict[str, int]:

@@ -187,14 +187,15 @@ class NodeCalls:
         return found.device_tokens + found.host_tokens
 
     async def tokenize(self, node: BackendNode, job: Job) -> bytes:
-        """Return the packed tokens of the job's text, as the node's model reads it.
+        """Return the packed tokens of the job's text or messages, as the node's model reads them.
 
         Raises:
             AttemptError: The node fails, which counts against it, or is busy.
             InvalidRequestError: No node would take the text.
         """
         headers = {**self._headers(job), "Accept": MSGPACK}
-        body = (msgspec.msgpack.encode({"prompt": job.prompt}),)
+        field = "prompt" if isinstance(job.prompt, str) else "messages"
+        body = (msgspec.msgpack.encode({field: job.prompt}),)
         try:
             with self._translated(node):
                 async with node.within(self._deadlines.stall_s):

@@ -18,6 +18,7 @@ from tierkv.gateway.calls import NodeCalls, probing
 from tierkv.gateway.failures import (
     AttemptError,
     GatewayShuttingDownError,
+    NoSuchModelError,
     OverloadedError,
     TooManyWaitingError,
 )
@@ -279,6 +280,16 @@ class Gateway:
         """Return the state of each node by URL, and the reason for it."""
         now = asyncio.get_running_loop().time()
         return {node.url: (node.state(now), node.word(now)) for node in self.backend.nodes.all}
+
+    @property
+    def model(self) -> str:
+        """The name of the model; "" until a node has said it."""
+        return self.settings.gateway.model or self.backend.nodes.model
+
+    def check_model(self, name: str | None) -> None:
+        """Raise NoSuchModelError if a caller asks for another model than the nodes have."""
+        if name is not None and self.model not in ("", name):
+            raise NoSuchModelError(name, self.model)
 
     def work(self) -> CallUnderWay:
         """Open one prompt's work.

@@ -129,11 +129,15 @@ class BackendNode:
 class Nodes:
     """All nodes of a gateway.
 
+    Attributes:
+        model: Name of the model that the most nodes compute; "" until a node says it.
+
     Raises:
         ConfigError: There is no node, or one is named twice.
     """
 
     def __init__(self, section: GatewaySection, health: HealthSection, beat: Heartbeat) -> None:
+        self.model = ""
         self.all = [
             BackendNode(url, role, health, beat)
             for role, given in (
@@ -165,6 +169,7 @@ class Nodes:
         node.fingerprint = fingerprint
         known = [one.fingerprint for one in self.all if one.fingerprint is not None]
         most = max(known, key=known.count, default={})  # the first of several
+        self.model = most.get("model", "")
         for one in self.all:
             one.differs_in = () if one.fingerprint is None else differences(most, one.fingerprint)
 

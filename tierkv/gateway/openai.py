@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tierkv.gateway.failures import InvalidRequestError
-from tierkv.gateway.prompts import Given, Job, read_prompts
+from tierkv.gateway.prompts import Given, Job, Prompt, read_prompts
 
 FinishReason = Literal["stop", "length"]
 Count = Annotated[int, msgspec.Meta(le=2**31 - 1)]  # `check` says what is wrong with a low one
@@ -148,7 +148,7 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 )
 
     def jobs(
-        self, prompts: Sequence[str | bytes], request_id: str, authorization: str | None
+        self, prompts: Sequence[Prompt], request_id: str, authorization: str | None
     ) -> Iterator[Job]:
         """Yield one job for each of the prompts."""
         seed = secrets.randbits(_SEED_BITS) if self.seed is None else self.seed % 2**64
@@ -181,7 +181,7 @@ class CompletionBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_field
         """Return a body that holds none of the prompts' memory."""
         return replace(self, prompt="")
 
-    def prompts(self, *, most_prompts: int, most_tokens: int) -> list[str | bytes]:
+    def prompts(self, *, most_prompts: int, most_tokens: int) -> list[Prompt]:
         """Return the prompts, texts as they are and tokens packed.
 
         Args:
@@ -220,8 +220,7 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The body of a chat.
 
     Attributes:
-        messages: Messages, which become one prompt: a line `role: content` for each and `assistant:
-            ` at the end.
+        messages: Messages, which the chat template of the nodes' model makes one prompt.
     """
 
     messages: list[Message]
@@ -249,9 +248,9 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     def without_prompts(self) -> Self:
         return replace(self, messages=[])
 
-    def prompts(self, *, most_prompts: int, most_tokens: int) -> list[str | bytes]:
-        """Return the one prompt, a text; see CompletionBody."""
-        del most_prompts
+    def prompts(self, *, most_prompts: int, most_tokens: int) -> list[Prompt]:
+        """Return the one prompt, the messages; see CompletionBody."""
+        del most_prompts, most_tokens
         self.check()
         without_tools = self.tool_choice in ("none", "auto")
         self.refuse_unless(
@@ -268,9 +267,7 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise InvalidRequestError(
                 "messages is empty: give at least one message", param="messages"
             )
-        lines = [f"{message.role}: {message.text()}\n" for message in self.messages]
-        text = "".join([*lines, "assistant: "])
-        return read_prompts(text, most_prompts=1, most_tokens=most_tokens)
+        return [[{"role": one.role, "content": one.text()} for one in self.messages]]
 
 
 # Answers

@@ -12,6 +12,10 @@ from tierkv.cache.keys import TOKEN_BYTES, count, pack
 from tierkv.client.http import Body
 from tierkv.errors import BadRequestError
 from tierkv.gateway.failures import InvalidRequestError
+from tierkv.tokenizers import Messages
+
+Prompt = str | bytes | Messages
+"""A text, packed tokens, or the messages of a chat."""
 
 Given = str | list[str | int | list[int]]  # msgspec knows no union of several lists
 
@@ -24,13 +28,13 @@ class Job:
     """One prompt and its sampling.
 
     Attributes:
-        prompt: A text, or packed tokens.
+        prompt: A text, packed tokens, or the messages of a chat.
         authorization: The caller's header, if the gateway forwards it.
         seed: Seed of the sampling, always set, so that a second node continues like the first.
     """
 
     request_id: str
-    prompt: str | bytes
+    prompt: Prompt
     max_tokens: int
     temperature: float
     top_k: int
@@ -67,7 +71,7 @@ class Job:
         return self.body({**sampling, "stream": True, **fields}, after)
 
 
-def read_prompts(given: Given, *, most_prompts: int, most_tokens: int) -> list[str | bytes]:
+def read_prompts(given: Given, *, most_prompts: int, most_tokens: int) -> list[Prompt]:
     """Return the prompts of a body: texts as they are, tokens packed.
 
     Args:
@@ -113,9 +117,16 @@ def _read(prompt: object, most_tokens: int) -> str | bytes:
         raise InvalidRequestError(f"the prompt cannot be read: {error}", param="prompt") from error
 
 
-def packed_bytes(prompt: str | bytes) -> int:
-    """Return the most bytes that `prompt` has when packed: a token is at least a byte of text."""
-    return len(prompt) if isinstance(prompt, bytes) else TOKEN_BYTES * len(prompt.encode())
+def packed_bytes(prompt: Prompt) -> int:
+    """Return the most bytes that `prompt` has when packed, without the tokens of a chat template.
+
+    A token is at least a byte of text.
+    """
+    if isinstance(prompt, bytes):
+        return len(prompt)
+    if isinstance(prompt, str):
+        return TOKEN_BYTES * len(prompt.encode())
+    return sum(packed_bytes(text) for message in prompt for text in message.values())
 
 
 def empty() -> InvalidRequestError:

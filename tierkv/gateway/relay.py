@@ -535,7 +535,7 @@ async def run(delivery: Delivery) -> None:
     async with deadline(delivery.backend.settings.deadlines.request_s, late):
         while not delivery.is_done:
             try:
-                if isinstance(delivery.job.prompt, str):
+                if not isinstance(delivery.job.prompt, bytes):
                     await _tokenize(delivery)
                 await _attempt(delivery, can_hand_off=can_hand_off)
             except HandoffRefusedError as error:
@@ -546,7 +546,7 @@ async def run(delivery: Delivery) -> None:
 
 
 async def _tokenize(delivery: Delivery) -> None:
-    """Make some node turn the prompt's text into tokens.
+    """Make some node turn the prompt's text or messages into tokens.
 
     Raises:
         AttemptError: The call has failed; the failure is noted.

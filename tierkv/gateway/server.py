@@ -36,7 +36,7 @@ from tierkv.gateway.openai import (
     ModelList,
     TokenUsage,
 )
-from tierkv.gateway.prompts import packed_bytes
+from tierkv.gateway.prompts import Prompt, packed_bytes
 from tierkv.gateway.relay import PromptAnswer
 from tierkv.gateway.settings import GatewaySettings
 from tierkv.http import bodies, process
@@ -85,13 +85,12 @@ class CompletionRoutes:
 
     async def _answer(self, request: web.BaseRequest, kind: type[B]) -> web.StreamResponse:
         settings, backend = self._gateway.settings, self._gateway.backend
-        prompts: list[str | bytes] = []
+        prompts: list[Prompt] = []
         num_bytes = 0
 
         def take(body: B) -> B:
             nonlocal num_bytes
-            if body.model not in (None, settings.gateway.model):
-                raise NoSuchModelError(body.model, settings.gateway.model)
+            self._gateway.check_model(body.model)
             most = settings.gateway.max_prompt_tokens
             prompts.extend(body.prompts(most_prompts=settings.limits.max_batch, most_tokens=most))
             num_bytes = sum(map(packed_bytes, prompts))
@@ -107,7 +106,7 @@ class CompletionRoutes:
             PromptAnswer(job, backend, stops, min_tokens=body.min_tokens or 0)
             async for job in in_turns(body.jobs(prompts, *given))
         ]
-        writer = _Writer(request, settings.gateway.model, is_chat=kind is ChatBody)
+        writer = _Writer(request, self._gateway.model, is_chat=kind is ChatBody)
         if body.stream:
             return await self._stream(writer, answers, with_usage=body.with_usage)
         return await self._whole(writer, answers)
@@ -244,17 +243,17 @@ class ProbeRoutes:
 
     @Route("GET", "/v1/models", Access.READ)
     async def models(self, _: web.BaseRequest) -> ModelList:
-        return ModelList(data=(self._model(),))
+        return ModelList(data=(self._model(),) if self._gateway.model else ())
 
     @Route("GET", "/v1/models/{model:.+}", Access.READ)  # such names may have slashes
     async def model(self, request: web.BaseRequest) -> Model:
-        asked, ours = in_path(request, "model"), self._model()
-        if asked != ours.id:
-            raise NoSuchModelError(asked, ours.id)
-        return ours
+        asked = in_path(request, "model")
+        if asked != self._gateway.model:
+            raise NoSuchModelError(asked, self._gateway.model)
+        return self._model()
 
     def _model(self) -> Model:
-        return Model(id=self._gateway.settings.gateway.model, created=self._started)
+        return Model(id=self._gateway.model, created=self._started)
 
     @Route("GET", "/livez", Access.PUBLIC)
     async def live(self, _: web.BaseRequest) -> ReadyAnswer:
@@ -317,7 +316,7 @@ class GatewayLiveRoutes:
         return msgspec.json.encode(
             {
                 "kind": "gateway",
-                "name": gateway.settings.gateway.model,
+                "name": gateway.model,
                 "version": tierkv.__version__,
                 "started_at": gateway.started_at,
                 "is_draining": gateway.is_draining,

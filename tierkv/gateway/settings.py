@@ -21,7 +21,7 @@ class GatewaySection(ListenSection, frozen=True, kw_only=True, forbid_unknown_fi
             between the URLs.
         decode: URLs of the nodes that generate from computed prompts, in the form of prefill.
         both: URLs of the nodes that do both, in the form of prefill.
-        model: name of the one model at /v1/models.
+        model: name of the one model at /v1/models; "" for the name that the nodes say.
         node_token: bearer token for the nodes; set it in the environment.
         node_ca: file of the authority (PEM) that signed the certificates of https nodes; "" trusts
             the system's authorities.
@@ -40,7 +40,7 @@ class GatewaySection(ListenSection, frozen=True, kw_only=True, forbid_unknown_fi
     prefill: str | tuple[str, ...] = ()
     decode: str | tuple[str, ...] = ()
     both: str | tuple[str, ...] = ()
-    model: str = "tierkv-ref-tiny"
+    model: str = ""
     node_token: str = ""
     node_ca: str = ""
     node_cert: str = ""

@@ -85,7 +85,14 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes / _MIB:.1f} MiB"
 
 
-def require_room(num_bytes: int, what: str, setting: str, *, has_new_pages: bool = True) -> None:
+def require_room(
+    num_bytes: int,
+    what: str,
+    setting: str,
+    *,
+    has_new_pages: bool = True,
+    is_filled_now: bool = False,
+) -> None:
     """Check that this process may allocate `num_bytes` more; warn if the machine may lack memory.
 
     Memory that was allocated through `track` and is not filled yet counts as used.
@@ -96,6 +103,7 @@ def require_room(num_bytes: int, what: str, setting: str, *, has_new_pages: bool
         setting: the setting that asks for less, such as "cache.host_blocks".
         has_new_pages: False for a mapping whose pages exist or were set aside before: only
             addresses are counted.
+        is_filled_now: True for memory that is written at once; the machine must have it now.
 
     Raises:
         ConfigError: a limit leaves too little. The sentence names the limit and the remedy.
@@ -120,7 +128,7 @@ def require_room(num_bytes: int, what: str, setting: str, *, has_new_pages: bool
             f"({limit.source}). {limit.remedy[:1].upper()}{limit.remedy[1:]}, or lower "
             f"{setting}"
         )
-        if limit.kind is not LimitKind.MACHINE:
+        if limit.kind is not LimitKind.MACHINE or is_filled_now:
             raise ConfigError(sentence)
         log.warning("%s", sentence)
 

@@ -20,7 +20,7 @@ _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder-only transformer over bytes, with weights that follow from `seed`.
+    """A decoder-only transformer, over bytes and with weights that follow from `seed` by default.
 
     Attributes:
         name: name of the model in the keys of cached blocks.
@@ -35,6 +35,9 @@ class ModelConfig:
         max_positions: most tokens of prompt and output together.
         seed: seed of the weights.
         kv_dtype: type of keys and values in the planes; all computing is in float32.
+        vocab_size: number of tokens; those of the built-in model are bytes.
+        norm_epsilon: term added to the mean square in RMSNorm.
+        weights: digest of a checkpoint's files; "" if the weights follow from `seed`.
 
     Raises:
         ConfigError: a number is out of range, or the heads do not divide.
@@ -52,12 +55,15 @@ class ModelConfig:
     max_positions: Fixed[int] = 131_072
     seed: int = 0
     kv_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    vocab_size: Fixed[int] = VOCAB_SIZE
+    norm_epsilon: Fixed[float] = 1e-6
+    weights: Fixed[str] = ""
 
     def __post_init__(self) -> None:
         if not self.name or not self.revision:
             raise ConfigError("the reference model needs a name and a revision")
         all_at_least_one("", self, "num_layers", "num_heads", "num_kv_heads", "head_dim")
-        all_at_least_one("", self, "hidden", "ffn", "max_positions")
+        all_at_least_one("", self, "hidden", "ffn", "max_positions", "vocab_size")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads ({self.num_heads}) must be a multiple of "
@@ -83,7 +89,7 @@ class ModelConfig:
         return (
             f"{self.revision}: {self.num_layers} layers of {self.hidden}, ffn {self.ffn}, "
             f"{self.num_heads} heads of {self.head_dim}, theta {self.rope_theta:g}, "
-            f"seed {self.seed}"
+            + (f"weights {self.weights}" if self.weights else f"seed {self.seed}")
         )
 
     def layout(self, block_size: int) -> Layout:

@@ -7,6 +7,8 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 
@@ -17,12 +19,15 @@ from tierkv.config import Fixed, all_above_zero, all_at_least_one
 from tierkv.engine import GenerateRequest
 from tierkv.engine_runs import ModelRun, SessionEngine, Tokens1D
 from tierkv.errors import ShuttingDownError
+from tierkv.model_tokenizer import read_tokenizer
+from tierkv.refmodel.checkpoint import open_checkpoint
 from tierkv.refmodel.config import ModelConfig
 from tierkv.refmodel.model import TOKENIZER, Floats, ReferenceModel, sample
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.tasks import outlast
 from tierkv.threads import Threads
+from tierkv.tokenizers import Tokenizer
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,9 +35,12 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     chunk_tokens: prompt tokens per call of the model; a cancel waits for one call at most.
     load_timeout_s: seconds that a call may wait for a layer that is being loaded.
+    weights_dir: directory where the nodes of this machine share the float32 weights of a model, one
+    file for each model; "" keeps the weights in each node's own memory.
     """
 
     chunk_tokens: int = 256
+    weights_dir: str = ""
     load_timeout_s: Fixed[float] = 30.0
 
     def __post_init__(self) -> None:
@@ -46,10 +54,16 @@ class ReferenceEngine(SessionEngine):
     See SessionEngine.
     """
 
-    def __init__(self, service: Service, model: ReferenceModel, settings: EngineSettings) -> None:
+    def __init__(
+        self,
+        service: Service,
+        model: ReferenceModel,
+        settings: EngineSettings,
+        tokenizer: Tokenizer = TOKENIZER,
+    ) -> None:
         super().__init__(
             service,
-            TOKENIZER,
+            tokenizer,
             chunk_tokens=settings.chunk_tokens,
             load_timeout_s=settings.load_timeout_s,
         )
@@ -120,16 +134,35 @@ def _forget(call: Future[Floats]) -> None:
 
 
 class ReferenceSpec:
-    """The reference model as an EngineSpec."""
+    """The reference model as an EngineSpec.
+
+    Args:
+        config: The sizes of the built-in model, and the type of KV.
+        settings: The settings of the engine.
+        cache: The settings of the cache.
+        path: A Llama-shaped model to serve instead of the built-in one; "" for none.
+
+    Raises:
+        ConfigError: There is no model at `path`, or it is not supported.
+    """
 
     takes_media = False
     takes_adapters = False
-    tokenizer = TOKENIZER
 
-    def __init__(self, config: ModelConfig, settings: EngineSettings, cache: CacheSettings) -> None:
+    def __init__(
+        self, config: ModelConfig, settings: EngineSettings, cache: CacheSettings, path: str = ""
+    ) -> None:
+        self._checkpoint = open_checkpoint(Path(path)) if path else None
         self._config = config
+        if self._checkpoint is not None:
+            self._config = replace(self._checkpoint.config, kv_dtype=config.kv_dtype)
+        self._tokenizer: Tokenizer = read_tokenizer(Path(path)) if path else TOKENIZER
         self._settings = settings
         self._cache = cache
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
 
     @property
     def layout(self) -> Layout:
@@ -150,10 +183,12 @@ class ReferenceSpec:
 
     def open(self, service: Service) -> ReferenceEngine:
         """See EngineSpec.open."""
+        checkpoint, shared = self._checkpoint, self._settings.weights_dir
         model = ReferenceModel(
             self._config,
             self._cache.block_size,
             service.device.array_module,
             tensor_parallel=self._cache.tensor_parallel,
+            weights=None if checkpoint is None else checkpoint.weights(shared),
         )
-        return ReferenceEngine(service, model, self._settings)
+        return ReferenceEngine(service, model, self._settings, self._tokenizer)

