@@ -17,6 +17,7 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from tierkv.gpu.cpu import CpuDevice
@@ -134,6 +135,7 @@ class Driver:
                 told = {"kind": kind, "medium": event.medium, "names": names}
                 if kind == "BlockStored":
                     told["tokens"] = event.token_ids
+                    told["session"] = event.session_id
                     told["parent"] = event.parent_block_hash and self._name(event.parent_block_hash)
                 self.events_told.append(told)
                 yield event
@@ -197,6 +199,7 @@ class Driver:
         kv_transfer_params of each request. aborts: after so many steps this request is aborted."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
+        from vllm.v1.kv_hints import KvHintsEnvelope
 
         for request in requests:
             params = request.get("params")
@@ -212,7 +215,15 @@ class Driver:
             if request.get("salt"):
                 prompt["cache_salt"] = request["salt"]
             adapter = LoRARequest(*request["lora"]) if request.get("lora") else None
-            self.engine.add_request(request["id"], prompt, sampling, lora_request=adapter)
+            hints = request.get("hints")
+            self.engine.add_request(
+                request["id"],
+                prompt,
+                sampling,
+                lora_request=adapter,
+                session_id=request.get("session"),
+                kv_hints=msgspec.convert(hints, KvHintsEnvelope) if hints else None,
+            )
         answers: dict[str, Any] = {}
         left = dict(aborts or {})
         steps = 0

@@ -921,6 +921,43 @@ def test_events_have_vllms_own_names(alone: Engine, one: Engine) -> None:
         assert set(names) <= stored, medium
 
 
+def hint(kind: str, version: str = "1.0") -> dict[str, Any]:
+    return {
+        "action_id": f"{kind} {version}",
+        "action_type": kind,
+        "action_version": version,
+        "payload": {"source_control_endpoint": "tcp://h", "block_hashes": [1], "mode": "copy"},
+    }
+
+
+@pytest.mark.promise("vLLM's sessions and hints to fetch are followed; unknown hints are counted.")
+def test_turns_of_a_session_are_kept_and_hints_are_followed_or_counted(
+    alone: Engine, one: Engine
+) -> None:
+    some, others = prompt(720, 4 * _BLOCK), [prompt(721, 40)]
+    right = alone.tokens([some])
+    before = one.ask("counts")
+    one.ask("events")
+    hints = [hint("kv.fetch"), hint("kv.fetch", "9"), hint("kv.pin")]
+    envelope = {"protocol_version": "0.1", "message_id": "m", "actions": hints}
+    unknown = envelope | {"protocol_version": "7"}
+    assert one.tokens([some], "turn", session="a", hints=envelope) == right
+    one.tokens(others, "after")  # vLLM asks for events and counts in its steps
+    one.tokens(others, "unknown", hints=unknown)
+    one.rests()
+    assert one.ask("drop") == 0, "a session holds nothing"
+    assert one.tokens([some], "next", session="a") == right
+    one.tokens(others, "last")
+    counts = one.ask("counts")
+    told = {name: counts[name] - before.get(name, 0) for name in counts}
+    assert (told["fetch_hints"], told["ignored_hints"]) == (1, 5)
+    assert told["kept_turns"] == 2
+    stored = [event for event in one.ask("events") if event["kind"] == "BlockStored"]
+    names = set(one.ask("hashes", tokens=some))
+    assert {event["session"] for event in stored if names & set(event["names"])} == {"a"}
+    one.rests()
+
+
 def test_events_of_host_and_store_have_the_tokens_by_which_routers_find_blocks(
     alone: Engine, one: Engine
 ) -> None:

@@ -24,8 +24,10 @@ USED = {
         "request_id", "prompt_token_ids", "prompt_embeds", "all_token_ids", "output_token_ids",
         "num_tokens", "num_prompt_tokens", "num_output_tokens", "num_computed_tokens", "resumable",
         "mm_features", "lora_request", "cache_salt", "kv_transfer_params", "block_hashes",
-        "skip_reading_prefix_cache",
+        "skip_reading_prefix_cache", "session_id", "kv_hints",
     ],
+    ("v1/kv_hints/protocol.py", "KvHintsEnvelope"): ["protocol_version", "actions"],
+    ("v1/kv_hints/protocol.py", "KvHintAction"): ["action_type", "action_version"],
     ("v1/core/sched/output.py", "SchedulerOutput"): [
         "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "preempted_req_ids",
         "kv_connector_block_state", "total_num_scheduled_tokens",
@@ -50,7 +52,7 @@ USED = {
     ],
     ("distributed/kv_events.py", "BlockStored"): [
         "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
-        "lora_name", "group_idx",
+        "lora_name", "group_idx", "session_id",
     ],
     ("distributed/kv_events.py", "BlockRemoved"): ["block_hashes", "medium", "group_idx"],
     ("multimodal/inputs.py", "MultiModalFeatureSpec"): ["identifier", "mm_position"],

@@ -29,7 +29,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from heapq import heappop, heappush
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,7 +109,7 @@ _BACKLOG_TURNS = 2  # turns in which a backlog of waiting saves is begun
 _SAVED_AT_ONCE = 256
 _PAUSE_STEPS = 4  # until a request that had no part in a step is looked at again
 _MOST_WAIT_S = 60.0  # for a copy of blocks that are about to be written
-_MOST_PRIVATE = 65_536  # names of blocks with a salt, an adapter or images; see take_events
+_MOST_PRIVATE = 65_536  # names of blocks with a salt, an adapter, images or a session
 _MOST_LOST = 2  # promises to one request that expire before it loads them
 # An engine with one request waits so long for the host tier's answer, mostly 0.5 ms, where asking
 # again in the next step takes 5 ms.
@@ -124,6 +123,8 @@ _COUNTS = {
     "failed_publishes": "Prompts that could not be handed over",
     "lost_tickets": "Requests whose ticket could not be claimed",
 }
+# The protocol of hints, and the one action that is followed, with its version.
+_HINTS, _FETCH = "0.1", ("kv.fetch", "1.0")
 _ROLE = "kv"  # of a layer's plane
 TICKET = "tierkv_ticket"  # among a request's kv_transfer_params
 _HOST_BYTES = 4 << 30
@@ -154,6 +155,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         ticket_ttl_s: seconds that a ticket can be claimed.
         promise_ttl_s: seconds that blocks are held on the host for a request that vLLM does not
             schedule.
+        session_ttl_s: seconds after a turn of a session in which its blocks on the host are evicted
+            last; 0 for no difference.
         min_tokens: fewer tokens are computed instead of loaded, unless a ticket names them; so is
             a rest of one block, and what the host has of a block without a store.
         prefix: prefix of all names in the store.
@@ -173,6 +176,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     publish_deadline_s: float = 30.0
     ticket_ttl_s: float = 600.0
     promise_ttl_s: float = 30.0
+    session_ttl_s: float = 300.0
     min_tokens: int = 32
     prefix: str = "tierkv"
 
@@ -403,6 +407,9 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     # The scheduler's side
 
+    def on_new_request(self, request: Request) -> None:
+        self.scheduler.arrive(request)
+
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
@@ -515,6 +522,7 @@ class _SchedulerSide:
         events = config.kv_events_config
         self._tells = events is not None and events.enable_kv_cache_events
         self._private: OrderedDict[str | int | bytes, None] = OrderedDict()
+        self._owners: OrderedDict[ExternalId, str] = OrderedDict()  # by block, its session
         self._adapters = AdapterDigests()
         self._epoch = b""
         self._tracked: dict[str, _Tracked] = {}
@@ -527,6 +535,8 @@ class _SchedulerSide:
         self._most_per_step = 1 + (drafts.num_speculative_tokens or 0 if drafts else 0)
         # Requests that have ended, with their blocks, and of which not all is saved.
         self._ending: deque[tuple[_Tracked, tuple[list[int], ...]]] = deque()
+        # By ended request with saves under way: its session, and the saved prompt with its answer.
+        self._turns: dict[str, tuple[str, Prompt]] = {}
         self._plans = StepPlans()
         self._begun: list[Plan] = []  # saves of this step
         self._counts: Counter[str] = Counter()
@@ -626,6 +636,36 @@ class _SchedulerSide:
 
     # A request comes
 
+    def arrive(self, request: Request) -> None:
+        """Begin the lookup of a request that waits, if its blocks may have to come from a store.
+
+        A turn of a session mostly continues a stored one, and a hint to fetch says so.
+        """
+        is_hinted = self._follow_hints(request)
+        if (is_hinted or request.session_id) and self._finds and self._has_store:
+            tracked = self._track(request)
+            is_worth = request.num_tokens >= self.settings.min_tokens
+            if tracked is not None and is_worth and self._may_find(tracked, 0):
+                self._ask(tracked, 0)
+
+    def _follow_hints(self, request: Request) -> bool:
+        """Count the hints of a router, and return whether one of them is to fetch the prompt."""
+        hints = request.kv_hints
+        if hints is None:
+            return False
+        is_known = hints.protocol_version == _HINTS
+        known = [
+            one for one in hints.actions
+            if is_known and (one.action_type, one.action_version) == _FETCH
+        ]  # fmt: skip
+        for name, count in (
+            ("fetch_hints", len(known)),
+            ("ignored_hints", len(hints.actions) - len(known)),
+        ):
+            if count:
+                self._counts[name] += count
+        return bool(known)
+
     def find(self, request: Request, num_computed: int) -> int | None:
         """Return how many tokens beyond `num_computed` can be loaded; None to be asked again."""
         tracked = self._tracked.get(request.request_id) or self._track(request)
@@ -637,8 +677,14 @@ class _SchedulerSide:
         return None if found is None else self._offered(tracked, num_computed, found)
 
     def _lookup(self, tracked: _Tracked, num_computed: int) -> Found | None:
+        found = self._ask(tracked, num_computed)
+        if found is None and len(self._tracked) == 1:
+            self.cache.wait_for_lookup(tracked.request.request_id, _ALONE_S)
+            found = self._ask(tracked, num_computed)
+        return found
+
+    def _ask(self, tracked: _Tracked, num_computed: int) -> Found | None:
         request, prompt = tracked.request, tracked.prompt
-        name = request.request_id
         names: Sequence[Sequence[ExternalId | None]] = ()
         if prompt is None or prompt.num_tokens != request.num_tokens:
             prompt = self._prompt(tracked, request.num_tokens)
@@ -649,19 +695,13 @@ class _SchedulerSide:
             if self._speed is not None:
                 self.cache.note_prefill(*self._speed)
                 self._speed = None
-        ask = partial(
-            self.cache.lookup,
-            name,
+        return self.cache.lookup(
+            request.request_id,
             prompt,
             num_computed,
             ticket=tracked.claims,
             external_ids=names,
         )
-        found = ask()
-        if found is None and len(self._tracked) == 1:
-            self.cache.wait_for_lookup(name, _ALONE_S)
-            found = ask()
-        return found
 
     def _offered(self, tracked: _Tracked, num_computed: int, found: Found) -> int | None:
         """Return how many of the tokens that a lookup has found are worth a load."""
@@ -1034,6 +1074,12 @@ class _SchedulerSide:
                 *hashes[(first + 1) * step - 1 : (first + len(ids)) * step : step]
             ]
             names.append(of_group + [None] * (len(ids) - len(of_group)))
+        if self._tells and request.session_id:
+            self._owners.update(
+                dict.fromkeys((name for some in names for name in some if name), request.session_id)
+            )
+            while len(self._owners) > _MOST_PRIVATE:
+                self._owners.popitem(last=False)
         if self._tells and (request.lora_request or request.cache_salt or request.mm_features):
             self._private.update(dict.fromkeys(name for some in names for name in some if name))
             while len(self._private) > _MOST_PRIVATE:
@@ -1072,6 +1118,7 @@ class _SchedulerSide:
                     medium=medium,
                     lora_name=None,
                     group_idx=event.group,
+                    session_id=self._owners.get(ours[0]),
                 )
 
     def hear(self, output: KVConnectorOutput) -> None:
@@ -1111,6 +1158,8 @@ class _SchedulerSide:
             tracked = self._tracked.get(name)
             if tracked is not None:
                 tracked.has_saves = False
+            if name in self._turns:
+                self._keep_turn(*self._turns.pop(name))
         for _, failed in polled.loaded:
             if failed:
                 self._counts["failed_loads"] += 1
@@ -1123,6 +1172,10 @@ class _SchedulerSide:
             self._counts["failed_publishes" if is_problem else "published_prompts"] += 1
             self._unpublished.discard(name)
             self.cache.release(name)
+
+    def _keep_turn(self, session: str, prompt: Prompt) -> None:
+        self._counts["kept_turns"] += 1
+        self.cache.keep_session(session, prompt, self.settings.session_ttl_s)
 
     def take_counts(self) -> TierKVStats | None:
         """Return the counts since the last call; None in steps that report none."""
@@ -1186,6 +1239,11 @@ class _SchedulerSide:
         stops = [-(-num_tokens // group.block_size) for group in self._groups]
         first_tokens = () if ticket is None else request.output_token_ids[:]
         is_whole = self._save(tracked, prompt, block_ids, stops, first_tokens)
+        if request.session_id and self.settings.session_ttl_s > 0:
+            if tracked.has_saves:
+                self._turns[request.request_id] = (request.session_id, prompt)
+            else:
+                self._keep_turn(request.session_id, prompt)
         if ticket is None or not is_whole:
             return None
         return {"do_remote_prefill": True, "do_remote_decode": False, TICKET: ticket}
@@ -1201,6 +1259,7 @@ class _SchedulerSide:
         self.cache.reset()
         self._filling.clear()
         self._decoding.clear()
+        self._turns.clear()
         for tracked, _ in self._ending:
             tracked.is_of_old = True
         for name, tracked in self._tracked.items():

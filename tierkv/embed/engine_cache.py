@@ -978,6 +978,18 @@ class EngineCache:
         """Record that `num_tokens` prompt tokens took `seconds`; see Service.note_prefill."""
         self._host.call(HostSide.note_prefill, num_tokens, seconds)
 
+    def keep_session(self, session: str, prompt: Prompt, ttl_s: float) -> None:
+        """Keep the host's blocks of a session's last turn, for the next one.
+
+        These blocks are evicted after all others; see HostSide.keep_session.
+
+        Args:
+            session: id of the session, or conversation.
+            prompt: the turn's prompt and answer, which were saved before.
+            ttl_s: seconds to keep them; 0 to end the session.
+        """
+        self._host.call(HostSide.keep_session, session, prompt, ttl_s)
+
     def read_events(self) -> list[CacheEvent]:
         """Return the events of cached blocks since the last call, from any thread.
 

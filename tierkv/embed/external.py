@@ -89,7 +89,13 @@ _METHODS: dict[str, Callable[..., Awaitable[Any]]] = {
     for one in (
         *(HostSide.promise, HostSide.count, HostSide.free, HostSide.loaded, HostSide.reserve),
         *(HostSide.keep, HostSide.publish, HostSide.finish, HostSide.fail),
-        *(HostSide.note_prefill, HostSide.verify, HostSide.forget, HostSide.stats),
+        *(
+            HostSide.keep_session,
+            HostSide.note_prefill,
+            HostSide.verify,
+            HostSide.forget,
+            HostSide.stats,
+        ),
     )
 }
 

@@ -72,6 +72,8 @@ _FEWEST_ASKED = 64  # blocks of a group in the first question to storage, at lea
 _MORE_ASKED = 4  # factor by which each further question is larger
 _ALL_ASKED = 1024  # blocks of all groups up to which a prompt is asked for whole
 _FOREIGN_S = 0.1  # longest wait for the reason why there is nothing
+_SESSION = "session:"  # before a session's id, in the name of its pin
+_MOST_SESSIONS = 10_000
 _LEAST_NAMES = 65_536  # engine's names of blocks that are remembered, at least
 
 
@@ -410,6 +412,7 @@ class HostSide:
         self._reserved_in: dict[tuple[int, int], int] = {}
         self._failures: OrderedDict[bytes, int] = OrderedDict()
         self._publishes: dict[int, tuple[PublishStream, SavedPrompt]] = {}
+        self._sessions: OrderedDict[str, None] = OrderedDict()  # the one with the last turn last
         self._max_events = max_events
         self._event_tokens = event_tokens
         # Names of the index's blocks; None if the engine has no group of full attention.
@@ -1156,6 +1159,30 @@ class HostSide:
                 tiers.slots.unlend(Tier.HOST, self._lent.pop(slot))
             tiers.slots.give(Tier.HOST, np.array(free, np.int32))
             tiers.work.capacity_changed()
+
+    # Sessions
+
+    async def keep_session(self, session: str, prompt: Prompt, ttl_s: float) -> None:
+        """Evict the index's blocks of `prompt` on the host last, for `ttl_s` seconds.
+
+        A later call for the same session replaces this one; one with 0 seconds ends it. Of more
+        than 10,000 sessions the oldest ends.
+
+        Args:
+            session: id of the session.
+            prompt: the prompt with the answer, as far as it is cached.
+            ttl_s: seconds until the session is over.
+        """
+        pins = self._service.tiers.pins
+        self._sessions.pop(session, None)
+        if ttl_s <= 0 or self._main is None:
+            pins.unpin(_SESSION + session)
+            return
+        pins.pin(_SESSION + session, prompt, ttl_s, is_soft=True)
+        self._sessions[session] = None
+        if len(self._sessions) > _MOST_SESSIONS:
+            oldest, _ = self._sessions.popitem(last=False)
+            pins.unpin(_SESSION + oldest)
 
     # Tickets
 
