@@ -15,7 +15,6 @@ from tests.gpu.cuda import cupy_or_skip
 from tests.pd.direct_producer import claim, no_leases, producer
 from tierkv.clock import SystemClock
 from tierkv.gpu.protocol import Ids, SharedPlanes
-from tierkv.pd.direct import offers
 from tierkv.pd.direct.landing import OpenPlanes
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.storage.factory import StoreSettings, open_store
@@ -61,10 +60,7 @@ def counts(node: CudaWorld) -> dict[str, int]:
     return {name: count for name, count in found.items() if count}
 
 
-async def test_by_itself_a_prompt_goes_from_gpu_memory_to_gpu_memory(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(offers, "FAST_S_PER_BYTE", 1.0)  # however slow: no look at storage
+async def test_by_itself_a_prompt_goes_from_gpu_memory_to_gpu_memory(url: str) -> None:
     async with claimer(url) as node:
         with on_gpu(url) as other:
             for number in range(3):
