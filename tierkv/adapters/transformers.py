@@ -156,8 +156,9 @@ class PagedCache:
     ) -> None:
         """Copy tokens [start, stop) of the cache, of batch size 1, into their blocks.
 
-        Raises LayoutError, with nothing copied, if the cache is not of this model or dtype, or has
-        fewer tokens.
+        Raises:
+            LayoutError: the cache is not of this model or dtype, or has fewer tokens; nothing was
+                copied.
         """
         sources = [self._bytes(cache, at, start, stop) for at in range(len(self.layout.planes))]
         rows = self._rows(block_table, start, stop)
@@ -491,18 +492,25 @@ class TierKVCache(Cache):  # type: ignore[misc]
     ) -> Self:
         """Return an open cache for `model`. Close it, or use it in a `with`.
 
-        store: URL of docs/storage.md; None for host memory alone. host_bytes: of host memory, which
-            is pinned for a GPU. ttl_s: how long a value lives in the store.
-        revision: names the weights. If it is None their content does, which takes a pass over them:
-            models share KV if their configuration and every weight are the same. Which of PEFT's
-            adapters are active, and how much of them is added, counts in either case.
-        tenant: what was stored under another name is not found.
-        fetch_policy: BEST_EFFORT fetches what is estimated to be faster than computing,
-            WAIT_COMPLETE all there is.
-        device: that the model is on; if it is None, one is made for PyTorch's current stream.
+        Args:
+            model: the model.
+            store: storage URL, see docs/storage.md; None for host memory alone.
+            host_bytes: bytes of host memory, which is pinned for a GPU.
+            block_size: tokens of a block.
+            ttl_s: seconds that a value lives in the store.
+            revision: name of the weights. None hashes them, which reads them once: models share KV
+                if their configuration and every weight are equal. Active PEFT adapters and their
+                scales count in either case.
+            tenant: name of the owner of the blocks; other tenants do not find them.
+            fetch_policy: BEST_EFFORT fetches if that is estimated to be faster than computing,
+                WAIT_COMPLETE fetches all stored blocks.
+            settings: further settings of the store; None for the defaults.
+            device: the model's device; None makes one for PyTorch's current stream.
 
-        Raises LayoutError if the model's cache is not keys and values of every token, ConfigError
-        if the model or a setting cannot be used, StoreUnavailableError if the store cannot.
+        Raises:
+            LayoutError: the model's cache is not keys and values of every token.
+            ConfigError: the model or a setting cannot be used.
+            StoreUnavailableError: the store cannot be used.
         """
         virtual = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
         if virtual:  # of prompt and prefix tuning
@@ -1263,7 +1271,7 @@ def _computed(model: PreTrainedModel, num_tokens: int, last: int = 0) -> Dynamic
 
 
 def speeds(model: PreTrainedModel) -> Iterator[tuple[int, float]]:
-    """Tokens, and the seconds that computing them took."""
+    """Yield numbers of tokens and the seconds that computing them took."""
     timer, most = _Timer(model.device), getattr(model.config, "max_position_embeddings", None)
     spent = 0.0
     for num_tokens in _SPEED_TOKENS:
@@ -1278,7 +1286,7 @@ def speeds(model: PreTrainedModel) -> Iterator[tuple[int, float]]:
 
 
 def states_of_one_token(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Keys and values of each layer, [1, heads, 1, dim], as the model itself makes them."""
+    """Return keys and values of each layer, [1, heads, 1, dim], as the model makes them."""
     cache = _computed(model, 1)
     empty = [at for at, layer in enumerate(cache.layers) if not layer.is_initialized]
     if empty:

@@ -284,7 +284,7 @@ class TierKVStats(KVConnectorStats):
 
 
 class TierKVMetrics(KVConnectorPromMetrics):
-    """The same as Prometheus counters."""
+    """The connector's counts as Prometheus counters."""
 
     def __init__(self, *given: Any) -> None:  # noqa: ANN401 - vLLM's arguments
         super().__init__(*given)

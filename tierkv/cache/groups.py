@@ -97,7 +97,13 @@ class CacheGroup:
         return self.kind is not GroupKind.STATE and self.layout.has_prefixes
 
     def longest(self, limit: int, valid: TokensAt) -> int:
-        """Return the largest number of tokens, at most `limit`, with all needed blocks."""
+        """Return the largest number of tokens, at most `limit`, with all needed blocks.
+
+        Args:
+            limit: largest number of tokens.
+            valid: for each position the number of first tokens of its block that exist; for a
+                state, the distance from the last boundary to the state.
+        """
         size = self.layout.block_size
         length = min(limit, len(valid) * size)
         while length > 0:

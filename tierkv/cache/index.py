@@ -166,7 +166,11 @@ class Spaces:
         return self._roots.get(prompt.space) or self.root_named(prompt.space)
 
     def root_named(self, name: str) -> TreeNode:
-        """Return the root of the space `name`; raise BadRequestError if none is open."""
+        """Return the root of the space `name`.
+
+        Raises:
+            BadRequestError: no space of this name is open.
+        """
         try:
             return self._roots[name]
         except KeyError:

@@ -56,8 +56,9 @@ class Plane:
 class Layout:
     """All planes of a block of `block_size` tokens, ordered by layer.
 
-    Raises LayoutError if the planes are empty, not ordered by layer, repeat a (layer, role), skip
-    a layer, or declare token bytes that do not fill the plane.
+    Raises:
+        LayoutError: there are no planes, they are not ordered by layer, repeat a (layer, role),
+            skip a layer, or declare token bytes that do not fill the plane.
     """
 
     block_size: int

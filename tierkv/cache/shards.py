@@ -102,7 +102,7 @@ class ShardScheme:
         return Layout(self.whole.block_size, tuple(planes))
 
     def sources(self, reader: Shard, writers: int) -> tuple[Shard, ...]:
-        """The shards of `writers` ranks that together hold all of the reader's, fewest first."""
+        """Return the fewest shards of `writers` ranks that together hold the reader's bytes."""
         return tuple(dict.fromkeys(piece.shard for piece in self.pieces(reader, writers)))
 
     def pieces(
@@ -128,9 +128,11 @@ class ShardScheme:
         *,
         num_tokens: int | None = None,
     ) -> None:
-        """Fill `target`, the reader's payload, from those of `sources`, all of one size.
+        """Fill `target`, the reader's payload, from the payloads of `sources`, all of one size.
 
-        Raises LayoutError if one is missing or of another length; target then holds anything.
+        Raises:
+            LayoutError: a payload is missing or has another length; the content of `target` is then
+                undefined.
         """
         sizes = {shard.size for shard in payloads}
         if len(sizes) != 1:

@@ -261,7 +261,7 @@ def named(body: B) -> B:
 
 
 def _packed(body: msgspec.Struct) -> msgspec.Struct:
-    """Lists of a prompt's tokens as bytes, which cost a fiftieth of them to read."""
+    """Return the body with its prompt's tokens as bytes, which are 50 times faster to read."""
     if isinstance(body, PromptBody) and isinstance(body.tokens, list):
         return replace(body, tokens=pack(body.tokens))
     return body

@@ -42,7 +42,7 @@ class _News(Generic[T]):
 
 
 class _Reading(Generic[T, S]):
-    """Use it with `with`, in one thread at a time; leaving it closes the connection."""
+    """An open stream, for a `with` in one thread at a time; its end closes the connection."""
 
     def __init__(self, client: Client, opening: AbstractAsyncContextManager[S]) -> None:
         self._client = client

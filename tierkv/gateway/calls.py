@@ -94,9 +94,12 @@ class _ReadyAnswer(msgspec.Struct):
 
 
 class NodeCalls:
-    """Use it inside `running()`. Making it reads the certificates for the nodes, if there are any.
+    """The gateway's calls to its nodes, for use inside `running()`.
 
-    Raises ConfigError if a URL or a certificate cannot be used.
+    The constructor reads the certificates for the nodes.
+
+    Raises:
+        ConfigError: a URL or a certificate cannot be used.
     """
 
     def __init__(self, settings: GatewaySettings, nodes: Nodes, beat: Heartbeat) -> None:

@@ -206,7 +206,11 @@ _SHORT_PROMPT = 64  # tokens; who holds so few matters less than asking costs
 
 
 class Backend:
-    """Use it inside `running()`. Raises ConfigError if the settings name no usable nodes."""
+    """The nodes behind the gateway, for use inside `running()`.
+
+    Raises:
+        ConfigError: the settings name no usable nodes.
+    """
 
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings

@@ -44,9 +44,13 @@ _thread = _ThreadState()
 
 
 class Gpu:
-    """One GPU and its primary context. `failure` says why it is lost, None while it works.
+    """One GPU and its primary context.
 
-    Raises ConfigError if there is no such GPU.
+    Attributes:
+        failure: reason why the GPU is lost; None while it works.
+
+    Raises:
+        ConfigError: there is no such GPU.
     """
 
     def __init__(self, index: int) -> None:

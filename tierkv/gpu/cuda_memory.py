@@ -242,12 +242,18 @@ def allocated_planes(gpu: Gpu, layout: Layout, num_blocks: int) -> CudaPlanes:
 
 
 def adopted_planes(gpu: Gpu, layout: Layout, tensors: Sequence[object]) -> CudaPlanes:
-    """Return the engine's KV tensors as planes, no byte copied.
+    """Return the engine's KV tensors as planes without a copy.
 
-    tensors: one per plane of the layout, with `__cuda_array_interface__` or DLPack, first
-        dimension the block. Blocks may lie apart in any way, and the dimensions inside a block in
-        any order, as long as a block's bytes have no gaps.
-    Raises LayoutError if a tensor does not fit the layout, ConfigError if it cannot be adopted.
+    Args:
+        gpu: the GPU of the tensors.
+        layout: the planes' layout.
+        tensors: one per plane of the layout, with `__cuda_array_interface__` or DLPack; the first
+            dimension is the block. Blocks may have gaps between them, and the dimensions inside a
+            block any order, as long as a block's bytes are contiguous.
+
+    Raises:
+        LayoutError: a tensor does not fit the layout.
+        ConfigError: a tensor cannot be adopted.
     """
     if len(tensors) != len(layout.planes):
         raise LayoutError(

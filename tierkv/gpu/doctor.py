@@ -229,7 +229,11 @@ def copy_finding() -> Finding:
 
 
 def _kept_in() -> Path:
-    """Return the folder of kept measurements; raise RuntimeError without a home."""
+    """Return the folder of kept measurements.
+
+    Raises:
+        RuntimeError: the user has no home directory.
+    """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "tierkv" / "doctor.json"
 

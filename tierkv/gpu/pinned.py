@@ -41,17 +41,21 @@ _pinned_pages: dict[int, npt.NDArray[np.uint8]] = {}
 
 
 class PinnedSlots:
-    """Host slots that a GPU's copy engines can reach. See HostSlots.
+    """Host slots that a GPU's copy engines can reach, see HostSlots.
 
-    The memory is usable by this process at once. The first chunk is pinned when the constructor
-    returns, the others follow in the background, those first that copies wait for; a copy waits for
-    the chunks of its slots alone.
+    This process can use the memory at once. The first chunk is pinned when the constructor returns;
+    the others follow in the background, first the chunks that copies wait for. A copy waits only
+    for the chunks of its slots.
 
-    array: memory that is mapped already, uint8 [num_slots, block_bytes], slots `stride` bytes
-        apart; it is only pinned here, and must stay mapped until these slots are closed. An engine
-        uses the GPU meanwhile: one thread pins it, half of the time.
-    chunk_bytes: about how much is pinned at a time; the attribute says how much it is.
-    Raises ConfigError, with what to do, if there is too little memory or it cannot be pinned.
+    Args:
+        array: memory that is mapped already, uint8 [num_slots, block_bytes], slots `stride` bytes
+            apart; it must stay mapped until these slots are closed. An engine uses the GPU at the
+            same time, so one thread pins it, half of the time.
+        chunk_bytes: approximate bytes that are pinned at a time; the attribute has the exact
+            number.
+
+    Raises:
+        ConfigError: there is too little memory, or it cannot be pinned; the text names the remedy.
     """
 
     def __init__(

@@ -135,10 +135,13 @@ class Direction(Enum):
 class BlockCopy:
     """A validated list of blocks to copy: slot_ids[i] of the host with block_ids[i] of the device.
 
-    after: events that must be done before a device block is touched: the kernels that wrote the
-        blocks (offload), or the last readers of the blocks that will be overwritten (load). Host
-        slots of a load may be read at once.
-    Raises LayoutError if the ids differ in number or a destination appears twice.
+    Args:
+        after: events that must be done before a device block is touched: the kernels that wrote the
+            blocks (offload), or the last readers of the blocks to overwrite (load). Host slots of a
+            load may be read at once.
+
+    Raises:
+        LayoutError: the numbers of ids differ, or a destination appears twice.
     """
 
     direction: Direction
@@ -172,11 +175,13 @@ class Lane(Protocol):
     """One direction of one device. Copies run in the order they were submitted."""
 
     def submit(self, copy: BlockCopy) -> tuple[Event, ...]:
-        """Start `copy`; returns one event per layer of the layout, done in layer order.
+        """Start `copy`; return one event per layer of the layout, done in layer order.
 
-        The last event is the end of the copy. An empty copy returns events that are done.
-        Takes microseconds, on any thread: a lane has a thread of its own for what takes longer.
-        Ids out of range raise LayoutError with nothing submitted.
+        The last event is the end of the copy. An empty copy returns events that are done. The call
+        takes microseconds, on any thread: a lane has a thread of its own for longer work.
+
+        Raises:
+            LayoutError: an id is out of range; nothing was submitted.
         """
 
     def close(self) -> None:

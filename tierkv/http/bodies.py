@@ -328,7 +328,11 @@ def is_id(text: str) -> bool:
 
 
 def check_id(text: str, field: str) -> str:
-    """Return `text` if it can be an id in headers and logs; else raise FieldError."""
+    """Return `text` if it can be an id in headers and logs.
+
+    Raises:
+        FieldError: the text is no valid id.
+    """
     if not is_id(text):
         raise FieldError(
             f"{field} must have 1 to 256 visible ASCII characters, and must not be . or .."

@@ -219,8 +219,9 @@ class Watch:
     async def _look(self) -> Ticket | None:
         """Read the ticket once; return None if it is not there yet.
 
-        Raises HandoffError at once for problems that no wait would solve, and
-        StoreUnavailableError.
+        Raises:
+            HandoffError: a problem that no wait would solve.
+            StoreUnavailableError: the store did not answer.
         """
         ticket, found = await self._read()
         if ticket is not None:

@@ -217,7 +217,11 @@ class PromptBlocks(Protocol):
         """
 
     async def store_beside(self) -> None:
-        """Store what the prompt has besides the blocks of `keys`. Raises StoreUnavailableError."""
+        """Store what the prompt has besides the blocks of `keys`.
+
+        Raises:
+            StoreUnavailableError: the store did not accept a value.
+        """
 
 
 class RequestBlocks:
@@ -309,9 +313,11 @@ class RequestBlocks:
 async def _patiently(work: Callable[[], Awaitable[T]]) -> T:
     """Return the result of `work`, which is repeated for a while if the store fails.
 
-    A store that becomes slower fails once or twice, until its new speed is
-    known. Raises StoreUnavailableError after failures for more than _PATIENCE_S; a slow failure,
-    the sign of a store that is slow but alive, restarts that time.
+    A store that becomes slower fails once or twice, until its new speed is known. A slow failure,
+    the sign of a store that is slow but alive, restarts the time.
+
+    Raises:
+        StoreUnavailableError: the store failed for more than _PATIENCE_S.
     """
     time, until = asyncio.get_running_loop().time, math.inf
     while True:

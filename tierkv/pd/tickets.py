@@ -866,10 +866,11 @@ class Tickets:
         kind: type[_Named],
         max_bytes: int = MAX_TICKET_BYTES,
     ) -> _Named | None:
-        """Return the value of this kind, None if there is none.
+        """Return the value of this kind; None if there is none.
 
-        Raises HandoffError if it is damaged or of another ticket: even a trusted store may have one
-        under a wrong name after values were restored or moved.
+        Raises:
+            HandoffError: the value is damaged or of another ticket. Even a trusted store may have a
+                value under a wrong name after values were restored or moved.
         """
         check_id(ticket_id)
         try:

@@ -163,7 +163,8 @@ def shared_slots(num_slots: int, block_bytes: int) -> SharedSlots:
 class EnginePlanes:
     """Planes in an engine's own memory: for each plane, uint8 [num_blocks, block_bytes], C order.
 
-    Raises LayoutError if the arrays do not fit the layout.
+    Raises:
+        LayoutError: the arrays do not fit the layout.
     """
 
     def __init__(self, layout: Layout, arrays: Sequence[Bytes2D]) -> None:

@@ -932,9 +932,11 @@ class Admissions:
         return most
 
     def _start_or_park(self, waiting: Waiting) -> Request | None:
-        """Start a request and return it, None if it stands aside now.
+        """Start a request and return it; None if it waits now.
 
-        Raises OutOfBlocksError if there is no room, or the reason why the request can never start.
+        Raises:
+            OutOfBlocksError: there is no room.
+            RequestTooLargeError: the request can never start.
         """
         spec = waiting.spec
         self._limits.check(spec)

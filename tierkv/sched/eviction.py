@@ -188,7 +188,8 @@ class Eviction:
     def _missing(self, tier: Tier, count: int) -> int:
         """Return the number of copies to evict so that `count` slots are free; 0 or less for none.
 
-        Raises OutOfBlocksError if that is impossible while other requests hold their blocks.
+        Raises:
+            OutOfBlocksError: other requests hold too many blocks.
         """
         pool = self._pools[tier]
         coming = pool.num_free + self.on_the_way[tier]
@@ -207,8 +208,9 @@ class Eviction:
     def _stay_within_quota(self, tier: Tier, space: Space, count: int, reserved: int) -> None:
         """Evict blocks of `space` so that its quota allows `count` more.
 
-        Raises OverQuotaError if held blocks are in the way, and OutOfBlocksError, with nothing
-        evicted, if the tier lacks slots.
+        Raises:
+            OverQuotaError: held blocks prevent it.
+            OutOfBlocksError: the tier lacks slots; nothing was evicted.
         """
         quota, order = space.quota[tier], self.index.spaces.own_order(space, tier)
         if quota is None or order is None:
@@ -270,7 +272,10 @@ class Eviction:
         return min(room, max(quota - space.used[tier] + unheld - reserved, 0))
 
     def _make_room(self, tier: Tier, steps: Sequence[Step]) -> int:
-        """Evict the copies of `steps`."""
+        """Evict the copies of `steps`.
+
+        Return the number of slots that became free, or will after a store's read.
+        """
         pool = self._pools[tier]
         before = pool.num_free + self._slots.num_gone
         # A copy that must go down first keeps everything above it where it is, since a match is

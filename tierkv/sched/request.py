@@ -387,7 +387,8 @@ class Arrivals:
     def wait(self, spec: RequestSpec) -> Arrival:
         """Return the context manager of the wait for `spec`.
 
-        Its entry raises DuplicateRequestError if a request with the same id waits already.
+        Raises:
+            DuplicateRequestError: a request with the same id already waits; raised at the entry.
         """
         return Arrival(self._by_id, spec.request_id, spec.prompt.space)
 

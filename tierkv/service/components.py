@@ -150,7 +150,10 @@ class Memory:
 
 @asynccontextmanager
 async def host_memory(device: Device, layout: Layout, num_slots: int) -> AsyncIterator[HostSlots]:
-    """Run the body with host slots but no device."""
+    """Run the body with host slots but no device.
+
+    A thread allocates the slots, and a cancel waits for the thread.
+    """
     taken: list[HostSlots] = []
 
     def take() -> None:

@@ -330,7 +330,10 @@ class Service:
         await self._storage_tier.attach(store, tenant)
 
     def detach_storage(self, *, tenant: str = "") -> bool:
-        """Detach the store; return True if there was one."""
+        """Detach the store; return True if there was one.
+
+        Operations under way end on it, or fail as if the store were gone; requests compute instead.
+        """
         return self._storage_tier.detach(tenant)
 
     def storage_state(self) -> tuple[StoreState, ...]:

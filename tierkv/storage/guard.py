@@ -752,7 +752,10 @@ class NegativeCache:
 
     @contextmanager
     def asking(self) -> Iterator[Callable[[str], None]]:
-        """Run a question to the store; yield a function to call with each missing name."""
+        """Run a question to the store; yield a function to call with each missing name.
+
+        Names that are written during the question are not recorded: the answer may be older.
+        """
         meanwhile = _Meanwhile()
         self._asked.append(meanwhile)
 

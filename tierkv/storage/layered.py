@@ -351,7 +351,11 @@ class OpensLater(StoreWrapper):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Open the store, now or later. Entering raises ConfigError only."""
+        """Open the store, now or later.
+
+        Raises:
+            ConfigError: the store's settings are wrong; no other error is raised at the entry.
+        """
         tried, left = asyncio.Event(), asyncio.Event()
         async with task_group() as tasks:
             opening = tasks.create_task(self._keep_open(tried, left), name="tierkv-near-store")

@@ -1039,7 +1039,10 @@ def _worst_put(outcomes: Sequence[PutOutcome]) -> PutOutcome:
 
 @asynccontextmanager
 async def made_ahead(threads: WorkerThreads, items: Sequence[PutItem]) -> AsyncIterator[None]:
-    """Complete `items` in threads while the body sends them."""
+    """Complete `items` in threads while the body sends them.
+
+    At the end no thread reads any item.
+    """
     late = [item.complete for item in items if item.complete is not None]
     if not makes_ahead or len(late) < _LEAST_VALUES:
         yield

@@ -235,9 +235,11 @@ class Landing:
                 outcome.set_result(has_landed)
 
     async def _take(self, prompt: Prompt, count: int) -> Ids:
-        """Return device slots, after waiting for copies that make room.
+        """Return device slots, after a wait for copies that make room.
 
-        Raises OutOfBlocksError if there are none, TimeoutError if there are none in time.
+        Raises:
+            OutOfBlocksError: there are none.
+            TimeoutError: none became free in time.
         """
         async with asyncio.timeout(_ROOM_S):
             while True:

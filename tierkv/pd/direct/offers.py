@@ -156,10 +156,8 @@ class Way(Protocol):
     def reader(self, address: DirectAddress, *, is_near: bool) -> Read | None:
         """Return a function that reads from the node at this address.
 
-        None if this way does not lead there.
-
-        The function raises TransferError if not all bytes arrived, and NotPermittedError if none
-        ever will.
+        None if this way does not lead there. The function raises TransferError if not all bytes
+        arrived, and NotPermittedError if none ever will.
         """
 
 
