@@ -101,6 +101,10 @@ async def lookup(on: Stage) -> None:
     await on.here.service.lookup(on.here.prompt(PROMPT))
 
 
+async def sleep(on: Stage) -> None:
+    await on.here.service.sleep()
+
+
 async def nothing(on: Stage) -> None:
     pass
 
@@ -135,6 +139,7 @@ CASES: dict[str, tuple[bool, Work, Work]] = {
     "claim, full node": (True, fill, claim),
     "claim, no ticket": (True, nothing, claim_later),
     "lookup": (True, nothing, lookup),
+    "sleep": (False, fill, sleep),
 }
 
 
@@ -154,6 +159,8 @@ async def test_a_cancel_at_any_await_leaves_nothing_behind(case: str, late: bool
                 on.here.service.scheduler.end(request)
             await on.here.settle()
             assert on.here.service.stats().waiting_requests == 0
+            if on.here.service.is_asleep:
+                await finish(on.here.service.wake())
             # All of the device can be had again: nothing is held by anybody.
             all_of_it = await on.here.admit([9] * 24, uses_cache=False)
             on.here.service.scheduler.end(all_of_it)

@@ -79,19 +79,6 @@ async def test_requests_wait_for_the_wake_and_running_ones_for_the_sleep() -> No
         await here.ended(request)
 
 
-async def test_a_cancelled_sleep_leaves_the_node_awake() -> None:
-    async with world(device_blocks=8) as here:
-        request = await here.admit(tokens(8))
-        sleeps = asyncio.ensure_future(here.service.sleep())
-        await turns(10)
-        sleeps.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await sleeps
-        assert not here.service.is_asleep
-        here.service.scheduler.end(request)
-        await here.run(tokens(32, 100))
-
-
 @pytest.mark.parametrize("count", [4, 16])
 async def test_a_wake_may_take_another_number_of_blocks(count: int) -> None:
     async with world(device_blocks=8, host_write=NONE) as here:
