@@ -38,8 +38,6 @@ from tierkv.pd.direct.address import (
 )
 from tierkv.pd.direct.landing import Landing, ShownPlanes
 from tierkv.pd.direct.offers import (
-    MemoryWay,
-    NetworkWay,
     Offer,
     Offers,
     Peer,
@@ -529,8 +527,7 @@ class Direct:
                 self._machine = await aside(this_machine)
             if way in (DirectPath.AUTO, DirectPath.MEMORY) and process_memory.is_possible():
                 self._pid = os.getpid() if self._machine else 0
-                if self._machine:
-                    self.offers.ways.append(MemoryWay())
+                self.offers.reads_memory = bool(self._machine)
             if way in (DirectPath.AUTO, DirectPath.DEVICE) and self._machine:
                 await self._share_device(stack)
             if way in (DirectPath.AUTO, DirectPath.NETWORK) and host:
@@ -584,7 +581,7 @@ class Direct:
             )
             return
         stack.callback(self._engine.close)
-        self.offers.ways.append(NetworkWay(self._engine))
+        self.offers.engine = self._engine
         log.warning(
             "the transfer engine of %s listens on every address of this machine: any "
             "process that reaches its ports can read and write the host tier, so keep "

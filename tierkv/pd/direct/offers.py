@@ -147,50 +147,14 @@ _PLAIN = PlainCodec()
 Read = Callable[[Sequence[RemotePiece]], None]  # of one producer's host tier, in a thread
 
 
-class Way(Protocol):
-    """A way to read host tiers of other nodes."""
-
-    @property
-    def path(self) -> DirectPath: ...
-
-    def reader(self, address: DirectAddress, *, is_near: bool) -> Read | None:
-        """Return a function that reads from the node at this address.
-
-        None if this way does not lead there. The function raises TransferError if not all bytes
-        arrived, and NotPermittedError if none ever will.
-        """
-
-
-class MemoryWay:
-    """The kernel copies from one process of this machine to another."""
-
-    path = DirectPath.MEMORY
-
-    def reader(self, address: DirectAddress, *, is_near: bool) -> Read | None:
-        if not is_near or not address.pid:
-            return None
-        return lambda pieces: process_memory.read(address.pid, pieces)
-
-
-class NetworkWay:
-    """Mooncake's transfer engine, over TCP."""
-
-    path = DirectPath.NETWORK
-
-    def __init__(self, engine: TransferEngine) -> None:
-        self._engine = engine
-
-    def reader(self, address: DirectAddress, *, is_near: bool) -> Read | None:  # noqa: ARG002
-        if not address.engine:
-            return None
-        return lambda pieces: self._engine.read(address.engine, pieces)
-
-
 @dataclass(slots=True, eq=False)
 class Peer:
-    """A producer, for one claim, and the way to its host tier."""
+    """A producer, for one claim, and the reader of its host tier.
 
-    way: Way
+    `read` raises TransferError if not all bytes arrived, and NotPermittedError if none ever will.
+    """
+
+    path: DirectPath
     read: Read
     is_given_up: bool = False
 
@@ -218,7 +182,8 @@ class Offers:
     Only for nodes with one slice per block.
 
     Attributes:
-        ways: ways to producers' host tiers; the first that leads to a producer is used.
+        reads_memory: True if the kernel may copy from another process of this machine.
+        engine: reads from nodes on other machines; None if it does not run.
     """
 
     def __init__(self, storage: StorageIO, stats: HandoffStats) -> None:
@@ -226,7 +191,8 @@ class Offers:
         self._stats = stats
         self._of: dict[bytes, list[Offer]] = {}
         self._threads = WorkerThreads("direct hand-off", 1)
-        self.ways: list[Way] = []
+        self.reads_memory = False
+        self.engine: TransferEngine | None = None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -234,18 +200,19 @@ class Offers:
             async with self._threads.running():
                 yield
         finally:
-            self.ways.clear()
+            self.reads_memory, self.engine = False, None
 
     @property
     def num_offers(self) -> int:
         return len(self._of)
 
     def peer(self, address: DirectAddress, *, is_near: bool) -> Peer | None:
-        """Return the node at this address; None if no way leads to its host tier."""
-        for way in self.ways:
-            read = way.reader(address, is_near=is_near)
-            if read is not None:
-                return Peer(way, read)
+        """Return the node at this address; None if its host tier cannot be read from here."""
+        engine = self.engine
+        if self.reads_memory and is_near and address.pid:
+            return Peer(DirectPath.MEMORY, lambda pieces: process_memory.read(address.pid, pieces))
+        if engine is not None and address.engine:
+            return Peer(DirectPath.NETWORK, lambda pieces: engine.read(address.engine, pieces))
         return None
 
     def add(self, digest: bytes, offer: Offer) -> None:
@@ -318,15 +285,15 @@ class Offers:
             except TransferError as error:
                 peer.is_given_up = True
                 self._stats.failed_direct_reads += 1
-                if isinstance(error, NotPermittedError) and peer.way in self.ways:
-                    self.ways.remove(peer.way)
+                if isinstance(error, NotPermittedError):
+                    self.reads_memory = False
                 log.warning(
                     "the producer's host tier could not be read, so the rest of the "
                     "prompt is read from storage: %s",
                     error,
                 )
                 continue
-            self._stats.read_from_host_tier(peer.way.path, len(whole))
+            self._stats.read_from_host_tier(peer.path, len(whole))
             for at in whole:
                 outcomes[at] = _HIT
             if len(whole) < len(some):
