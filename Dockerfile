@@ -10,9 +10,11 @@ COPY tierkv tierkv
 RUN /opt/tierkv/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps --no-build-isolation .
 # Extras of pyproject.toml, such as cuda12. They are not in run.lock, but may change nothing that is.
 ARG EXTRAS=
+# A further package index, such as that of torch for a processor.
+ARG EXTRA_INDEX=
 RUN if [ -n "$EXTRAS" ]; then \
       grep -oE '^[A-Za-z0-9._-]+==[^ ;]+' requirements/run.lock > /tmp/held && \
-      /opt/tierkv/bin/pip install --no-cache-dir --disable-pip-version-check -c /tmp/held ".[$EXTRAS]"; \
+      /opt/tierkv/bin/pip install --no-cache-dir --disable-pip-version-check ${EXTRA_INDEX:+--extra-index-url "$EXTRA_INDEX"} -c /tmp/held ".[$EXTRAS]"; \
     fi
 
 FROM docker.io/library/python:3.12-slim-bookworm

@@ -226,8 +226,7 @@ RUN_BY_US = [name for name, one in SERVICES.items() if one["image"].startswith("
 @pytest.mark.parametrize("name", RUN_BY_US)
 def test_a_services_command_settings_and_probe_are_those_of_tierkv(name: str) -> None:
     service = SERVICES[name]
-    (volume,) = service["volumes"]
-    config = ROOT / volume.split(":")[0]
+    config = ROOT / service["volumes"][0].split(":")[0]
     command = service["command"][0]
     options = options_of(service["command"], config)
     environ = {key: str(value) for key, value in service.get("environment", {}).items()}

@@ -16,6 +16,7 @@ from tests.latch import PATIENCE_S, until
 from tierkv.cache.keys import pack
 from tierkv.gateway.failures import InvalidRequestError
 from tierkv.gateway.openai import CompletionBody
+from tierkv.gateway.prompts import Prompt
 from tierkv.http import bodies
 from tierkv.http.bodies import JSON, LARGE_BYTES, MSGPACK, FieldError, decode
 
@@ -26,7 +27,7 @@ SEVERAL = st.lists(TEXTS, min_size=1, max_size=5) | st.lists(TOKENS, min_size=1,
 
 def read(
     value: object, *, most_prompts: int = 5, most_tokens: int = 200, in_msgpack: bool = False
-) -> list[str | bytes]:
+) -> list[Prompt]:
     encoded = (msgspec.msgpack if in_msgpack else msgspec.json).encode({"prompt": value})
     body = decode(encoded, CompletionBody, content_type=MSGPACK if in_msgpack else JSON)
     return body.prompts(most_prompts=most_prompts, most_tokens=most_tokens)
