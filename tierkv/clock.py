@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+_EXACT_S = 1.0
+_SKEW_S = 2.0
+
 
 class Clock(Protocol):
     def monotonic(self) -> float:
@@ -20,3 +23,54 @@ class SystemClock:
 
     def wall(self) -> float:
         return time.time()
+
+
+class StoreClock:
+    """The clock of a store, which its users share; this machine's until the store tells its own.
+
+    Between two answers of the store the monotonic clock counts: a step of this machine's wall clock
+    changes nothing.
+
+    Args:
+        ours: this machine's clocks.
+    """
+
+    def __init__(self, ours: Clock) -> None:
+        self._ours = ours
+        self._ahead_s: float | None = None  # of the store's wall clock, before our monotonic one
+
+    def monotonic(self) -> float:
+        return self._ours.monotonic()
+
+    def wall(self) -> float:
+        if self._ahead_s is None:
+            return self._ours.wall()
+        return self._ours.monotonic() + self._ahead_s
+
+    @property
+    def skew_s(self) -> float | None:
+        """Seconds that this machine's clock is ahead of the store's; None while that is unknown."""
+        return None if self._ahead_s is None else self._ours.wall() - self.wall()
+
+    def note(self, told: float, asked_at: float) -> None:
+        """Note an answer of the store. An answer that took long is less exact than an earlier one.
+
+        Args:
+            told: the store's time, in Unix seconds.
+            asked_at: `monotonic()` before the question.
+        """
+        now = self._ours.monotonic()
+        if self._ahead_s is None or now - asked_at <= _EXACT_S:
+            self._ahead_s = told - (asked_at + now) / 2
+
+
+def is_skew(skew_s: float) -> bool:
+    """Return whether two clocks differ by more than their measurement explains."""
+    return abs(skew_s) > _SKEW_S
+
+
+def skew_in_words(skew_s: float) -> str:
+    """Return a clause that says how far this machine's clock is ahead of the store's."""
+    return (
+        f"this machine's clock is {abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} it"
+    )

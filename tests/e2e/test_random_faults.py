@@ -31,6 +31,7 @@ import aiohttp
 import pytest
 import redis
 
+from tests.clocks import ProcessClocks
 from tests.e2e.exact import fresh_connections, text, truth
 from tests.e2e.test_gateway import Answer
 from tests.embed.driver import Driver
@@ -48,6 +49,7 @@ NAMES = ("prefill1", "prefill2", "decode1", "decode2")
 NUM_TOKENS = 12
 NUM_PROMPTS = 24
 DEADLINE_S = 10.0  # of a claim
+WRONG_CLOCK_S = 660.0  # more than a ticket lives
 SLACK_S = 20.0  # processes that share two cores compute, are frozen for 2 s and start again
 CONFIG = """
 [cache]
@@ -267,6 +269,7 @@ class Site:
         self, store: RedisThatFails | DirectoryThatFails, folder: Path, http: aiohttp.ClientSession
     ) -> None:
         self.store = store
+        self.clocks = ProcessClocks(folder / "clocks")
         self._folder = folder
         self._http = http
         self._config = folder / "node.toml"
@@ -304,6 +307,8 @@ class Site:
                 Fault(f"{name} forgets all blocks", self._deletes(name, storage=False), _nothing),
                 Fault(f"{name} deletes storage too", self._deletes(name, storage=True), _nothing),
                 Fault(f"{name} loses its storage", *self._detached(name)),
+                Fault(f"{name}'s clock is ahead", *self._shifted(name, WRONG_CLOCK_S)),
+                Fault(f"{name}'s clock is behind", *self._shifted(name, -WRONG_CLOCK_S)),
             ]
         return found
 
@@ -328,6 +333,15 @@ class Site:
             self.nodes[name].process.send_signal(signal.SIGCONT)
 
         return freeze, thaw
+
+    def _shifted(self, name: str, ahead_s: float) -> tuple[Change, Change]:
+        async def shift() -> None:
+            self.clocks.shift(name, ahead_s)
+
+        async def set_right() -> None:
+            self.clocks.shift(name, 0.0)
+
+        return shift, set_right
 
     def _deletes(self, name: str, *, storage: bool) -> Change:
         async def delete() -> None:
@@ -471,6 +485,7 @@ async def site(store: RedisThatFails | DirectoryThatFails, folder: Path) -> Asyn
             aiohttp.ClientSession(connector=fresh_connections(), timeout=timeout)
         )
         one = Site(store, folder, http)
+        stack.enter_context(one.clocks.used())
         stack.push_async_callback(one.end)
         async with asyncio.TaskGroup() as tasks:
             for name in NAMES:
@@ -593,6 +608,7 @@ async def test_two_faults_at_a_time_break_no_promise(
     kind: str, seconds: float, tmp_path: Path
 ) -> None:
     seed = int(os.environ.get("TIERKV_FAULTS_SEED", "1"))
+    log.warning("seed %d", seed)  # shown with whatever fails, the start and the engine included
     with ExitStack() as stack:
         store: RedisThatFails | DirectoryThatFails
         if kind == "redis":

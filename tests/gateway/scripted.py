@@ -71,6 +71,7 @@ class ScriptedNode:
         self.near = 0
         self.model: str | None = "tierkv-ref-tiny"
         self.lies_from: int | None = None
+        self.claims_nothing = False  # computes instead, as without a ticket
         self.dies_unpublished = False  # after its first token, before its ticket
         self.stalls_after: int | None = None
         self.gate = asyncio.Event()
@@ -191,6 +192,7 @@ class ScriptedNode:
                 "matched": {"device": self.near, "host": 0, "storage": 0},
                 "queue_s": 0.0,
                 "time_to_first_token_s": 0.1,
+                "producer": None if self.claims_nothing else "p",
             },
         )
         return response

@@ -247,6 +247,16 @@ async def test_a_node_that_goes_on_otherwise_than_the_one_before_it_is_not_belie
         assert any(failed % node.url in text for node in on.decode)
 
 
+async def test_a_prompt_that_a_decode_node_computes_without_its_ticket_is_counted() -> None:
+    async with stage(1, 1) as on:
+        name = f'{{node="{on.decode[0].url}",why="without_ticket"}}'
+        for computes, count in ((False, 0), (True, 1)):
+            on.decode[0].claims_nothing = computes
+            await answered(on)
+            text = (await on.caller.get("/metrics"))[1]
+            assert f"tierkv_gateway_failed_attempts_total{name} {count}.0" in text
+
+
 async def test_a_node_that_hangs_is_replaced_after_the_stall_deadline() -> None:
     deadlines = DeadlineSection(stall_s=0.2, lookup_s=5.0)
     async with stage(deadlines=deadlines) as on:

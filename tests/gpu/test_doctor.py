@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -108,3 +110,17 @@ def test_a_doctor_measures_the_store_and_keeps_what_nodes_show_beside_their_spee
     assert told["verdict"] == "bad"
     assert "cannot be reached" in told["value"]
     assert measured_speeds("cpu", url) == speeds | measured_speeds("cpu", None)  # it is kept
+
+
+@pytest.mark.parametrize(("ahead_s", "which"), [(660.0, "ahead of"), (-660.0, "behind")])
+def test_a_doctor_compares_this_machines_clock_with_the_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float, which: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    arguments = ["doctor", "--storage", (tmp_path / "store").as_uri()]
+    right = CliRunner().invoke(main, arguments).stdout
+    assert re.search(r"^clock +0\.\d\d s from the store's$", right, re.MULTILINE)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + ahead_s)
+    wrong = CliRunner().invoke(main, arguments).stdout
+    assert f"this machine's clock is 660 s {which} it  [warning]" in wrong

@@ -51,10 +51,8 @@ async def pair(
     chosen = ROOM | cache
     room = {"device_blocks": max(64, chosen["device_blocks"]), "host_blocks": chosen["host_blocks"]}
     async with (
-        world(store=shared, clock=clock, handoff=there or settings(), **room) as prefill,
-        world(
-            store=seen_as or shared, clock=clock, handoff=here or settings(), who=who, **chosen
-        ) as decode,
+        world(store=shared, handoff=there or settings(), **room) as prefill,
+        world(store=seen_as or shared, handoff=here or settings(), who=who, **chosen) as decode,
     ):
         yield prefill, decode
 

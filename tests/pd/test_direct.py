@@ -15,7 +15,9 @@ import pytest
 from tests.latch import finish, turns, until
 from tests.pd import nodes
 from tests.pd.nodes import TOKENS, claim, publish, settings
-from tests.world import World, background_tasks, fingerprint
+from tests.pd.test_streaming import prefilling
+from tests.redis_server import PATIENT, redis_server
+from tests.world import World, background_tasks, fingerprint, world
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, HandoffError
 from tierkv.gpu.cpu import CpuDevice
@@ -24,11 +26,12 @@ from tierkv.pd.direct import direct
 from tierkv.pd.direct.address import Channel, DirectAddress, DirectAnswer, DirectAsk, this_machine
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.pd.source import NoPeers
-from tierkv.pd.tickets import Ticket
+from tierkv.pd.tickets import Standing, Ticket, look_at
 from tierkv.sched.budget import Budget
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.storage.codec import SealedCodec
+from tierkv.storage.factory import open_store
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import PutItem, PutOutcome, PutStatus
 from tierkv.transfer.tier import StorageOptions
@@ -358,6 +361,65 @@ async def test_what_came_straight_from_the_producer_counts_apart_from_storage() 
         counts = decode.service.stats().requests
         assert (counts.direct_hit_tokens, counts.storage_hit_tokens) == (COUNT - tail, tail)
         decode.service.scheduler.end(request)
+
+
+async def test_an_unexpected_error_costs_the_claimer_its_connection_and_ends_no_service(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object) -> bytes:
+        raise RuntimeError("a fault of a library")
+
+    async with pair() as (prefill, decode):
+        with monkeypatch.context() as patch:
+            patch.setattr(direct.DirectServer, "_header", fails)
+            address = await address_of(prefill)
+            async with connected(address) as channel:
+                ask_all = DirectAsk(offer=address.offer, first=0, stop=BLOCKS)
+                await channel.send_ask(ask_all, address.secret)
+                await is_hung_up_on(channel, address)
+        assert leases(prefill) == 0
+        assert prefill.service.failure is None
+        async with connected(address) as channel:
+            assert (await ask(channel, address)).blocks == tuple(range(BLOCKS))
+        await claim(decode)
+
+
+async def opened(node: World) -> None:
+    """Return when the ticket t is open."""
+    assert node.service.handoff is not None
+    while (await look_at(node.service.handoff.tickets, "t")).state is not Standing.OPEN:
+        await turns(3)
+
+
+async def test_a_failure_that_a_full_store_does_not_take_is_told_by_the_producer() -> None:
+    """The claim does not wait for its deadline of 100 s."""
+    with redis_server("--maxmemory-policy", "noeviction") as server:
+        direct = settings(direct=DirectPath.AUTO)
+
+        def node() -> Any:
+            return world(store=open_store(server.url, PATIENT, SystemClock()), handoff=direct)
+
+        async with node() as prefill, node() as decode:
+            async with prefilling(prefill, TOKENS) as computing:
+                claiming = asyncio.create_task(
+                    decode.service.claim("claim", "t", decode.prompt(TOKENS), max_new_tokens=1)
+                )
+                await computing.compute(8)
+                await finish(opened(decode))
+                server.execute("CONFIG", "SET", "maxmemory", "1")
+                await computing.compute(COUNT)
+                computing.finish()
+                with pytest.raises(HandoffError, match=r"gave up: .*OOM") as caught:
+                    async with asyncio.timeout(20):
+                        await claiming
+            assert caught.value.reason == "producer_failed"
+            server.execute("CONFIG", "SET", "maxmemory", "0")
+            async with prefilling(prefill, TOKENS) as computing:  # the same offer is open again
+                claiming = asyncio.create_task(nodes.claimed(decode, ticket="t", name="again"))
+                await computing.compute(COUNT)
+                await asyncio.wait([claiming], timeout=0.1)
+                computing.finish()
+                await decode.ended(await claiming)
 
 
 @pytest.mark.parametrize("blocks", [(4,), (0, -1), (1 << 40,)])

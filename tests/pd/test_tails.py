@@ -37,8 +37,8 @@ async def two(**settings: Any) -> AsyncIterator[tuple[World, World]]:
     store = MemoryStore(MemorySettings(), clock)
     chosen = {"storage_write": WritePolicy.WRITE_THROUGH} | settings
     async with (
-        world(store=store, clock=clock, device_blocks=64, host_blocks=64, **chosen) as first,
-        world(store=store, clock=clock, device_blocks=64, host_blocks=64, **settings) as second,
+        world(store=store, device_blocks=64, host_blocks=64, **chosen) as first,
+        world(store=store, device_blocks=64, host_blocks=64, **settings) as second,
     ):
         yield first, second
 

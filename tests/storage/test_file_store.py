@@ -239,16 +239,23 @@ async def test_what_has_expired_is_evicted_before_what_has_not(tmp_path: Path) -
         assert {f"{index},0" for index in range(5)} | {"new,0"} <= names_in(tmp_path)
 
 
+def move_times(path: Path, *, used_s: float = 0.0, expires_s: float = 0.0) -> None:
+    """Move a value's times of use and expiry, as a step of the file server's clock would."""
+    status = path.stat()
+    times = status.st_atime_ns + int(used_s * 1e9), status.st_mtime_ns + int(expires_s * 1e9)
+    os.utime(path, ns=times)
+
+
 async def test_after_the_clock_was_set_back_what_is_used_stays_and_the_rest_goes(
     tmp_path: Path,
 ) -> None:
     clock = TurnedClock()
-    clock.now += 86_400 * 365
     store = file_store(tmp_path, clock, capacity_bytes=10_000)
     async with store.running():
         for index in range(10):
-            await put_one(store, f"t:f:{index}:0", bytes(1_000))
-        clock.now -= 86_400 * 365
+            name = f"t:f:{index}:0"
+            await put_one(store, name, bytes(1_000))
+            move_times(tmp_path.joinpath(*relative_path(name)), used_s=86_400.0 * 365)
         assert (await get_one(store, "t:f:9:0", 1_000))[0] is GetStatus.HIT
         for index in range(20, 26):
             await put_one(store, f"t:f:{index}:0", bytes(1_000))
@@ -327,7 +334,8 @@ async def test_expiry_outlives_the_process_and_expired_files_are_removed(tmp_pat
         await put_one(store, "t:f:a:0", b"a", ttl_s=100.0)
         await put_one(store, "t:f:b:0", b"b", ttl_s=200.0)
         await put_one(store, "t:f:c:0", b"c")
-    clock.now += 100
+    for name in ("t:f:a:0", "t:f:b:0"):
+        move_times(tmp_path.joinpath(*relative_path(name)), expires_s=-100.0)
     store = file_store(tmp_path, clock, num_threads=1)
     async with store.running():
         assert await store.exists(["t:f:b:0", "t:f:c:0", "t:f:a:0"]) == 2

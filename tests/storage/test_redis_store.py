@@ -340,11 +340,12 @@ async def test_who_wrote_a_value_that_must_be_new_is_not_told_that_it_existed(
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal num_sets
         while command := await reader.read(4096):
-            if b"SET" in command:
+            is_set = b"$3\r\nSET\r\n" in command
+            if is_set:
                 num_sets += 1
                 if num_sets == 1:
                     break
-            writer.write(b"$-1\r\n" if b"SET" in command else b"+PONG\r\n")
+            writer.write(b"$-1\r\n" if is_set else b"+PONG\r\n")
         writer.close()
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:

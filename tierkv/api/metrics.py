@@ -458,6 +458,16 @@ def stores(states: Iterable[StoreState]) -> Iterator[Metric]:
         {(tenant,): int(not store.write_refusal) for tenant, store in by_tenant.items()},
     )
     yield gauge(
+        "tierkv_storage_clock_skew_seconds",
+        "Seconds that this machine's clock is ahead of that of a store that tells its time",
+        ("tenant",),
+        {
+            (tenant,): store.clock_skew_s
+            for tenant, store in by_tenant.items()
+            if store.clock_skew_s is not None
+        },
+    )
+    yield gauge(
         "tierkv_storage_waiting_write_bytes",
         "Bytes that wait to be written to the store",
         ("tenant",),

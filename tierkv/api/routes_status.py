@@ -33,6 +33,7 @@ from tierkv.api.types import (
     WakeBody,
 )
 from tierkv.cache.keys import Prompt
+from tierkv.clock import is_skew, skew_in_words
 from tierkv.errors import (
     BadRequestError,
     ConfigError,
@@ -245,8 +246,12 @@ async def _of_store(node: Node, state: StoreState) -> Part:
     if state.write_refusal:
         return Health.DEGRADED, (f"{state.part or state.url} refuses writes: {state.write_refusal}")
     store = node.service.store
+    skew_s = state.clock_skew_s
+    detail = state.url
+    if skew_s is not None and is_skew(skew_s):
+        detail += f"; {skew_in_words(skew_s)}: set it by NTP"
     if state.tenant or store is None:
-        return Health.OK, state.url
+        return Health.OK, detail
     try:
         async with asyncio.timeout(_PING_DEADLINE_S):
             await store.ping()
@@ -254,7 +259,7 @@ async def _of_store(node: Node, state: StoreState) -> Part:
         return Health.DEGRADED, f"{state.url} does not answer"
     except StoreUnavailableError as error:
         return Health.DEGRADED, str(error)
-    return Health.OK, state.url
+    return Health.OK, detail
 
 
 class StatusRoutes(Routes):

@@ -13,7 +13,7 @@ import click
 
 from tierkv.api.settings import NO_STORAGE, NodeSettings, default_storage_url
 from tierkv.cli.output import json_option, print_json, progress
-from tierkv.clock import SystemClock
+from tierkv.clock import SystemClock, is_skew, skew_in_words
 from tierkv.config import load
 from tierkv.errors import StoreUnavailableError, TierKVError
 from tierkv.gateway.settings import GatewaySettings
@@ -85,7 +85,7 @@ def _store_findings(settings: NodeSettings, environ: Mapping[str, str]) -> list[
         return []
     store = open_store(url, settings.storage.of_kinds(), SystemClock())
     try:
-        written, read = run_until_stopped(_measured(store))
+        written, read, clock = run_until_stopped(_measured(store))
     except TierKVError as error:
         remedy = "repair the store or its address: a node does not start without its store"
         return [Finding("store", str(error), Verdict.BAD, remedy)]
@@ -101,15 +101,25 @@ def _store_findings(settings: NodeSettings, environ: Mapping[str, str]) -> list[
         ]
     speeds = {(store.url, "storage_write"): written, (store.url, "storage_read"): read}
     shown = f"{written:.2f} GB/s written, {read:.2f} GB/s read, {store.url}"
-    return [Finding("store", shown, speeds=speeds)]
+    return [Finding("store", shown, speeds=speeds), clock]
 
 
-async def _measured(store: Store) -> tuple[float, float]:
-    """Return GB/s of writing values and of reading them, the best of some rounds.
+def _clock_finding(skew_s: float | None) -> Finding:
+    if skew_s is None:
+        value = "the store tells no time: tickets expire by the clocks of the nodes"
+        return Finding("clock", value, remedy="keep the clocks of all nodes together by NTP")
+    if is_skew(skew_s):
+        value = f"the store tells its time, and {skew_in_words(skew_s)}"
+        return Finding("clock", value, Verdict.WARNING, "set this machine's clock by NTP")
+    return Finding("clock", f"{abs(skew_s):.2f} s from the store's")
+
+
+async def _measured(store: Store) -> tuple[float, float, Finding]:
+    """Return GB/s of writing values and of reading them, the best of some rounds, and the clock.
 
     Raises:
-        TimeoutError: the rounds took too long.
-        StoreUnavailableError: the store failed.
+        TimeoutError: the store takes longer than _DEADLINE_S.
+        StoreUnavailableError: the store cannot be used.
     """
     name = f"tierkv:doctor:{secrets.token_hex(8)}"
     value = memoryview(bytearray(os.urandom(_VALUE_BYTES)))
@@ -138,5 +148,6 @@ async def _measured(store: Store) -> tuple[float, float]:
                     raise StoreUnavailableError(
                         f"{store.url} does not return written values: {why}"
                     )
+        clock = _clock_finding(store.health.clock_skew_s)
     num_bytes = _VALUE_BYTES * _NUM_VALUES
-    return num_bytes / min(took["write"]) / 1e9, num_bytes / min(took["read"]) / 1e9
+    return num_bytes / min(took["write"]) / 1e9, num_bytes / min(took["read"]) / 1e9, clock

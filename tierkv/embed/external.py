@@ -726,7 +726,9 @@ class _Engine:
             value = await self._call(method, args)
         except TierKVError as failure:
             error = _packed_error(failure)
-        except (TypeError, ValueError, LookupError, AttributeError) as failure:
+        except AssertionError:
+            raise  # our own state is wrong
+        except Exception as failure:
             log.exception("a call of engine %s failed unexpectedly", self._name)
             error = _packed_error(BadRequestError(f"{method}: {failure!r}"))
         _send(writer, [number, error, value])

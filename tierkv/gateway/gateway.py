@@ -77,7 +77,7 @@ class Admission:
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 ROUTES = ("handoff", "one_node", "resumed")
-FAILURES = ("node_failed", "node_busy", "handoff_refused")
+FAILURES = ("node_failed", "node_busy", "handoff_refused", "without_ticket")
 OUTCOMES = ("ok", "client_error", "server_error", "client_gone")
 # Of /metrics, what the live page draws.
 _FIGURES = frozenset(
@@ -107,7 +107,7 @@ class GatewayMetrics:
         )
         self.failed = Counter(
             "tierkv_gateway_failed_attempts",
-            "Failed attempts at a node, by reason",
+            "Failed attempts at a node, and prompts computed again there, by reason",
             ("node", "why"),
             registry=registry,
         )

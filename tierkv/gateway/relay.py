@@ -212,6 +212,7 @@ class Done(msgspec.Struct):
 
     matched: _Matched
     finish_reason: FinishReason = "length"  # older nodes do not send it
+    producer: str | None = ""  # of a claimed ticket; None if the node computed without one
 
 
 class Delivery:
@@ -328,6 +329,12 @@ class Delivery:
         reason = why.get(type(error), "handoff_refused")
         self.backend.metrics.failed.labels(node.url, reason).inc()
         self.spend(error)
+
+    def note_no_ticket(self, node: BackendNode) -> None:
+        """Count a prompt that `node` computed, as it could not use the ticket; its log says why."""
+        self.backend.metrics.failed.labels(node.url, "without_ticket").inc()
+        text = "request %s: %s could not use the ticket and computed the prompt itself"
+        log.warning(text, self.job.request_id, node.url)
 
     def spend(self, error: AttemptError) -> None:
         """Count an attempt that failed with `error`.
@@ -509,6 +516,8 @@ async def _decode(delivery: Delivery, ticket_id: str, held: Held) -> None:
                 raise  # the rest is generated from what has been delivered
             await delivery.pause()
             continue
+        if done.producer is None:
+            delivery.note_no_ticket(node)
         delivery.learn(node, done, delivery.tokens[:-1])
         return
 

@@ -49,6 +49,7 @@ from tierkv.transfer.mover import Movement
 _FIRST_LOOK_S = 0.005
 _LONGEST_LOOK_S = 0.1
 _LIVE_LOOK_S = 1.0  # where hints come: they can be lost
+_ASK_EVERY_S = 1.0
 # Another node may have begun the same hand-off anew and not have said so yet.
 _GRACE_S = 0.5
 
@@ -66,7 +67,7 @@ class Watch:
         estimator: learns the answering time of the store.
         on_progress: called when blocks of the prompt may be in storage, with the number of first
             blocks, or None if that is unknown.
-        on_open: called with each open ticket whose prompt is being computed.
+        near: the connection to the node that computes the prompt.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Watch:
         *,
         estimator: Estimator,
         on_progress: Callable[[int | None], None],
-        on_open: Callable[[OpenTicket], None],
+        near: Supply,
     ) -> None:
         self._tickets = tickets
         self._estimator = estimator
@@ -85,10 +86,12 @@ class Watch:
         self._ticket_id = ticket_id
         self._prompt = prompt
         self._on_progress = on_progress
-        self._on_open = on_open
+        self._near = near
         self.keys: KeyRun | tuple[StoredKey, ...] = ()
         self._hashing: asyncio.Handle | None = None
         self._open: OpenTicket | None = None
+        self._failed: OpenTicket | None = None  # the producer gave it up, for the reason `_failure`
+        self._failure = ""
         self._has_looked = False
         self._ready_blocks = 0
         self._over: HandoffError | None = None  # why no ticket will come, and since when
@@ -145,6 +148,17 @@ class Watch:
             reason = HandoffProblem.UNAVAILABLE.value
             raise HandoffError(reason, str(self._problem)) from self._problem
         raise await self._not_there(deadline_s)
+
+    async def ask_producer(self) -> None:
+        """Ask the producer now and then whether it gave the ticket up, until cancelled.
+
+        A producer cannot write this to a store that is full.
+        """
+        while True:
+            await asyncio.sleep(_ASK_EVERY_S)
+            opened = self._open
+            if opened is not None and (failure := await self._near.failure()):
+                self._failed, self._failure = opened, failure
 
     async def _look_within(self, budget: Budget, give_up_at: float) -> Ticket | None:
         """Look for the ticket once, for as long as the budget lasts.
@@ -239,8 +253,9 @@ class Watch:
         self._tickets.check(found, self._prompt.space, await self._hashed())
         is_new = self._open is None or self._open.incarnation != found.incarnation
         self._open = found
-        if found.failure:
-            text = f"the prefill node {found.producer} gave up: {found.failure}"
+        failure = self._failure if found == self._failed else found.failure
+        if failure:
+            text = f"the prefill node {found.producer} gave up: {failure}"
             failed = HandoffError(HandoffProblem.PRODUCER_FAILED.value, text)
             self._give_up(failed, _GRACE_S)
         elif not await self._lease.is_alive(found.incarnation):
@@ -253,7 +268,7 @@ class Watch:
         else:
             self._over = None
             if is_new:
-                self._on_open(found)
+                self._near.learn(found)
             if is_new or not self._ready_blocks:
                 self._on_progress(None)
         return None
@@ -425,7 +440,7 @@ class Claims:
                             deadline_s=deadline_s,
                             estimator=self._estimator,
                             bring=partial(self._bring_ahead, spec, near),
-                            on_open=near.learn,
+                            near=near,
                         )
                         ticket_at = time.monotonic()
                         tracing.adopt(ticket.trace)
@@ -686,7 +701,7 @@ def claim_budget(deadline_s: float, *, step_s: float, estimator: Estimator | Non
     )
 
 
-async def wait_for_ticket(  # noqa: PLR0913 - the ticket, its deadline, and callbacks
+async def wait_for_ticket(  # noqa: PLR0913 - the ticket, its deadline, and sources
     tickets: Tickets,
     ticket_id: str,
     prompt: Prompt,
@@ -695,7 +710,7 @@ async def wait_for_ticket(  # noqa: PLR0913 - the ticket, its deadline, and call
     deadline_s: float,
     estimator: Estimator,
     bring: Callable[[Prompt], Awaitable[bool]],
-    on_open: Callable[[OpenTicket], None] = lambda _: None,
+    near: Supply,
 ) -> tuple[Ticket, Sequence[StoredKey]]:
     """Wait for a ticket, and bring blocks that are stored before the ticket is.
 
@@ -707,7 +722,7 @@ async def wait_for_ticket(  # noqa: PLR0913 - the ticket, its deadline, and call
         deadline_s: Seconds until the wait ends in any case.
         estimator: Notes that the store is silent.
         bring: See Ahead.
-        on_open: Called with each open ticket whose prompt is being computed.
+        near: The connection to the node that computes the prompt.
 
     Returns:
         The ticket, and the keys of all blocks that it promises.
@@ -722,9 +737,10 @@ async def wait_for_ticket(  # noqa: PLR0913 - the ticket, its deadline, and call
         prompt,
         estimator=estimator,
         on_progress=ahead.ready,
-        on_open=on_open,
+        near=near,
     )
-    async with supervised({"tierkv-claim-ahead": ahead.run}):
+    beside = {"tierkv-claim-ahead": ahead.run, "tierkv-claim-producer": watch.ask_producer}
+    async with supervised(beside):
         return await watch.ticket(budget, deadline_s), watch.keys
 
 

@@ -42,6 +42,12 @@ class Supply(Protocol):
         One call at a time.
         """
 
+    async def failure(self) -> str:
+        """Return the reason why the producer gave the ticket up; "" if it did not say so.
+
+        A call may run beside `ask`.
+        """
+
 
 class PeerSource(Protocol):
     """A node's offers to claimers of its prompts, and the connections of its own claims."""
@@ -95,6 +101,10 @@ class NoSupply:
 
     async def ask(self, prompt: Prompt) -> None:
         """Bring nothing."""
+
+    async def failure(self) -> str:
+        """Return "": the failure is in storage, or nowhere."""
+        return ""
 
 
 class NoPeers:

@@ -31,7 +31,7 @@ import msgspec
 
 from tierkv import tracing
 from tierkv.cache.keys import Fingerprint, KeyRun, Prompt, StoredKey, differences
-from tierkv.clock import Clock
+from tierkv.clock import is_skew, skew_in_words
 from tierkv.errors import (
     BadRequestError,
     DuplicateRequestError,
@@ -308,14 +308,11 @@ class ProducerLease:
     One lease covers all open tickets of a running node; a restarted node has a new one.
     """
 
-    def __init__(
-        self, storage: StorageIO, values: SmallValues, clock: Clock, *, lease_s: float
-    ) -> None:
+    def __init__(self, storage: StorageIO, values: SmallValues, *, lease_s: float) -> None:
         self.incarnation = uuid4().hex
         self.lease_s = lease_s
         self._storage = storage
         self._values = values
-        self._clock = clock
         self._num_held = 0
         self._wanted = asyncio.Event()
         self._beaten = asyncio.Event()
@@ -379,7 +376,7 @@ class ProducerLease:
         if self._storage.store.capabilities.has_ttl:
             return True
         try:
-            return float(value) > self._clock.wall()
+            return float(value) > self._storage.store.now()
         except ValueError:
             return False
 
@@ -398,7 +395,7 @@ class ProducerLease:
         """
         while True:
             await self._wanted.wait()
-            until = _until(self._clock.wall() + self.lease_s, self.incarnation)
+            until = _until(self._storage.store.now() + self.lease_s, self.incarnation)
             pause_s = min(_AGAIN_S, self.beat_s)
             with suppress(TimeoutError, StoreUnavailableError):
                 async with asyncio.timeout(self.lease_s):
@@ -447,7 +444,6 @@ class Tickets:
         values: the sealed values in it.
         tiers: computes keys, and owns the tasks that write.
         fingerprints: by space, "" is the service's own; entries are added while the service runs.
-        clock: the wall clock.
         lease: this node's lease.
         ticket_ttl_s: seconds that a decode node has to claim.
         claimed_ttl_s: seconds that an acknowledged ticket stays, for a node that has to claim
@@ -461,7 +457,6 @@ class Tickets:
         values: SmallValues,
         tiers: Tiers,
         fingerprints: Mapping[str, Fingerprint],
-        clock: Clock,
         *,
         lease: ProducerLease,
         ticket_ttl_s: float,
@@ -473,7 +468,6 @@ class Tickets:
         self._tiers = tiers
         self.lease = lease
         self._fingerprints = fingerprints
-        self._clock = clock
         self._ticket_ttl_s = ticket_ttl_s
         self._claimed_ttl_s = claimed_ttl_s
         self._name = name
@@ -505,7 +499,7 @@ class Tickets:
         """
         fields = {name: getattr(opened, name) for name in OpenTicket.__struct_fields__}
         del fields["failure"]
-        now = self._clock.wall()
+        now = self.now()
         fields |= {"created_at": now, "expires_at": now + self._ticket_ttl_s}
         return Ticket(
             **fields,
@@ -521,7 +515,7 @@ class Tickets:
         direct: DirectAddress | None = None,
     ) -> OpenTicket:
         """Return an open ticket for a prompt of this node, to be written by `begin`."""
-        now = self._clock.wall()
+        now = self.now()
         return OpenTicket(
             ticket_id=ticket_id,
             fingerprint=self._fingerprints[prompt.space].readable(),
@@ -827,13 +821,31 @@ class Tickets:
                 f"{ticket.producer} computed this prompt with another model or layout: {fields}",
             )
         if self.has_expired(ticket):
-            return HandoffError(
-                HandoffProblem.EXPIRED.value, "the ticket has expired: prefill the prompt again"
-            )
+            return self._expired(ticket)
         return None
 
     def has_expired(self, ticket: Ticket | OpenTicket) -> bool:
-        return self._clock.wall() > ticket.expires_at
+        return self.now() > ticket.expires_at
+
+    def now(self) -> float:
+        """Return the time by which tickets are made and compared, in Unix seconds.
+
+        All nodes read it from the store, if the store tells it.
+        """
+        return self._storage.store.now()
+
+    def _expired(self, ticket: Ticket | OpenTicket) -> HandoffError:
+        """Return the error for an expired ticket. Its words name the clock that decided."""
+        skew_s = self._storage.store.health.clock_skew_s
+        if skew_s is None:
+            clock = "this node's clock, as the store tells no time"
+        else:
+            clock = "the store's clock" + (f" ({skew_in_words(skew_s)})" if is_skew(skew_s) else "")
+        ago_s = self.now() - ticket.expires_at
+        return HandoffError(
+            HandoffProblem.EXPIRED.value,
+            f"the ticket has expired {ago_s:.0f} s ago by {clock}: prefill the prompt again",
+        )
 
     async def acknowledge(self, ticket: Ticket) -> None:
         """Record that the ticket was claimed, notify its producer, and shorten its lifetime.
@@ -841,7 +853,7 @@ class Tickets:
         Raises:
             StoreUnavailableError: the store did not accept the record; the ticket expires later.
         """
-        now = self._clock.wall()
+        now = self.now()
         # No longer than a ticket of ours: what one of another node says may be anything.
         left_s = min(max(ticket.expires_at - now, 0.0), self._ticket_ttl_s) + EXPIRED_GRACE_S
         record = Acknowledgement(
@@ -1069,12 +1081,11 @@ class TicketLedger:
     Resources of a ticket (`hold`) are released once it is acknowledged, has failed or has expired.
     """
 
-    def __init__(self, tickets: Tickets, clock: Clock) -> None:
+    def __init__(self, tickets: Tickets) -> None:
         self._tickets = tickets
-        self._clock = clock
         self._topic = tickets.names.producer(tickets.lease.incarnation)
         self._views: OrderedDict[str, TicketView] = OrderedDict()
-        self._holds: dict[str, list[Callable[[], None]]] = {}
+        self._holds: dict[str, list[Callable[[str], None]]] = {}
         self._came = asyncio.Event()
 
     @asynccontextmanager
@@ -1098,8 +1109,8 @@ class TicketLedger:
     def num_holds(self) -> int:
         return len(self._holds)
 
-    def hold(self, ticket_id: str, release: Callable[[], None]) -> None:
-        """Call `release` at the end of the ticket."""
+    def hold(self, ticket_id: str, release: Callable[[str], None]) -> None:
+        """Call `release` at the end of the ticket, with its failure, or "" for none."""
         self._holds.setdefault(ticket_id, []).append(release)
 
     def opened(self, ticket: OpenTicket) -> None:
@@ -1110,7 +1121,7 @@ class TicketLedger:
 
     def failed(self, ticket_id: str, failure: str) -> None:
         self._change(ticket_id, state=Standing.PRODUCER_FAILED, failure=failure)
-        self._release_holds(ticket_id)
+        self._release_holds(ticket_id, failure or "it failed")
 
     def published(self, ticket: Ticket) -> None:
         self._put(ticket, Standing.WHOLE, ready_blocks=len(ticket.digests))
@@ -1135,9 +1146,9 @@ class TicketLedger:
         if ticket_id in self._views:
             self._views[ticket_id] = msgspec.structs.replace(self._views[ticket_id], **fields)
 
-    def _release_holds(self, ticket_id: str) -> None:
+    def _release_holds(self, ticket_id: str, failure: str = "") -> None:
         for release in self._holds.pop(ticket_id, ()):
-            release()
+            release(failure)
 
     def _waiting(self) -> list[TicketView]:
         return [view for view in self._views.values() if view.state is Standing.WHOLE]
@@ -1157,7 +1168,7 @@ class TicketLedger:
 
     async def _look(self, view: TicketView) -> None:
         ticket_id = view.ticket_id
-        if self._clock.wall() > view.expires_at:
+        if self._tickets.now() > view.expires_at:
             self._change(ticket_id, state=Standing.EXPIRED)
             self._release_holds(ticket_id)
             return

@@ -17,7 +17,6 @@ from tierkv.cache.index import Index
 from tierkv.cache.keys import Fingerprint, Names
 from tierkv.cache.layout import Layout
 from tierkv.cache.node import BlockPool
-from tierkv.clock import Clock
 from tierkv.errors import ConfigError, InvariantError, ShuttingDownError
 from tierkv.gpu.protocol import Device, HostSlots, Planes
 from tierkv.pd.claims import Claims
@@ -190,7 +189,6 @@ class ServiceConfig:
     settings: CacheSettings
     handoff: HandoffSettings
     name: str
-    clock: Clock
     fingerprints: dict[str, Fingerprint] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -271,15 +269,14 @@ class Components:
         )
 
     def _hand_over(self, made_of: ServiceConfig, peers: PeerSource, stats: HandoffStats) -> None:
-        settings, storage, clock = made_of.handoff, self._storage.io, made_of.clock
+        settings, storage = made_of.handoff, self._storage.io
         values = SmallValues(storage.store, self._storage.options.small)
-        lease = ProducerLease(storage, values, clock, lease_s=settings.producer_lease_s)
+        lease = ProducerLease(storage, values, lease_s=settings.producer_lease_s)
         tickets = Tickets(
             storage,
             values,
             self.tiers,
             made_of.fingerprints,
-            clock,
             lease=lease,
             ticket_ttl_s=settings.ticket_ttl_s,
             claimed_ttl_s=settings.claimed_ttl_s,
@@ -291,7 +288,7 @@ class Components:
             storage,
             staging,
             tickets,
-            ledger=TicketLedger(tickets, clock),
+            ledger=TicketLedger(tickets),
             source=peers,
             stats=stats,
         )

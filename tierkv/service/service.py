@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from tierkv.cache.groups import FlatBlocks
 from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey
 from tierkv.cache.node import CopyState, Quota, Tier
-from tierkv.clock import Clock, SystemClock
 from tierkv.errors import (
     ConfigError,
     HandoffError,
@@ -172,7 +171,6 @@ class Service:
         store: the store; None for none.
         storage: options of the storage tier.
         name: name of this node.
-        clock: clock of the service; None for the system's.
         beside: fingerprint and number of host slots of each group with a layout of its own. The
             tiers do not know these blocks; `groups` has their memory. See EngineCache.
         kv_events: addresses that cache events are published at; None for none.
@@ -188,13 +186,10 @@ class Service:
         *,
         storage: StorageOptions | None = None,
         name: str = "tierkv",
-        clock: Clock | None = None,
         beside: Sequence[tuple[Fingerprint, int]] = (),
         kv_events: EventsSection | None = None,
     ) -> None:
-        made_of = ServiceConfig(
-            device, fingerprint, settings, handoff, name, clock or SystemClock()
-        )
+        made_of = ServiceConfig(device, fingerprint, settings, handoff, name)
         self.ranks = check(made_of)
         self.fingerprint, self.settings, self.device = fingerprint, settings, device
         self._made_of = made_of

@@ -7,6 +7,7 @@ import errno
 import os
 import socket
 import ssl
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -43,6 +44,7 @@ from tierkv.threads import Threads
 
 T = TypeVar("T")
 _PAGE = 1000
+CLOCK_EVERY_S = 30.0  # between two questions for a store's time
 
 
 def num_leading(are_there: Sequence[bool]) -> int:
@@ -53,13 +55,17 @@ def num_leading(are_there: Sequence[bool]) -> int:
 class BaseStore(ABC):
     """A `Store` with the defaults of a simple store.
 
-    The defaults: one copy of each value, no breaker, no listing, no messages between users, and no
-    use for the addresses of buffers. Subclasses implement the rest.
+    The defaults: one copy of each value, no breaker, no listing, no messages between users, no
+    clock but this machine's, and no use for the addresses of buffers. Subclasses implement the
+    rest.
     """
 
     @property
     def health(self) -> StoreHealth:
         return StoreHealth()
+
+    def now(self) -> float:
+        return time.time()
 
     def notifier(self) -> Notifier:
         return Polling()
@@ -132,6 +138,9 @@ class StoreWrapper:
     @property
     def health(self) -> StoreHealth:
         return self.inner.health
+
+    def now(self) -> float:
+        return self.inner.now()
 
     def notifier(self) -> Notifier:
         return self.inner.notifier()

@@ -16,13 +16,14 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tierkv.clock import Clock
+from tierkv.clock import Clock, StoreClock
 from tierkv.config import Fixed
 from tierkv.errors import ConfigError, StoreCorruptError, StoreRefusedError, StoreUnavailableError
 from tierkv.storage.base import (
+    CLOCK_EVERY_S,
     BaseStore,
     WorkerThreads,
     read_fully,
@@ -56,6 +57,8 @@ from tierkv.storage.protocol import (
     PutItem,
     PutOutcome,
     PutStatus,
+    StoredValue,
+    StoreHealth,
     Topics,
     Usage,
     check_limit,
@@ -100,7 +103,7 @@ class ValueFiles:
         root: the store's directory.
         scratch: the place of values that are being written.
         room: makes room for new values.
-        clock: the clock for expiry.
+        clock: the clock of the machine that keeps the files, for expiry.
         syncs: write each value to the disk before it is visible, and its directory entry before put
             returns.
     """
@@ -682,11 +685,18 @@ class FileStore(BaseStore):
         """
         self._root = Path(os.path.normpath(root if root.is_absolute() else Path.cwd() / root))
         self._settings = settings
-        self._clock = clock
+        self._clock = StoreClock(clock)
         # Questions wait behind reads that hang, and thus show that the disk hangs.
         self._readers = WorkerThreads(self.url, settings.num_threads)
         self._writers = WorkerThreads(self.url, settings.num_threads)
         self._files: ValueFiles | None = None
+
+    @property
+    def health(self) -> StoreHealth:
+        return StoreHealth(clock_skew_s=self._clock.skew_s)
+
+    def now(self) -> float:
+        return self._clock.wall()
 
     def notifier(self) -> Notifier:
         return FileNotifier(self._root)
@@ -732,8 +742,11 @@ class FileStore(BaseStore):
                 self._clock,
                 syncs=self._settings.syncs_values,
             )
-            sweeping = {"tierkv-file-sweep": lambda: self._keep_sweeping(files, stop)}
-            async with supervised(sweeping):
+            beside = {
+                "tierkv-file-sweep": lambda: self._keep_sweeping(files, stop),
+                "tierkv-file-clock": lambda: self._keep_reading_clock(scratch),
+            }
+            async with supervised(beside):
                 self._files = files
                 try:
                     yield
@@ -788,7 +801,14 @@ class FileStore(BaseStore):
         check_prefix(prefix)
         check_limit(limit)
         files = self._opened()
-        return await self._writers.run(lambda: files.listing.page(prefix, limit, cursor))
+        page = await self._writers.run(lambda: files.listing.page(prefix, limit, cursor))
+        return replace(page, values=tuple(map(self._by_our_clock, page.values)))
+
+    def _by_our_clock(self, value: StoredValue) -> StoredValue:
+        skew_s = self._clock.skew_s
+        if skew_s is None or value.expires_at is None:
+            return value
+        return replace(value, expires_at=value.expires_at + skew_s)
 
     async def usage(self, prefix: str) -> Usage:
         check_prefix(prefix)
@@ -818,6 +838,17 @@ class FileStore(BaseStore):
                 )
             await asyncio.sleep(self._settings.sweep_interval_s)
 
+    async def _keep_reading_clock(self, scratch: Scratch) -> None:
+        while True:
+            await asyncio.sleep(CLOCK_EVERY_S)
+            await self._readers.run(lambda: self._read_clock(scratch))
+
+    def _read_clock(self, scratch: Scratch) -> None:
+        asked_at = self._clock.monotonic()
+        told = scratch.time()
+        if told is not None:
+            self._clock.note(told, asked_at)
+
     def _opened(self) -> ValueFiles:
         if self._files is None:
             raise StoreUnavailableError(f"{self.url} is closed")
@@ -839,6 +870,7 @@ class FileStore(BaseStore):
                 self.url,
                 scratch.refused.strerror,
             )
+        self._read_clock(scratch)
         return scratch
 
     def _refusal(self, error: OSError) -> StoreUnavailableError:

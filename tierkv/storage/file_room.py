@@ -317,6 +317,16 @@ class Scratch:
     def directory(self) -> Path:
         return self._directory
 
+    def time(self) -> float | None:
+        """Return the time of the machine that keeps the files, in Unix seconds, None if unknown."""
+        if self._lock_fd is None:
+            return None
+        try:
+            os.utime(self._lock_fd)  # "now", as the machine sets it that has the disk
+            return os.fstat(self._lock_fd).st_mtime
+        except OSError:
+            return None
+
     def new_path(self) -> str:
         """Return a path below the directory that was never returned before."""
         return f"{self._directory}/{next(self._serial)}"

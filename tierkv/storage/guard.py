@@ -162,6 +162,7 @@ class GuardedStore(StoreWrapper):
             reason=reason,
             degraded_s=max(breaker.degraded_s, inner.degraded_s),
             write_refusal=self._write_refusal or inner.write_refusal,
+            clock_skew_s=inner.clock_skew_s,
             num_retries=self._num_retries,
             num_refused=self._num_refused,
             num_dropped_writes=self._writes.num_dropped,

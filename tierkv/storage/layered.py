@@ -95,8 +95,9 @@ class LayeredStore(StoreWrapper):
 
     @property
     def health(self) -> StoreHealth:
-        """The health of the near store. The far store has no part in it."""
-        return replace(self._near.health, part=self._near.url)
+        """The health of the near store, and the skew of the far store's clock."""
+        clock_skew_s = self._far.health.clock_skew_s
+        return replace(self._near.health, part=self._near.url, clock_skew_s=clock_skew_s)
 
     @property
     def url(self) -> str:

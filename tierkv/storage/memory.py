@@ -71,6 +71,9 @@ class MemoryStore(BaseStore):
         self._is_open = False
         self._hub = Hub()
 
+    def now(self) -> float:
+        return self._clock.wall()
+
     def notifier(self) -> Notifier:
         return self._hub
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -76,6 +77,9 @@ class _NoStore(StoreWrapper):
     health = StoreHealth()
 
     def __init__(self) -> None: ...
+
+    def now(self) -> float:
+        return time.time()
 
     def notifier(self) -> Notifier:
         return Polling()
@@ -275,6 +279,10 @@ class Places:
     @property
     def health(self) -> StoreHealth:
         return self._common.store.health
+
+    def now(self) -> float:
+        """Return the time of the common store, which holds the tickets."""
+        return self._common.store.now()
 
     def notifier(self) -> Notifier:
         """Return the notifier of the common store, which holds the tickets.

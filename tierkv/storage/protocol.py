@@ -395,7 +395,11 @@ class PutOutcome:
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """One line of a listing. `expires_at` is in Unix seconds, None if the value has no TTL."""
+    """One line of a listing.
+
+    Attributes:
+        expires_at: Unix seconds of this machine's clock; None if the value has no TTL.
+    """
 
     name: str
     num_bytes: int
@@ -462,6 +466,8 @@ class StoreHealth:
         reason: why it opened last.
         degraded_s: seconds in which it was not closed, in total.
         write_refusal: why the store takes no writes, in its own words; "" if it does.
+        clock_skew_s: seconds that this machine's clock is ahead of the store's; None if the store
+            does not tell its time.
         num_refused: operations that failed at once: circuit open, too many waiting, or stuck.
     """
 
@@ -471,6 +477,7 @@ class StoreHealth:
     reason: str = ""
     degraded_s: float = 0.0
     write_refusal: str = ""
+    clock_skew_s: float | None = None
     num_retries: int = 0
     num_refused: int = 0
     num_dropped_writes: int = 0
@@ -503,6 +510,12 @@ class Store(Protocol):
 
     @property
     def health(self) -> StoreHealth: ...
+
+    def now(self) -> float:
+        """Return the store's time in Unix seconds; this machine's if the store has told none.
+
+        Times that other users of the store will read are made and compared with this clock.
+        """
 
     def notifier(self) -> Notifier:
         """Return a way to notify other users of the store of new values."""

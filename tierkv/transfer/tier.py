@@ -54,6 +54,8 @@ class StoreState(msgspec.Struct, frozen=True):
             store's own; the store does without that one.
         write_refusal: why the store takes no writes, in the words of its first refusal; "" if it
             does.
+        clock_skew_s: seconds that this machine's clock is ahead of the store's; None if the store
+            does not tell its time.
     """
 
     tenant: str
@@ -70,6 +72,7 @@ class StoreState(msgspec.Struct, frozen=True):
     negative_hits: int = 0
     part: str = ""
     write_refusal: str = ""
+    clock_skew_s: float | None = None
 
     @property
     def is_degraded(self) -> bool:
@@ -270,6 +273,7 @@ def _state(tenant: str, store: Store) -> StoreState:
         degraded_s=health.degraded_s,
         part=health.part,
         write_refusal=health.write_refusal,
+        clock_skew_s=health.clock_skew_s,
         retries=health.num_retries,
         refused=health.num_refused,
         dropped_writes=health.num_dropped_writes,

@@ -445,7 +445,7 @@ function gatewayPage() {
     series("refused: the caller's error", "storage", outcome("client_error")), series("failed", "bad", outcome("server_error"))], { stacked: true, empty: "No completion was asked for yet." });
   chart("How prompts went", "attempts a second", [series("handed over: prefill, then decode", "device", routed("handoff")), series("at one node alone", "host", routed("one_node")),
     series("failover: went on at another node", "storage", routed("resumed"))], { empty: "No prompt was given to a node yet." });
-  const why = [["node_failed", "the node failed", "bad"], ["node_busy", "the node was busy", "storage"], ["handoff_refused", "the hand-off was refused", "direct"]];
+  const why = [["node_failed", "the node failed", "bad"], ["node_busy", "the node was busy", "storage"], ["handoff_refused", "the hand-off was refused", "direct"], ["without_ticket", "the ticket was of no use", "host"]];
   chart("Attempts that came to nothing", "a second; another node is tried then", why.map(([word, label, color]) => series(label, color, null, (row) =>
     sum(...all("tierkv_gateway_failed_attempts_total{").filter((name) => name.includes(`why="${word}"`)))(row))), { empty: "Every attempt at a node has come to an answer." });
   chart("Tokens", "generated a second", [series("for callers", "device", "tierkv_gateway_tokens_total")], { empty: "No token was generated yet." });

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import socket
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -48,7 +49,7 @@ from tierkv.pd.tickets import HandoffStats, OpenTicket, Ticket, TicketLedger
 from tierkv.sched.tiers import Tiers
 from tierkv.storage.base import WorkerThreads
 from tierkv.storage.codec import Codec, PlainCodec
-from tierkv.tasks import task_group
+from tierkv.tasks import supervised, task_group
 from tierkv.threads import aside
 from tierkv.transfer.storage_io import Slices, StorageIO
 
@@ -57,7 +58,7 @@ log = logging.getLogger(__name__)
 _MAX_CLAIMERS = 256
 _FIRST_WORD_S = 2.0
 _SEND_S = 5.0
-
+_MAX_FAILURES = 1024
 
 _PLAIN = PlainCodec()
 
@@ -117,6 +118,7 @@ class DirectServer:
         self._threads = WorkerThreads("direct hand-off", 1)
         self._secret = os.urandom(32)
         self._prompts: dict[str, Prompt] = {}  # by the name of their offer
+        self._failures: OrderedDict[str, str] = OrderedDict()  # of ended offers, the newest last
         self._listener: socket.socket | None = None
         self._near: socket.socket | None = None  # the same for processes of this machine
         self._wanted = asyncio.Event()
@@ -128,12 +130,13 @@ class DirectServer:
         """Serve in the body; at the end close every connection and release its blocks."""
         async with self._threads.running():
             try:
-                async with task_group() as group:
-                    serving = group.create_task(self._serve(group), name="tierkv-direct")
+                async with (
+                    task_group() as group,
+                    supervised({"tierkv-direct": partial(self._serve, group)}),
+                ):
                     try:
                         yield
                     finally:
-                        serving.cancel()
                         self._prompts.clear()
             finally:
                 for one in (self._listener, self._near):
@@ -152,6 +155,7 @@ class DirectServer:
         """
         listener = self._listener or self._listen()
         self._prompts[offer] = prompt
+        self._failures.pop(offer, None)
         host, port = listener.getsockname()[:2]
         secret = secret_of(self._secret, offer)
         name = "" if self._near is None else name_of(self._near)
@@ -160,9 +164,18 @@ class DirectServer:
     def is_offered(self, offer: str) -> bool:
         return offer in self._prompts
 
-    def forget(self, offer: str) -> None:
-        """End an offer. Blocks of earlier answers are released with their connections."""
+    def forget(self, offer: str, failure: str) -> None:
+        """End an offer. Blocks of earlier answers are released with their connections.
+
+        Args:
+            offer: the name of the offer.
+            failure: the reason why there is no ticket, for claimers that ask; "" for none.
+        """
         self._prompts.pop(offer, None)
+        if failure:
+            self._failures[offer] = failure
+            if len(self._failures) > _MAX_FAILURES:
+                self._failures.popitem(last=False)
 
     def _listen(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._where[0] else socket.AF_INET
@@ -219,6 +232,10 @@ class DirectServer:
             pass  # it has gone, or hangs
         except StoreCorruptError as error:
             log.warning("a claimer's question for block addresses was refused: %s", error)
+        except AssertionError:
+            raise  # our own state is wrong
+        except Exception:
+            log.exception("a claimer's question could not be answered: it uses storage")
         finally:
             self._release_shown(held)
             channel.close()
@@ -230,7 +247,9 @@ class DirectServer:
         was_held = bool(held.leases) and self._tiers.mover.device.failure is None
         self._release_shown(held)
         prompt = self._prompts.get(ask.offer)
-        if prompt is None or not 0 <= ask.first < ask.stop <= ask.first + MAX_BLOCKS:
+        if prompt is None:
+            answer = DirectAnswer(failure=self._failures.get(ask.offer, ""))
+        elif not 0 <= ask.first < ask.stop <= ask.first + MAX_BLOCKS:
             answer = DirectAnswer()
         elif ask.machine:
             answer = await self._on_device(ask, prompt, held)
@@ -424,17 +443,39 @@ class Claimer:
         assert address is not None, "there is somebody to ask"
         try:
             if self._channel is None:
-                if self._is_near and address.name:
-                    streams = await connect_near(address.name)
-                else:
-                    streams = await asyncio.open_connection(address.host, address.port)
-                self._channel = Channel(*streams)
+                self._channel = await self._connect(address)
                 await self._channel.be_greeted()
             await self._channel.send_ask(ask, address.secret)
             return await self._channel.answer(address.secret)
         except BaseException:
             self._hang_up()  # cancelled or not: the next answer would be that of this question
             raise
+
+    async def failure(self) -> str:
+        """Ask the producer why it gave the ticket up; return "" if it did not, or is silent.
+
+        The question has a connection of its own: on that of `ask` it would release blocks.
+        """
+        address = self._address
+        if address is None:
+            return ""
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                channel = await self._connect(address)
+                try:
+                    await channel.be_greeted()
+                    nothing = DirectAsk(offer=address.offer, first=0, stop=0)
+                    await channel.send_ask(nothing, address.secret)
+                    return (await channel.answer(address.secret)).failure
+                finally:
+                    channel.close()
+        except (OSError, EOFError, TimeoutError, StoreCorruptError):
+            return ""  # a producer that died loses its lease
+
+    async def _connect(self, address: DirectAddress) -> Channel:
+        if self._is_near and address.name:
+            return Channel(*await connect_near(address.name))
+        return Channel(*await asyncio.open_connection(address.host, address.port))
 
     def _note(self, answer: DirectAnswer, peer: Peer, digests: Sequence[bytes]) -> None:
         self._forget()
@@ -629,7 +670,7 @@ class Direct:
             )
             return None
         if is_new:
-            ledger.hold(ticket_id, lambda: server.forget(offer))
+            ledger.hold(ticket_id, lambda failure: server.forget(offer, failure))
         return msgspec.structs.replace(
             address,
             machine=self._machine,

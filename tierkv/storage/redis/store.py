@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import random
 import re
@@ -13,9 +14,9 @@ from functools import partial
 
 from redis.exceptions import RedisError
 
-from tierkv.clock import Clock
+from tierkv.clock import Clock, StoreClock
 from tierkv.errors import BadRequestError, StoreCorruptError, StoreUnavailableError
-from tierkv.storage.base import BaseStore
+from tierkv.storage.base import CLOCK_EVERY_S, BaseStore
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
@@ -26,6 +27,7 @@ from tierkv.storage.protocol import (
     PutOutcome,
     PutStatus,
     StoredValue,
+    StoreHealth,
     check_limit,
     check_name,
     check_names,
@@ -37,6 +39,7 @@ from tierkv.storage.redis.control import (
     RedisConnection,
     RedisNotifier,
     ask_once,
+    conversation,
 )
 from tierkv.storage.redis.node import (
     NAMES_PER_COMMAND,
@@ -59,7 +62,10 @@ from tierkv.storage.redis.pool import FixedAddress, Locator, Login
 from tierkv.storage.redis.resp import Refused, Reply, TooLong
 from tierkv.storage.redis.url import RedisSettings, RedisUrl, Setup
 from tierkv.storage.redis.wire import Address, Unanswered, WireStats, port_of
+from tierkv.tasks import supervised
 from tierkv.threads import aside
+
+_log = logging.getLogger(__name__)
 
 _ADDRESS_PARTS = 2
 _LARGE_BYTES = 64 << 10  # a shorter value fits into every server's buffers
@@ -130,16 +136,24 @@ class RedisStore(BaseStore):
 
     Commands: GET SET EXISTS UNLINK PEXPIRE PING (AUTH, SELECT when connecting; in a cluster ASKING
     and CLUSTER SLOTS), for listings SCAN STRLEN PTTL, and for hints PUBLISH SUBSCRIBE UNSUBSCRIBE
-    on channels called like the names.
+    on channels called like the names. TIME, where the user may ask it.
     """
 
     def __init__(self, url: RedisUrl, settings: RedisSettings, clock: Clock) -> None:
         self._url = url
         self._settings = settings
-        self._clock = clock
+        self._ours = clock
+        self._clock = StoreClock(clock)
         self._router: Router | None = None
         self._num_puts = 0  # under way
         self.stats = WireStats()
+
+    @property
+    def health(self) -> StoreHealth:
+        return StoreHealth(clock_skew_s=self._clock.skew_s)
+
+    def now(self) -> float:
+        return self._clock.wall()
 
     def notifier(self) -> Notifier:
         return RedisNotifier(self._connect_to_hear, self._tell, url=self.url)
@@ -158,14 +172,41 @@ class RedisStore(BaseStore):
         context = None if files is None else await aside(files.context)
         login = Login(self._url.username, self._url.password, self._url.db)
         access = RedisAccess(self._settings, login, files, context, self.stats, self._settings.pace)
-        router = _router(self._url, access, self._clock)
+        router = _router(self._url, access, self._ours)
         async with router.running():
             await router.ping()
-            self._router = router
-            try:
-                yield
-            finally:
-                self._router = None
+            await self._read_clock(router, access)
+            async with supervised(
+                {"tierkv-redis-clock": lambda: self._keep_reading_clock(router, access)}
+            ):
+                self._router = router
+                try:
+                    yield
+                finally:
+                    self._router = None
+
+    async def _keep_reading_clock(self, router: Router, access: RedisAccess) -> None:
+        while True:
+            await asyncio.sleep(CLOCK_EVERY_S)
+            await self._read_clock(router, access)
+
+    async def _read_clock(self, router: Router, access: RedisAccess) -> None:
+        """Ask a server for its time; without an answer the last one counts."""
+        try:
+            new_connection = access.connection(await router.nodes()[0].locate())
+            deadline_s = access.pace.deadline_s(0)
+            async with conversation(new_connection, url=self.url, deadline_s=deadline_s) as talk:
+                await talk.ask([("PING",)])  # connects: that time is no part of the next answer's
+                asked_at = self._clock.monotonic()
+                [reply] = await talk.ask([("TIME",)])
+        except StoreUnavailableError as error:
+            _log.info("the time of %s is not known: %s", self.url, error)
+            return
+        match reply:
+            case [bytes(seconds), bytes(microseconds)] if (seconds + microseconds).isdigit():
+                self._clock.note(int(seconds) + int(microseconds) / 1e6, asked_at)
+            case _:
+                _log.info("%s does not tell its time: allow +time (%.80r)", self.url, reply)
 
     async def ping(self) -> None:
         await self._opened().ping()
@@ -295,7 +336,7 @@ class RedisStore(BaseStore):
                 calls, await self._carry_out(calls, Purpose.QUESTION), strict=True
             )
         ]
-        now = self._clock.wall()
+        now = self._ours.wall()
         found = (
             described(name, num_bytes, ttl_ms, now=now)
             for name, num_bytes, ttl_ms in zip(names, replies[::2], replies[1::2], strict=True)
