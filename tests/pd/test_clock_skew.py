@@ -17,7 +17,7 @@ from tests.pd.test_streaming import prefilling
 from tests.redis_server import PATIENT, redis_server
 from tests.world import World, world
 from tierkv.errors import HandoffError
-from tierkv.pd.tickets import Standing, look_at
+from tierkv.pd.tickets import Standing, status_of
 from tierkv.storage.factory import open_store
 
 AHEAD_S = 660.0  # more than a ticket lives
@@ -79,7 +79,7 @@ async def test_a_stream_and_its_lease_are_alive_whatever_the_claimers_clock_says
         await here.compute(20)
         await here.stored(5)
         tickets = decode.service.handoff.tickets
-        assert (await look_at(tickets, "t")).state is Standing.OPEN
+        assert (await status_of(tickets, "t")).state is Standing.OPEN
         await here.compute(len(TOKENS))
         here.finish()
         await decode.ended(await claim_early(decode, TOKENS))

@@ -17,6 +17,7 @@ from tests.pd import nodes
 from tests.pd.nodes import TOKENS, claim, publish, settings
 from tests.pd.test_streaming import prefilling
 from tests.redis_server import PATIENT, redis_server
+from tests.sessions import claim_request
 from tests.world import World, background_tasks, fingerprint, world
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, HandoffError
@@ -26,7 +27,7 @@ from tierkv.pd.direct import direct
 from tierkv.pd.direct.address import Channel, DirectAddress, DirectAnswer, DirectAsk, this_machine
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.pd.source import NoPeers
-from tierkv.pd.tickets import Standing, Ticket, look_at
+from tierkv.pd.tickets import Standing, Ticket, status_of
 from tierkv.sched.budget import Budget
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
@@ -387,7 +388,7 @@ async def test_an_unexpected_error_costs_the_claimer_its_connection_and_ends_no_
 async def opened(node: World) -> None:
     """Return when the ticket t is open."""
     assert node.service.handoff is not None
-    while (await look_at(node.service.handoff.tickets, "t")).state is not Standing.OPEN:
+    while (await status_of(node.service.handoff.tickets, "t")).state is not Standing.OPEN:
         await turns(3)
 
 
@@ -402,7 +403,9 @@ async def test_a_failure_that_a_full_store_does_not_take_is_told_by_the_producer
         async with node() as prefill, node() as decode:
             async with prefilling(prefill, TOKENS) as computing:
                 claiming = asyncio.create_task(
-                    decode.service.claim("claim", "t", decode.prompt(TOKENS), max_new_tokens=1)
+                    claim_request(
+                        decode.service, "claim", "t", decode.prompt(TOKENS), max_new_tokens=1
+                    )
                 )
                 await computing.compute(8)
                 await finish(opened(decode))
@@ -415,11 +418,11 @@ async def test_a_failure_that_a_full_store_does_not_take_is_told_by_the_producer
             assert caught.value.reason == "producer_failed"
             server.execute("CONFIG", "SET", "maxmemory", "0")
             async with prefilling(prefill, TOKENS) as computing:  # the same offer is open again
-                claiming = asyncio.create_task(nodes.claimed(decode, ticket="t", name="again"))
+                again = asyncio.create_task(nodes.claimed(decode, ticket="t", name="again"))
                 await computing.compute(COUNT)
-                await asyncio.wait([claiming], timeout=0.1)
+                await asyncio.wait([again], timeout=0.1)
                 computing.finish()
-                await decode.ended(await claiming)
+                await decode.ended(await again)
 
 
 @pytest.mark.parametrize("blocks", [(4,), (0, -1), (1 << 40,)])

@@ -43,6 +43,8 @@ class DyingServer:
     def _serve(self, connection: socket.socket) -> None:
         with connection:
             while request := connection.recv(65_536):
+                if b"CLIENT" in request:
+                    return  # a connection to ask for the time, which this server does not tell
                 if b"PING" in request:
                     connection.sendall(b"+PONG\r\n")
                     continue
@@ -64,6 +66,8 @@ class ServerThatDiesOnce(DyingServer):
         with connection:
             while more := connection.recv(65_536):
                 received += more
+                if b"CLIENT" in received:
+                    return  # as above
                 if b"PING" in received:
                     connection.sendall(b"+PONG\r\n")
                     received = b""
