@@ -156,6 +156,13 @@ class PagedCache:
     ) -> None:
         """Copy tokens [start, stop) of the cache, of batch size 1, into their blocks.
 
+        Args:
+            cache: the cache with the tokens.
+            planes: the planes that hold the blocks.
+            block_table: int32 [n], the prompt's blocks in order.
+            start: first token.
+            stop: end of the tokens.
+
         Raises:
             LayoutError: the cache is not of this model or dtype, or has fewer tokens; nothing was
                 copied.

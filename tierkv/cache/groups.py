@@ -235,7 +235,10 @@ class FlatBlocks:
     def best(self, parent: bytes, tokens: bytes, extra: bytes) -> tuple[FlatBlock | None, int]:
         """Return the block under `parent` that shares most of `tokens`, and their number.
 
-        `tokens` are packed.
+        Args:
+            parent: digest of the parent block.
+            tokens: packed tokens after the parent.
+            extra: extra keys of the block.
         """
         best, shared = None, 0
         for block in self._siblings.get((parent, tokens[:TOKEN_BYTES]), {}).values():

@@ -119,10 +119,17 @@ def common_tokens(left: bytes, right: bytes) -> int:
 def common_blocks(  # noqa: PLR0917 - two places, how far, and in what steps
     left: bytes, left_at: int, right: bytes, right_at: int, most: int, width: int
 ) -> int:
-    """Return how many leading blocks of `width` bytes two byte strings share, at most `most`.
+    """Return the number of equal leading blocks of two byte strings, at most `most`.
 
-    The comparison begins at `left_at` and `right_at`, reads what is shared at most three times, and
-    copies nothing.
+    The comparison reads equal bytes at most three times, and copies nothing.
+
+    Args:
+        left: one byte string.
+        left_at: byte at which its blocks begin.
+        right: the other byte string.
+        right_at: byte at which its blocks begin.
+        most: largest number of blocks.
+        width: bytes of a block.
     """
     theirs = memoryview(right)[right_at : right_at + most * width]
     if left.startswith(theirs, left_at):
@@ -267,10 +274,15 @@ def prompt_extra(**parts: bytes) -> bytes:
 
 
 def extra_keys(media: Sequence[MediaItem], start: int, stop: int) -> bytes:
-    """Return what the media that overlap tokens [start, stop) add to the block's key.
+    """Return the part of a block's key for the media that overlap tokens [start, stop).
 
-    An item that ends exactly where the block starts does not overlap it, nor does one that starts
-    where the block ends. The result does not depend on the order of `media`.
+    An item that ends where the block starts, or starts where the block ends, does not overlap it.
+    The result does not depend on the order of `media`.
+
+    Args:
+        media: the prompt's media items.
+        start: first token of the block.
+        stop: end of the block.
     """
     parts = []
     for item in sorted(media):
@@ -424,7 +436,13 @@ def block_digest(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
 
 
 def tail_digest(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
-    """Return the key of a partial block. The hash contains its length."""
+    """Return the key of a partial block. The hash contains its length.
+
+    Args:
+        parent: digest of the parent block.
+        tokens: packed tokens of the partial block.
+        extra: extra keys of the partial block.
+    """
     length = (len(tokens) // TOKEN_BYTES).to_bytes(4, "little")
     return hashlib.sha256(_TAIL_TAG + parent + length + tokens + extra).digest()
 
@@ -451,7 +469,13 @@ def chain(root: bytes, prompt: Prompt, start: int = 0, stop: int | None = None) 
 
 
 def chain_tokens(root: bytes, tokens: bytes, width: int) -> list[bytes]:
-    """Return the digests of consecutive full blocks of `width` bytes each, without extra keys."""
+    """Return the digests of consecutive full blocks without extra keys.
+
+    Args:
+        root: digest before the first block.
+        tokens: packed tokens.
+        width: bytes of a block's packed tokens.
+    """
     fresh, digest, digests = hashlib.sha256().copy, root, list[bytes]()
     # A copy of an empty hash is 5 % faster than a new one, iter_unpack 3 % than slices.
     for (block,) in struct.iter_unpack(f"{width}s", tokens):

@@ -130,6 +130,12 @@ class ShardScheme:
     ) -> None:
         """Fill `target`, the reader's payload, from the payloads of `sources`, all of one size.
 
+        Args:
+            reader: the shard to fill.
+            payloads: the payloads by writer.
+            target: uint8 [payload bytes], written.
+            num_tokens: tokens of a partial block; None for a full block.
+
         Raises:
             LayoutError: a payload is missing or has another length; the content of `target` is then
                 undefined.

@@ -173,10 +173,15 @@ class Calls:
     async def stream(
         self, path: str, answer: type[A], body: msgspec.Struct
     ) -> AsyncIterator[TokenStream[A]]:
-        """Open the tokens of one call.
+        """Open the stream of tokens of one call.
 
-        The head must come within the client's timeout, and each event within it after the event
-        before.
+        The head of the answer must come within the client's timeout, and each event within it after
+        the event before.
+
+        Args:
+            path: path of the route.
+            answer: type of the final answer.
+            body: the request's body.
         """
         async with self._opened(_Question("POST", path, answer, body=body)) as events:
             yield TokenStream(self._http.where, events, answer)

@@ -147,6 +147,14 @@ class Embedded:
 
         Requests wait in fair order while there is no room. The result names the blocks that do not
         load, and has all other blocks. A call that is refused or cancelled leaves nothing behind.
+
+        Args:
+            request_id: id of the request.
+            tokens: the prompt.
+            max_new_tokens: tokens to reserve blocks for beyond the prompt.
+            uses_cache: False computes every token and caches none.
+            priority: requests with a higher priority are admitted first.
+            until: state at which the call is done.
         """
         check_text(request_id=request_id)
         check_count(max_new_tokens=max_new_tokens)
@@ -213,8 +221,13 @@ class Embedded:
     def commit(self, request_id: str, tokens: Tokens, *, after: Sequence[Event] = ()) -> Call[None]:
         """Record that the block table has the KV of `tokens`, or will once `after` is done.
 
-        `tokens` begin with the prompt's first. The call is refused with TransferError if a load
-        that the tokens build on failed (with Until.ADMITTED): `recover` the request then.
+        The call is refused with TransferError if a load that the tokens build on failed (with
+        Until.ADMITTED): `recover` the request then.
+
+        Args:
+            request_id: id of the request.
+            tokens: all tokens so far, from the prompt's first on.
+            after: events of the kernels that write the blocks.
         """
         packed, done = _packed(tokens), events(after)
         return self._in_turn(
@@ -262,9 +275,14 @@ class Embedded:
     def resume(
         self, request_id: str, *, max_new_tokens: int, until: Until = Until.LOADED
     ) -> Call[Admitted]:
-        """Wait for blocks again, with everything that is still cached of the committed tokens.
+        """Wait for blocks again, with all committed tokens that are still cached.
 
         A request whose call is cancelled stays preempted, and can be resumed again or aborted.
+
+        Args:
+            request_id: id of the preempted request.
+            max_new_tokens: tokens to reserve blocks for beyond the committed tokens.
+            until: state at which the call is done.
         """
         check_count(max_new_tokens=max_new_tokens)
         check_choice(Until, until=until)

@@ -614,7 +614,15 @@ class EngineCache:
         self._host.call(HostSide.name_blocks, prompt, names)
 
     def count(self, key: str, prompt: Prompt, have_tokens: int = 0) -> Found | None:
-        """Return what `lookup` would find now, storage included; nothing is fetched or held."""
+        """Return what `lookup` would find now, storage included; None until the answer is there.
+
+        Nothing is fetched or held. Call again with the same key and prompt for the answer.
+
+        Args:
+            key: the request's key.
+            prompt: the prompt.
+            have_tokens: leading tokens that the engine has already.
+        """
         asked, call = self._counts.get(key, (None, None))
         if call is None or asked != prompt:
             call = self._host.call(HostSide.count, prompt)

@@ -264,7 +264,13 @@ class Exchange:
     def finish(
         self, call: Call[Any], *, result: object = None, error: TierKVError | None = None
     ) -> None:
-        """Answer a call from any thread; only the first answer counts."""
+        """Answer a call from any thread; only the first answer counts.
+
+        Args:
+            call: the call.
+            result: its result.
+            error: its error; None for success.
+        """
         if self._pending.pop(call.number, None) is None:
             return
         self._finished[call.number] = call  # before it is done, so that taking it removes it

@@ -232,7 +232,12 @@ class Device(Protocol):
     def copy_blocks(self, planes: Planes, source_ids: Ids, target_ids: Ids) -> Event:
         """Copy blocks within the device, after everything submitted to compute_stream so far.
 
-        Runs on any thread; on the event loop's thread only for at most `quick_copy_bytes`.
+        Any thread may call; the event loop's thread only for at most `quick_copy_bytes`.
+
+        Args:
+            planes: the planes of the blocks.
+            source_ids: int32 [n].
+            target_ids: int32 [n], distinct, without the source ids.
         """
 
     @property

@@ -545,8 +545,14 @@ class Handoff:
     ) -> None:
         """Store blocks [start, stop), which are computed.
 
+        Args:
+            blocks: the prompt's blocks.
+            start: first block.
+            stop: end of the blocks.
+            after: events of the kernels that write the blocks.
+
         Raises:
-            StoreUnavailableError: The store did not take a block.
+            StoreUnavailableError: The store did not accept a block.
             TransferError: A block did not come to the host.
         """
         blocks.show(start, stop)

@@ -426,9 +426,13 @@ class Service:
     # Pins, sizes, sleep
 
     def pin(self, name: str, prompt: Prompt, ttl_s: float, *, is_soft: bool = False) -> int:
-        """Keep the cached blocks of `prompt` for `ttl_s` seconds, and return their number.
+        """Keep the cached blocks of `prompt` from eviction; return their number. See Pins.
 
-        See Pins.
+        Args:
+            name: name of the pin; a pin of the same name is replaced.
+            prompt: the prompt.
+            ttl_s: seconds until the pin ends.
+            is_soft: True lets the blocks be evicted after all blocks without a pin.
         """
         return self.tiers.pins.pin(name, prompt, ttl_s, is_soft=is_soft)
 

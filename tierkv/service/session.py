@@ -493,6 +493,11 @@ class Session:
     ) -> Published:
         """Return the outcome of a publish.
 
+        Args:
+            publishing: the publish.
+            first_tokens: the first tokens that this call publishes.
+            sampling: sampling parameters that this call publishes.
+
         Raises:
             DuplicateRequestError: an earlier call published the ticket with other first tokens or
                 sampling.

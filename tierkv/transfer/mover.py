@@ -531,8 +531,8 @@ class Mover:
         """Copy host slots to device blocks.
 
         Args:
-            slot_ids: int64 [n]; leased until the movement has ended.
-            block_ids: int64 [n]; leased until the movement has ended.
+            slot_ids: int32 [n]; leased until the movement has ended.
+            block_ids: int32 [n]; leased until the movement has ended.
             after: events that must be done before the copy starts.
         """
         return self._move(BlockCopy(Direction.LOAD, slot_ids, block_ids, tuple(after)))
@@ -541,8 +541,8 @@ class Mover:
         """Copy device blocks to host slots, after the events of the kernels that write the blocks.
 
         Args:
-            slot_ids: int64 [n]; leased until the movement has ended.
-            block_ids: int64 [n]; leased until the movement has ended.
+            slot_ids: int32 [n]; leased until the movement has ended.
+            block_ids: int32 [n]; leased until the movement has ended.
             after: events that must be done before the copy starts.
         """
         return self._move(BlockCopy(Direction.OFFLOAD, slot_ids, block_ids, tuple(after)))
