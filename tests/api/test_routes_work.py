@@ -126,7 +126,7 @@ async def test_the_wrong_role_names_the_right_one(role: Role, path: str, right: 
     async with here(role) as on:
         answer = await on.client.post(path, {"prompt": "hello", "ticket_id": "t"})
         assert (answer.status, answer.code) == (409, "wrong_role")
-        assert f"role is {right} or both" in answer.body["detail"]
+        assert f"the role {right} or both" in answer.body["detail"]
         assert (await on.client.post("/v1/generate", {"prompt": "hello"})).status == 200
 
 

@@ -249,7 +249,7 @@ async def test_a_rank_that_lags_is_named_and_its_block_is_not_there_yet() -> Non
         assert not events[-1].is_done
         now[0] = 3.0
         [finding] = device.findings()
-        assert finding.startswith("rank 1 lags")
+        assert finding.startswith("rank 1 has reported nothing")
         held.set()
         await until(lambda: events[-1].is_done, "both ranks")
         assert device.findings() == []

@@ -160,7 +160,7 @@ def test_a_machine_with_too_little_memory_is_a_warning(
     assert caplog.messages == []
     room.require_room(4 * GIB, "the host tier", "cache.host_blocks")
     [told] = caplog.messages
-    assert "this process may take 4.00 GiB more" in told
+    assert "this process can allocate only 4.00 GiB more" in told
     with pytest.raises(ConfigError, match=r"the model m needs 4\.00 GiB"):
         room.require_room(4 * GIB, "the model m", "the size of the model", is_filled_now=True)
 

@@ -134,10 +134,7 @@ class PagedCache:
         )
 
     def load(self, planes: Planes, block_table: Ids, num_tokens: int) -> DynamicCache:
-        """Return a cache of batch size 1 with the first `num_tokens` tokens of the blocks.
-
-        A copy.
-        """
+        """Return a copy of the first `num_tokens` tokens of the blocks, of batch size 1."""
         cache = DynamicCache(config=self._config)
         if not num_tokens:
             return cache
