@@ -197,7 +197,7 @@ async def test_a_store_with_an_open_breaker_is_not_asked_again_by_a_publish(
         request = await here.admit(tokens(9))
         await here.prefill(request, tokens(9))
         monkeypatch.setattr(here.the_store, "exists", exists)
-        with pytest.raises(HandoffError, match="is not used"):
+        with pytest.raises(HandoffError, match="left alone"):
             await finish(publish_request(here.service, request, "t", [1]))
         assert num_asked == 1
         here.service.scheduler.end(request)
