@@ -10,6 +10,7 @@ from tests.redis_server import redis_server
 from tests.world import BLOCK
 from tierkv.embed import EngineCacheSettings
 from tierkv.embed.engine_cache import Found
+from tierkv.gpu.protocol import Direction
 
 
 def names_of(tokens: Sequence[int]) -> list[str]:
@@ -52,6 +53,27 @@ def test_blocks_count_from_the_moment_that_a_lookup_would_find_them() -> None:
         on.cache.flush()
         on.until(lambda: bool(on.seen.stored))
         assert on.cache.num_on_host(names_of(tokens)) == 2
+
+
+def test_blocks_need_no_save_while_another_save_of_them_is_under_way() -> None:
+    tokens = tokens_of(2 * BLOCK)
+    names = names_of(tokens)
+    with engine() as on:
+        plans = [
+            on.cache.save(key, on.prompt(tokens), [[0, 1]], external_ids=[names]) for key in "ab"
+        ]
+        assert on.cache.num_saved(names) == 2
+        assert on.cache.num_on_host(names) == 0, "a lookup would not find them"
+        on.latch.fail_next(Direction.OFFLOAD)
+        for plan in plans:
+            assert plan is not None
+            assert on.cache.num_saved(names) == 2
+            on.planes.start_saves(plan)
+            on.planes.wait(plan.number, PATIENCE_S)
+        on.until(lambda: sorted(on.seen.saved) == ["a", "b"])
+        assert on.cache.num_saved(names) == 2, "one of the two has come"
+        on.cache.reset().wait(PATIENCE_S)
+        on.until(lambda: on.cache.num_saved(names) == 0)
 
 
 def test_evicted_blocks_count_no_more() -> None:

@@ -733,21 +733,24 @@ class _SchedulerSide:
         saves what the host does not have.
         """
         request, size = tracked.request, self._groups[self._main].block_size
+        num_saved = num_blocks = 0
         if not self.cache.sees_host:
             if request.num_tokens >= self.settings.min_tokens:
                 return False
-            num_blocks = 0
         else:
-            num_blocks = self.cache.num_on_host(self._main_names(request))
+            names = self._main_names(request)
+            num_blocks = self.cache.num_on_host(names)
             # A step computes one block faster than it is loaded beside one.
             least = max(self.settings.min_tokens, size + 1)
             are_few = request.num_tokens - num_computed < least
             if not are_few and (self._has_store or num_blocks * size > num_computed):
                 return False
+            num_saved = self.cache.num_saved(names)
         self.cache.end_lookup(request.request_id)
         tracked.num_local, tracked.found = num_computed, ()
         tracked.saved = [0] * len(self._groups)
-        tracked.saved[self._main] = num_blocks
+        # A hand-over needs its blocks on the host at its end, and waits for no other's saves.
+        tracked.saved[self._main] = num_saved if tracked.publishes is None else num_blocks
         tracked.passed = request.num_tokens
         return True
 
@@ -1207,32 +1210,53 @@ class _SchedulerSide:
         params = None
         is_computed = request.num_computed_tokens >= request.num_prompt_tokens
         if self._saves and is_computed and not tracked.is_of_old:
-            if tracked.publishes is None:
+            if tracked.publishes is not None:
+                params = self._save_rest(tracked, block_ids)
+            elif self._has_rest(tracked, block_ids):
                 self._ending.append((tracked, block_ids))
                 return True, None
-            params = self._save_rest(tracked, block_ids)
         if params is None:
             self.cache.release(name)
         if tracked.has_saves:
             self._plans.over.append(name)
         return tracked.has_saves, params
 
-    def _save_rest(
-        self, tracked: _Tracked, block_ids: Sequence[Sequence[int]]
-    ) -> dict[str, Any] | None:
-        """Save the blocks that no step has saved, the last, partial block included."""
-        request, ticket = tracked.request, tracked.publishes
+    def _has_rest(self, tracked: _Tracked, block_ids: Sequence[Sequence[int]]) -> bool:
+        """Return whether an ended request has something to save, or is a turn of a session."""
+        num_tokens = self._num_to_save(tracked, block_ids)
+        stops = [-(-num_tokens // group.block_size) for group in self._groups]
+        is_saved = len(tracked.saved) == len(stops) and all(
+            saved >= stop for saved, stop in zip(tracked.saved, stops, strict=True)
+        )
+        return bool(num_tokens) and (not is_saved or bool(tracked.request.session_id))
+
+    def _num_to_save(self, tracked: _Tracked, block_ids: Sequence[Sequence[int]]) -> int:
+        """Return how many tokens of an ended request are saved; 0 if it was aborted on the way.
+
+        The steps of the latter have saved what is whole.
+        """
+        request = tracked.request
         # The last token was sampled and not computed. What a step under way still writes lies
         # behind it, and this plan goes out after that step.
-        num_tokens = min(
+        num_tokens: int = min(
             request.num_computed_tokens,
             request.num_tokens - bool(request.num_output_tokens),
             len(block_ids[self._main]) * self._groups[self._main].block_size,
         )
         if num_tokens < request.num_prompt_tokens:
-            return None  # aborted on the way: its steps have saved what is whole
-        if ticket is not None or not self.settings.saves_generated:
+            return 0
+        if tracked.publishes is not None or not self.settings.saves_generated:
             num_tokens = request.num_prompt_tokens
+        return num_tokens
+
+    def _save_rest(
+        self, tracked: _Tracked, block_ids: Sequence[Sequence[int]]
+    ) -> dict[str, Any] | None:
+        """Save the blocks that no step has saved, the last, partial block included."""
+        request, ticket = tracked.request, tracked.publishes
+        num_tokens = self._num_to_save(tracked, block_ids)
+        if not num_tokens:
+            return None
         prompt = self._prompt(tracked, num_tokens)
         if prompt is None:
             return None
@@ -1513,7 +1537,7 @@ class _WorkerSide:
 
     def close(self) -> None:
         if self._planes is not None:
-            self._planes.close(self._reports)
+            self._planes.close(self._reports, is_process_ending=True)
 
 
 def _on_device(

@@ -418,6 +418,8 @@ class EngineCache:
         self._copied: list[tuple[str, tuple[Prompt, list[Copied]]]] = []
         # Names of copied blocks of the main group, by the call that lets lookups find them.
         self._keeping: dict[Call[Any], set[ExternalId | None]] = {}
+        # Names of the main group's blocks in saves under way, and how many of these have each.
+        self._being_saved: Counter[ExternalId | None] = Counter()
         self._jobs: dict[Call[Any], list[str]] = {}  # the keys of each call
         self._polled = Polled()
         self.num_unsaved_blocks = 0  # blocks without a free host slot when they were saved
@@ -604,6 +606,26 @@ class EngineCache:
             names, lambda name: name in known or any(name in some for some in keeping.values())
         )
 
+    def num_saved(self, names: Sequence[ExternalId]) -> int:
+        """Return how many of a prompt's leading blocks need no save.
+
+        They are on the host, or a save of them is under way.
+
+        Args:
+            names: as for `num_on_host`.
+        """
+        known, keeping, being_saved = self._host.names, self._keeping, self._being_saved
+        if known is None:
+            return 0
+        return num_leading(
+            names,
+            lambda name: (
+                name in known
+                or name in being_saved
+                or any(name in some for some in keeping.values())
+            ),
+        )
+
     def name_blocks(self, prompt: Prompt, names: Sequence[ExternalId | None]) -> None:
         """Give names to the blocks of `prompt` on the host that storage has brought.
 
@@ -749,6 +771,7 @@ class EngineCache:
         if parts:
             known.num_saves += 1
             self._num_saving[key] += 1
+            self._being_saved.update(self._names_in(parts))
             plan = self._begin(key, known, prompt, parts)
         self._refill()
         if ticket is not None and ticket != known.published:
@@ -1122,8 +1145,17 @@ class EngineCache:
             self._reserve[part.group].extend(part.slots)
             saved[part.group] = min(saved.get(part.group, 0), part.positions[0])
 
+    def _names_in(self, parts: Sequence[_Part]) -> list[ExternalId | None]:
+        """Return the engine's names of the main group's blocks in `parts`."""
+        of_main = [part.external_ids for part in parts if part.group == self._main]
+        return [name for names in of_main for name in names if name is not None]
+
     def _save_over(self, step: _Step) -> None:
         known = step.known
+        for name in self._names_in(step.parts):
+            self._being_saved[name] -= 1
+            if not self._being_saved[name]:
+                del self._being_saved[name]
         known.num_saves -= 1
         self._finish_if_saved(known)
         self._num_saving[step.key] -= 1

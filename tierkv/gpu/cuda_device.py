@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -49,6 +50,7 @@ from tierkv.gpu.protocol import (
 )
 from tierkv.gpu.units import MAX_BLOCKS, Order, Unit
 
+_AT_ONCE_S = 0.0005
 _STAGING_BYTES = 64 << 20
 _NUM_CTAS = 64
 
@@ -262,10 +264,25 @@ class CudaDevice:
         with self._pinning:
             pinned, count = self._pins.get(address, (None, 0))
             if pinned is None:
-                pinned = PinnedSlots(self.gpu, layout, host.num_slots, array=host.array)
+                pinned = PinnedSlots(
+                    self.gpu,
+                    layout,
+                    host.num_slots,
+                    array=host.array,
+                    is_busy=self._is_computing,
+                )
                 self._host = pinned
             self._pins[address] = (pinned, count + 1)
         return pinned, partial(self._unpin, address)
+
+    def _is_computing(self) -> bool:
+        """Return whether the engine's stream has work that is not done at once. Takes 0.5 ms."""
+        try:
+            event = self.compute_stream.record()
+            time.sleep(_AT_ONCE_S)
+            return not event.is_done
+        except TransferError:  # the GPU is lost: whoever waits for a copy hears of it
+            return True
 
     def _unpin(self, address: int) -> None:
         with self._pinning:

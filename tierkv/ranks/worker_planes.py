@@ -56,6 +56,7 @@ log = logging.getLogger(__name__)
 _ASK_AGAIN_S = 0.05  # between two attempts of a worker to reach the scheduler
 _ANSWER_S = 5.0  # between a connection and the hello, and between that and the memory
 _ENDED = "its process has ended"
+_LAST_COPY_S = 60.0
 _END_S = 5.0  # between the end of a process's connection and its own
 
 
@@ -127,6 +128,7 @@ class WorkerPlanes:
         self._link: Link | None = None
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
+        self._has_ended = threading.Event()  # no copy is under way, and none begins any more
         self._unreported: tuple[Finished, ...] = ()
 
     @property
@@ -288,13 +290,17 @@ class WorkerPlanes:
                     done.append(Finished(number, self._rank, begun.problem))
         return done
 
-    def close(self, unreported: Sequence[Finished] = ()) -> None:
+    def close(
+        self, unreported: Sequence[Finished] = (), *, is_process_ending: bool = False
+    ) -> None:
         """Wait for the copies under way, and release the host slots. May be called again.
 
         The socket of a scheduler is told the outcomes of these copies, and `finished` returns them.
 
         Args:
             unreported: results of `finished` that the engine had no step left to report.
+            is_process_ending: True to return once the copies have ended, without a wait until the
+                host slots are released: to unpin many takes seconds, and so does the kernel.
         """
         self._unreported = tuple(unreported)
         self._closing.set()
@@ -304,11 +310,20 @@ class WorkerPlanes:
             return
         if self._link is not None:
             self._link.stop_receiving()
-        self._thread.join()
+        if is_process_ending:
+            self._has_ended.wait()
+        else:
+            self._thread.join()
 
     # The connection's thread
 
     def _live(self, path: str, deadline: float) -> None:
+        try:
+            self._live_until_closed(path, deadline)
+        finally:
+            self._has_ended.set()
+
+    def _live_until_closed(self, path: str, deadline: float) -> None:
         try:
             link = self._reach(path, deadline)
         except TierKVError as error:
@@ -321,12 +336,18 @@ class WorkerPlanes:
                 link.receive()  # the scheduler sends nothing: this waits for its end
         except LinkClosedError:
             self._refuse(f"the connection to the cache at {path} was lost")
-        self._held.close()
+        with self._lock:
+            events = [events for one in self._open.values() for events in one.events.values()]
+        for of_group in events:
+            with suppress(GateTimeoutError, TransferError):
+                of_group[-1].block_until_done(_LAST_COPY_S)
         with self._lock:
             ended = [(number, one.problem) for number, one in self._open.items() if one.are_done()]
         reported = [(report.number, report.problem) for report in self._unreported]
         with suppress(LinkClosedError):  # the scheduler may have ended before
             link.send(Goodbye((*reported, *ended)))
+        self._has_ended.set()
+        self._held.close()
         link.close()
 
     def _reach(self, path: str, deadline: float) -> Link:
