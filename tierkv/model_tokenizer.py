@@ -63,7 +63,8 @@ def read_tokenizer(path: Path) -> ModelTokenizer:
         ConfigError: A file is missing, damaged or not supported, or a package is not installed.
     """
     if not path.is_dir():
-        return _of_gguf(path, GGUFFile(path).fields)
+        file = GGUFFile(path)
+        return _of_gguf(path, file.fields, file.tensors.get("token_embd.weight", (0,))[0])
     library = optional("tokenizers", path)
     file = path / "tokenizer.json"
     if not file.is_file():
@@ -112,7 +113,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _of_gguf(path: Path, fields: Mapping[str, Any]) -> ModelTokenizer:
+def _of_gguf(path: Path, fields: Mapping[str, Any], vocab_size: int) -> ModelTokenizer:
     library = optional("tokenizers", path)
     kind, words = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
     if kind != "gpt2" or words not in _WORDS:
@@ -161,6 +162,7 @@ def _of_gguf(path: Path, fields: Mapping[str, Any]) -> ModelTokenizer:
         stop_tokens=frozenset(token for name, token in ids.items() if name != "bos_token"),
         template=fields.get("tokenizer.chat_template"),
         special=special,
+        vocab_size=vocab_size,
     )
 
 

@@ -22,7 +22,7 @@ SLOW = pytest.mark.slow
 
 def demo(*options: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tierkv", "demo", *options],
+        [sys.executable, "-m", "tierkv", "demo", "--model", "tiny", *options],
         capture_output=True,
         text=True,
         cwd=cwd,
@@ -117,7 +117,7 @@ def test_a_store_that_no_node_can_use_is_one_clear_sentence(tmp_path: Path) -> N
 
 
 def check_one_sentence(options: list[str], words: str) -> None:
-    done = CliRunner().invoke(main, ["demo", *options], prog_name="tierkv")
+    done = CliRunner().invoke(main, ["demo", "--model", "tiny", *options], prog_name="tierkv")
     assert done.exit_code == 1, (options, done)
     assert words in done.stderr
     assert done.stderr.startswith("error: ")
@@ -136,7 +136,7 @@ async def test_nothing_is_left_running_when_the_demo_is_stopped(
     how: signal.Signals, tmp_path: Path
 ) -> None:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tierkv", "demo", "--prompt", "a b c " * 101),
+        *(sys.executable, "-m", "tierkv", "demo", "--model", "tiny", "--prompt", "a b c " * 101),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "TMPDIR": str(tmp_path)},

@@ -31,7 +31,6 @@ from tierkv.demo.scenes import DemoNodes, Play, Scene
 from tierkv.errors import ConfigError
 from tierkv.storage.factory import StoreSettings, open_store
 
-_MAX_TOKENS = 48
 _MAX_PROMPT_TOKENS = 100_000
 
 
@@ -59,9 +58,7 @@ _MAX_PROMPT_TOKENS = 100_000
 @click.option(
     "--max-tokens",
     type=click.IntRange(1, 256),
-    default=_MAX_TOKENS,
-    show_default=True,
-    help="Number of tokens of each answer, at most.",
+    help="Number of tokens of each answer, at most.  [default: 32; 48 of the tiny model]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def demo(
@@ -70,7 +67,7 @@ def demo(
     prompt_file: Path | None,
     storage: str | None,
     *,
-    max_tokens: int,
+    max_tokens: int | None,
     as_json: bool,
 ) -> None:
     """Run a demonstration with real processes on this machine.

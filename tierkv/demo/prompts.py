@@ -82,10 +82,10 @@ class TextPrompts:
     room_tokens = 512
     shown_characters = 60
 
-    def __init__(self, text: str | None, max_tokens: int) -> None:
+    def __init__(self, text: str | None, max_tokens: int | None) -> None:
         self._text = _document("document.md") if text is None else text
         self.num_tokens = len(self._text.encode())
-        self.max_tokens = max_tokens
+        self.max_tokens = 48 if max_tokens is None else max_tokens
 
     @property
     def first(self) -> Fields:
@@ -108,7 +108,7 @@ class ChatPrompts:
     Args:
         model: Path of the model.
         text: The user's message; None for the document and the question of the demo.
-        max_tokens: Number of tokens of an answer, unless the model ends it.
+        max_tokens: Number of tokens of an answer, unless the model ends it; None for 32.
 
     Raises:
         ConfigError: The model's tokenizer cannot be read.
@@ -119,13 +119,13 @@ class ChatPrompts:
     tokens_before_kill = 8
     shown_characters = 300
 
-    def __init__(self, model: Path, text: str | None, max_tokens: int) -> None:
+    def __init__(self, model: Path, text: str | None, max_tokens: int | None) -> None:
         self._tokenizer: ModelTokenizer = read_tokenizer(model)
         self.question = _QUESTION if text is None else ""
         document = _document("lighthouse.md") if text is None else text
         self._text = f"{document}\n{self.question}".rstrip()
-        self.max_tokens = max_tokens
-        self.room_tokens = max(2 * max_tokens, self.gateway_tokens) + _TURN_TOKENS
+        self.max_tokens = 32 if max_tokens is None else max_tokens
+        self.room_tokens = max(2 * self.max_tokens, self.gateway_tokens) + _TURN_TOKENS
         self.num_tokens = count(self._chat(self._text)["tokens"])
 
     def _chat(self, *turns: str) -> Fields:
