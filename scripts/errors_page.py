@@ -50,6 +50,7 @@ _UNLISTED = {
     "shutting_down",
     "store_unavailable",
     "transfer_failed",
+    "unknown_id",
 }
 
 _OF_AIOHTTP = {

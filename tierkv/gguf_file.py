@@ -108,7 +108,7 @@ class GGUFFile:
         self._at = 4
         version, num_tensors, num_fields = self._unpack("IQQ")
         if version not in _VERSIONS:
-            raise ValueError(f"version {version} is not known")
+            raise ValueError(f"version {version} is not supported")
         self.fields: dict[str, Field] = {}
         for _ in range(num_fields):
             name = self._string()
@@ -134,7 +134,7 @@ class GGUFFile:
         (size,) = self._unpack("Q")
         raw = self._map[self._at : self._at + size]
         if len(raw) < size:
-            raise ValueError("it ends in the middle of a text")
+            raise ValueError("the file ends within a text")
         self._at += size
         return raw.decode("utf-8", "replace")
 

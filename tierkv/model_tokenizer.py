@@ -109,7 +109,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds no JSON object")
+        raise ConfigError(f"{path} is not a JSON object: download the model's file again")
     return found
 
 
@@ -224,7 +224,7 @@ class ModelTokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise BadRequestError(f"the text is no UTF-8: {error}") from error
+            raise BadRequestError(f"the text is not valid UTF-8: {error}") from error
         ids = self._vocabulary.encode(text, add_special_tokens=adds_special).ids
         return np.array(ids, "<i4").tobytes()
 
@@ -236,7 +236,7 @@ class ModelTokenizer:
         """See Tokenizer.decode; special tokens have no text."""
         ids = [int(token) for token in tokens]
         if not all(0 <= token < self.vocab_size for token in ids):
-            raise BadRequestError(f"a token of this model is in [0, {self.vocab_size})")
+            raise BadRequestError(f"a token of this model must be in 0..{self.vocab_size - 1}")
         return str(self._vocabulary.decode(ids, skip_special_tokens=True))
 
     def decoder(self, before: bytes) -> TextDecoder:

@@ -175,7 +175,7 @@ class TokensOnly:
     def decode(self, tokens: Iterable[int]) -> str:
         """Return no text; see Tokenizer.decode."""
         if any(not 0 <= token < self.vocab_size for token in tokens):
-            raise BadRequestError(f"a token of this model is in [0, {self.vocab_size})")
+            raise BadRequestError(f"a token of this model must be in 0..{self.vocab_size - 1}")
         return ""
 
     def decoder(self, before: bytes) -> TextDecoder:

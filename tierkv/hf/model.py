@@ -66,9 +66,7 @@ def load_model(path: Path, dtype: str, device: torch.device) -> PreTrainedModel:
     try:
         config = AutoConfig.from_pretrained(path, **named)
         if config.is_encoder_decoder:
-            raise LayoutError(
-                "a decoder that attends to an encoder has more than tokens in its cache"
-            )
+            raise LayoutError("encoder-decoder models cannot be served: use a decoder-only model")
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **named)
         found: PreTrainedModel = model.to(device).eval()
     except ImportError as error:
@@ -103,8 +101,8 @@ class PagedModel:
     def __init__(self, model: PreTrainedModel, block_size: int, max_context: int = 0) -> None:
         if not model.is_backend_compatible():
             raise LayoutError(
-                f"{type(model).__name__} computes attention itself: this engine serves models "
-                "that use transformers' AttentionInterface"
+                f"{type(model).__name__} has its own attention code, and this engine "
+                "serves only models that use transformers' AttentionInterface"
             )
         check_model(model)
         like = states_of_one_token(model)
@@ -210,8 +208,8 @@ class PagedModel:
         most = max(_ROUNDING * torch.finfo(logits.dtype).eps, _LEAST_ROUNDING)
         if not bool((logits[0] - expected).norm() <= most * expected.norm()):
             raise LayoutError(
-                "the model's attention over blocks gives other logits than its own: it cannot be "
-                "served"
+                "the model cannot be served: its attention over blocks gives other "
+                "logits than its own attention"
             )
         self._returns_all = not pages.reads_planes
 

@@ -268,7 +268,7 @@ def paged_attention(  # noqa: PLR0913, PLR0917 - transformers' own signature
         LayoutError: The model asks for attention of another kind.
     """
     if pages is None or pages.step is None:
-        raise LayoutError("the model does not pass its arguments on to attention")
+        raise LayoutError("the model does not pass its keyword arguments to its attention")
     asked = [name for name in _OTHER_ATTENTION if others.get(name) is not None]
     if asked:
         raise LayoutError(f"the model's attention has {asked[0]}, which cannot be served")

@@ -33,5 +33,5 @@ class TransformersSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
         all_above_zero("transformers", self, "load_timeout_s")
         if self.max_context < 0:
             raise ConfigError(
-                f"transformers.max_context must not be negative, not {self.max_context}"
+                f"transformers.max_context must be at least 0, not {self.max_context}"
             )

@@ -180,11 +180,22 @@ class Landing:
         source_ids: Ids,
         was_held: Callable[[], Awaitable[bool]],
     ) -> bool:
-        """Bring blocks of `prompt`, from `first` on, which this device has up to there.
+        """Copy blocks of `prompt` from the producer's device.
 
-        was_held: asked when all is copied, whether the producer had them all the while. False if
-        they are not here: no room, they could not be read, or were not held. A cancel is raised
-        at once; the copy goes on, and its slots are free when it has ended.
+        This device has the blocks before `first`.
+
+        A cancel is raised at once; the copy continues, and its slots are free at its end.
+
+        Args:
+            prompt: the prompt.
+            first: first block to copy.
+            shared: the producer's planes.
+            source_ids: int32 [n], the producer's blocks.
+            was_held: asks the producer, after the copy, if it held the blocks all the time.
+
+        Returns:
+            False if the blocks are not here: there was no room, they could not be read, or were not
+                held.
         """
         outcome: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         work = self._land(prompt, first, shared, source_ids, was_held, outcome)
