@@ -142,10 +142,13 @@ class ChatPrompts:
         return self._chat(self._text, answer, _CHAT_FOLLOW_UP)
 
     def unrelated(self, number: int) -> Fields:
-        words = " ".join(reversed(self._text.split()))
-        packed = self._chat(f"Unrelated prompt {number}. {words} {words}")["tokens"]
-        most = (device_blocks(self) - 1) * BLOCK_SIZE  # one such prompt takes the whole device
-        return {"tokens": packed[: most * TOKEN_BYTES]}
+        """See Prompts; one such prompt takes the whole device."""
+        most = (device_blocks(self) - 1) * BLOCK_SIZE
+        start = _TURN_TOKENS + number  # behind the beginning that all chats share
+        text = " ".join(["and", *reversed(self._text.split())])
+        repeats = 1 + (start + most) // count(self._tokenizer.encode(text))
+        packed = self._chat(" ".join([text] * repeats))["tokens"]
+        return {"tokens": packed[start * TOKEN_BYTES : (start + most) * TOKEN_BYTES]}
 
     @property
     def through_gateway(self) -> Fields:
