@@ -26,6 +26,10 @@ CONFIG = """
 [checks]
 not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", "502", "503"]
 """
+OF_MSGPACK = {
+    "SCHEMATHESIS_HOOKS": "tests.api.msgpack_bodies",
+    "PYTHONPATH": str(Path(__file__).parents[2]),
+}
 
 
 # 20,000 cases in eight runs of their own, which a busy machine can end one at a time and a large
@@ -38,11 +42,12 @@ SLOW = [
 ]
 
 
+@pytest.mark.parametrize("media_type", ["json", "msgpack"])
 @pytest.mark.parametrize(
     ("seed", "phases", "num_examples", "least_cases"), [(1, "fuzzing", 1, 25), *SLOW]
 )
 async def test_no_client_that_follows_the_document_makes_the_node_fail(
-    seed: int, phases: str, num_examples: int, least_cases: int, tmp_path: Path
+    seed: int, phases: str, num_examples: int, least_cases: int, media_type: str, tmp_path: Path
 ) -> None:
     config = tmp_path / "schemathesis.toml"
     config.write_text(CONFIG)
@@ -57,7 +62,7 @@ async def test_no_client_that_follows_the_document_makes_the_node_fail(
             *("--seed", str(seed), "--request-timeout", "20", "--no-color", "--workers", "1"),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env=clean_environ(tmp_path),
+            env=clean_environ(tmp_path) | (OF_MSGPACK if media_type == "msgpack" else {}),
             cwd=tmp_path,
         )
         out, _ = await child.communicate()
