@@ -76,6 +76,8 @@ class Driver:
             "enforce_eager": True,
             "disable_log_stats": True,
         } | (ON_GPU if self.is_on_gpu else {})
+        if more.pop("splits_prefills", False):
+            self._split_prefills()
         events = None
         if more.pop("events", False):
             events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
@@ -97,6 +99,16 @@ class Driver:
         self.num_asked_again = 0
         self.num_copied = 0
         self._listen()
+
+    def _split_prefills(self) -> None:
+        """End a Mamba2 prefill's step where its state is kept.
+
+        vLLM's scan on a processor returns no states from within a step, which Mamba2 asks it for.
+        """
+        from vllm.model_executor.layers.mamba.abstract import MambaBase
+        from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+        MambaMixer2.get_kv_cache_spec = MambaBase.get_kv_cache_spec
 
     def _listen(self) -> None:
         """To what the connector tells, to preemptions, and to what is saved."""

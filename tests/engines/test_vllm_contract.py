@@ -30,11 +30,14 @@ USED = {
     ("v1/kv_hints/protocol.py", "KvHintAction"): ["action_type", "action_version"],
     ("v1/core/sched/output.py", "SchedulerOutput"): [
         "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "preempted_req_ids",
-        "kv_connector_block_state", "total_num_scheduled_tokens",
+        "kv_connector_block_state", "total_num_scheduled_tokens", "kv_cache_block_copies",
     ],
     ("v1/core/sched/output.py", "CachedRequestData"): ["resumed_req_ids", "new_block_ids"],
-    ("v1/core/sched/output.py", "NewRequestData"): ["req_id", "block_ids"],
-    ("v1/core/sched/output.py", "KVConnectorBlockState"): ["get_block_ids"],
+    ("v1/core/sched/output.py", "NewRequestData"): ["req_id", "block_ids", "num_computed_tokens"],
+    ("v1/core/sched/output.py", "KVConnectorBlockState"): [
+        "get_block_ids", "boundary_state_offloads",
+    ],
+    ("v1/core/kv_cache_utils.py", "KVCacheBlockCopy"): ["dst_block_id"],
     ("v1/core/kv_cache_manager.py", "KVCacheBlocks"): ["get_block_ids"],
     ("v1/outputs.py", "KVConnectorOutput"): ["finished_recving", "kv_connector_worker_meta"],
     ("v1/kv_cache_interface.py", "KVCacheConfig"): [
@@ -44,6 +47,16 @@ USED = {
         "layer_names", "kv_cache_spec", "enable_kv_transfer",
     ],
     ("v1/kv_cache_interface.py", "SlidingWindowSpec"): ["sliding_window"],
+    ("v1/kv_cache_interface.py", "ChunkedLocalAttentionSpec"): ["attention_chunk_size"],
+    ("v1/kv_cache_interface.py", "AttentionSpec"): ["tokens_per_state"],
+    ("v1/kv_cache_interface.py", "KVCacheSpec"): ["prefix_cacheable"],
+    ("v1/kv_cache_interface.py", "UniformTypeKVCacheSpecs"): ["kv_cache_specs"],
+    ("v1/kv_cache_interface.py", "MambaSpec"): [
+        "shapes", "dtypes", "mamba_cache_mode", "tokens_per_state",
+    ],
+    ("config/speculative.py", "SpeculativeConfig"): [
+        "num_speculative_tokens", "use_eagle_block_drop",
+    ],
     ("v1/kv_cache_interface.py", "FullAttentionSpec"): [
         "num_kv_heads", "kv_quant_mode", "block_size",
     ],

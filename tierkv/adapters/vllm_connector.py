@@ -19,6 +19,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import os
 import tempfile
 import time
@@ -54,7 +55,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs, get_kv_cache_spec_kind
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from tierkv.cache.eviction import WritePolicy
@@ -114,6 +115,9 @@ _MOST_LOST = 2  # promises to one request that expire before it loads them
 # An engine with one request waits so long for the host tier's answer, mostly 0.5 ms, where asking
 # again in the next step takes 5 ms.
 _ALONE_S = 0.002
+# Blocks of attention for which host memory has room beside one state: vLLM keeps a state at the end
+# of a prompt, and where prompts part.
+_BLOCKS_PER_STATE = 4
 _COUNTS = {
     "loaded_tokens": "Prompt tokens that were loaded instead of computed",
     "failed_loads": "Loads with a block that did not arrive; their requests were computed",
@@ -126,6 +130,7 @@ _COUNTS = {
 # The protocol of hints, and the one action that is followed, with its version.
 _HINTS, _FETCH = "0.1", ("kv.fetch", "1.0")
 _ROLE = "kv"  # of a layer's plane
+_STATE_ROLE = "state"
 TICKET = "tierkv_ticket"  # among a request's kv_transfer_params
 _HOST_BYTES = 4 << 30
 _SOCKETS = f"tierkv-{os.getuid()}-*.sock"  # of this user's engines, in the temporary directory
@@ -469,7 +474,10 @@ class _Tracked:
         claims, publishes: ids of tickets.
         num_local: tokens that vLLM had itself at the lookup.
         found: blocks of each group to be loaded.
-        saved: number of leading blocks of each group that are on the host or on their way.
+        saved: number of leading blocks of each group that are on the host or on their way; of a
+            group of states, the blocks up to the last state.
+        boundary: number of tokens before the last state that vLLM has offered; 0 without one.
+        is_handed_over: the save of its last state has ended a hand-over; its ticket may be out.
         has_saves: saves are under way.
         passed: number of tokens of a prompt that had too few tokens to load beyond `num_local`.
         num_lost: promises that had expired when they were to be loaded.
@@ -484,6 +492,8 @@ class _Tracked:
     num_local: int = 0
     found: tuple[range, ...] = ()
     saved: list[int] = field(default_factory=list)
+    boundary: int = 0
+    is_handed_over: bool = False
     has_saves: bool = False
     is_loading: bool = False
     num_lost: int = 0
@@ -519,6 +529,8 @@ class _SchedulerSide:
         self._groups: tuple[CacheGroup, ...] = ()
         self._main = 0
         self._has_windows = False
+        self._states: tuple[int, ...] = ()  # numbers of the groups of states
+        self._align = 1  # tokens between two lengths at which all groups may have a state
         events = config.kv_events_config
         self._tells = events is not None and events.enable_kv_cache_events
         self._private: OrderedDict[str | int | bytes, None] = OrderedDict()
@@ -532,6 +544,7 @@ class _SchedulerSide:
         self._order = itertools.count()
         self._step = 0
         drafts = config.speculative_config
+        self._drops_block = drafts is not None and drafts.use_eagle_block_drop()
         self._most_per_step = 1 + (drafts.num_speculative_tokens or 0 if drafts else 0)
         # Requests that have ended, with their blocks, and of which not all is saved.
         self._ending: deque[tuple[_Tracked, tuple[list[int], ...]]] = deque()
@@ -576,9 +589,15 @@ class _SchedulerSide:
                 "model are unknown, so instances with other numbers of ranks cannot "
                 "use its blocks (docs/vllm.md)"
             )
+        self._groups = _with_shares(self._groups)
         self._main = main_group(self._groups)
-        self._has_windows = any(group.kind is not GroupKind.FULL for group in self._groups)
+        kinds = [group.kind for group in self._groups]
+        self._has_windows = GroupKind.WINDOW in kinds
+        self._states = tuple(at for at, kind in enumerate(kinds) if kind is GroupKind.STATE)
         layout = self._groups[self._main].layout
+        if self._states:
+            sizes = [self._groups[at].block_size for at in self._states]
+            self._align = math.lcm(layout.block_size, *sizes)
         most_tokens = config.scheduler_config.max_num_batched_tokens
         rules = CacheSettings(
             block_size=layout.block_size,
@@ -686,8 +705,9 @@ class _SchedulerSide:
     def _ask(self, tracked: _Tracked, num_computed: int) -> Found | None:
         request, prompt = tracked.request, tracked.prompt
         names: Sequence[Sequence[ExternalId | None]] = ()
-        if prompt is None or prompt.num_tokens != request.num_tokens:
-            prompt = self._prompt(tracked, request.num_tokens)
+        wanted = self._findable(request.num_tokens)
+        if prompt is None or prompt.num_tokens != wanted:
+            prompt = self._prompt(tracked, wanted)
             if prompt is None:
                 return None
             if self._tells:
@@ -766,7 +786,19 @@ class _SchedulerSide:
         has_passed = tracked.passed == request.num_tokens and num_computed >= tracked.num_local
         has_tried = tracked.num_lost > _MOST_LOST or has_passed
         is_excluded = tracked.is_of_old or request.skip_reading_prefix_cache
+        is_excluded |= not self._findable(request.num_tokens)
         return self._finds and not has_tried and not is_excluded
+
+    def _findable(self, num_tokens: int) -> int:
+        """Return how many of a request's tokens can be found: the rest is computed in any case.
+
+        With states, vLLM keeps the last boundary that leaves it a token to compute.
+        """
+        if not self._states:
+            return num_tokens
+        if self._drops_block:
+            return max(num_tokens // self._align - 1, 0) * self._align
+        return (num_tokens - 1) // self._align * self._align
 
     def _track(self, request: Request) -> _Tracked | None:
         """Return the tracked request.
@@ -839,15 +871,20 @@ class _SchedulerSide:
         """Note the blocks that vLLM has allocated for the found tokens."""
         name, tracked = request.request_id, self._tracked[request.request_id]
         stop_tokens = tracked.num_local + num_tokens
-        ids, firsts = [], []
+        ids, firsts, is_lost = [], [], False
         for group, table, wanted in zip(self._groups, block_ids, tracked.found, strict=True):
             stop = min(wanted.stop, -(-stop_tokens // group.block_size))
+            is_state = group.kind is GroupKind.STATE
+            is_lost |= is_state and wanted.stop * group.block_size != stop_tokens
             ids.append(_named(table[wanted.start : stop], group))
             firsts.append(wanted.start)
         self._wait_for(ids)
         plan = None
-        with suppress(DeviceFailedError):  # a rank is lost, and knows it
-            plan = self.cache.load(name, ids, firsts)
+        if is_lost:  # vLLM loads fewer tokens than were offered, where no state is
+            self.cache.release(name)
+        else:
+            with suppress(DeviceFailedError):  # a rank is lost, and knows it
+                plan = self.cache.load(name, ids, firsts)
         tracked.claims = None
         tracked.is_loading = True
         if plan is None:  # it has expired
@@ -858,16 +895,24 @@ class _SchedulerSide:
             self._plans.loads.append((name, plan))
 
     def _wait_for(self, block_ids: Iterable[Sequence[int]]) -> None:
-        """Wait for pending saves of window blocks, which belong to other requests now."""
-        for ids, group in zip(block_ids, self._groups, strict=True):
-            if group.kind is not GroupKind.FULL and not self._plans.must_wait:
-                self._plans.must_wait = bool(self.cache.fence(ids))
+        """Have the workers wait before they write these blocks, if saves still read one of them.
+
+        Only blocks of windows and states are given away while they are saved: their requests go on
+        without them. The next owner may be of any group.
+        """
+        if self._has_windows or self._states:
+            for ids in block_ids:
+                self._plans.must_wait = self._plans.must_wait or bool(self.cache.fence(ids))
 
     def _wait_for_new(self, step: SchedulerOutput) -> None:
         for new in step.scheduled_new_reqs:
-            self._wait_for(new.block_ids)
+            computed = new.num_computed_tokens  # blocks before are read, and may be others', too
+            tables = zip(self._groups, new.block_ids, strict=True)
+            self._wait_for([ids[computed // group.block_size :] for group, ids in tables])
         for table in filter(None, step.scheduled_cached_reqs.new_block_ids):
             self._wait_for(table)
+        if step.kv_cache_block_copies:
+            self._wait_for([[copy.dst_block_id for copy in step.kv_cache_block_copies]])
 
     # A step
 
@@ -882,14 +927,7 @@ class _SchedulerSide:
         for name in step.preempted_req_ids or ():
             self._preempted(name)
         if self._saves:
-            for new in step.scheduled_new_reqs:
-                self._begin(new.req_id)
-            for name in step.scheduled_cached_reqs.resumed_req_ids:
-                self._begin(name)
-            if self._has_windows:
-                self._wait_for_new(step)
-            if self._has_saves():
-                self._begin_saves(step)
+            self._plan_saves(step)
         if self._has_store and step.num_scheduled_tokens:
             # But for drafts, a request that decodes has one token.
             num_tokens = step.total_num_scheduled_tokens - len(step.num_scheduled_tokens)
@@ -903,6 +941,18 @@ class _SchedulerSide:
             plans.saves = self.cache.join(self._begun)
             self._begun = []
         return plans
+
+    def _plan_saves(self, step: SchedulerOutput) -> None:
+        for new in step.scheduled_new_reqs:
+            self._begin(new.req_id)
+        for name in step.scheduled_cached_reqs.resumed_req_ids:
+            self._begin(name)
+        if self._has_windows or self._states:
+            self._wait_for_new(step)
+        if self._states:
+            self._save_states(step)
+        if self._has_saves():
+            self._begin_saves(step)
 
     def _preempted(self, name: str) -> None:
         self._filling.pop(name, None)
@@ -953,7 +1003,9 @@ class _SchedulerSide:
             stop = self._save_filled(tracked, step)
             if stop is not None and stop >= tracked.request.num_tokens:
                 del self._filling[name]
-                if self.settings.saves_generated and tracked.publishes is None:
+                # With states, generated blocks are of use up to a state, and saved with it.
+                is_of_use = self.settings.saves_generated and not self._states
+                if is_of_use and tracked.publishes is None:
                     self._expect(tracked, stop)
         while left and self._is_due():
             due, _, tracked = heappop(self._decoding)
@@ -996,15 +1048,93 @@ class _SchedulerSide:
         if scheduled is None:
             return None
         stop: int = min(request.num_computed_tokens + scheduled, request.num_tokens)
+        whole, filled = request.num_prompt_tokens, stop
+        if self._states:  # the last block is saved with the state behind it
+            whole = max(self._findable(whole), tracked.boundary)
+            filled = min(stop, max(whole - 1, tracked.boundary))
         is_urgent = name in self._filling and self._is_urgent(tracked)
         least = main.block_size if is_urgent else _SAVED_AT_ONCE
-        if stop - self._num_saved(tracked) >= least:
-            prompt = self._prompt(tracked, max(stop, request.num_prompt_tokens))
+        if filled - self._num_saved(tracked) >= least:
+            prompt = self._prompt(tracked, max(filled, whole))
             table = step.kv_connector_block_state.get_block_ids(name)
             if prompt is not None and table is not None:
-                stops = [stop // group.block_size for group in self._groups]
-                self._save(tracked, prompt, table, stops)
+                self._save(tracked, prompt, table, self._stops(tracked, filled))
         return stop
+
+    def _stops(self, tracked: _Tracked, num_tokens: int) -> list[int]:
+        """Return for each group how many blocks the first `num_tokens` tokens fill.
+
+        States have no blocks that are found by their places: what is saved of them stays as it is.
+        """
+        stops = [num_tokens // group.block_size for group in self._groups]
+        for at in self._states:
+            stops[at] = tracked.saved[at] if tracked.saved else 0
+        return stops
+
+    def _save_states(self, step: SchedulerOutput) -> None:
+        """Save the states that this step completes, and the blocks of other groups before them.
+
+        vLLM offers a state once, in the step that writes it. A state that a request continues from
+        lies at its place in the table of the request's first step.
+        """
+        offers = dict(step.kv_connector_block_state.boundary_state_offloads)
+        for new in step.scheduled_new_reqs:
+            at = new.num_computed_tokens
+            if at and at % self._align == 0:
+                hit = [
+                    (group, new.block_ids[group][at // self._groups[group].block_size - 1], at)
+                    for group in self._states
+                ]
+                offers[new.req_id] = hit + offers.get(new.req_id, [])
+        for name, offered in offers.items():
+            tracked = self._tracked.get(name)
+            is_preempted = name in (step.preempted_req_ids or ())
+            if tracked is None or tracked.is_of_old or is_preempted:
+                continue
+            table = step.kv_connector_block_state.get_block_ids(name)
+            states = [one for one in offered if self._wants_state(tracked, *one)]
+            if states and table is not None:
+                self._save_up_to(tracked, states, table)
+
+    def _wants_state(self, tracked: _Tracked, group: int, block: int, num_tokens: int) -> bool:
+        """Return whether a state is saved: it has a block, is at the end of one, and is new."""
+        size = self._groups[group].block_size
+        if group not in self._states or not block or num_tokens % size:
+            return False
+        if tracked.saved and num_tokens // size <= tracked.saved[group]:
+            return False
+        if num_tokens <= self._findable(tracked.request.num_prompt_tokens):
+            return True
+        # A state that drafts were computed on may be corrected after the step.
+        is_final = self._most_per_step == 1
+        return self.settings.saves_generated and is_final and tracked.publishes is None
+
+    def _save_up_to(
+        self,
+        tracked: _Tracked,
+        states: Sequence[tuple[int, int, int]],
+        table: Sequence[Sequence[int]],
+    ) -> None:
+        """Save states, and the blocks of other groups before the last state.
+
+        Args:
+            tracked: the request.
+            states: group, block and number of tokens of each state.
+            table: the request's blocks, by group.
+        """
+        boundary = max(num_tokens for _, _, num_tokens in states)
+        tracked.boundary = max(tracked.boundary, boundary)
+        whole = self._findable(tracked.request.num_prompt_tokens)
+        prompt = self._prompt(tracked, max(boundary, whole))
+        if prompt is None:
+            return
+        stops = [boundary // group.block_size for group in self._groups]
+        places = {group: [0] * stops[group] for group in self._states}  # 0 is vLLM's null block
+        for group, block, num_tokens in states:
+            places[group][num_tokens // self._groups[group].block_size - 1] = block
+        blocks = [places.get(group, ids) for group, ids in enumerate(table)]
+        is_saved = self._save(tracked, prompt, blocks, stops)
+        tracked.is_handed_over = is_saved and tracked.publishes is not None and boundary == whole
 
     def _save(
         self,
@@ -1224,7 +1354,7 @@ class _SchedulerSide:
     def _has_rest(self, tracked: _Tracked, block_ids: Sequence[Sequence[int]]) -> bool:
         """Return whether an ended request has something to save, or is a turn of a session."""
         num_tokens = self._num_to_save(tracked, block_ids)
-        stops = [-(-num_tokens // group.block_size) for group in self._groups]
+        stops = self._last_stops(tracked, num_tokens)
         is_saved = len(tracked.saved) == len(stops) and all(
             saved >= stop for saved, stop in zip(tracked.saved, stops, strict=True)
         )
@@ -1247,7 +1377,15 @@ class _SchedulerSide:
             return 0
         if tracked.publishes is not None or not self.settings.saves_generated:
             num_tokens = request.num_prompt_tokens
-        return num_tokens
+        if not self._states:
+            return num_tokens
+        return self._findable(num_tokens) if tracked.publishes is not None else tracked.boundary
+
+    def _last_stops(self, tracked: _Tracked, num_tokens: int) -> list[int]:
+        """Return for each group how many blocks of an ended request are saved."""
+        if self._states:
+            return self._stops(tracked, num_tokens)
+        return [-(-num_tokens // group.block_size) for group in self._groups]
 
     def _save_rest(
         self, tracked: _Tracked, block_ids: Sequence[Sequence[int]]
@@ -1260,9 +1398,11 @@ class _SchedulerSide:
         prompt = self._prompt(tracked, num_tokens)
         if prompt is None:
             return None
-        stops = [-(-num_tokens // group.block_size) for group in self._groups]
+        stops = self._last_stops(tracked, num_tokens)
         first_tokens = () if ticket is None else request.output_token_ids[:]
-        is_whole = self._save(tracked, prompt, block_ids, stops, first_tokens)
+        is_whole = tracked.is_handed_over or self._save(
+            tracked, prompt, block_ids, stops, first_tokens
+        )
         if request.session_id and self.settings.session_ttl_s > 0:
             if tracked.has_saves:
                 self._turns[request.request_id] = (request.session_id, prompt)
@@ -1290,7 +1430,7 @@ class _SchedulerSide:
             self.cache.release(name)
             tracked.is_of_old |= tracked.request.num_computed_tokens > 0
             tracked.prompt, tracked.claims, tracked.publishes = None, None, None
-            tracked.saved, tracked.passed, tracked.due = [], None, None
+            tracked.saved, tracked.passed, tracked.due, tracked.boundary = [], None, None, 0
         self.cache.flush()
 
     def close(self) -> None:
@@ -1309,6 +1449,22 @@ def _packed(tokens: list[int]) -> bytes:
     packed = array("I")
     packed.fromlist(tokens)
     return packed.tobytes()
+
+
+def _with_shares(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
+    """Give groups of states the share of host memory that `_BLOCKS_PER_STATE` states."""
+    weights = [
+        group.layout.block_bytes
+        / group.block_size
+        / (_BLOCKS_PER_STATE if group.kind is GroupKind.STATE else 1)
+        for group in groups
+    ]
+    if len(groups) == 1:
+        return tuple(groups)
+    return tuple(
+        replace(group, share=weight / sum(weights)) if group.kind is GroupKind.STATE else group
+        for group, weight in zip(groups, weights, strict=True)
+    )
 
 
 def _named(table: Sequence[int], group: CacheGroup) -> Sequence[int]:
@@ -1571,6 +1727,8 @@ _KINDS = {
     "sink_full_attention": GroupKind.FULL,
     "sliding_window": GroupKind.WINDOW,
     "sliding_window_mla": GroupKind.WINDOW,
+    "chunked_local_attention": GroupKind.WINDOW,
+    "mamba": GroupKind.STATE,
 }
 
 
@@ -1587,7 +1745,12 @@ def _planes_of(
     spec = group.kv_cache_spec
     name = get_kv_cache_spec_kind(spec).value
     kind = _KINDS.get(name)
-    if kind is None or not group.enable_kv_transfer:
+    compressed = {_spec_of(spec, layer).tokens_per_state for layer in group.layer_names} - {1, -1}
+    if compressed:
+        name = f"{name} with {max(compressed)} tokens in one entry"
+    elif not spec.prefix_cacheable:
+        name = f"{name} that is computed again after a hit"
+    if kind is None or compressed or not group.enable_kv_transfer or not spec.prefix_cacheable:
         raise ConfigError(
             f"TierKVConnector caches layers of {', '.join(_KINDS)}, and this model has "
             f"{name}: use OffloadingConnector with TierKVTier (docs/vllm.md)"
@@ -1601,12 +1764,42 @@ def _planes_of(
             continue
         seen.add(tensor.data_ptr())
         rows = _rows(tensor, num_blocks, layer)
-        planes.append(Plane(len(planes), _ROLE, str(tensor.dtype), rows.shape[1]))
+        role, dtype = _ROLE, str(tensor.dtype)
+        if kind is GroupKind.STATE:
+            role, dtype = _STATE_ROLE, _dtype_of_state(_spec_of(spec, layer))
+        has_prefixes = kind is not GroupKind.STATE
+        planes.append(Plane(len(planes), role, dtype, rows.shape[1], has_prefixes=has_prefixes))
         found.append(rows)
-    window = 0
-    if kind is GroupKind.WINDOW:
-        window = spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
+    window = _window(_spec_of(spec, layer)) if kind is GroupKind.WINDOW else 0
     return CacheGroup(Layout(spec.block_size, tuple(planes)), kind, window), found
+
+
+def _spec_of(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
+    return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def _dtype_of_state(spec: KVCacheSpec) -> str:
+    """Return dtypes and shapes of the parts of a state, in the order of their bytes.
+
+    Raises:
+        ConfigError: vLLM keeps no states where its blocks end.
+    """
+    if spec.mamba_cache_mode != "align":
+        raise ConfigError(
+            "TierKVConnector saves states of Mamba and linear attention where vLLM's blocks end, "
+            f"and the mode of its cache is {spec.mamba_cache_mode!r}: use --enable-prefix-caching"
+        )
+    parts = zip(spec.shapes, spec.dtypes, strict=True)
+    return " ".join(f"{dtype}{list(shape)}" for shape, dtype in parts)
+
+
+def _window(spec: KVCacheSpec) -> int:
+    """Return how many tokens before a length a layer needs; with chunks, at most a chunk."""
+    if get_kv_cache_spec_kind(spec).value == "chunked_local_attention":
+        chunk: int = spec.attention_chunk_size
+        return chunk
+    window: int = spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
+    return window
 
 
 def _heads(spec: KVCacheSpec, num_blocks: int, tensor: torch.Tensor) -> int:
