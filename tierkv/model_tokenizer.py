@@ -63,8 +63,8 @@ def read_tokenizer(path: Path) -> ModelTokenizer:
         ConfigError: A file is missing, damaged or not supported, or a package is not installed.
     """
     if not path.is_dir():
-        file = GGUFFile(path)
-        return _of_gguf(path, file.fields, file.tensors.get("token_embd.weight", (0,))[0])
+        gguf = GGUFFile(path)
+        return _of_gguf(path, gguf.fields, gguf.tensors.get("token_embd.weight", (0,))[0])
     library = optional("tokenizers", path)
     file = path / "tokenizer.json"
     if not file.is_file():
