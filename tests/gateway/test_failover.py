@@ -328,6 +328,7 @@ async def test_nodes_of_different_models_never_make_one_answer_together(stream: 
     async with stage() as on:
         for node in on.decode:
             node.refusal = (409, {"code": "handoff_failed", "reason": "incompatible"})
+            node.near = len(PROMPT) // 2
             node.gate.clear()
         task = asyncio.create_task(answered(on, stream=stream))
         await until(lambda: any(node.finished for node in on.prefill), "the first token")
