@@ -143,7 +143,7 @@ class ChatPrompts:
 
     def unrelated(self, number: int) -> Fields:
         """See Prompts; one such prompt takes the whole device."""
-        most = (device_blocks(self) - 1) * BLOCK_SIZE
+        most = device_blocks(self) * BLOCK_SIZE - 1
         start = _TURN_TOKENS + number  # behind the beginning that all chats share
         text = " ".join(["and", *reversed(self._text.split())])
         repeats = 1 + (start + most) // count(self._tokenizer.encode(text))
