@@ -140,6 +140,10 @@ class GenerateRequest:
             callable must not block, raise or keep the list.
         space: The cache's name of the tenant and adapter, as `Service.space_of_tenant` names it;
             "" for the service's own.
+        answered_tokens: Number of tokens at the prompt's end that are an earlier part of the
+            answer: penalties and `min_tokens` count them.
+        ignores_end: True goes on after tokens that end an answer.
+        min_tokens: Number of tokens of the answer before which no token that ends it is chosen.
 
     Raises:
         BadRequestError: `tokens` are no tokens, or `max_tokens` is below 1.
@@ -152,6 +156,9 @@ class GenerateRequest:
     uses_cache: bool = True
     on_tokens: OnTokens | None = field(default=None, compare=False)
     space: str = ""
+    answered_tokens: int = 0
+    ignores_end: bool = False
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:

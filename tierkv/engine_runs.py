@@ -56,6 +56,7 @@ class ModelRun:
         num_fed: Number of tokens with KV in the blocks.
         room: Number of tokens for which the request has blocks.
         is_loaded: True once every layer's cached tokens have been waited for.
+        end_tokens: Tokens that end the text.
         call_s: Seconds of the last call of the model; None if the call waited for loads.
 
     Args:
@@ -79,7 +80,7 @@ class ModelRun:
         self.started = self.admitted = started
         self.first_token: float | None = None
         self.cached_tokens = 0
-        self._end_tokens = end_tokens
+        self.end_tokens = end_tokens
         self._given: tuple[int, ...] = ()
 
     def begin(self) -> None:
@@ -144,7 +145,13 @@ class ModelRun:
     @property
     def has_stopped(self) -> bool:
         """True if the model has ended the text."""
-        return bool(self.tokens) and self.tokens[-1] in self._end_tokens
+        return bool(self.tokens) and self.tokens[-1] in self.end_tokens
+
+    @property
+    def excluded_tokens(self) -> frozenset[int]:
+        """The tokens that may not be chosen next, since the answer would end too early."""
+        is_early = self.job.answered_tokens + len(self.tokens) < self.job.min_tokens
+        return self.end_tokens if is_early else frozenset()
 
     @property
     def is_done(self) -> bool:
@@ -313,7 +320,8 @@ class SessionEngine(ABC):
             uses_cache=job.uses_cache,
         )
         session = Session(self._service, spec)
-        return ModelRun(session, job, time.monotonic(), self._tokenizer.stop_tokens)
+        ends = frozenset[int]() if job.ignores_end else self._tokenizer.stop_tokens
+        return ModelRun(session, job, time.monotonic(), ends)
 
     def _check(self, job: GenerateRequest, num_new: int) -> None:
         size = self._tokenizer.vocab_size

@@ -171,6 +171,7 @@ async def hf_node(
     host_write: WritePolicy = WritePolicy.WRITE_BACK,
     storage_write: WritePolicy = WritePolicy.NONE,
     device: Device | None = None,
+    pads: bool = False,
     **named: Any,
 ) -> AsyncIterator[HfNode]:
     """Run a node; its books must be in order at the end."""
@@ -188,6 +189,7 @@ async def hf_node(
         directory_of(kind), settings, cache_settings, "cpu" if device.array_module is np else "cuda"
     )
     await asyncio.to_thread(lambda: (spec.model, spec.tokenizer))
+    spec.model.pads |= pads
     service = Service(device, spec.fingerprint(""), cache_settings, HandoffSettings(), store)
     engine = spec.open(service)
     async with service.running(), engine.running():

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,24 @@ import pytest
 pytest.importorskip("torch", reason="needs the transformers extra")
 pytest.importorskip("transformers", reason="needs the transformers extra")
 
-from tests.adapters.hf_world import BLOCK, KINDS, HfNode, hf_node, prompt_of, truth, varied_prompt
+import torch
+
+from tests.adapters.hf_world import (
+    BLOCK,
+    KINDS,
+    HfNode,
+    alone,
+    hf_node,
+    prompt_of,
+    truth,
+    varied_prompt,
+)
 from tests.latch import turns, until
 from tests.redis_server import PATIENT, redis_server
 from tierkv.cache.eviction import WritePolicy
 from tierkv.clock import SystemClock
+from tierkv.engine import Sampling
+from tierkv.hf.sampling import TokenChoice, choose
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import PublishWait
 from tierkv.storage.factory import open_store
@@ -113,6 +127,16 @@ async def test_a_decode_node_with_other_kv_than_was_computed_gives_other_tokens(
         assert found.tokens != truth(kind, prompt, NEW)
 
 
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
+async def test_requests_that_attend_in_one_padded_call_give_the_tokens_of_each_alone(
+    kind: str,
+) -> None:
+    prompts = [prompt_of(length, seed=length) for length in (1, 15, 16, 40, 90)]
+    async with hf_node(kind, pads=True, chunk_tokens=32) as node:
+        found = await asyncio.gather(*(node.generate(prompt, 20) for prompt in prompts))
+        assert [one.tokens for one in found] == [truth(kind, prompt, 20) for prompt in prompts]
+
+
 async def test_requests_that_need_more_blocks_than_there_are_are_preempted_and_go_on() -> None:
     prompts = [prompt_of(40, seed=seed) for seed in range(3)]
     async with hf_node("llama", device_blocks=12, reserve_tokens=16) as node:
@@ -153,3 +177,62 @@ async def test_requests_that_come_and_go_at_random_give_the_tokens_of_each_alone
             if tokens is not None:
                 assert tokens == truth("llama", prompts[number], lengths[number])
         await settle(node)
+
+
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 3, "top_k": 50, "top_p": 0.95, "min_p": 0.01}
+
+
+async def test_a_sampled_answer_is_the_same_on_every_path() -> None:
+    prompt = varied_prompt("llama", LENGTH, NEW)
+    async with pair("llama") as (prefill, decode):
+        alone = await prefill.generate(prompt, NEW, **SAMPLED)
+        assert alone.tokens != truth("llama", prompt, NEW)
+        assert (await prefill.generate(prompt, NEW, **SAMPLED)).tokens == alone.tokens
+        other = await prefill.generate(prompt, NEW, **{**SAMPLED, "seed": 4})
+        assert other.tokens != alone.tokens
+        job = prefill.job(prompt, 1, **SAMPLED)
+        await prefill.engine.prefill(job, "sampled", waits_for=PublishWait.PUBLISHED)
+        claim = decode.job(prompt, NEW, **SAMPLED)
+        found, _ = await decode.engine.decode(claim, "sampled", deadline_s=60.0)
+        assert found.tokens == alone.tokens
+        begun = decode.job([*prompt, *alone.tokens[:5]], NEW - 5, **SAMPLED)
+        rest = await decode.engine.generate(replace(begun, answered_tokens=5))
+        assert rest.tokens == alone.tokens[5:]
+
+
+async def test_penalties_and_tokens_that_end_an_answer_are_those_of_transformers() -> None:
+    prompt = prompt_of(LENGTH)
+    model = alone("llama")
+    async with hf_node("llama") as node:
+        ids = torch.tensor([prompt])
+        named = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW}
+        for penalty in (1.3, 0.8):
+            found = await node.generate(prompt, NEW, repetition_penalty=penalty)
+            expected = await asyncio.to_thread(
+                model.generate, ids, repetition_penalty=penalty, **named
+            )
+            assert found.tokens == tuple(expected[0, LENGTH:].tolist())
+        plain = await node.generate(prompt, NEW)
+        never_again = await node.generate(prompt, NEW, presence_penalty=2.0, frequency_penalty=2.0)
+        assert len(set(never_again.tokens)) >= len(set(plain.tokens))
+        for options in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}):
+            chosen = await node.generate(prompt, NEW, temperature=1.0, **options)
+            assert chosen.tokens == plain.tokens
+
+
+def test_tokens_are_chosen_as_often_as_their_logits_say() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -torch.inf]])
+    prompt = np.zeros(1, np.int32)
+
+    def shares(**named: Any) -> list[float]:
+        every = [Sampling(temperature=1.0, seed=seed, **named) for seed in range(2000)]
+        found = [choose(logits, [TokenChoice(one, prompt, [])])[0] for one in every]
+        return [found.count(token) / len(every) for token in range(5)]
+
+    assert shares() == pytest.approx(logits[0].softmax(0).tolist(), abs=0.04)
+    of_two = torch.tensor([2.0, 1.0]).softmax(0).tolist()
+    assert shares(top_k=2) == pytest.approx([*of_two, 0, 0, 0], abs=0.04)
+    assert shares(top_p=0.7) == pytest.approx([*of_two, 0, 0, 0], abs=0.04)
+    assert shares(min_p=0.3) == pytest.approx([*of_two, 0, 0, 0], abs=0.04)
+    excluded = TokenChoice(Sampling(), prompt, [], frozenset({0}))
+    assert choose(logits, [excluded]) == [1]

@@ -69,8 +69,8 @@ async def test_a_stop_text_ends_the_answer_and_the_nodes_work(stream: bool) -> N
         ({"prompt": ["x", 3]}, 400, "prompt"),
         ({"prompt": [-1]}, 400, "prompt"),
         ({"prompt": ["x"] * 33}, 400, "prompt"),
-        ({"prompt": "x", "n": 2}, 400, "n"),
-        ({"prompt": "x", "top_p": 0.5, "temperature": 1}, 400, "top_p"),
+        ({"prompt": "x", "n": 0}, 400, "n"),
+        ({"prompt": ["x"] * 20, "n": 2}, 400, "n"),
         ({"prompt": "x", "top_p": 0}, 400, "top_p"),
         ({"prompt": "x", "min_tokens": 9}, 400, "min_tokens"),
         ({"prompt": "x", "echo": True}, 400, "echo"),
@@ -447,3 +447,32 @@ async def test_a_batch_of_many_prompts_is_answered_in_order(stream: bool) -> Non
                     for choice in json.loads(line[6:])["choices"]:
                         told[choice["index"]] += choice["text"]
         assert told == right
+
+
+async def test_several_choices_are_answered_in_order_and_the_prompt_counts_once() -> None:
+    async with stage() as on:
+        one = await on.caller.ask({"prompt": PROMPT})
+        url = on.caller.url + "/v1/completions"
+        body = {"prompt": [PROMPT, PROMPT[:-1]], "n": 2, "temperature": 0, "max_tokens": 4}
+        async with on.caller.session.post(url, json=body) as response:
+            answer = await response.json()
+        expected = [text_of(answer_to(text.encode(), 4)) for text in (PROMPT, PROMPT[:-1])]
+        choices = answer["choices"]
+        assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+        assert [choice["text"] for choice in choices] == [text for text in expected for _ in "12"]
+        assert one.usage is not None
+        prompt_tokens = 2 * one.usage["prompt_tokens"] - 1
+        assert answer["usage"]["prompt_tokens"] == prompt_tokens
+        assert answer["usage"]["completion_tokens"] == 16
+
+
+async def test_the_sampling_of_a_caller_goes_to_the_nodes() -> None:
+    fields = {"top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": 1.0}
+    async with stage() as on:
+        asked = await on.caller.ask({"prompt": PROMPT, "temperature": 1.0, **fields})
+        assert asked.status == 200
+        calls = [call for node in (*on.prefill, *on.decode) for call in node.calls]
+        bodies = [body for path, body, _ in calls if path in {"/v1/prefill", "/v1/decode"}]
+        assert bodies
+        for body in bodies:
+            assert {name: body[name] for name in fields} == fields

@@ -27,7 +27,7 @@ async def test_a_node_on_a_gpu_gives_the_tokens_of_transformers(kind: str) -> No
     torch.backends.cuda.matmul.allow_tf32 = False
     prompts = [prompt_of(LENGTH + seed, seed=seed) for seed in range(8)]
     expected = [truth(kind, prompt, NEW, device="cuda") for prompt in prompts]
-    async with hf_node(kind, device=CudaDevice(), device_blocks=64, chunk_tokens=32) as node:
+    async with hf_node(kind, device=CudaDevice(), device_blocks=32, chunk_tokens=32) as node:
         found = await asyncio.gather(*(node.generate(prompt, NEW) for prompt in prompts))
         assert [one.tokens for one in found] == expected
         work = node.service.tiers.work

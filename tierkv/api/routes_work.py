@@ -200,7 +200,6 @@ class _Asked:
     tenant: str
     content: bytes
     job: GenerateRequest
-    answered_tokens: int
 
 
 class WorkRoutes(Routes):
@@ -315,9 +314,10 @@ class WorkRoutes(Routes):
         request_name = self._node.request_name(request_id, principal_of(request).tenant)
         spec = self._node.spec
         job = job_of(body, spec, request_name, prompt, max_tokens, uses_cache=uses_cache)
+        if isinstance(body, GenerateBody):
+            job = replace(job, answered_tokens=body.answered_tokens)
         content = content_of(msgspec.structs.replace(body, stream=False), prompt.tokens)
-        answered = body.answered_tokens if isinstance(body, GenerateBody) else 0
-        return _Asked(operation, request_id, principal_of(request).tenant, content, job, answered)
+        return _Asked(operation, request_id, principal_of(request).tenant, content, job)
 
     @asynccontextmanager
     async def _answering(
@@ -341,7 +341,7 @@ class WorkRoutes(Routes):
     def _decoder(self, asked: _Asked) -> TextDecoder:
         """Return a decoder that has already decoded the prompt's answered tokens."""
         tokens = asked.job.tokens
-        start = max(len(tokens) - asked.answered_tokens * TOKEN_BYTES, 0)
+        start = max(len(tokens) - asked.job.answered_tokens * TOKEN_BYTES, 0)
         decoder = self._node.spec.tokenizer.decoder(tokens[:start])
         for token in unpack(tokens[start:]).tolist():
             decoder.feed(token)

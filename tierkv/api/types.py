@@ -29,6 +29,7 @@ from tierkv.tokenizers import Tokenizer
 from tierkv.transfer.tier import StoreState
 
 MaxTokens = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+MinTokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 TopK = Annotated[int, msgspec.Meta(le=2**31 - 1)]  # a negative one is refused by `Sampling`
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
 
@@ -167,12 +168,23 @@ class GenerateBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
         stream: True answers with tokens as server-sent events while they are generated.
         answered_tokens: Number of tokens at the prompt's end that are an earlier part of the
             answer; the text of a stream continues after them.
+        temperature, top_k, seed, top_p, min_p, repetition_penalty, presence_penalty,
+            frequency_penalty: The choice of tokens, see `Sampling`.
+        ignore_eos: True goes on after tokens that end an answer.
+        min_tokens: Number of tokens before which no token that ends an answer is chosen.
     """
 
     request_id: str | None = None
     temperature: float = 0.0
     top_k: TopK = 0
     seed: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    ignore_eos: bool = False
+    min_tokens: MinTokens = 0
     max_tokens: MaxTokens = 32
     use_cache: bool = True
     stream: bool = False
@@ -193,6 +205,13 @@ class PrefillBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=T
     temperature: float = 0.0
     top_k: TopK = 0
     seed: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    ignore_eos: bool = False
+    min_tokens: MinTokens = 0
     ticket_id: str | None = None
     stream: bool = False
     wait: PublishWait = PublishWait.PUBLISHED
@@ -210,6 +229,13 @@ class DecodeBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     temperature: float = 0.0
     top_k: TopK = 0
     seed: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    ignore_eos: bool = False
+    min_tokens: MinTokens = 0
     ticket_id: str
     max_tokens: MaxTokens = 32
     policy: ClaimPolicy = ClaimPolicy.WHOLE
@@ -247,9 +273,24 @@ def job_of(
         raise FieldError(
             "the engine of this node supports neither media nor adapters: remove these fields"
         )
-    sampling = Sampling(temperature=body.temperature, seed=body.seed, top_k=body.top_k)
     return GenerateRequest(
-        name, prompt.tokens, max_tokens, sampling, uses_cache=uses_cache, space=prompt.space
+        name,
+        prompt.tokens,
+        max_tokens,
+        Sampling(
+            temperature=body.temperature,
+            seed=body.seed,
+            top_k=body.top_k,
+            top_p=body.top_p,
+            min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+        ),
+        uses_cache=uses_cache,
+        space=prompt.space,
+        ignores_end=body.ignore_eos,
+        min_tokens=body.min_tokens,
     )
 
 

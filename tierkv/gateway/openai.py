@@ -17,6 +17,7 @@ FinishReason = Literal["stop", "length"]
 Count = Annotated[int, msgspec.Meta(le=2**31 - 1)]  # `check` says what is wrong with a low one
 
 _MOST_STOPS = 4
+_MOST_CHOICES = 128
 _MOST_STOP_CHARACTERS = 256
 _MOST_TEMPERATURE = 2.0
 _SEED_BITS = 63
@@ -39,15 +40,16 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fields that text completions and chats share.
 
-    Fields that the reference model cannot serve are accepted only with a value that changes
-    nothing; null is as if left out.
+    A field that is null is as if left out. A node refuses a field that its engine does not have,
+    unless the value changes nothing.
 
     Attributes:
         seed: Seed of the sampling; without one, a random seed. The same seed gives the same answer.
         top_k: Not a field of OpenAI; 0 and -1 stand for all tokens.
         min_tokens: Not a field of OpenAI; no stop text counts before that number of tokens.
-        ignore_eos, skip_special_tokens: Not fields of OpenAI; without effect for a model that has
-            no such tokens.
+        ignore_eos: Not a field of OpenAI; true goes on after tokens that end an answer.
+        skip_special_tokens: Not a field of OpenAI; without effect, since such tokens have no text.
+        n: Number of answers to each prompt; each has a seed of its own.
     """
 
     model: str | None = None
@@ -92,6 +94,29 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """The number of most likely tokens from which one is sampled; 0 stands for all tokens."""
         return 0 if self.top_k in (None, -1) else self.top_k or 0
 
+    @property
+    def num_choices(self) -> int:
+        """The number of answers to each prompt."""
+        return 1 if self.n is None else self.n
+
+    def sampling(self) -> dict[str, float]:
+        """Return the fields of the sampling that have an effect, by their names at nodes."""
+        shares = {"top_p": (self.top_p, 1.0), "min_p": (self.min_p, 0.0)}
+        others = {
+            "repetition_penalty": (self.repetition_penalty, 1.0),
+            "presence_penalty": (self.presence_penalty, 0.0),
+            "frequency_penalty": (self.frequency_penalty, 0.0),
+            "ignore_eos": (self.ignore_eos, False),
+            "min_tokens": (self.min_tokens, 0),
+        }
+        if not (self.temperature == 0 or self.top_k == 1):
+            others |= shares
+        return {
+            name: value
+            for name, (value, neutral) in others.items()
+            if value is not None and value != neutral
+        }
+
     def stops(self) -> tuple[str, ...]:
         """Return the stop texts.
 
@@ -109,15 +134,7 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def check(self) -> None:
         """Raise InvalidRequestError if a field has a value that the gateway does not support."""
-        is_greedy = self.temperature == 0 or self.top_k == 1
-        min_p = 0 if is_greedy else self.min_p
         self.refuse_unless(
-            ("n", self.n, 1),
-            ("top_p", 1 if is_greedy else self.top_p, 1),
-            ("presence_penalty", self.presence_penalty, 0),
-            ("frequency_penalty", self.frequency_penalty, 0),
-            ("repetition_penalty", self.repetition_penalty, 1),
-            ("min_p", min_p, 0),
             ("store", self.store, False),
             ("logit_bias", self.logit_bias or None, None),
         )
@@ -130,6 +147,8 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise InvalidRequestError("temperature must be in 0..2", param="temperature")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise InvalidRequestError("top_p must be above 0 and at most 1", param="top_p")
+        if not 1 <= self.num_choices <= _MOST_CHOICES:
+            raise InvalidRequestError(f"n must be in 1..{_MOST_CHOICES}", param="n")
         if self.of_most_likely < 0:
             raise InvalidRequestError("top_k must be -1 or more", param="top_k")
         if self.stream_options is not None and not self.stream:
@@ -150,16 +169,18 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def jobs(
         self, prompts: Sequence[Prompt], request_id: str, authorization: str | None
     ) -> Iterator[Job]:
-        """Yield one job for each of the prompts."""
+        """Yield a job for each choice of each prompt, prompt after prompt."""
         seed = secrets.randbits(_SEED_BITS) if self.seed is None else self.seed % 2**64
-        for number, prompt in enumerate(prompts):
+        every = [(prompt, choice) for prompt in prompts for choice in range(self.num_choices)]
+        for number, (prompt, choice) in enumerate(every):
             yield Job(
-                request_id=request_id if len(prompts) == 1 else f"{request_id}-{number}",
+                request_id=request_id if len(every) == 1 else f"{request_id}-{number}",
                 prompt=prompt,
                 max_tokens=self.most_tokens,
                 temperature=1.0 if self.temperature is None else self.temperature,
                 top_k=self.of_most_likely,
-                seed=seed,
+                seed=(seed + choice) % 2**64,
+                sampling=self.sampling(),
                 authorization=authorization,
             )
 
@@ -193,7 +214,7 @@ class CompletionBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_field
         """
         self.check()
         self.refuse_unless(
-            ("best_of", self.best_of, 1),
+            ("best_of", None if self.best_of == self.num_choices else self.best_of, 1),
             ("logprobs", self.logprobs, None),
             ("suffix", self.suffix or None, None),
             ("echo", self.echo, False),

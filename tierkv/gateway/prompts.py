@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -31,6 +31,8 @@ class Job:
         prompt: A text, packed tokens, or the messages of a chat.
         authorization: The caller's header, if the gateway forwards it.
         seed: Seed of the sampling, always set, so that a second node continues like the first.
+        sampling: Further fields of the sampling by the names that nodes give them, without those
+            that have their default.
     """
 
     request_id: str
@@ -39,6 +41,7 @@ class Job:
     temperature: float
     top_k: int
     seed: int
+    sampling: Mapping[str, float] = field(default_factory=dict)
     authorization: str | None = None
 
     @property
@@ -68,7 +71,7 @@ class Job:
         See `body`.
         """
         sampling = {"temperature": self.temperature, "top_k": self.top_k, "seed": self.seed}
-        return self.body({**sampling, "stream": True, **fields}, after)
+        return self.body({**sampling, **self.sampling, "stream": True, **fields}, after)
 
 
 def read_prompts(given: Given, *, most_prompts: int, most_tokens: int) -> list[Prompt]:

@@ -21,6 +21,7 @@ from tierkv.api.settings import masked_url
 from tierkv.api.types import PartHealth, ReadyAnswer, VersionAnswer
 from tierkv.gateway.failures import (
     GatewayShuttingDownError,
+    InvalidRequestError,
     NoNodesError,
     NoSuchModelError,
     failure_of,
@@ -99,7 +100,10 @@ class CompletionRoutes:
         async with self._gateway.work():
             body = await backend.bodies.read(request, kind, take)
         stops = body.stops()
-        backend.admission.check(len(prompts))
+        num_answers = len(prompts) * body.num_choices
+        if num_answers > (most := settings.limits.max_batch):
+            raise InvalidRequestError(f"at most {most} answers at once", param="n")
+        backend.admission.check(num_answers)
         backend.bodies.count(request, num_bytes)
         given = request[bodies.REQUEST_ID], request.headers.get("Authorization")
         answers = [
@@ -108,10 +112,13 @@ class CompletionRoutes:
         ]
         writer = _Writer(request, self._gateway.model, is_chat=kind is ChatBody)
         if body.stream:
-            return await self._stream(writer, answers, with_usage=body.with_usage)
-        return await self._whole(writer, answers)
+            usage = body.num_choices if body.with_usage else None
+            return await self._stream(writer, answers, usage_choices=usage)
+        return await self._whole(writer, answers, body.num_choices)
 
-    async def _whole(self, writer: _Writer, answers: Sequence[PromptAnswer]) -> web.Response:
+    async def _whole(
+        self, writer: _Writer, answers: Sequence[PromptAnswer], num_choices: int
+    ) -> web.Response:
         texts: list[list[str]] = [[] for _ in answers]
 
         async def say(index: int, text: str) -> None:
@@ -120,12 +127,12 @@ class CompletionRoutes:
         await self._run(answers, say)
         finishes = [answer.finish_reason for answer in answers]
         completion = writer.head.whole(
-            ["".join(text) for text in texts], finishes, usage_of(answers)
+            ["".join(text) for text in texts], finishes, usage_of(answers, num_choices)
         )
         return bodies.answer(writer.request, completion)
 
     async def _stream(
-        self, writer: _Writer, answers: Sequence[PromptAnswer], *, with_usage: bool
+        self, writer: _Writer, answers: Sequence[PromptAnswer], *, usage_choices: int | None
     ) -> web.StreamResponse:
         pieces: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue(_MOST_PIECES)
 
@@ -156,8 +163,8 @@ class CompletionRoutes:
             return await writer.end()
         async for index, answer in in_turns(enumerate(answers)):
             await writer.write(writer.head.piece(index, "", answer.finish_reason))
-        if with_usage:
-            await writer.write(writer.head.usage(usage_of(answers)))
+        if usage_choices is not None:
+            await writer.write(writer.head.usage(usage_of(answers, usage_choices)))
         await writer.write_line(b"[DONE]")
         return await writer.end()
 
@@ -181,14 +188,21 @@ def _wake(pieces: asyncio.Queue[tuple[int, str] | None]) -> None:
         pieces.put_nowait(None)
 
 
-def usage_of(answers: Sequence[PromptAnswer]) -> TokenUsage:
-    prompt = sum(answer.job.num_tokens for answer in answers)
+def usage_of(answers: Sequence[PromptAnswer], num_choices: int) -> TokenUsage:
+    """Return the usage of all answers; each prompt counts once.
+
+    Args:
+        answers: The answers, prompt after prompt.
+        num_choices: Number of answers to each prompt.
+    """
+    prompts = answers[::num_choices]
+    prompt = sum(answer.job.num_tokens for answer in prompts)
     generated = sum(answer.num_tokens for answer in answers)
     return TokenUsage(
         prompt_tokens=prompt,
         completion_tokens=generated,
         total_tokens=prompt + generated,
-        prompt_tokens_details=CachedDetails(sum(answer.cached_tokens for answer in answers)),
+        prompt_tokens_details=CachedDetails(sum(answer.cached_tokens for answer in prompts)),
     )
 
 

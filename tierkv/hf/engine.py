@@ -227,7 +227,7 @@ class TransformersEngine(SessionEngine):
         wanting = [
             call.run for call, piece in zip(calls, pieces, strict=True) if piece.wants_logits
         ]
-        choices = [TokenChoice(run.job.sampling, run.prompt, run.tokens) for run in wanting]
+        choices = [_choice(run) for run in wanting]
         with self._service.device.computing():
             logits = self._model.forward(self._bound_pages(), pieces, before_layer)
             chosen = iter(choose(logits, choices) if choices else [])
@@ -243,6 +243,13 @@ class TransformersEngine(SessionEngine):
             self._planes = self._service.planes
             self._pages = self._model.pages([_tensor(one) for one in self._planes.arrays])
         return self._pages
+
+
+def _choice(run: ModelRun) -> TokenChoice:
+    job, cut = run.job, len(run.prompt) - run.job.answered_tokens
+    earlier: list[int] = run.prompt[max(cut, 0) :].tolist() if job.answered_tokens else []
+    answer = [*earlier, *run.tokens]
+    return TokenChoice(job.sampling, run.prompt[: max(cut, 0)], answer, run.excluded_tokens)
 
 
 def _tensor(array: object) -> torch.Tensor:

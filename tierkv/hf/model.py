@@ -64,8 +64,10 @@ def load_model(path: Path, dtype: str, device: torch.device) -> PreTrainedModel:
     if dtype == "auto" and "gguf_file" in named:
         dtype = "float32"
     try:
-        config = AutoConfig.from_pretrained(path, **named)
-        if config.is_encoder_decoder:
+        is_encoder_decoder = "gguf_file" not in named and (
+            AutoConfig.from_pretrained(path, **named).is_encoder_decoder
+        )
+        if is_encoder_decoder:
             raise LayoutError("encoder-decoder models cannot be served: use a decoder-only model")
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **named)
         found: PreTrainedModel = model.to(device).eval()
@@ -91,6 +93,9 @@ class PagedModel:
         model: The model, in evaluation mode; it is used for nothing else from now on.
         block_size: Tokens per block.
         max_context: Most tokens of a request; 0 is the model's own limit.
+
+    Attributes:
+        pads: True where all requests that generate attend in one call, padded.
 
     Raises:
         LayoutError: The model's cache is not keys and values of every token, or its attention
@@ -125,6 +130,9 @@ class PagedModel:
         self._keeps_logits = "logits_to_keep" in parameters
         self.content = content_of(model)
         self._returns_all = True
+        # One call of attention for all requests costs copies of padding, which a GPU makes fast;
+        # calls for each request are as fast on a processor, and give what the request alone has.
+        self.pads = self.device.type == "cuda"
         self._probe()
 
     @cached_property
@@ -149,21 +157,23 @@ class PagedModel:
         return pages
 
     def forward(
-        self, pages: Pages, pieces: Sequence[TokenRun], before_layer: Callable[[int], None]
+        self, pages: Pages, runs: Sequence[TokenRun], before_layer: Callable[[int], None]
     ) -> torch.Tensor:
-        """Write the KV of the pieces' tokens, and return the logits that pieces want.
+        """Write the KV of the runs' tokens, and return the logits that runs want.
 
         Args:
-            pages: The pages, of which the pieces use disjoint blocks.
-            pieces: The pieces.
+            pages: The pages, of which the runs use disjoint blocks.
+            runs: The runs.
             before_layer: Called with the number of each layer before its planes are used; an error
                 passes through, and the layers before are written then.
 
         Returns:
-            [number of pieces that want logits, vocab_size].
+            [number of runs that want logits, vocab_size].
         """
         with torch.inference_mode():
-            step = PagedStep(pieces, self.layout.block_size, self.device, before_layer)
+            step = PagedStep(
+                runs, self.layout.block_size, self.device, before_layer, pads=self.pads
+            )
             pages.step = step
             named: dict[str, Any] = {self._cache: pages.cache, "pages": pages}
             if self._keeps_logits:

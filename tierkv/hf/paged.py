@@ -33,12 +33,12 @@ _MOST_GQA_DIM = 256  # of a head that kernels of grouped queries take
 
 @dataclass(frozen=True, slots=True)
 class TokenRun:
-    """The tokens of one request in a step.
+    """The tokens of one request in a step, at positions in a row.
 
     Attributes:
         tokens: int32 [n], at positions start, start + 1, ...
         start: Number of tokens before them, with KV in the blocks.
-        block_table: int [m], the blocks of tokens 0, 1, ...; those beyond the piece are ignored.
+        block_table: int [m], the blocks of tokens 0, 1, ...; those beyond the run are ignored.
         wants_logits: True for the logits of the token after the last one.
     """
 
@@ -52,36 +52,126 @@ class TokenRun:
         return self.start + len(self.tokens)
 
 
+class _Part:
+    """Runs that attend in one call: a run alone, or several of one token each, padded.
+
+    Attributes:
+        num_tokens: Number of tokens of the runs.
+        length: Number of keys of each run, padding included.
+        num_rows: Number of keys of all runs.
+        mask: bool, broadcast to [runs, heads, tokens, keys]: True where a token sees a key; None
+            where a lone run sees all keys up to each of its tokens.
+    """
+
+    def __init__(self, runs: Sequence[TokenRun], block_size: int, device: torch.device) -> None:
+        self.num_tokens = sum(len(one.tokens) for one in runs)
+        self._num_runs = len(runs)
+        used = [one.block_table[: -(-one.stop // block_size)].astype(np.int64) for one in runs]
+        self.mask: torch.Tensor | None = None
+        self._table: slice | torch.Tensor
+        if len(runs) > 1:
+            most = max(map(len, used))
+            table = np.zeros((len(runs), most), np.int64)
+            for row, blocks in zip(table, used, strict=True):
+                row[: len(blocks)] = blocks
+            self._table = torch.from_numpy(table.ravel()).to(device)
+            self.length = most * block_size
+            stops = torch.tensor([one.stop for one in runs], device=device)
+            seen = torch.arange(self.length, device=device) < stops[:, None]
+            self.mask = seen[:, None, None]
+        else:
+            first, self.length = int(used[0][0]), runs[0].stop
+            if bool((np.diff(used[0]) == 1).all()):  # needs no copy
+                self._table = slice(first, first + len(used[0]))
+            else:
+                self._table = torch.from_numpy(used[0]).to(device)
+            if runs[0].start and self.num_tokens > 1:
+                size = (self.num_tokens, self.length)
+                seen = torch.ones(size, dtype=torch.bool, device=device)
+                self.mask = seen.tril(runs[0].start)
+        self.num_rows = self._num_runs * self.length
+
+    def read(self, plane: torch.Tensor) -> torch.Tensor:
+        """Return the tokens of the runs' requests, [runs, heads, length, dim].
+
+        Args:
+            plane: [num_blocks, block_size, heads, dim].
+        """
+        if isinstance(self._table, slice):
+            blocks = plane[self._table]
+        else:
+            blocks = plane.index_select(0, self._table)
+        by_run = blocks.unflatten(0, (self._num_runs, -1)).flatten(1, 2)
+        return by_run[:, : self.length].transpose(1, 2)
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    ) -> torch.Tensor:
+        """Return the attention, [1, heads, tokens, dim].
+
+        Args:
+            query: [1, heads, tokens, dim].
+            key: [runs, kv_heads, length, dim].
+            value: As `key`.
+            scaling: Factor of the scores.
+        """
+        runs, groups = self._num_runs, query.shape[1] // key.shape[1]
+        if self.num_tokens == runs:  # the query heads of a KV head lie where queries do
+            packed = query[0].transpose(0, 1).reshape(runs, key.shape[1], groups, -1)
+            found = F.scaled_dot_product_attention(
+                packed, key, value, attn_mask=self.mask, scale=scaling
+            )
+            return found.reshape(1, runs, query.shape[1], -1).transpose(1, 2)
+        takes_groups = self.mask is None and key.shape[3] == value.shape[3] <= _MOST_GQA_DIM
+        if groups > 1 and not takes_groups:
+            key, value = (one.repeat_interleave(groups, dim=1) for one in (key, value))
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=self.mask,
+            is_causal=self.mask is None,
+            scale=scaling,
+            enable_gqa=groups > 1 and takes_groups,
+        )
+
+
 class PagedStep:
-    """The pieces of one forward pass, and where their tokens lie.
+    """The runs of one forward pass, and where their tokens lie.
+
+    Attributes:
+        ids, positions: int64 [1, tokens].
+        blocks, offsets: int64 [tokens], the place of each token.
+        wanted: int64 [n], the tokens whose logits are wanted.
+        parts: The runs by calls of attention, in order.
 
     Args:
-        pieces: The pieces, each of another request.
+        runs: The runs, each of another request.
         block_size: Tokens per block.
         device: The device of the planes.
         before_layer: Called with the number of each layer before its planes are used.
+        pads: True lets the first runs, as far as they have one token each, attend in one call.
     """
 
     def __init__(
         self,
-        pieces: Sequence[TokenRun],
+        runs: Sequence[TokenRun],
         block_size: int,
         device: torch.device,
         before_layer: Callable[[int], None],
+        *,
+        pads: bool,
     ) -> None:
-        self.pieces = pieces
         self.before_layer = before_layer
-        self._block_size = block_size
-        self._device = device
-        positions = np.concatenate([np.arange(one.start, one.stop) for one in pieces])
+        positions = np.concatenate([np.arange(one.start, one.stop) for one in runs])
         blocks = np.concatenate(
-            [one.block_table[np.arange(one.start, one.stop) // block_size] for one in pieces]
+            [one.block_table[np.arange(one.start, one.stop) // block_size] for one in runs]
         )
-        ends = np.cumsum([len(one.tokens) for one in pieces])
-        wanted = [end - 1 for one, end in zip(pieces, ends, strict=True) if one.wants_logits]
+        ends = np.cumsum([len(one.tokens) for one in runs])
+        wanted = [end - 1 for one, end in zip(runs, ends, strict=True) if one.wants_logits]
         packed = np.concatenate(
             [
-                *(one.tokens for one in pieces),
+                *(one.tokens for one in runs),
                 positions,
                 blocks,
                 positions % block_size,
@@ -94,40 +184,11 @@ class PagedStep:
             [total, total, total, total, len(wanted)]
         )
         self.ids, self.positions = ids[None], places[None]
-        self.cuts = [len(one.tokens) for one in pieces]
-        self.lengths = [one.stop for one in pieces]
-        self._tables = [self._table(one) for one in pieces]
-        self._masks: dict[int, torch.Tensor] = {}
-
-    def _table(self, piece: TokenRun) -> slice | torch.Tensor:
-        """Return the blocks of a piece: a slice where they lie in a row, which needs no copy."""
-        used = piece.block_table[: -(-piece.stop // self._block_size)].astype(np.int64)
-        first = int(used[0])
-        if len(used) == 1 or bool((np.diff(used) == 1).all()):
-            return slice(first, first + len(used))
-        return torch.from_numpy(used).to(self._device)
-
-    def read(self, plane: torch.Tensor, number: int) -> torch.Tensor:
-        """Return the tokens of a piece's request, up to the piece's last one.
-
-        Args:
-            plane: [num_blocks, block_size, heads, dim].
-            number: The number of the piece.
-
-        Returns:
-            [1, heads, tokens, dim].
-        """
-        table = self._tables[number]
-        blocks = plane[table] if isinstance(table, slice) else plane.index_select(0, table)
-        return blocks.flatten(0, 1)[: self.lengths[number]].transpose(0, 1)[None]
-
-    def mask(self, number: int) -> torch.Tensor:
-        """Return bool [tokens, context] of a piece: True where a token sees another one."""
-        if number not in self._masks:
-            piece = self.pieces[number]
-            seen = torch.ones(len(piece.tokens), piece.stop, dtype=torch.bool, device=self._device)
-            self._masks[number] = seen.tril(piece.start)
-        return self._masks[number]
+        singles = [len(one.tokens) == 1 for one in runs]
+        padded = (singles.index(False) if False in singles else len(runs)) if pads else 0
+        groups = [runs[:padded]] if padded else []
+        groups += [[one] for one in runs[padded:]]
+        self.parts = [_Part(group, block_size, device) for group in groups]
 
 
 class PlaneLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -163,7 +224,7 @@ class PlaneLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Returns:
             The new keys and values alone, where attention reads the planes itself; those of all
-            pieces one after the other, where the model changes them first (latents of MLA).
+            runs one after the other, where the model changes them first (latents of MLA).
         """
         pages = self._pages
         step = pages.step
@@ -177,7 +238,7 @@ class PlaneLayer(CacheLayerMixin):  # type: ignore[misc]
             self.given = key_states
             return key_states, value_states
         keys, values = (
-            torch.cat([step.read(plane, number) for number in range(len(step.pieces))], dim=2)
+            torch.cat([_in_one_row(part.read(plane)) for part in step.parts], dim=2)
             for plane in pages.of_layer(self._number)
         )
         self.given = keys
@@ -248,7 +309,7 @@ def paged_attention(  # noqa: PLR0913, PLR0917 - transformers' own signature
     pages: Pages | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attend for each piece of the step over the keys and values of its request.
+    """Attend for each run of the step over the keys and values of its request.
 
     Args:
         module: The attention layer.
@@ -274,16 +335,20 @@ def paged_attention(  # noqa: PLR0913, PLR0917 - transformers' own signature
         raise LayoutError(f"the model's attention has {asked[0]}, which cannot be served")
     step, number = pages.step, module.layer_idx
     pages.reads_planes &= key is pages.layers[number].given
-    outputs, at = [], 0
-    for piece, queries in enumerate(query.split(step.cuts, dim=2)):
-        if pages.returns_all:
-            stop = at + step.lengths[piece]
-            keys, values, at = key[:, :, at:stop], value[:, :, at:stop], stop
-        else:
-            keys, values = (step.read(plane, piece) for plane in pages.of_layer(number))
-        is_first = keys.shape[2] == queries.shape[2]
-        mask = None if is_first or queries.shape[2] == 1 else step.mask(piece)
-        outputs.append(_attend(queries, keys, values, scaling, mask))
+    outputs = []
+    parts, cuts = step.parts, [part.num_tokens for part in step.parts]
+    if pages.returns_all:
+        rows = [part.num_rows for part in parts]
+        pairs = [
+            tuple(one.unflatten(2, (-1, part.length))[0].transpose(0, 1) for one in pair)
+            for part, *pair in zip(
+                parts, key.split(rows, dim=2), value.split(rows, dim=2), strict=True
+            )
+        ]
+    else:
+        pairs = [tuple(part.read(plane) for plane in pages.of_layer(number)) for part in parts]
+    for part, queries, (keys, values) in zip(parts, query.split(cuts, dim=2), pairs, strict=True):
+        outputs.append(part.attend(queries, keys, values, scaling))
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return joined.transpose(1, 2).contiguous(), None
 
@@ -291,31 +356,9 @@ def paged_attention(  # noqa: PLR0913, PLR0917 - transformers' own signature
 _OTHER_ATTENTION = ("softcap", "s_aux", "position_bias", "sliding_window")
 
 
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float | None,
-    mask: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return the attention of one piece, [1, heads, tokens, dim]; causal without a mask."""
-    tokens, groups = query.shape[2], query.shape[1] // key.shape[1]
-    if tokens == 1:  # the query heads of a KV head lie where queries do
-        packed = query.reshape(1, key.shape[1], groups, query.shape[3])
-        found = F.scaled_dot_product_attention(packed, key, value, scale=scaling)
-        return found.reshape(1, -1, 1, value.shape[3])
-    takes_groups = mask is None and key.shape[3] == value.shape[3] <= _MOST_GQA_DIM
-    if groups > 1 and not takes_groups:
-        key, value = (one.repeat_interleave(groups, dim=1) for one in (key, value))
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=groups > 1 and takes_groups,
-    )
+def _in_one_row(states: torch.Tensor) -> torch.Tensor:
+    """Return [runs, heads, tokens, dim] as [1, heads, runs * tokens, dim]."""
+    return states.transpose(0, 1).flatten(1, 2)[None]
 
 
 AttentionInterface.register(ATTENTION, paged_attention)

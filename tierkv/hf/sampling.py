@@ -32,12 +32,14 @@ class TokenChoice:
     Attributes:
         sampling: The sampling of the request.
         prompt: int32 [n], the prompt.
-        answer: The tokens generated so far.
+        answer: The tokens of the answer so far.
+        excluded: Tokens that may not be chosen.
     """
 
     sampling: Sampling
     prompt: npt.NDArray[np.int32]
     answer: Sequence[int]
+    excluded: frozenset[int] = frozenset()
 
     @property
     def position(self) -> int:
@@ -47,7 +49,7 @@ class TokenChoice:
     @property
     def is_plain(self) -> bool:
         """True if the largest logit decides."""
-        return self.sampling.is_greedy and not self.has_penalty
+        return self.sampling.is_greedy and not (self.has_penalty or self.excluded)
 
     @property
     def has_penalty(self) -> bool:
@@ -73,6 +75,9 @@ def _choose_one(logits: torch.Tensor, choice: TokenChoice) -> int:
     scores = logits.float()[None]
     if choice.has_penalty:
         scores = _penalized(scores, choice)
+    if choice.excluded:
+        scores = scores.clone()
+        scores[:, sorted(choice.excluded)] = -torch.inf
     sampling = choice.sampling
     if sampling.is_greedy:
         return int(scores.argmax())

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from tierkv.cache.keys import Fingerprint
 from tierkv.cache.layout import Layout
@@ -105,6 +106,8 @@ class ReferenceEngine(SessionEngine):
             self._service.note_prefill(len(chunk), run.call_s)
         if not run.is_last(chunk):
             return None
+        if excluded := run.excluded_tokens:
+            logits[sorted(excluded)] = -np.inf
         return sample(logits, run.job.sampling, run.num_known)
 
     def _call_model(self, run: ModelRun, tokens: Tokens1D) -> Floats:
