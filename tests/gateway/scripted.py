@@ -17,7 +17,7 @@ import numpy as np
 from aiohttp import web
 
 from tierkv.api.types import TokenizeBody
-from tierkv.cache.keys import unpack
+from tierkv.cache.keys import count, unpack
 from tierkv.gateway.gateway import Gateway
 from tierkv.gateway.server import listening
 from tierkv.gateway.settings import (
@@ -64,6 +64,7 @@ class ScriptedNode:
         self.breaks_after: int | None = None
         self.breaks_left = 1_000
         self.refusal: tuple[int, Json] | None = None
+        self.most_tokens = 1_000_000  # of a text that it turns into tokens
         self.raw: bytes | None = None  # what it says instead of events
         self.is_ready = True
         self.trouble = ""  # what it says of its store
@@ -123,6 +124,9 @@ class ScriptedNode:
             return web.Response(body=self.raw)
         body = msgspec.msgpack.decode(await request.read(), type=TokenizeBody)
         tokens = body.encoded(ByteTokenizer())
+        if count(tokens) > self.most_tokens:
+            problem = {"status": 422, "code": "request_too_large", "detail": "said by a test"}
+            return web.json_response(problem, status=422)
         self.texts.append(unpack(tokens).astype(np.uint8).tobytes())
         return web.Response(body=msgspec.msgpack.encode({"tokens": tokens}))
 

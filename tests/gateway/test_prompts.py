@@ -93,6 +93,15 @@ async def test_a_prompt_longer_than_any_node_takes_is_refused_and_nobody_compute
         assert (await on.caller.ask({"prompt": "x" * 1000})).is_whole
 
 
+async def test_a_text_with_more_tokens_than_its_node_takes_is_refused() -> None:
+    async with stage() as on:
+        for node in (*on.prefill, *on.decode):
+            node.most_tokens = 99
+        asked = await on.caller.ask({"prompt": "x" * 100})
+        assert (asked.status, asked.body["code"]) == (400, "context_length_exceeded")
+        assert (await on.caller.ask({"prompt": "x" * 99})).is_whole
+
+
 async def test_prompts_beyond_the_bound_in_bytes_are_told_to_come_again() -> None:
     async with stage(max_work_bytes=25_000) as on:
         for node in on.prefill:
