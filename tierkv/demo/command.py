@@ -242,7 +242,8 @@ def node_config(prompts: Prompts, model: Path | None, folder: Path) -> str:
     """Return the settings of the demo's nodes, in TOML.
 
     The device has room for one conversation and a little more, so that pressure is easy to make;
-    blocks are written back, so that pressure moves them to the host.
+    blocks are written back, so that pressure moves them to the host. A request waits for storage
+    until all has come, so that a busy machine shows the same hits.
 
     Args:
         prompts: The prompts.
@@ -264,4 +265,5 @@ device_blocks = {blocks}
 host_blocks = {6 * blocks}
 host_write = "write_back"
 storage_write = "write_through"
+fetch_policy = "wait_complete"
 """
