@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 import warnings
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -34,4 +36,23 @@ def test_a_forks_child_is_refused_at_once_and_its_parent_goes_on() -> None:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert thread.run(work()).result(PATIENCE_S) == 7
+    assert thread.close()
+
+
+def test_cancelling_the_future_cancels_its_work() -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    async def endless() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    thread = LoopThread("loop of this test", lifetime, name="test-loop", close_s=PATIENCE_S)
+    assert thread.open(PATIENCE_S)
+    future = thread.run(endless())
+    assert begun.wait(PATIENCE_S)
+    assert future.cancel()
+    assert ended.wait(10.0)
     assert thread.close()
