@@ -91,7 +91,7 @@ class Ground:
         if not store.capabilities.has_ttl:
             pytest.skip("values of this store have no time to live")
         if isinstance(self.clock, TurnedClock):
-            self.clock.now += ttl_s
+            self.clock.now += ttl_s + 0.001  # Unix seconds as floats are exact to 0.2 us
             return
         async with asyncio.timeout(20):
             while await store.exists([name]):  # noqa: ASYNC110 - it is the server's clock
