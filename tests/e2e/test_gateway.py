@@ -7,6 +7,7 @@ import functools
 import json
 import random
 import signal
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -304,6 +305,41 @@ async def test_with_all_nodes_gone_callers_are_told_and_with_them_back_served(
             tasks.create_task(on.restart(name))
     await on.all_ready()
     assert (await on.complete(100, 1)).text == expected(100, 1, 0.0)
+
+
+@pytest.mark.promise("A gateway's request waits for no ticket that has left the store.")
+async def test_a_store_that_is_emptied_before_the_claim_costs_seconds_and_no_answer(
+    on: Fleet,
+) -> None:
+    decoding = [on.nodes[name].process for name in ("decode1", "decode2")]
+    started = time.monotonic()
+
+    def tickets() -> set[Path]:
+        return {
+            path for path in (on.folder / "store" / "tierkv,ticket").rglob("*") if path.is_file()
+        }
+
+    before = tickets()
+    for process in decoding:
+        process.send_signal(signal.SIGSTOP)
+    try:
+        asked = asyncio.create_task(on.complete(300, 4242))
+        async with asyncio.timeout(20):
+            while not tickets() - before:  # noqa: ASYNC110 - other processes write them
+                await asyncio.sleep(_PAUSE_S)
+        for name in ("prefill1", "prefill2"):
+            url = f"{on.nodes[name].url}/v1/blocks?storage=true"
+            async with on.http.delete(url) as response:
+                assert response.status == 200
+    finally:
+        for process in decoding:
+            process.send_signal(signal.SIGCONT)
+    answer = await asked
+    assert answer.is_whole, answer.code
+    assert answer.text == expected(300, 4242, 0.0)
+    assert time.monotonic() - started < 40  # a claim may wait 108 s for a ticket
+    await on.all_ready()
+    await on.settle(NAMES)
 
 
 async def test_a_caller_that_goes_away_frees_the_nodes(on: Fleet) -> None:

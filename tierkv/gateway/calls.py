@@ -17,6 +17,7 @@ from contextlib import (
 )
 from http import HTTPStatus
 from typing import NoReturn
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
@@ -188,6 +189,16 @@ class NodeCalls:
         except (CallError, ConfigError, TimeoutError, *UNREADABLE) as error:
             raise AttemptError(f"{node.url} did not answer a lookup") from error
         return found.device_tokens + found.host_tokens
+
+    async def has_ticket(self, node: BackendNode, job: Job, ticket_id: str) -> bool:
+        """Return False if `node` says that there is no such ticket; True also without an answer."""
+        path = f"/v1/tickets/{quote(ticket_id, safe='')}"
+        try:
+            async with asyncio.timeout(self._health.probe_timeout_s):
+                reply = await self._pools[node].ask("GET", path, None, self._headers(job))
+        except (CallError, ConfigError, TimeoutError):
+            return True
+        return reply.status != HTTPStatus.NOT_FOUND
 
     async def tokenize(self, node: BackendNode, job: Job) -> bytes:
         """Return the packed tokens of the job's text or messages, as the node's model reads them.

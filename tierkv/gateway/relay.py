@@ -228,6 +228,7 @@ class Delivery:
         self.has_stopped = False  # the model has ended the text
         self.is_claimed = False  # a decode node has begun to answer
         self.speakers: set[BackendNode] = set()  # nodes that gave these tokens
+        self.publisher: BackendNode | None = None  # has published the prompt
         self.is_divided = False  # a node cannot use another's KV, and may have another model
         self._failed: set[BackendNode] = set()
         self.num_attempts = 0
@@ -336,6 +337,24 @@ class Delivery:
         text = "request %s: %s could not use the ticket and computed the prompt itself"
         log.warning(text, self.job.request_id, node.url)
 
+    async def check_ticket(self, ticket_id: str) -> None:
+        """Check that a published ticket still is in the store.
+
+        A store that was emptied has lost it, and a claim would wait for it until its deadline.
+
+        Raises:
+            HandoffRefusedError: The ticket is lost and not claimed; the failure is noted.
+            GatewayError: It was the last attempt.
+        """
+        node = self.publisher
+        if node is None or await self.backend.calls.has_ticket(node, self.job, ticket_id):
+            return
+        if not self.is_claimed:
+            said = f"{node.url}: the published ticket has left the store"
+            error = HandoffRefusedError(HandoffProblem.NOT_YET.value, said)
+            self.note(node, error)
+            raise error
+
     def spend(self, error: AttemptError) -> None:
         """Count an attempt that failed with `error`.
 
@@ -426,6 +445,7 @@ class Delivery:
 
 _TICKET_PART = 0.9  # share of the deadline of the first token that a claim may wait for its ticket
 _LONGEST_CLAIM_S = 3600.0  # the most that a node accepts
+_TICKET_CHECK_S = 2.0  # pause between checks that a published ticket still exists
 
 Failure = TierKVError  # passed as a value: `hand_over` sees all failures and chooses one
 
@@ -444,10 +464,15 @@ async def hand_over(delivery: Delivery, held: Held) -> None:
         running = {prefill, decode}
         failure: Failure | None = None
         while running and failure is None and not decode.done():
-            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            pause_s = _TICKET_CHECK_S if prefill.done() and not delivery.is_claimed else None
+            done, running = await asyncio.wait(
+                running, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED
+            )
             # A failure of the prefill does not matter once its ticket was claimed.
             if prefill in done and not delivery.is_claimed:
                 failure = prefill.result()
+            elif not done and not delivery.is_claimed:
+                failure = await expected(delivery.check_ticket(ticket_id))
         if decode.done():
             failure = decode.result()
         for task in (prefill, decode):
@@ -485,6 +510,7 @@ async def _prefill_at(delivery: Delivery, node: BackendNode, ticket_id: str, hel
     # Tokens in storage take time, too; only tokens in the node's memory take none.
     with node.working(max(job.num_tokens - held.get(node.url, 0), 1)):
         done = await delivery.read(node, "/v1/prefill", body, offset=0)
+    delivery.publisher = node
     delivery.learn(node, done)
 
 
