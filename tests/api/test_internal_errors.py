@@ -27,7 +27,7 @@ class PlantedError(Exception):
 @pytest.mark.parametrize(
     ("place", "name"),
     [
-        (Starts, "take"),
+        (Starts, "acquire"),
         (Starts, "_made"),
         (Starts, "_note"),
         (Starts, "_copy_partial"),

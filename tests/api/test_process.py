@@ -247,7 +247,7 @@ async def test_a_store_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> No
         ('[node]\ndevice = "abacus"\n', "there is no device 'abacus'"),
         ("[model]\nhead_dim = 3\n", "head_dim must be even"),
         ("[engine]\nchunk_tokens = 0\n", "chunk_tokens must be at least 1"),
-        ("[storage.file]\ncapacity_bytes = -1\n", "cannot hold -1 bytes"),
+        ("[storage.file]\ncapacity_bytes = -1\n", "capacity_bytes must be above 0, not -1"),
         ("[node]\nidle_timeout_s = nan\n", "idle_timeout_s"),
         ('[node]\nname = "two\\nlines"\n', "node.name must be one line"),
         ("[handoff]\nticket_ttl_s = nan\n", "handoff.ticket_ttl_s"),

@@ -112,7 +112,7 @@ async def test_bad_bodies_are_refused_with_a_stable_code(
             answer = await on.client.ask("POST", "/v1/generate", data=raw, headers=headers)
             assert (answer.status, answer.code) == (status, code), raw[:80]
             assert len(answer.body["detail"]) < 500
-            assert (answer.body["detail"] == "the body is empty") == (not raw)
+            assert answer.body["detail"].startswith("the body is empty") == (not raw)
         await on.settle()
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 

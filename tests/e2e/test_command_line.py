@@ -100,7 +100,10 @@ def test_a_prompt_of_standard_input_without_an_end_is_refused_after_the_limit() 
             command, stdin=zeros, capture_output=True, text=True, timeout=200, check=False
         )
     assert found.returncode == 1
-    assert found.stderr == f"error: the prompt has more than {16 << 20} bytes\n"
+    assert (
+        found.stderr
+        == f"error: the prompt has more than {16 << 20} bytes, the maximum: shorten it\n"
+    )
 
 
 @pytest.mark.promise("Ctrl-C ends a command with one sentence and status 130.")

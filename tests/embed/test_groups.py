@@ -421,7 +421,10 @@ def test_a_window_is_found_without_the_blocks_before_it_and_says_from_where_to_l
         found = on.lookup("a", tokens)
         assert found.num_tokens == 32
         assert found.blocks == (range(8), range(6, 8))
-        with pytest.raises(BadRequestError, match="promised blocks 6 to 8 of group 1"):
+        with pytest.raises(
+            BadRequestError,
+            match="blocks 5 to 5 of group 1 cannot be loaded: lookup promised blocks 6 to 7",
+        ):
             on.cache.load("a", [[50], [50]], [0, 5])
         on.cache.release("a")
         on.check("b", tokens, 32)

@@ -84,8 +84,11 @@ def use(body: object) -> None:
         body.stops()
         prompts = body.prompts(most_prompts=ENOUGH, most_tokens=1000)
         for job in body.jobs(prompts, "id", None):
-            text = job.prompt  # the relay asks a node for its tokens
-            tokens = SPEC.tokenizer.encode(text) if isinstance(text, str) else text
+            tokens = job.prompt  # the relay asks a node for those of a text or a chat
+            if isinstance(tokens, str):
+                tokens = SPEC.tokenizer.encode(tokens)
+            elif not isinstance(tokens, bytes):
+                tokens = SPEC.tokenizer.encode_chat(tokens)
             replace(job, prompt=tokens).work(
                 {"max_tokens": job.max_tokens, "request_id": job.request_id}
             )
