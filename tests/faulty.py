@@ -43,6 +43,7 @@ class FaultyStore(StoreWrapper):
         self._flips: list[int] = []
         self._cuts: list[int] = []
         self.num_operations = 0
+        self.num_reads = 0  # of these, all but writes
         self.delay_s = 0.0
 
     def hold(self) -> None:
@@ -149,6 +150,7 @@ class FaultyStore(StoreWrapper):
     async def _pass(self, *, is_write: bool = False) -> None:
         """Wait and fail as asked. Raises StoreUnavailableError."""
         self.num_operations += 1
+        self.num_reads += not is_write
         await asyncio.sleep(self.delay_s)
         self._num_held += 1
         self._arrival.set()

@@ -40,9 +40,9 @@ async def test_a_deletion_waits_for_a_flush_and_removes_what_it_wrote() -> None:
         async with asyncio.TaskGroup() as group:
             deleting = group.create_task(here.service.free(clears_storage=True))
             await until(lambda: here.service.deletions.bars_reads, "the deletion")
-            asked = here.the_store.num_operations
+            asked = here.the_store.num_reads
             await turns(200)
-            assert here.the_store.num_operations == asked, "nothing is looked for meanwhile"
+            assert here.the_store.num_reads == asked, "nothing is looked for meanwhile"
             assert not deleting.done()
             here.the_store.release()
         assert deleting.result().held_copies == 0
