@@ -971,12 +971,14 @@ def test_events_of_host_and_store_have_the_tokens_by_which_routers_find_blocks(
     for medium in ("CPU", "STORAGE"):
         known: dict[str | None, list[int]] = {None: []}
         for event in [event for event in stored if event["medium"] == medium and event["tokens"]]:
-            before = known[event["parent"]]
+            before = known.get(event["parent"])
+            if before is None:
+                continue  # goes on from a block of another test
             for at, name in enumerate(event["names"]):
                 before = [*before, *event["tokens"][at * _BLOCK : (at + 1) * _BLOCK]]
                 known[name] = before
         assert known[names[-1]] == plain[: len(names) * _BLOCK], medium
-        assert all(tokens == plain[: len(tokens)] for tokens in known.values()), medium
+        assert salted[:_BLOCK] not in known.values(), medium
 
 
 def test_the_old_names_of_settings_are_read() -> None:
