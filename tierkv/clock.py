@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-_EXACT_S = 1.0
-_SKEW_S = 2.0
+_EXACT_S = 1.0  # longest exchange whose answer replaces an earlier one
+_SKEW_S = 2.0  # twice the largest error of an exchange of _EXACT_S, and a margin
 
 
 class Clock(Protocol):
