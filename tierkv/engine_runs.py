@@ -56,6 +56,7 @@ class ModelRun:
         num_fed: Number of tokens with KV in the blocks.
         room: Number of tokens for which the request has blocks.
         is_loaded: True once every layer's cached tokens have been waited for.
+        may_recover: False from a recovery on, which leaves nothing to load, until a resume.
         end_tokens: Tokens that end the text.
         call_s: Seconds of the last call of the model; None if the call waited for loads.
 
@@ -76,6 +77,7 @@ class ModelRun:
         self.num_fed = 0
         self.room = 0
         self.is_loaded = False
+        self.may_recover = True
         self.call_s: float | None = None
         self.started = self.admitted = started
         self.first_token: float | None = None
@@ -100,6 +102,7 @@ class ModelRun:
     def resume(self) -> None:
         """Continue after a preemption, from the cached tokens of the request."""
         self._given = tuple(self.tokens)
+        self.may_recover = True
         self._place()
 
     def _place(self) -> None:
@@ -336,7 +339,10 @@ class SessionEngine(ABC):
         self.check(job)
 
     async def _or_recovered(self, run: ModelRun, compute: Callable[[], Awaitable[None]]) -> None:
-        """Run `compute`; each time that cached tokens do not load, run it again without them."""
+        """Run `compute`; if cached tokens do not load, run it again without them.
+
+        A second failure before the next resume is not one of a load, and is raised.
+        """
         while True:
             try:
                 await compute()
@@ -344,8 +350,9 @@ class SessionEngine(ABC):
             except DeviceFailedError:
                 raise
             except TransferError as error:
-                if not run.job.uses_cache:
+                if not (run.job.uses_cache and run.may_recover):
                     raise
+                run.may_recover = False
                 run.session.check_may_compute(error)
                 problem = str(error)
             self.stats.failed_loads += 1

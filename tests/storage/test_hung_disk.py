@@ -286,10 +286,11 @@ async def test_reads_and_the_sweep_do_not_wait_for_the_lock_of_a_frozen_writer(
     tmp_path: Path,
 ) -> None:
     clock = TurnedClock()
-    store = FileStore(tmp_path, FileSettings(), clock)
+    store = FileStore(tmp_path, FileSettings(num_threads=1), clock)
     async with store.running():
         await put_one(store, "t:f:kept:0", b"kept")
         await put_one(store, "t:f:short:0", b"short", ttl_s=5.0)
+        await store.sweep()  # behind the one at the start
         clock.now += 3_600  # expired, and long enough unused to be marked
         with all_locked(tmp_path):
             async with asyncio.timeout(10):
