@@ -38,7 +38,7 @@ from tests.embed.driver import Driver
 from tests.embed.test_groups import MODELS, hybrid
 from tests.redis_proxy import Proxy, proxy_on_a_thread
 from tests.redis_server import RedisServer, free_port, redis_server
-from tierkv.demo.processes import NodeProcess, gateway, node
+from tierkv.demo.processes import DemoError, NodeProcess, gateway, node
 from tierkv.embed import EngineCacheSettings
 from tierkv.engine import Sampling
 from tierkv.refmodel.model import decode as decode_text
@@ -319,8 +319,15 @@ class Site:
             await self.nodes[name].process.wait()
 
         async def restart() -> None:
-            await self._lives[name].aclose()
-            await self.start(name, int(self.nodes[name].url.rpartition(":")[2]))
+            port = int(self.nodes[name].url.rpartition(":")[2])
+            for attempt in range(5):  # a supervisor starts a node again whose store was late
+                await self._lives[name].aclose()
+                try:
+                    await self.start(name, port)
+                    break
+                except DemoError:
+                    if attempt == 4:
+                        raise
             self._dead.discard(name)
 
         return kill, restart
