@@ -1,4 +1,4 @@
-"""docs/errors.md, made from the code: its HTTP problems, hand-off reasons, errors and log lines.
+"""docs/errors.md, made from the code: HTTP problems, reasons of hand-offs, log lines at ERROR.
 
 python scripts/errors_page.py        write the page
 
@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "errors.md"
 CODE = ROOT / "tierkv"
 
-_LEVELS = ("warning", "error", "exception", "critical")
+_SEVERE = ("error", "exception", "critical")
+_LEVELS = ("warning", *_SEVERE)
 _NAME_WORDS = 2  # of a text that is a name, not a sentence
 
 _INTRO = """# Error messages
@@ -34,24 +35,11 @@ _INTRO = """# Error messages
 Over HTTP an error is `application/problem+json`: a status, a stable `code`, a `title`, and a
 `detail` that names the value and the remedy ([HTTP](http.md)). On the command line an error is one
 sentence on stderr, with exit code 1. In Python every error is a `TierKVError`, and its class says
-what the caller can do. The documentation site has a page with every sentence."""
+what the caller can do. The documentation site has every sentence in `reference/messages.html`."""
 
 _HTTP = """## HTTP problems
 
-Answers with the status 429 or 503 have the header `Retry-After`. Sentences are listed for codes
-that have few."""
-_UNLISTED = {
-    "bad_request",
-    "device_failed",
-    "duplicate_request",
-    "handoff_failed",
-    "invalid_request",
-    "request_too_large",
-    "shutting_down",
-    "store_unavailable",
-    "transfer_failed",
-    "unknown_id",
-}
+Answers with the status 429 or 503 have the header `Retry-After`."""
 
 _OF_AIOHTTP = {
     404: "There is no such route: `GET /openapi.json` lists all.",
@@ -61,12 +49,12 @@ _OF_AIOHTTP = {
 
 _HANDOFF = """## Reasons of failed hand-offs
 
-The problem `handoff_failed` has one of these as its `reason`. Retry those with 502 or 503."""
+The problem `handoff_failed` has one of these as its `reason`. Retry after 502 and 503."""
 
 _LOG = """## Log lines
 
-Lines at WARNING and above. A line of a store or an engine at fault is a warning: requests compute
-instead, and the answers stay right."""
+Lines at ERROR and CRITICAL need an operator. A fault of a store or an engine is a WARNING: requests
+compute instead, and the answers stay right."""
 
 _MESSAGES = """# Every error sentence
 
@@ -202,8 +190,8 @@ def _first(kind: type) -> str:
 
 def reason_rows() -> list[tuple[int, str, str]]:
     """Return status, reason and meaning of each HandoffProblem."""
-    told = " ".join(inspect.getdoc(HandoffProblem).split())  # type: ignore[union-attr]
-    meanings = dict(re.findall(r"\b([A-Z_]+): (.*?)(?= [A-Z_]+: |$)", told))
+    text = " ".join(inspect.getdoc(HandoffProblem).split())  # type: ignore[union-attr]
+    meanings = dict(re.findall(r"\b([A-Z_]+): (.*?)(?= [A-Z_]+: |$)", text))
     return [
         (problems.HANDOFF_STATUS.get(one.value, 502), one.value, meanings[one.name])
         for one in HandoffProblem
@@ -212,27 +200,21 @@ def reason_rows() -> list[tuple[int, str, str]]:
 
 def page() -> str:
     """Return the text of docs/errors.md."""
-    said = sentences()
-    by_class: dict[str, list[str]] = defaultdict(list)
-    for one in said:
-        by_class[one.what] = [*dict.fromkeys([*by_class[one.what], _quoted(one.text)])]
     problem_table = "\n".join(
-        f"| {status} | `{code}` | {_cell(meaning)} | "
-        f"{_cell('; '.join(by_class[name])) if code not in _UNLISTED else ''} |"
-        for status, code, name, meaning in problem_rows()
+        f"| {status} | `{code}` | {_cell(meaning)} |" for status, code, _, meaning in problem_rows()
     )
     reason_table = "\n".join(
         f"| {status} `{reason}` | {_cell(meaning)} |" for status, reason, meaning in reason_rows()
     )
     lines: dict[str, list[str]] = defaultdict(list)
-    for one in said:
-        if one.what in _LEVELS:
+    for one in sentences():
+        if one.what in _SEVERE:
             lines[one.file.parts[1].removesuffix(".py")].append(_quoted(one.text))
     log = "\n".join(f"- {folder}: {'; '.join(texts)}" for folder, texts in lines.items())
     parts = [
         _INTRO,
         _HTTP,
-        f"| status | code | means: do | sentences |\n| --- | --- | --- | --- |\n{problem_table}",
+        f"| status | code | means: do |\n| --- | --- | --- |\n{problem_table}",
         _HANDOFF,
         f"| status and reason | means: do |\n| --- | --- |\n{reason_table}",
         _LOG,
