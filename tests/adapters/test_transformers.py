@@ -125,7 +125,6 @@ def test_blocks_that_do_not_load_are_computed_and_the_others_are_not(tmp_path: P
         assert engine.cache.verify().wait(20) == []
 
 
-@pytest.mark.promise("A zeroed tail changes the tokens of transformers.")
 def test_a_zeroed_tail_changes_the_tokens(tmp_path: Path) -> None:
     """A control: were the tail not used, the tests above would not notice that it is wrong."""
 

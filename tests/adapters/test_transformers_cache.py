@@ -269,7 +269,6 @@ def test_a_loop_of_ones_own_is_one_text() -> None:
                 assert cache.last_hit.device == known
 
 
-@pytest.mark.promise("A text named beforehand loads at once.")
 @pytest.mark.parametrize("other", ["a text that goes on", "another text", "none", "rows"])
 def test_a_text_that_is_named_before_loads_at_once_and_no_other_takes_its_blocks(
     other: str,

@@ -46,7 +46,6 @@ def test_packed_tokens_are_the_same_as_a_list_in_json_and_in_msgpack(tokens: lis
         assert in_msgpack.packed(TOKENIZER) == pack(tokens)
 
 
-@pytest.mark.promise("A key given twice in a body is refused.")
 @pytest.mark.parametrize(
     "raw",
     [
@@ -72,7 +71,6 @@ def test_a_key_twice_is_refused_in_objects_of_a_list(messages: bytes) -> None:
         read(b'{"messages":' + messages + b"}", ChatBody)
 
 
-@pytest.mark.promise("A prompt with too many tokens is refused.")
 @pytest.mark.parametrize("body", [{"tokens": [1] * 21}, {"prompt": "a" * 21}])
 def test_more_than_the_most_tokens_are_refused(body: dict[str, Any]) -> None:
     with pytest.raises(RequestTooLargeError, match="longer than this node's 20 tokens"):

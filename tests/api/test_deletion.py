@@ -35,7 +35,6 @@ async def delete_all(node: Process) -> tuple[int, int]:
     return answer.body["held_copies"], answer.body["removed_values"]
 
 
-@pytest.mark.promise("A full deletion also stops values in flight.")
 @pytest.mark.parametrize("attempt", range(3))
 async def test_nothing_that_was_being_written_is_stored_after_a_full_deletion(
     tmp_path: Path, attempt: int
@@ -72,7 +71,6 @@ async def test_a_prompt_that_is_published_when_all_is_deleted_leaves_no_ticket(
         assert [name for name in stored(server) if b":open:" not in name] == []
 
 
-@pytest.mark.promise("A full deletion on a frozen Redis fails with 503.")
 async def test_a_deletion_on_a_frozen_redis_fails_and_succeeds_when_it_answers(
     tmp_path: Path,
 ) -> None:

@@ -286,7 +286,6 @@ async def test_what_was_missed_is_replayed(tmp_path: Path) -> None:
         assert len(late.blocks["GPU"]) == 8
 
 
-@pytest.mark.promise("A slow reader of replays takes bounded memory.")
 async def test_who_asks_for_replays_and_reads_none_takes_little_memory_and_holds_up_nobody_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -210,7 +210,7 @@ async def test_a_client_that_goes_while_it_is_answered_is_no_error_in_the_log(
 # How long
 
 
-@pytest.mark.promise("Heads and bodies that do not arrive in time are refused.")
+@pytest.mark.promise("Heads and bodies that are too late, too large or too deep are refused.")
 @TRIALS
 async def test_half_a_head_is_closed_in_time_however_slowly_it_comes(trials: int) -> None:
     async with here(head_timeout_s=2.0) as on:
@@ -261,7 +261,7 @@ async def test_a_tls_handshake_that_never_ends_is_closed(tmp_path: Path) -> None
                 await until_closed(reader)
 
 
-@pytest.mark.promise("Heads and bodies that do not arrive in time are refused.")
+@pytest.mark.promise("Heads and bodies that are too late, too large or too deep are refused.")
 @TRIALS
 async def test_a_body_that_never_ends_is_given_up(trials: int) -> None:
     async with here(body_timeout_s=0.2) as on:
@@ -316,7 +316,7 @@ async def test_a_compressed_body_counts_by_its_real_size(coding: str, trials: in
         await on.settle()
 
 
-@pytest.mark.promise("A body over the size limit is refused.")
+@pytest.mark.promise("Heads and bodies that are too late, too large or too deep are refused.")
 @TRIALS
 async def test_a_body_over_the_limit_is_refused_with_or_without_a_length(trials: int) -> None:
     async def pieces() -> AsyncIterator[bytes]:
@@ -372,7 +372,6 @@ def posted(url: str, path: str, body: bytes) -> tuple[int, str | None]:
         connection.close()
 
 
-@pytest.mark.promise("A client that sends a whole refused body reads the refusal.")
 async def test_who_sends_all_of_a_long_body_before_they_read_learn_that_they_may_try_again() -> (
     None
 ):
@@ -448,7 +447,7 @@ async def test_a_prompt_with_too_many_tokens_is_refused_in_whatever_form_it_come
         assert (await on.client.post("/v1/lookup", {"tokens": [1] * 100})).status == 200
 
 
-@pytest.mark.promise("Deep nesting is refused by every route with a body.")
+@pytest.mark.promise("Heads and bodies that are too late, too large or too deep are refused.")
 @pytest.mark.parametrize("opening", [b"[", b'{"a":', b'{"prompt": ["', b'{"tokens": [['])
 async def test_deep_nesting_is_refused_by_every_route_with_a_body(opening: bytes) -> None:
     deep = opening * (900_000 // len(opening))

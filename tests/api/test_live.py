@@ -198,7 +198,6 @@ async def test_what_fails_for_the_page_does_not_fail_the_node(
         assert (await on.client.get("/readyz")).status == 200
 
 
-@pytest.mark.promise("The live page never gets a token of a prompt.")
 async def test_what_is_told_of_requests_is_moments_and_counts_and_never_a_token() -> None:
     async with here() as on:
         secret = "the password is swordfish " * 3

@@ -144,7 +144,6 @@ async def test_an_idle_node_ends_at_once_even_with_open_connections(tmp_path: Pa
         writer.close()
 
 
-@pytest.mark.promise("SIGHUP ends no request.")
 async def test_sighup_ends_nothing(tmp_path: Path) -> None:
     async with process(tmp_path) as on:
         on.process.send_signal(signal.SIGHUP)

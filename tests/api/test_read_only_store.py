@@ -60,7 +60,6 @@ def server() -> Iterator[RedisServer]:
         yield server
 
 
-@pytest.mark.promise("A read-only store degrades the node until a write succeeds.")
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_store_that_takes_no_writes_is_degraded_and_says_why_until_it_does(
     fault: str, server: RedisServer

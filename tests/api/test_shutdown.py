@@ -92,7 +92,6 @@ async def test_a_hurry_gives_up_a_publish() -> None:
         await on.settle()
 
 
-@pytest.mark.promise("A node that ended leaves no task behind.")
 async def test_an_ended_node_leaves_no_task_behind() -> None:
     async with here() as on:
         await on.client.post("/v1/generate", {"prompt": "hello"})
@@ -156,7 +155,6 @@ class Stubborn:
         await asyncio.Event().wait()
 
 
-@pytest.mark.promise("Work that ignores its cancellation does not keep the process alive.")
 async def test_work_that_does_not_end_when_it_is_cut_off_does_not_keep_a_process() -> None:
     closing, told = asyncio.Event(), asyncio.Event()
     told.set()

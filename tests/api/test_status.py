@@ -37,7 +37,7 @@ async def test_a_node_is_ready_and_says_what_it_depends_on_if_asked(path: str) -
             assert (await on.client.get(f"{path}?verbose={no}")).body == {"status": "ok"}
 
 
-@pytest.mark.promise("A node whose store is down is ready and degraded.")
+@pytest.mark.promise("A node whose store is down or read-only is ready and degraded.")
 async def test_a_node_whose_store_is_down_is_ready_but_degraded() -> None:
     async with here() as on:
         on.store.fail_next(1)

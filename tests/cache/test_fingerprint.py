@@ -34,7 +34,6 @@ def test_every_field_of_a_fingerprint_is_tried_here() -> None:
     assert set(OTHERS) == {field.name for field in dataclasses.fields(Fingerprint)}
 
 
-@pytest.mark.promise("Every field of the fingerprint changes every key.")
 @pytest.mark.parametrize("field", OTHERS)
 def test_every_field_changes_the_root_and_is_named_as_the_difference(field: str) -> None:
     theirs = OTHERS[field]

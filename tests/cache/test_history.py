@@ -125,7 +125,6 @@ def test_of_runs_whose_tokens_are_forgotten_the_first_block_is_remembered() -> N
     assert first == list(range(9))
 
 
-@pytest.mark.promise("The history of evicted blocks takes at most 13 MB.")
 @pytest.mark.parametrize("blocks", [1, 2, 30], ids="runs of {} blocks".format)
 def test_what_is_remembered_of_blocks_that_went_takes_13_mb_at_most(blocks: int) -> None:
     index, pool = Index(16), BlockPool("device", 64)

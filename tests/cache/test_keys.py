@@ -137,7 +137,6 @@ def test_two_prompts_share_exactly_the_keys_of_their_common_blocks(
     assert len(digests) == len(ours)
 
 
-@pytest.mark.promise("A block's key depends on all tokens before it.")
 def test_a_blocks_key_depends_on_everything_before_it() -> None:
     ours = chain(ROOT, Prompt.of([1, 2, 3, 4, 5, 6, 7, 8], SIZE))
     theirs = chain(ROOT, Prompt.of([0, 2, 3, 4, 5, 6, 7, 8], SIZE))

@@ -41,7 +41,6 @@ def test_a_prompt_matches_nothing_of_another_tenant(ours: list[int], theirs: lis
         assert match.partial is None
 
 
-@pytest.mark.promise("Names of two tenants never collide.")
 @given(tokens)
 def test_digests_and_names_of_two_tenants_never_meet(ids: list[int]) -> None:
     names = Names("tierkv", "0" * 16)

@@ -263,7 +263,6 @@ async def test_an_error_that_stays_is_not_asked_again(status: int) -> None:
         assert len(on.asked) == 1
 
 
-@pytest.mark.promise("The client does not repeat a claim that waited until its deadline.")
 async def test_a_claim_that_waited_for_its_own_deadline_is_not_asked_again() -> None:
     refusal = problem(503, "handoff_failed", retry_after="0", reason="not_yet")
     async with scripted(refusal) as on, AsyncClient(on.url, retries=FAST) as client:

@@ -79,7 +79,6 @@ def test_a_prompt_file_without_an_end_is_refused_after_the_limit() -> None:
     assert "more than 100000 tokens" in told("demo", "--prompt-file", "/dev/zero").stderr
 
 
-@pytest.mark.promise("Endless input, config and key files are refused.")
 @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="has no /dev/zero")
 def test_other_files_without_an_end_are_refused_after_the_limit(tmp_path: Path) -> None:
     assert "more than 1048576 bytes" in told("config", "--config", "/dev/zero").stderr
@@ -92,7 +91,6 @@ def test_a_number_that_no_node_takes_is_one_sentence(option: str) -> None:
     assert "more than 64 bits" in told("generate", "x", option, str(1 << 64)).stderr
 
 
-@pytest.mark.promise("Endless input, config and key files are refused.")
 def test_a_prompt_of_standard_input_without_an_end_is_refused_after_the_limit() -> None:
     command = [sys.executable, "-m", "tierkv", "generate", "-"]
     with Path("/dev/zero").open("rb") as zeros:

@@ -307,7 +307,6 @@ async def test_with_all_nodes_gone_callers_are_told_and_with_them_back_served(
     assert (await on.complete(100, 1)).text == expected(100, 1, 0.0)
 
 
-@pytest.mark.promise("A gateway's request waits for no ticket that has left the store.")
 async def test_a_store_that_is_emptied_before_the_claim_costs_seconds_and_no_answer(
     on: Fleet,
 ) -> None:

@@ -61,7 +61,7 @@ class Pair:
 
 
 @pytest.mark.promise(
-    "A model from a path gives its own tokens from a pair, all tiers and a gateway"
+    "A model from a path gives its own tokens from a pair, all tiers and a gateway."
 )
 @pytest.mark.parametrize("kind", ["directory", "gguf"])
 async def test_a_pair_each_tier_and_a_gateway_give_the_tokens_of_the_model_alone(

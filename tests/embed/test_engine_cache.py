@@ -399,7 +399,6 @@ def test_saved_blocks_are_found_only_once_their_copies_are_done() -> None:
         assert on.lookup("c", tokens) == Found(2 * BLOCK)
 
 
-@pytest.mark.promise("A reset removes prompts that an engine is saving.")
 def test_nothing_that_was_being_saved_or_published_is_found_after_a_reset(tmp_path: Path) -> None:
     tokens, blocks = tokens_of(LONG), blocks_for(LONG)
     with engine(f"file://{tmp_path}", write=NONE) as on:
@@ -490,7 +489,6 @@ def test_a_block_whose_loads_fail_again_and_again_is_offered_to_nobody() -> None
         on.cache.release("d")
 
 
-@pytest.mark.promise("Promised host blocks of all requests are bounded.")
 def test_promises_are_bounded_together_and_a_queue_of_requests_is_served_in_turn() -> None:
     """A thousand requests that wait do not pin the host tier."""
     tokens = [tokens_of(4 * BLOCK, seed) for seed in range(1, 9)]

@@ -464,7 +464,6 @@ def _reports(planes: WorkerPlanes) -> list[Finished]:
     return reports
 
 
-@pytest.mark.promise("A rank refused for want of a file descriptor connects later.")
 def test_who_cannot_be_accepted_for_want_of_a_descriptor_comes_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

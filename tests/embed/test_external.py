@@ -163,7 +163,6 @@ def test_what_one_engine_saved_another_loads_from_the_host_tier_they_share(
             assert client.stats() == two.cache.stats().wait(PATIENCE_S)
 
 
-@pytest.mark.promise("Engines share a quarter of a node's slots for saves equally.")
 def test_engines_share_a_quarter_of_a_node_s_slots_for_saves_equally(tmp_path: Path) -> None:
     """One alone has all of it; when others come or go it hears of its part as it asks for more."""
     with node(tmp_path / "node") as at, ExitStack() as stack:

@@ -45,7 +45,6 @@ def _finish(here: Engine, name: str, start: int) -> None:
     assert again.cached_tokens == len(tokens) - 1
 
 
-@pytest.mark.promise("A failed load names its blocks to the engine.")
 def test_the_blocks_that_failed_are_named_and_the_others_stay(here: Engine) -> None:
     here.latch.fail_next(Direction.LOAD)  # of all blocks, the partly matched one too
     found = here.cache.admit("fourth", PROMPT, max_new_tokens=1).wait(PATIENCE_S)

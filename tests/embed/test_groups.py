@@ -661,7 +661,6 @@ def counted(made: list[Counting]) -> Callable[[Store], Store]:
     return around
 
 
-@pytest.mark.promise("A lookup asks storage once, whatever the number of groups.")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("shared", "length"), [(32, 32), (21, 21), (32, 48), (19, 40), (0, 32)])
 def test_storage_is_asked_once_whatever_the_number_of_groups(
@@ -854,7 +853,6 @@ def test_a_reset_forgets_every_group_and_events_name_it_and_what_the_engine_call
 # Against a model that remembers all
 
 
-@pytest.mark.promise("A lookup returns the longest length valid in every group.")
 @pytest.mark.parametrize("store", [None, "memory://"])
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(sorted(MODELS)), st.data())

@@ -165,7 +165,6 @@ def test_a_lost_device_fails_what_waits_and_lets_requests_end() -> None:
         assert cache.verify().wait(PATIENCE_S) == []
 
 
-@pytest.mark.promise("A closed embedded service leaves nothing behind.")
 def test_nothing_is_left_after_a_close() -> None:
     def once() -> None:
         with engine(host_write=WritePolicy.WRITE_THROUGH) as here:

@@ -396,7 +396,9 @@ def test_what_a_host_does_not_have_is_known_at_once(model: str, alone: Engine) -
         running.rests()
 
 
-@pytest.mark.promise("vLLM with the connector draws the tokens that vLLM alone draws.")
+@pytest.mark.promise(
+    "vLLM draws its own tokens with the connector, also under eviction and preemption."
+)
 def test_seeded_sampling_draws_the_same_tokens(alone: Engine, one: Engine) -> None:
     prompts = [prompt(105 + n, 90 + 31 * n) for n in range(4)]
     drawn: dict[str, Any] = {"temperature": 0.8, "max_tokens": 24}
@@ -474,7 +476,9 @@ def test_promises_that_have_expired_are_computed(alone: Engine, one: Engine) -> 
         one.rests()
 
 
-@pytest.mark.promise("vLLM with the connector draws the tokens that vLLM alone draws.")
+@pytest.mark.promise(
+    "vLLM draws its own tokens with the connector, also under eviction and preemption."
+)
 def test_other_values_in_redis_are_noticed(
     alone: Engine, one: Engine, module_redis: RedisServer
 ) -> None:
@@ -571,7 +575,9 @@ HEADS = [prompt(400 + n, 3 * _BLOCK) for n in range(5)]
 MANY = [HEADS[n % 5] + prompt(410 + n, 10 + 3 * n) for n in range(50)]
 
 
-@pytest.mark.promise("vLLM requests under eviction and preemption stay exact.")
+@pytest.mark.promise(
+    "vLLM draws its own tokens with the connector, also under eviction and preemption."
+)
 def test_fifty_requests_with_shared_prefixes_under_eviction_are_exact(
     model: str, alone: Engine, empty_redis: RedisServer
 ) -> None:
@@ -637,7 +643,6 @@ def slow(stack: ExitStack, server: RedisServer) -> str:
     return proxy.url
 
 
-@pytest.mark.promise("vLLM does not wait for a store slower than computing.")
 @pytest.mark.parametrize("kind", ["model", "hybrid"])
 def test_a_slow_store_is_not_waited_for_once_it_is_known(
     kind: str, request: pytest.FixtureRequest
@@ -669,7 +674,6 @@ def test_a_slow_store_is_not_waited_for_once_it_is_known(
             assert third.cached(prompts[:1]) == [200], "a store that is fast is asked"
 
 
-@pytest.mark.promise("Each vLLM rank saves and loads its own bytes.")
 def test_two_ranks_in_processes_of_their_own_keep_their_halves(
     model: str, empty_redis: RedisServer
 ) -> None:
@@ -714,7 +718,6 @@ def test_two_ranks_are_exact_when_requests_are_preempted(
         fresh.rests()
 
 
-@pytest.mark.promise("A new vLLM engine removes the socket of a killed one.")
 def test_an_engine_that_was_killed_leaves_no_socket_to_those_that_come(
     model: str, tmp_path: Path
 ) -> None:
@@ -735,7 +738,6 @@ def num_named(server: RedisServer, pattern: str) -> int:
     return len(names)
 
 
-@pytest.mark.promise("vLLM instances of other rank counts read each other's blocks.")
 @pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1)])
 def test_other_numbers_of_ranks_find_each_others_blocks(
     model: str, empty_redis: RedisServer, writers: int, readers: int
@@ -760,7 +762,6 @@ def test_other_numbers_of_ranks_find_each_others_blocks(
         second.rests()
 
 
-@pytest.mark.promise("vLLM instances on one machine share a node's host memory.")
 def test_engines_share_the_host_memory_of_a_node(model: str, alone: Engine, tmp_path: Path) -> None:
     right = alone.tokens(PROMPTS)
     with node(tmp_path / "node", TIERKV_CACHE__HOST_BLOCKS="1024") as at:
@@ -801,7 +802,6 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
     return path
 
 
-@pytest.mark.promise("vLLM's sliding windows are cached as groups.")
 def test_windows_are_groups_of_their_own(hybrid: str, empty_redis: RedisServer) -> None:
     """vLLM keeps only the blocks of a window; so does tierkv, and finds them in a fresh process,
     in a decode instance with its tail, and under preemption."""

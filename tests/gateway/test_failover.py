@@ -60,7 +60,6 @@ async def test_the_first_token_is_passed_on_while_the_prompt_is_still_being_publ
             assert b"[DONE]" in await response.read()
 
 
-@pytest.mark.promise("A dead decode node costs a stream no token.")
 @STREAMED
 @pytest.mark.parametrize("after", [0, 1, 3, 7])
 async def test_a_decode_node_that_dies_is_replaced_without_losing_or_repeating_a_token(
@@ -395,7 +394,6 @@ def block_the_loop(seconds: float) -> None:
         pass
 
 
-@pytest.mark.promise("A late gateway blames no node.")
 async def test_no_node_is_blamed_while_the_gateways_own_loop_was_late() -> None:
     deadlines = DeadlineSection(lookup_s=5.0, first_token_s=0.4, stall_s=0.4, connect_s=0.4)
     health = HealthSection(probe_interval_s=0.05, probe_timeout_s=0.3)

@@ -119,7 +119,6 @@ async def test_prompts_beyond_the_bound_in_bytes_are_told_to_come_again() -> Non
         assert on.gateway.backend.bodies.num_bytes == 0
 
 
-@pytest.mark.promise("A gateway answers others while it reads a long prompt.")
 async def test_while_a_long_prompt_is_read_and_packed_others_are_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

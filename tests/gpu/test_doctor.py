@@ -92,7 +92,6 @@ def test_without_cupy_a_doctor_ends_with_an_error_and_the_remedy(
     assert "pip install -e '.[cuda12]'" in found.stdout
 
 
-@pytest.mark.promise("The live page shows the speeds that `tierkv doctor` measured.")
 def test_a_doctor_measures_the_store_and_keeps_what_nodes_show_beside_their_speeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

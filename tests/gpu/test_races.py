@@ -159,7 +159,6 @@ def test_no_offload_is_torn_in_a_thousand_rounds(way: str) -> None:
     assert torn_offloads(1000, None, way) == 0
 
 
-@pytest.mark.promise("A load beside kernels is never torn.")
 def test_no_load_is_torn_in_a_thousand_rounds() -> None:
     assert torn_loads(1000, None) == 0
 

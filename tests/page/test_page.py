@@ -398,7 +398,6 @@ def test_a_page_that_stays_open_for_an_hour_grows_no_more(
     assert page.complaints == []
 
 
-@pytest.mark.promise("An open live page grows neither browser nor node.")
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_browser_left_open_under_load_grows_neither_page_nor_node(

@@ -292,7 +292,6 @@ async def _decode_what_is_lost(on: Bench) -> None:
         on.latch.fail_next(Direction.LOAD, 0)
 
 
-@pytest.mark.promise("A cancel at any await of the reference engine leaves nothing behind.")
 @pytest.mark.parametrize("late", [False, True], ids=["waiting", "as-it-comes"])
 @pytest.mark.parametrize("start", [_cold, _prefill, _decode, _decode_what_is_lost])
 async def test_a_cancel_at_any_await_leaves_nothing_behind(start: Start, *, late: bool) -> None:

@@ -161,7 +161,6 @@ async def replace(here: World, name: str, content: bytes) -> None:
     await put_one(here.the_store, name, content, keep_existing=False)
 
 
-@pytest.mark.promise("A bad store delays requests by at most the deadline, and makes none wrong.")
 @pytest.mark.parametrize("failures", range(1, 4))
 async def test_a_store_that_fails_makes_it_slower_never_wrong(failures: int) -> None:  # fault 12
     async with world(store=await filled(tokens(18))) as here:
@@ -171,7 +170,6 @@ async def test_a_store_that_fails_makes_it_slower_never_wrong(failures: int) -> 
         assert (await here.run(tokens(18))).total_tokens == 17
 
 
-@pytest.mark.promise("A bad store delays requests by at most the deadline, and makes none wrong.")
 async def test_a_store_that_hangs_costs_at_most_the_deadline() -> None:  # fault 12
     async with world(store=await filled(tokens(18)), fetch_deadline_s=0.3) as here:
         here.the_store.hold()

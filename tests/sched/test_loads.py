@@ -362,7 +362,7 @@ async def test_a_load_that_joined_another_keeps_its_blocks_in_whatever_order_the
 # The engine's kernels (rule 7)
 
 
-@pytest.mark.promise("No block is written while a kernel may read it.")
+@pytest.mark.promise("Copies and kernels never overlap on the same blocks.")
 async def test_no_block_is_written_while_a_kernel_of_its_last_request_may_read_it() -> None:
     async with world(device_blocks=2, host_write=WritePolicy.NONE) as here:
         kernel = ManualEvent()
@@ -394,7 +394,7 @@ async def test_private_blocks_wait_for_the_kernels_too() -> None:
         await here.settle()
 
 
-@pytest.mark.promise("An offload starts after the kernels that wrote the blocks.")
+@pytest.mark.promise("Copies and kernels never overlap on the same blocks.")
 async def test_an_offload_for_room_starts_after_the_kernels_that_wrote_the_blocks() -> None:
     async with world(device_blocks=3, host_write=WritePolicy.WRITE_BACK) as here:
         kernel = ManualEvent()

@@ -37,7 +37,6 @@ async def use(node: World, prompt: list[int], request: Request) -> int:
     return cached
 
 
-@pytest.mark.promise("A prompt larger than the host tier is fetched whole.")
 @pytest.mark.parametrize("host_blocks", [1, 2, 33])
 @pytest.mark.parametrize("count", [397, 399, 400])
 async def test_a_prompt_comes_whole_through_a_host_tier_that_has_no_room_for_it(

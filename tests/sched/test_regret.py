@@ -180,7 +180,6 @@ def test_a_node_whose_engine_was_slow_when_it_learnt_its_speed_finds_out(
     assert sum(took[FIRST:]) <= (ALL - FIRST) * (SHARE_MORE * 0.1 + MORE_S)
 
 
-@pytest.mark.promise("A node uses a stalled store again after a few requests.")
 @pytest.mark.parametrize(("compute_s", "tells"), [(0.3, True), (1.0, False)])
 @pytest.mark.parametrize("delay_s", [0.02, 0.09, 0.3])
 @pytest.mark.parametrize("is_mid_fetch", [False, True], ids=["unanswered", "answered"])

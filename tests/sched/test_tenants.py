@@ -239,7 +239,6 @@ async def test_what_a_tenant_was_given_is_its_own_still_after_others_took_its_pl
         await run(here, "a", tokens(12))
 
 
-@pytest.mark.promise("Each tier evicts by its own policy within a quota.")
 @pytest.mark.parametrize("host_eviction", [EvictionKind.LRU, EvictionKind.LFU])
 async def test_within_a_quota_each_tier_evicts_by_its_own_policy(
     host_eviction: EvictionKind,

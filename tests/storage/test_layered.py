@@ -68,7 +68,7 @@ async def test_what_came_from_afar_is_near_the_next_time() -> None:
         assert far.num_operations == asked
 
 
-@pytest.mark.promise("A failing near store falls back to the far store.")
+@pytest.mark.promise("A failing near store or damaged near copy is replaced by the far store.")
 async def test_a_near_store_that_fails_is_a_slower_far_one() -> None:
     near, far = memory(), memory()
     store = LayeredStore(near, far, LayeredSettings())
@@ -262,7 +262,7 @@ async def test_damage_in_one_store_is_told_though_the_other_has_no_copy() -> Non
         assert await first.exists([NAME]) == 0
 
 
-@pytest.mark.promise("A damaged near copy costs only that copy.")
+@pytest.mark.promise("A failing near store or damaged near copy is replaced by the far store.")
 async def test_two_who_find_one_copy_rotten_cost_that_copy() -> None:
     first, second = memory(), memory()
     async with (store := LayeredStore(first, second, LayeredSettings())).running():

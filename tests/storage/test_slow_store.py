@@ -45,7 +45,6 @@ async def late_redis(server: RedisServer, delay_s: float) -> AsyncIterator[tuple
         yield proxy, proxy.url
 
 
-@pytest.mark.promise("A store 500 ms late counts as slow, and hand-offs over it succeed.")
 @pytest.mark.parametrize("is_late_at_first", [True, False])
 async def test_a_store_that_takes_half_a_second_for_each_answer_is_used(
     is_late_at_first: bool,
@@ -106,7 +105,6 @@ async def test_who_says_where_the_servers_are_may_take_long_to_say_so(
                     assert await put_one(store, "t:f:a:0", b"x") is PutStatus.STORED
 
 
-@pytest.mark.promise("A store 500 ms late counts as slow, and hand-offs over it succeed.")
 async def test_a_hand_off_over_a_store_that_is_later_than_its_deadlines_succeeds(
     empty_redis: RedisServer,  # noqa: F811
 ) -> None:
@@ -167,7 +165,6 @@ async def test_a_hand_off_waits_for_few_answers_one_after_the_other() -> None:
         assert stores[1].turns <= 2
 
 
-@pytest.mark.promise("A store 500 ms late counts as slow, and hand-offs over it succeed.")
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("is_asked_first", [True, False])

@@ -40,7 +40,6 @@ async def test_a_cancelled_caller_waits_for_its_thread_but_not_for_one_it_has_no
     assert begun == []
 
 
-@pytest.mark.promise("A cancelled opening of a store leaves nothing behind.")
 async def test_what_a_cancelled_opening_took_is_given_back() -> None:
     threads = WorkerThreads("here", 1)
     begun, release = threading.Event(), threading.Event()

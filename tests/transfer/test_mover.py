@@ -215,7 +215,6 @@ async def test_a_movement_ends_with_its_last_layer_and_a_lane_with_its_planes() 
     device.close()
 
 
-@pytest.mark.promise("Statistics say when each layer of a load was on the device.")
 async def test_of_a_load_it_is_told_when_each_layer_was_there() -> None:
     device = LayerByLayer()
     planes, host = device.allocate_planes(LAYOUT, 4), device.allocate_host(LAYOUT, 4)
