@@ -81,6 +81,16 @@ def load_traced(
     """Load settings as `load` does, and return the origin of each setting that is no default.
 
     Origins are given by "table.key": a file, a variable, or "option".
+
+    Args:
+        kind: Class of the settings, with a field per table.
+        path: A TOML file; None for no file.
+        environ: Environment variables; those with the prefix TIERKV_ win over the file.
+        options: Table, key and value of command-line options, which win over the environment.
+        beside: Class with tables that are skipped, of another program with the same file.
+
+    Raises:
+        ConfigError: The file cannot be read, or a setting is unknown or wrong.
     """
     table: dict[str, Any] = _read(path) if path is not None else {}
     origins = dict.fromkeys(flat(table), str(path))
@@ -131,7 +141,12 @@ def from_mapping(
 
 
 def flat(table: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    """Return the values of nested tables, by "table.key"."""
+    """Return the values of nested tables, by "table.key".
+
+    Args:
+        table: Nested tables.
+        at: Prefix of all names, such as "table.".
+    """
     found: dict[str, Any] = {}
     for key, value in table.items():
         found |= flat(value, f"{at}{key}.") if isinstance(value, Mapping) else {f"{at}{key}": value}
@@ -139,17 +154,44 @@ def flat(table: Mapping[str, Any], at: str = "") -> dict[str, Any]:
 
 
 def all_above_zero(table: str, settings: object, *names: str) -> None:
-    """Raise ConfigError unless each of these is a number above 0: TOML has nan and inf, too."""
+    """Check that settings are numbers above 0. TOML has nan and inf, too.
+
+    Args:
+        table: Name of the settings' table, for the error.
+        settings: Object with the settings as attributes.
+        *names: Names of the settings to check.
+
+    Raises:
+        ConfigError: A setting is no number above 0.
+    """
     _check_all(table, settings, names, "a number above 0", lambda number: number > 0)
 
 
 def none_negative(table: str, settings: object, *names: str) -> None:
-    """Raise ConfigError unless each of these is a number, and not below 0."""
+    """Check that settings are numbers of 0 or more.
+
+    Args:
+        table: Name of the settings' table, for the error.
+        settings: Object with the settings as attributes.
+        *names: Names of the settings to check.
+
+    Raises:
+        ConfigError: A setting is no number, or below 0.
+    """
     _check_all(table, settings, names, "a number not below 0", lambda number: number >= 0)
 
 
 def all_at_least_one(table: str, settings: object, *names: str) -> None:
-    """Raise ConfigError unless each of these counts is 1 or more."""
+    """Check that settings are counts of 1 or more.
+
+    Args:
+        table: Name of the settings' table, for the error.
+        settings: Object with the settings as attributes.
+        *names: Names of the settings to check.
+
+    Raises:
+        ConfigError: A setting is below 1.
+    """
     _check_all(table, settings, names, "at least 1", lambda number: number >= 1)
 
 
@@ -203,7 +245,12 @@ def settings_in(kind: object) -> dict[str, Any]:
 
 
 def names_in(kind: object, at: str = "") -> list[str]:
-    """Return the names of all settings in `kind`, as "table.key"."""
+    """Return the names of all settings of a class, as "table.key".
+
+    Args:
+        kind: Class of the settings.
+        at: Prefix of all names, such as "table.".
+    """
     names = []
     for name, inner in settings_in(kind).items():
         names.append(f"{at}{name}")
@@ -213,9 +260,13 @@ def names_in(kind: object, at: str = "") -> list[str]:
 
 
 def suggestion(unknown: str, known: Sequence[str]) -> str:
-    """Return the name in `known` that was probably meant, as the end of a sentence.
+    """Return the probable name of an unknown setting, as the end of a sentence.
 
-    "" if none is close. A key that exists in another table is meant there.
+    "" if none is close.
+
+    Args:
+        unknown: The unknown name. A known setting with the same key in another table is preferred.
+        known: Names of all settings, as "table.key".
     """
     key = unknown.rpartition(".")[2]
     elsewhere = [name for name in known if name.rpartition(".")[2] == key]

@@ -132,7 +132,11 @@ class AsyncClient:
         return await self._node.ask("GET", "/v1/verify", VerifyAnswer)
 
     async def openapi(self) -> dict[str, object]:
-        """Return the OpenAPI document of this node's routes."""
+        """Return the OpenAPI document of this node's routes.
+
+        Raises:
+            NotANodeError: The answer is not a JSON document.
+        """
         raw = await self._node.ask("GET", "/openapi.json", bytes)
         try:
             return msgspec.json.decode(raw, type=dict[str, object])
@@ -144,6 +148,12 @@ class AsyncClient:
     async def generate(
         self, body: GenerateBody, *, timeout_s: float | None = None
     ) -> GenerateAnswer:
+        """Generate from a prompt, and return the whole answer.
+
+        Args:
+            body: The prompt, the number of tokens, and the sampling.
+            timeout_s: Seconds until the call ends with an error; None for the client's own limit.
+        """
         body = named(replace(body, stream=False))
         return await self._node.ask(
             "POST", "/v1/generate", GenerateAnswer, body=body, timeout_s=timeout_s
@@ -151,6 +161,10 @@ class AsyncClient:
 
     async def prefill(self, body: PrefillBody, *, timeout_s: float | None = None) -> PrefillAnswer:
         """Compute and publish a prompt.
+
+        Args:
+            body: The prompt, the ticket's id, and the sampling of the first token.
+            timeout_s: Seconds until the call ends with an error; None for the client's own limit.
 
         Raises:
             HandoffError: The prompt cannot be published.
@@ -162,6 +176,10 @@ class AsyncClient:
 
     async def decode(self, body: DecodeBody, *, timeout_s: float | None = None) -> DecodeAnswer:
         """Claim a published prompt and generate from it.
+
+        Args:
+            body: The ticket's id, the prompt, the claim policy, and the number of tokens.
+            timeout_s: Seconds until the call ends with an error; None for the client's own limit.
 
         Raises:
             HandoffError: The prompt cannot be claimed.
@@ -232,7 +250,12 @@ class AsyncClient:
         return await self._node.ask("GET", "/v1/pins", PinsAnswer)
 
     async def pin(self, name: str, body: PinBody) -> PinAnswer:
-        """Keep what is cached of a prompt from being evicted, for a while; `name` is yours."""
+        """Protect the cached blocks of a prompt from eviction for a time.
+
+        Args:
+            name: Id of the pin, chosen by the caller. An existing pin of this id is replaced.
+            body: The prompt, the seconds, and whether the pin is soft.
+        """
         return await self._node.ask("PUT", "/v1/pins/{id}", PinAnswer, name, body)
 
     async def pin_state(self, name: str) -> PinAnswer:
@@ -309,6 +332,12 @@ class AsyncClient:
         return await self._node.ask("DELETE", "/v1/tiers/storage", TiersAnswer)
 
     async def set_quota(self, tenant: str, body: QuotaBody) -> QuotaAnswer:
+        """Set the numbers of blocks that a tenant may have.
+
+        Args:
+            tenant: Name of the tenant.
+            body: Largest numbers of device and host blocks; None for no limit.
+        """
         return await self._node.ask("PUT", "/v1/quotas/{id}", QuotaAnswer, tenant, body)
 
     async def quota(self, tenant: str) -> QuotaAnswer:

@@ -58,9 +58,11 @@ class Retries:
             )
 
     def allows(self, error: TierKVError, attempt: int) -> bool:
-        """Return whether to ask again after `error` of attempt number `attempt`, 1 or more.
+        """Return whether to repeat a call. Repeating is safe, since work has a request id.
 
-        Asking a node twice does no more than asking once: work has a request id.
+        Args:
+            error: The error of the last attempt.
+            attempt: Number of the last attempt, from 1.
         """
         if attempt >= self.attempts:
             return False
@@ -75,9 +77,11 @@ class Retries:
         return isinstance(error, BrokenOffError)
 
     def pause_s(self, error: TierKVError, attempt: int) -> float:
-        """Return a random pause in seconds.
+        """Return the seconds before the next attempt: random, so that refused clients spread out.
 
-        Clients that are refused together then return at different times.
+        Args:
+            error: The error of the last attempt, perhaps with the node's Retry-After in seconds.
+            attempt: Number of the last attempt, from 1.
         """
         jitter = random.uniform(0, min(self.most_s, self.first_s * 2 ** (attempt - 1)))
         told = error.retry_after_s if isinstance(error, RemoteError) else None
@@ -188,6 +192,12 @@ class Calls:
 
     @asynccontextmanager
     async def events(self, path: str, headers: Mapping[str, str]) -> AsyncIterator[EventStream]:
+        """Open the server-sent events of a route for the time of the body.
+
+        Args:
+            path: Path of the route.
+            headers: Headers of the request, such as Last-Event-ID.
+        """
         async with self._opened(_Question("GET", path, bytes, headers=headers)) as events:
             yield EventStream(events)
 

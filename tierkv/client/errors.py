@@ -92,7 +92,12 @@ def remote_error(problem: Problem, *, retry_after_s: float | None = None) -> Rem
 
 
 def read_problem(content_type: str, raw: bytes) -> Problem | None:
-    """Return the problem in an answer of this type, None if there is none."""
+    """Return the problem in an answer, None if there is none.
+
+    Args:
+        content_type: Media type of the answer.
+        raw: Body of the answer.
+    """
     if content_type != PROBLEM_JSON:
         return None
     try:

@@ -247,6 +247,11 @@ def translated(where: str) -> Iterator[None]:
 
     Args:
         where: The node, in words of errors.
+
+    Raises:
+        ConfigError: `where` is not the URL of a node.
+        UnreachableError: No connection could be made.
+        BrokenOffError: The connection ended before the answer was complete.
     """
     try:
         yield

@@ -129,7 +129,11 @@ class Events:
         return DeadlineError(f"{self._where} sent nothing for {self._gap_s} s")
 
     def decoded(self, event: ServerEvent, kind: type[T]) -> T:
-        """Return the data of `event` as `kind`.
+        """Return the data of an event as a struct.
+
+        Args:
+            event: An event of this stream.
+            kind: Type of the struct.
 
         Raises:
             NotANodeError: The data does not fit `kind`.

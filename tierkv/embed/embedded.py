@@ -235,9 +235,16 @@ class Embedded:
         )
 
     def extend(self, request_id: str, num_tokens: int) -> Call[Admitted]:
-        """Make room for `num_tokens` beyond the committed tokens; the result has the longer table.
+        """Make room for more tokens. The call's result has the longer block table.
 
-        Refused with OutOfBlocksError if this request is the one to be preempted.
+        The call is refused with OutOfBlocksError if this request is the one to be preempted.
+
+        Args:
+            request_id: Id of a running request.
+            num_tokens: Number of tokens beyond the committed ones.
+
+        Raises:
+            BadRequestError: `num_tokens` is no count.
         """
         check_count(num_tokens=num_tokens)
 
@@ -268,7 +275,14 @@ class Embedded:
         return self._in_turn("recover", request_id, work)
 
     def preempt(self, request_id: str, *, after: Sequence[Event] = ()) -> Call[None]:
-        """Give the blocks back for a while; what was committed stays cached if it can."""
+        """Release the request's blocks until it is resumed.
+
+        Committed tokens stay cached if there is room.
+
+        Args:
+            request_id: Id of a running request.
+            after: Events of kernels that may still use the blocks.
+        """
         done = events(after)
         return self._in_turn("preempt", request_id, lambda session: session.preempt(after=done))
 
@@ -345,9 +359,14 @@ class Embedded:
         )
 
     def abort(self, request_id: str, *, after: Sequence[Event] = ()) -> Call[bool]:
-        """End the request whatever it is doing: its calls under way are refused with AbortedError.
+        """End the request in any state; its running calls are refused with AbortedError.
 
-        The result says whether there was such a request.
+        Args:
+            request_id: Id of the request.
+            after: Events of kernels that may still use the blocks.
+
+        Returns:
+            A call whose result is True if there was such a request.
         """
         check_text(request_id=request_id)
         done = events(after)
@@ -457,12 +476,26 @@ def check_count(**values: int) -> None:
 
 
 def check_integer(**values: int) -> None:
+    """Check that named arguments are integers.
+
+    Raises:
+        BadRequestError: An argument is no integer; the sentence names it.
+    """
     for name, value in values.items():
         if not isinstance(value, Integral):
             raise _wrong(name, "an integer", value)
 
 
 def check_choice(kind: type[Enum], **values: Enum) -> None:
+    """Check that named arguments are members of an enum.
+
+    Args:
+        kind: The enum.
+        **values: Arguments by name.
+
+    Raises:
+        BadRequestError: An argument is no member; the sentence names it.
+    """
     for name, value in values.items():
         if not isinstance(value, kind):
             raise _wrong(name, f"a {kind.__name__}", value)

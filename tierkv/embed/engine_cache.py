@@ -574,9 +574,11 @@ class EngineCache:
             return None
 
     def wait_for_lookup(self, key: str, timeout_s: float) -> None:
-        """Block until `lookup` has an answer for `key`, or for `timeout_s` seconds.
+        """Block until a lookup has an answer, for an engine that has nothing else to do.
 
-        For an engine that has nothing else to do.
+        Args:
+            key: The request's key, as given to `lookup`.
+            timeout_s: Longest time to block, in seconds.
         """
         known = self._known.get(key)
         if known is not None and known.call is not None:
@@ -1006,7 +1008,12 @@ class EngineCache:
         return self._host.wait(timeout_s)
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Record that `num_tokens` prompt tokens took `seconds`; see Service.note_prefill."""
+        """Record the engine's speed; see Service.note_prefill.
+
+        Args:
+            num_tokens: Number of prompt tokens computed.
+            seconds: Time that computing took.
+        """
         self._host.call(HostSide.note_prefill, num_tokens, seconds)
 
     def keep_session(self, session: str, prompt: Prompt, ttl_s: float) -> None:

@@ -485,7 +485,13 @@ class EngineListener:
     async def serving(
         self, side: HostSide, sizes: HostSizes, settings: EngineCacheSettings
     ) -> AsyncIterator[None]:
-        """Let engines with the fingerprint of `sizes` use the tier, in the body."""
+        """Accept engines at the socket in the body, if their fingerprint is that of `sizes`.
+
+        Args:
+            side: The host tier that engines use.
+            sizes: Fingerprint, groups and numbers of slots of the tier.
+            settings: Limits for all engines together.
+        """
         self._sizes, self._settings = sizes, settings
         async with task_group() as group:
             accepting = group.create_task(self._accept(side), name="tierkv-engines")

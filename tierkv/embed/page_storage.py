@@ -164,7 +164,12 @@ class PageStorage:
         return pool
 
     def storage_io(self, fingerprint: Fingerprint, slices: Sequence[Slice]) -> StorageIO:
-        """Return the way between the store and `slices` of one fingerprint."""
+        """Return the reader and writer of pages of one fingerprint.
+
+        Args:
+            fingerprint: Identity of the pages' content.
+            slices: Memory and layout of each part of a page; the first stands for the whole.
+        """
         names, whole = Names(self._prefix, fingerprint.short), slices[0]
         return StorageIO(
             self._store,
@@ -258,17 +263,32 @@ class PagePool:
         return self._storage.run(self._count(self._stored(keys)))
 
     def load(self, keys: Sequence[bytes], page_ids: Sequence[int]) -> Future[list[bool]]:
-        """Bring pages into `page_ids`, and return for each whether every byte has arrived, checked.
+        """Load pages from the store into the engine's memory.
 
-        A page that did not arrive may hold any bytes. The engine must not use the pages before the
-        future is done.
+        The engine must not use the pages before the future is done. A page that did not arrive may
+        hold any
+        bytes.
+
+        Args:
+            keys: The engine's names of the pages.
+            page_ids: Page of the engine's memory for each key.
+
+        Returns:
+            Future of one bool per key: True if every byte has arrived and matches its checksum.
         """
         return self._storage.run(self._load(self._stored(keys), self._ids(keys, page_ids)))
 
     def store(self, keys: Sequence[bytes], page_ids: Sequence[int]) -> Future[list[bool]]:
-        """Store the pages at `page_ids`, and return for each whether it is in the store now.
+        """Store pages of the engine's memory.
 
         The engine must not change the pages before the future is done.
+
+        Args:
+            keys: The engine's names of the pages.
+            page_ids: Page of the engine's memory for each key.
+
+        Returns:
+            Future of one bool per key: True if the page is in the store now.
         """
         return self._storage.run(self._save(self._stored(keys), self._ids(keys, page_ids)))
 

@@ -104,9 +104,11 @@ class Publishings:
     def start(
         self, work: Coroutine[None, None, Published], stream: PublishStream | None = None
     ) -> Publishing:
-        """Run `work` in a task.
+        """Run a publish in a task. An expected failure is its outcome and does not end the service.
 
-        An expected failure is its outcome, and does not end the service.
+        Args:
+            work: The publish.
+            stream: The stream that the publish reads from; None if the prompt is computed.
         """
         task = self._tasks.create_task(_outcome(work), name="tierkv-publish")
         publishing = Publishing(task, stream)
@@ -382,9 +384,11 @@ class Service:
         return num_copies
 
     def space_of_tenant(self, tenant: str, adapter: str = "") -> str:
-        """Return the space of a tenant's prompts for an adapter, opened on first use.
+        """Return the space of a tenant's prompts, opened on first use; see Tenants.space_of.
 
-        See Tenants.space_of.
+        Args:
+            tenant: Name of the tenant; "" for the node's own.
+            adapter: Name and revision of LoRA weights; "" for none.
         """
         return self.tenants.space_of(tenant, adapter)
 
@@ -393,7 +397,12 @@ class Service:
         return self.tenants.quota_of(space)
 
     def set_quota(self, space: str, quota: Quota) -> None:
-        """Set the most device and host blocks that a space may have; see Tenants.set_quota."""
+        """Set the numbers of blocks that a space may have; see Tenants.set_quota.
+
+        Args:
+            space: Name of the space.
+            quota: Largest numbers of device and host blocks.
+        """
         self.tenants.set_quota(space, quota)
 
     def set_limits(self, space: str, limits: Limits) -> None:
@@ -445,7 +454,12 @@ class Service:
         return f"{self._made_of.handoff.prefix}:{space or self.fingerprint.short}"
 
     async def resize(self, tier: Tier, capacity: int) -> None:
-        """Set the number of slots of a tier, within its memory; see Lifecycle.resize."""
+        """Set the number of slots of a tier, within its memory; see Lifecycle.resize.
+
+        Args:
+            tier: Device or host.
+            capacity: New number of slots, in blocks.
+        """
         await self._parts.lifecycle.resize(tier, capacity)
 
     def reset(self) -> int:
@@ -623,11 +637,15 @@ class Service:
         return self._arrivals.abort(request_id) or self.scheduler.abort(request_id)
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Record that the engine took `seconds` to compute `num_tokens` prompt tokens.
+        """Record the engine's speed, which decides between fetching, waiting and computing.
 
-        From these times the node learns what is worth fetching or waiting for. Without them it uses
-        the times from admissions to commits, and no request waits for blocks that another one is
-        computing.
+        Without reports the node measures the time from admissions to commits, and no request waits
+        for
+        blocks that another request is computing.
+
+        Args:
+            num_tokens: Number of prompt tokens computed.
+            seconds: Time that computing took.
         """
         if num_tokens > 0 and seconds > 0:
             self.estimator.prefill.note(num_tokens, seconds)
@@ -653,11 +671,13 @@ class Service:
         return self._parts.handoff
 
     async def check_ticket_is_free(self, ticket_id: str, prompt: Prompt) -> None:
-        """Check that no ticket of this id for another prompt can be claimed.
-
-        See Tickets.check_free.
+        """Check that no other prompt's ticket of this id can be claimed; see Tickets.check_free.
 
         A store that does not answer in time counts as a free ticket.
+
+        Args:
+            ticket_id: Id of the ticket.
+            prompt: The prompt to publish.
 
         Raises:
             DuplicateRequestError: another prompt's ticket of this id can be claimed.

@@ -348,9 +348,13 @@ class Session:
     # While it runs
 
     async def commit(self, tokens: bytes, *, after: Sequence[Event] = ()) -> None:
-        """Record that the block table has the KV of `tokens` once `after` is done.
+        """Record that the block table holds the KV of more tokens. See Scheduler.commit.
 
-        Streams of the prompt publish their part of it next. See Scheduler.commit.
+        Streams of the prompt publish their part of it next.
+
+        Args:
+            tokens: The tokens since the last commit, packed as little-endian int32.
+            after: Events of the kernels that write the KV.
         """
         request = self.running()
         await self._service.scheduler.commit(request, tokens, after=after)
@@ -590,7 +594,12 @@ class Session:
     def abort(
         self, *, after: Sequence[Event] = (), reason: str = "the request was aborted"
     ) -> None:
-        """End the request as `end` does, and give up its publishes."""
+        """End the request as `end` does, and give up its publishes.
+
+        Args:
+            after: Events of kernels that may still use the blocks.
+            reason: Reason for waiting callers and for claimers, as a sentence.
+        """
         streaming = [one for one in self._publishes.values() if one.stream is not None]
         self.end(after=after, reason=reason)
         for publishing in self._busy():

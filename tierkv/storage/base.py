@@ -96,6 +96,11 @@ class BaseStore(ABC):
         limit: int,
         cursor: str | None = None,  # noqa: ARG002 - the protocol's
     ) -> ListPage:
+        """Refuse to list values; see Store.list. A store that can list overrides this.
+
+        Raises:
+            StoreUnavailableError: Always.
+        """
         check_prefix(prefix)
         check_limit(limit)
         raise StoreUnavailableError("this store cannot list its values")
@@ -250,7 +255,11 @@ class WorkerThreads:
         await outlast(set(self._in_flight), on_cancel=lambda: None)
 
     def check_open(self) -> None:
-        """Raise StoreUnavailableError outside `running()`."""
+        """Check that the threads are running.
+
+        Raises:
+            StoreUnavailableError: The call is outside `running()`.
+        """
         if self._pool is None:
             raise StoreUnavailableError(f"{self._owner} is closed")
 
@@ -361,7 +370,12 @@ _MAX_PIECES = 1024
 
 
 def copy_into(content: Buffer, views: Sequence[memoryview]) -> None:
-    """Fill `views`, in order, from their start, with `content`, which must fit."""
+    """Copy a value into views.
+
+    Args:
+        content: The value, at most as long as all views together.
+        views: Memory that is filled in order.
+    """
     source, at = memoryview(content), 0
     for view in flat(views):
         piece = source[at : at + len(view)]
@@ -371,7 +385,12 @@ def copy_into(content: Buffer, views: Sequence[memoryview]) -> None:
 
 
 def room_for(num_bytes: int, views: Sequence[memoryview]) -> tuple[memoryview, ...]:
-    """Return the first `num_bytes` bytes of `views`, which have room for them."""
+    """Return the first bytes of views, without a copy.
+
+    Args:
+        num_bytes: Number of bytes, at most the views' sum.
+        views: Memory in order.
+    """
     return cut_buffers(views, [num_bytes])[0]
 
 
@@ -409,7 +428,11 @@ def read_fully(fd: int, views: Sequence[memoryview], digest: Digest | None = Non
 
 
 def write_fully(fd: int, parts: Sequence[Buffer]) -> None:
-    """Append `parts`, in order, to the file.
+    """Append bytes to a file.
+
+    Args:
+        fd: File descriptor, open for writing.
+        parts: Bytes in order.
 
     Raises:
         OSError: a part of the bytes may have been written.
@@ -432,7 +455,12 @@ def _after(pieces: list[memoryview], num_bytes: int) -> list[memoryview]:
 
 
 def cut_buffers(buffers: Sequence[Buffer], sizes: Sequence[int]) -> list[tuple[memoryview, ...]]:
-    """Return `buffers`, joined, as consecutive pieces of `sizes` bytes, without a copy."""
+    """Return buffers, joined, as consecutive pieces, without a copy.
+
+    Args:
+        buffers: Buffers in order.
+        sizes: Bytes of each piece; their sum is at most that of the buffers.
+    """
     rest = deque(flat(buffers))
     pieces = []
     for size in sizes:

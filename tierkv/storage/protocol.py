@@ -105,6 +105,12 @@ class Topics:
 
     @contextmanager
     def listening(self, topic: str, *, is_live: bool) -> Iterator[Listener]:
+        """Yield a listener of a topic for the time of the body.
+
+        Args:
+            topic: Name of the topic.
+            is_live: True if messages of the topic arrive now; False if the listener has to poll.
+        """
         listener = Listener()
         listener.is_live = is_live
         self._listeners.setdefault(topic, set()).add(listener)
@@ -119,9 +125,11 @@ class Topics:
                 self.changed.set()
 
     def hear(self, topic: str, message: str) -> None:
-        """Pass a message on. Text that is no message may come from any writer.
+        """Pass a message to a topic's listeners. Text that is no message counts as LOOK.
 
-        It counts as LOOK.
+        Args:
+            topic: Name of the topic.
+            message: The message, perhaps from a writer outside tierkv.
         """
         if not _MESSAGE.fullmatch(message):
             message = LOOK
@@ -129,7 +137,12 @@ class Topics:
             listener.hear(message)
 
     def turn(self, topic: str, *, is_live: bool) -> None:
-        """Set `is_live` of the topic's listeners, and send LOOK: they may have missed a message."""
+        """Set whether messages of a topic arrive, and send its listeners LOOK for missed messages.
+
+        Args:
+            topic: Name of the topic.
+            is_live: True if messages arrive now; False if listeners have to poll.
+        """
         for listener in self._listeners.get(topic, ()):
             listener.is_live = is_live
             listener.hear(LOOK)
@@ -165,6 +178,12 @@ class Hub:
         yield
 
     async def notify(self, topic: str, message: str = LOOK) -> None:
+        """Send a message to this process's listeners of a topic; see Notifier.notify.
+
+        Args:
+            topic: Name of the topic.
+            message: The message.
+        """
         self.topics.hear(topic, check_message(message))
 
     def listen(self, topic: str) -> AbstractContextManager[Listener]:
@@ -325,7 +344,12 @@ class GetOutcome:
 
 
 def too_long(item: GetItem, num_bytes: int) -> GetOutcome:
-    """Return the outcome of a value of `num_bytes` bytes without room in `item`."""
+    """Return the outcome of a value that has no room in an item.
+
+    Args:
+        item: The item with its room.
+        num_bytes: Size of the value.
+    """
     reason = (
         f"{item.name} has {num_bytes} bytes, more than the {item.room_bytes} that were expected"
     )
@@ -602,9 +626,13 @@ class Store(Protocol):
         """
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
-        """Let values live for `ttl_s` seconds from now; return the number of those that existed.
+        """Renew the life of values, and return the number of values that existed.
 
         A value without expiry gets one.
+
+        Args:
+            names: Names of the values.
+            ttl_s: Seconds from now that the values live.
 
         Raises:
             StoreUnavailableError: the store does not answer.
