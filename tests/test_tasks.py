@@ -13,7 +13,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from tests.simulated import simulated
 from tierkv import tasks
 from tierkv.errors import ShuttingDownError, StoreUnavailableError, TierKVError
-from tierkv.tasks import abandonable, background, failures_told_to, supervised, task_group
+from tierkv.tasks import abandonable, background, failures_reported_to, supervised, task_group
 
 
 async def _all_fail(errors: list[Exception]) -> None:
@@ -136,7 +136,7 @@ async def test_a_supervised_task_that_fails_is_counted_and_started_again_and_nob
         async with background({"send": send()}):
             await asyncio.Event().wait()
 
-    with failures_told_to(lambda name, _: heard.append(name)):
+    with failures_reported_to(lambda name, _: heard.append(name)):
         async with asyncio.timeout(10), supervised({"hints": hints}):
             await works.wait()
     assert tasks.failures["hints"] - before == 2
@@ -150,7 +150,7 @@ async def test_a_supervised_task_whose_own_state_is_wrong_ends_the_body() -> Non
         raise AssertionError("two owners of one slot")
 
     with (
-        failures_told_to(lambda name, _: heard.append(name)),
+        failures_reported_to(lambda name, _: heard.append(name)),
         pytest.raises(AssertionError, match="two owners"),
     ):
         async with asyncio.timeout(10), supervised({"counts": counts}):

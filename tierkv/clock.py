@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-_EXACT_S = 1.0  # longest exchange whose answer replaces an earlier one
+_EXACT_S = 1.0  # an exchange of at most this many seconds replaces an earlier answer
 _SKEW_S = 2.0  # twice the largest error of an exchange of _EXACT_S, and a margin
 
 
@@ -26,7 +26,7 @@ class SystemClock:
 
 
 class StoreClock:
-    """The clock of a store, which its users share; this machine's until the store tells its own.
+    """The clock of a store, which its users share; until the store answers, this machine's clock.
 
     Between two answers of the store the monotonic clock counts: a step of this machine's wall clock
     changes nothing.

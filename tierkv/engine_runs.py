@@ -219,7 +219,7 @@ class SessionEngine(ABC):
 
     @abstractmethod
     def check(self, job: GenerateRequest) -> None:
-        """Raise BadRequestError if the model cannot serve `job`, whose tokens are the model's."""
+        """Raise BadRequestError if the model cannot serve `job`, with tokens of this model."""
 
     @abstractmethod
     def running(self) -> AbstractAsyncContextManager[None]:

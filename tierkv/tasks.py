@@ -29,24 +29,24 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 failures: Counter[str] = Counter()
 
 OnFailure = Callable[[str, BaseException], None]
-_told: ContextVar[OnFailure | None] = ContextVar("tierkv_told_of_failures", default=None)
+_on_failure: ContextVar[OnFailure | None] = ContextVar("tierkv_on_failure", default=None)
 
 
 @contextmanager
-def failures_told_to(on_failure: OnFailure) -> Iterator[None]:
+def failures_reported_to(on_failure: OnFailure) -> Iterator[None]:
     """Make groups that are entered in the body report an unexpected error at once.
 
     `on_failure` receives the task's name and its error. The group itself raises only when all its
     tasks have ended.
     """
-    _told.set(on_failure)
+    _on_failure.set(on_failure)
     try:
         yield
     finally:
-        _told.set(None)
+        _on_failure.set(None)
 
 
-class _TellingGroup(asyncio.TaskGroup):
+class _ReportingGroup(asyncio.TaskGroup):
     def __init__(self, on_failure: OnFailure) -> None:
         super().__init__()
         self._on_failure = on_failure
@@ -77,9 +77,9 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
     The first of several expected errors is raised: a lost connection fails all tasks that wait for
     it at once.
     """
-    tell = _told.get()
+    report = _on_failure.get()
     try:
-        async with asyncio.TaskGroup() if tell is None else _TellingGroup(tell) as group:
+        async with asyncio.TaskGroup() if report is None else _ReportingGroup(report) as group:
             yield group
     except BaseExceptionGroup as errors:
         first = errors.exceptions[0]
@@ -121,12 +121,13 @@ async def supervised(
 
 
 async def _supervise(name: str, start: Callable[[], Coroutine[None, None, None]]) -> None:
-    tell, loop, pause_s = _told.get(), asyncio.get_running_loop(), _FIRST_PAUSE_S
+    report, loop, pause_s = _on_failure.get(), asyncio.get_running_loop(), _FIRST_PAUSE_S
     task = asyncio.current_task()
     assert task is not None, "this is one"
     while True:
         began_at = loop.time()
-        _told.set(None)  # groups that `start` enters: their failures are this function's to catch
+        # Failures of groups that `start` enters are caught below.
+        _on_failure.set(None)
         try:
             return await start()
         except AssertionError:
@@ -142,7 +143,7 @@ async def _supervise(name: str, start: Callable[[], Coroutine[None, None, None]]
             about = (name, type(error).__name__, error, pause_s)
             _log.warning(text, *about, exc_info=error if is_first else None)
         finally:
-            _told.set(tell)
+            _on_failure.set(report)
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -259,12 +260,12 @@ async def abandonable(
             if not outcome.done():
                 outcome.set_result(result)
 
-    def tell(_: asyncio.Task[None]) -> None:
+    def report(_: asyncio.Task[None]) -> None:
         if not outcome.done():
             outcome.set_exception(ended())
 
     task = start(carry_out(), name=name)
-    task.add_done_callback(tell)
+    task.add_done_callback(report)
     try:
         return await outcome
     finally:

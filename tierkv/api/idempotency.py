@@ -118,7 +118,7 @@ class Once(Generic[T]):
             entry.outcome.set_exception(error)
             entry.outcome.exception()  # seen: the error is raised here too
             raise
-        except BaseException:  # the first caller has gone: a waiting call does the work
+        except BaseException:  # the first caller disconnected: a waiting call does the work
             self._drop(key)
             entry.outcome.cancel()
             raise

@@ -459,7 +459,7 @@ def stores(states: Iterable[StoreState]) -> Iterator[Metric]:
     )
     yield gauge(
         "tierkv_storage_clock_skew_seconds",
-        "Seconds that this machine's clock is ahead of that of a store that tells its time",
+        "Seconds that this machine's clock is ahead of that of a store that has a clock",
         ("tenant",),
         {
             (tenant,): store.clock_skew_s

@@ -75,7 +75,7 @@ class _Stream:
         self._changed = asyncio.Event()
         self._is_over = False
 
-    def tell(self, tokens: Sequence[int]) -> None:
+    def add(self, tokens: Sequence[int]) -> None:
         # A run that begins again repeats its tokens, so only tokens beyond the known ones are new.
         self._tokens += tokens[len(self._tokens) :]
         self._changed.set()
@@ -86,7 +86,7 @@ class _Stream:
         self._changed.set()
 
     async def send(self) -> None:
-        """Send the tokens that `tell` adds, until `end` is called and all are sent."""
+        """Send the tokens that `add` brings, until `end` is called and all are sent."""
         sent = 0
         try:
             while not self._is_over or sent < len(self._tokens):
@@ -161,7 +161,7 @@ async def streaming(
         decoder: Decoder of the tokens' text.
     """
     stream = _Stream(request, decoder)
-    answer.job = replace(answer.job, on_tokens=stream.tell)
+    answer.job = replace(answer.job, on_tokens=stream.add)
     failure: Exception | None = None
     async with task_group() as tasks:
         tasks.create_task(stream.send(), name="tierkv-stream")
@@ -169,7 +169,7 @@ async def streaming(
             async with stream.scope:
                 yield
             if answer.made is not None:  # a repeated call sends all tokens at once
-                stream.tell(answer.made.tokens)
+                stream.add(answer.made.tokens)
         except Exception as error:  # noqa: BLE001 - an unexpected error is logged
             failure = error
         finally:

@@ -38,7 +38,7 @@ from tierkv.http import process
 from tierkv.http.callers import Access, Guard, UnauthenticatedError
 from tierkv.http.live import PageRoutes
 from tierkv.http.problems import fail
-from tierkv.http.process import LastResort, told_to_end
+from tierkv.http.process import LastResort, stop_signal
 from tierkv.http.route import NO_ROUTE, HttpRouter, Route, routes_of
 from tierkv.http.server import answering, bind, is_loopback, make_room_for, unix_listener
 
@@ -138,11 +138,11 @@ async def _serve_engines(
 
     at_socket = EngineListener(path, why_not)
     async with guard.running(), at_socket.listening():
-        with told_to_end(lambda: None) as told:
+        with stop_signal(lambda: None) as stop:
             log.info("waiting for the first engine to connect at %s", path)
             # Both are this function's: one is awaited, and the other cancelled, below.
             first = asyncio.ensure_future(at_socket.first())
-            ending = asyncio.ensure_future(told.wait())
+            ending = asyncio.ensure_future(stop.wait())
             await asyncio.wait({first, ending}, return_when=asyncio.FIRST_COMPLETED)
             ending.cancel()
             if not first.done():
@@ -205,12 +205,12 @@ async def serve(
     last_resort.why = partial(_why_left, node)
     grace_s = node.settings.node.drain_grace_s
     at = listening(node, *listeners)
-    with told_to_end(node.hurry) as told:
+    with stop_signal(node.hurry) as stop:
 
         def failed() -> None:
             last_resort.start()
             node.hurry()
-            told.set()
+            stop.set()
 
         node.service.on_failure = failed
         await process.serve(
@@ -220,7 +220,7 @@ async def serve(
             announce,
             grace_s=grace_s,
             on_closing=last_resort.start,
-            told=told,
+            stop=stop,
         )
     if node.service.failure is not None:
         raise ServiceFailedError(f"the node ended after a failure: {node.service.failure}")

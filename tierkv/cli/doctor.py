@@ -106,10 +106,10 @@ def _store_findings(settings: NodeSettings, environ: Mapping[str, str]) -> list[
 
 def _clock_finding(skew_s: float | None) -> Finding:
     if skew_s is None:
-        value = "the store tells no time: tickets expire by the clocks of the nodes"
+        value = "the store has no clock: tickets expire by the clocks of the nodes"
         return Finding("clock", value, remedy="keep the clocks of all nodes together by NTP")
     if is_skew(skew_s):
-        value = f"the store tells its time, and {skew_in_words(skew_s)}"
+        value = f"the store has a clock, and {skew_in_words(skew_s)}"
         return Finding("clock", value, Verdict.WARNING, "set this machine's clock by NTP")
     return Finding("clock", f"{abs(skew_s):.2f} s from the store's")
 

@@ -69,7 +69,7 @@ def _lifetime(ctx: click.Context, param: click.Parameter, value: str | None) -> 
 @click.option(
     "--tenant",
     default="",
-    help="The tenant whose blocks the caller uses.  [default: the node's own]",
+    help="The caller works with the blocks of this tenant.  [default: the node's own]",
 )
 @click.option(
     "--expires",

@@ -541,7 +541,7 @@ class EngineListener:
         return hello
 
     async def _serve(self, come: tuple[socket.socket, EngineHello], side: HostSide) -> None:
-        """Serve an engine until it is gone, and none of its processes copies any more."""
+        """Serve an engine until it has ended and none of its processes copies any more."""
         (end, hello), loop = come, asyncio.get_running_loop()
         try:
             mine, theirs = socket.socketpair()

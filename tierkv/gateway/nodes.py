@@ -35,7 +35,7 @@ class BackendNode:
         self.outstanding_tokens = 0
         self.running = 0
         self.num_failures = 0  # in a row
-        self.lives = 0  # how often it came back after a failure; what it held before may be gone
+        self.lives = 0  # returns after failures; blocks cached before a failure may be lost
         self.fingerprint: dict[str, str] | None = None  # what it computes, as it says itself
         self.differs_in: tuple[str, ...] = ()  # fields of it, from what most others compute
         self._settings = settings

@@ -45,7 +45,7 @@ from tierkv.http.bodies import EVENT_STREAM, open_stream, write
 from tierkv.http.callers import Access, Guard
 from tierkv.http.live import PageRoutes
 from tierkv.http.problems import fail, log_if_unexpected
-from tierkv.http.process import LastResort, in_turns, told_to_end
+from tierkv.http.process import LastResort, in_turns, stop_signal
 from tierkv.http.route import HttpRouter, Route, in_path, routes_of
 from tierkv.http.server import answering, bind, make_room_for
 from tierkv.tasks import task_group
@@ -370,7 +370,7 @@ def run(settings: GatewaySettings, announce: Callable[[str], None]) -> None:
     with tracing.exporting("gateway"), bind(section, asks_callers=asks_callers) as listener:
 
         async def serve() -> None:
-            with told_to_end(gateway.hurry) as told:
+            with stop_signal(gateway.hurry) as stop:
                 await process.serve(
                     gateway,
                     "the gateway",
@@ -378,7 +378,7 @@ def run(settings: GatewaySettings, announce: Callable[[str], None]) -> None:
                     announce,
                     grace_s=section.drain_grace_s,
                     on_closing=last_resort.start,
-                    told=told,
+                    stop=stop,
                 )
 
         try:

@@ -254,7 +254,7 @@ class CpuLane:
                 if event is not events[-1]:
                     event.reach()
             events[-1].reach()
-        except Exception as error:  # noqa: BLE001 - whatever it is, waiters must hear of it
+        except Exception as error:  # noqa: BLE001 - waiters must get the error
             failed = TransferError(
                 f"{self._direction.value} failed at layer {at}: {error}",
                 blocks=tuple(copy.block_ids.tolist()),
@@ -388,7 +388,7 @@ class CpuDevice:
         try:
             for plane in planes.arrays:
                 plane[target_ids] = plane[source_ids]
-        except Exception as error:  # noqa: BLE001 - whatever it is, the waiter must hear of it
+        except Exception as error:  # noqa: BLE001 - the waiter must get the error
             blocks = tuple(target_ids.tolist())
             event.reach(TransferError(f"copy within the device failed: {error}", blocks=blocks))
         else:

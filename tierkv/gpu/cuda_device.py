@@ -281,7 +281,7 @@ class CudaDevice:
             event = self.compute_stream.record()
             time.sleep(_AT_ONCE_S)
             return not event.is_done
-        except TransferError:  # the GPU is lost: whoever waits for a copy hears of it
+        except TransferError:  # the GPU is lost: callers that wait for a copy get the error
             return True
 
     def _unpin(self, address: int) -> None:

@@ -466,7 +466,7 @@ class CudaLane:
                 for unit, end in units:
                     if end is not None:
                         self._tell(job, unit, end)
-        except Exception as error:  # noqa: BLE001 - whatever it is, waiters must hear of it
+        except Exception as error:  # noqa: BLE001 - waiters must get the error
             failure = _failure(self._direction, job.reached, job.copy, error)
             try:
                 self._let_end()

@@ -164,7 +164,7 @@ class PinnedSlots:
             began, pin = time.monotonic(), self._pins[index]
             try:
                 self._pin(self._chunks[index])
-            except Exception as error:  # noqa: BLE001 - whatever it is, copies must hear of it
+            except Exception as error:  # noqa: BLE001 - copies must get the error
                 pin.set_exception(error)
             else:
                 pin.set_result(None)

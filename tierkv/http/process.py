@@ -221,18 +221,18 @@ class Working:
 
 
 @contextmanager
-def told_to_end(hurry: Callable[[], None]) -> Iterator[asyncio.Event]:
+def stop_signal(hurry: Callable[[], None]) -> Iterator[asyncio.Event]:
     """Yield an event that the first SIGTERM or SIGINT sets; a second one calls `hurry`.
 
     SIGHUP, by which operators ask for certificates to be read again, does not end the process.
     """
-    told = asyncio.Event()
+    stop = asyncio.Event()
 
     def on_signal() -> None:
-        if told.is_set():
+        if stop.is_set():
             log.warning("a second signal: not waiting for the work under way")
             hurry()
-        told.set()
+        stop.set()
 
     def on_hangup() -> None:
         log.info("SIGHUP: certificates and the auth file are read again when they have changed")
@@ -242,7 +242,7 @@ def told_to_end(hurry: Callable[[], None]) -> Iterator[asyncio.Event]:
     for number, handler in handlers.items():
         loop.add_signal_handler(number, handler)
     try:
-        yield told
+        yield stop
     finally:
         for number in handlers:
             loop.remove_signal_handler(number)
@@ -265,9 +265,9 @@ async def serve(  # noqa: PLR0913 - each is the node's or the gateway's own
     *,
     grace_s: float,
     on_closing: Callable[[], None],
-    told: asyncio.Event,
+    stop: asyncio.Event,
 ) -> None:
-    """Run `served` while it is `listening`, which yields its URL, until `told` is set.
+    """Run `served` while it is `listening`, which yields its URL, until `stop` is set.
 
     `served` then drains: it is unready and takes no more work. Running work may end within the
     grace time and is cut off after it; `served.hurry` cuts it off at once. The address answers
@@ -280,7 +280,7 @@ async def serve(  # noqa: PLR0913 - each is the node's or the gateway's own
         announce: Called with the URL once it answers there.
         grace_s: Seconds for which running work may go on.
         on_closing: Called when no work is left or the grace time is over; possibly twice.
-        told: The event that a signal sets; see `told_to_end`.
+        stop: The event that a signal sets; see `stop_signal`.
     """
     await start_threads()
     async with listening as url, served.running():
@@ -289,7 +289,7 @@ async def serve(  # noqa: PLR0913 - each is the node's or the gateway's own
         log.info("%s is ready at %s", name, url)
         announce(url)
         try:
-            await told.wait()
+            await stop.wait()
             log.info("%s drains, for up to %g s", name, grace_s)
             # Closing begins after the grace time, even if some work does not end when cut off.
             asyncio.get_running_loop().call_later(grace_s, on_closing)

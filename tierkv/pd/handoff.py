@@ -325,7 +325,7 @@ async def _patiently(work: Callable[[], Awaitable[T]]) -> T:
         try:
             return await work()
         except (StoreRefusedError, StoreDownError):
-            raise  # it answers, and says no; or is gone, and claimers compute without it by then
+            raise  # the store refuses the write, or is down and claimers compute by then
         except StoreUnavailableError:
             is_slow = time() - began > _PATIENCE_S / 2
             until = time() + _PATIENCE_S if is_slow else min(until, time() + _PATIENCE_S)

@@ -838,7 +838,7 @@ class Tickets:
         """Return the error for an expired ticket. Its words name the clock that decided."""
         skew_s = self._storage.store.health.clock_skew_s
         if skew_s is None:
-            clock = "this node's clock, as the store tells no time"
+            clock = "this node's clock, as the store has no clock"
         else:
             clock = "the store's clock" + (f" ({skew_in_words(skew_s)})" if is_skew(skew_s) else "")
         ago_s = self.now() - ticket.expires_at

@@ -56,7 +56,7 @@ _TENSORS_OF_GGUF = {
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model on disk, whose sizes are known and whose weights are not read yet.
+    """A model on disk: its sizes are known, its weights are not read yet.
 
     Attributes:
         config: The sizes; `config.weights` is a digest of the files.
@@ -264,7 +264,7 @@ _ALIGNMENT = 64
 
 
 def _shared(checkpoint: Checkpoint, folder: Path) -> Weights:
-    """Return weights whose pages all processes share that map the same file in `folder`."""
+    """Return weights in memory that all processes share that map the same file in `folder`."""
     file = folder / f"{checkpoint.config.weights}-{PANEL}.safetensors"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -344,7 +344,7 @@ def _reader(
 
 
 def _digest(files: list[Path]) -> str:
-    """Return a digest of the files' bytes: nodes whose weights differ must not share KV."""
+    """Return a digest of the files' bytes: nodes with different weights must not share KV."""
     hashed = xxhash.xxh3_128()
     for file in files:
         with file.open("rb") as opened:

@@ -38,7 +38,7 @@ from tierkv.service.components import Components, Memory, ServiceConfig, check, 
 from tierkv.service.kv_events import EventsSection, KvEventPublisher
 from tierkv.storage import maintenance
 from tierkv.storage.protocol import Store, StoredValue
-from tierkv.tasks import failures_told_to, task_group
+from tierkv.tasks import failures_reported_to, task_group
 from tierkv.transfer.deletions import Deletions
 from tierkv.transfer.storage_io import StorageIO
 from tierkv.transfer.tier import StorageOptions, StorageTier, StoreState
@@ -220,7 +220,7 @@ class Service:
         self.is_draining = False
         self.failure = None
         self._made_of.begin_anew()
-        with failures_told_to(self._failed):
+        with failures_reported_to(self._failed):
             async with self._running():
                 yield
         log.info("service %s closed", self._made_of.name)

@@ -353,7 +353,7 @@ class Session:
         Streams of the prompt publish their part of it next.
 
         Args:
-            tokens: The tokens since the last commit, packed as little-endian int32.
+            tokens: All tokens from the prompt's start on, packed as little-endian int32.
             after: Events of the kernels that write the KV.
         """
         request = self.running()

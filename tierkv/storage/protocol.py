@@ -536,7 +536,7 @@ class Store(Protocol):
     def health(self) -> StoreHealth: ...
 
     def now(self) -> float:
-        """Return the store's time in Unix seconds; this machine's if the store has told none.
+        """Return the store's time in Unix seconds; this machine's if the store has no clock.
 
         Times that other users of the store will read are made and compared with this clock.
         """

@@ -229,7 +229,7 @@ class DirectServer:
                     await channel.send_answer(answer, secret_of(self._secret, ask.offer))
                 left_s = self._held_s
         except (OSError, EOFError, TimeoutError):
-            pass  # it has gone, or hangs
+            pass  # the producer has ended, or hangs
         except StoreCorruptError as error:
             log.warning("a claimer's question for block addresses was refused: %s", error)
         except AssertionError:

@@ -436,7 +436,7 @@ class RedisNode:
     async def _describe(
         self, talk: Conversation, names: Sequence[str], moving: MutableSequence[str]
     ) -> Sequence[StoredValue]:
-        """Return size and expiry of each name, without names that are gone or are not strings.
+        """Return size and expiry of each name, without missing names and values other than strings.
 
         Names that are moving to another server are appended to `moving`.
         """

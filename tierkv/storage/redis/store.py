@@ -206,7 +206,11 @@ class RedisStore(BaseStore):
             case [bytes(seconds), bytes(microseconds)] if (seconds + microseconds).isdigit():
                 self._clock.note(int(seconds) + int(microseconds) / 1e6, asked_at)
             case _:
-                _log.info("%s does not tell its time: allow +time (%.80r)", self.url, reply)
+                _log.info(
+                    "%s refuses TIME, so the nodes' own clocks count: allow +time (%.80r)",
+                    self.url,
+                    reply,
+                )
 
     async def ping(self) -> None:
         await self._opened().ping()
