@@ -952,6 +952,8 @@ def test_turns_of_a_session_are_kept_and_hints_are_followed_or_counted(
     told = {name: counts[name] - before.get(name, 0) for name in counts}
     assert (told["fetch_hints"], told["ignored_hints"]) == (1, 5)
     assert told["kept_turns"] == 2
+    metrics = one.ask("metrics")
+    assert all(metrics[f"vllm:tierkv_{name}"] >= count > 0 for name, count in told.items())
     stored = [event for event in one.ask("events") if event["kind"] == "BlockStored"]
     names = set(one.ask("hashes", tokens=some))
     assert {event["session"] for event in stored if names & set(event["names"])} == {"a"}

@@ -126,6 +126,9 @@ _COUNTS = {
     "published_prompts": "Prompts that were handed over",
     "failed_publishes": "Prompts that could not be handed over",
     "lost_tickets": "Requests whose ticket could not be claimed",
+    "kept_turns": "Turns of sessions whose blocks in host memory are evicted last",
+    "fetch_hints": "Hints to fetch a prompt, which were followed",
+    "ignored_hints": "Hints of unknown protocols, actions or versions",
 }
 # The protocol of hints, and the one action that is followed, with its version.
 _HINTS, _FETCH = "0.1", ("kv.fetch", "1.0")

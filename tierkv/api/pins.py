@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tierkv.api.idempotency import Key
@@ -64,6 +65,20 @@ class PinBook:
         pin = Pin(pin_id, num_blocks, prompt.num_tokens, is_soft, self._now() + ttl_s)
         pins[pin_id] = pin
         return pin
+
+    def keep_turn(self, key: Key, prompt: Prompt, ttl_s: float) -> None:
+        """Pin the last turn of a session softly, in place of the turn before.
+
+        A turn beyond `MOST_PINS` is not kept, and no error.
+
+        Args:
+            key: Tenant and id of the session.
+            prompt: Prompt and answer of the turn.
+            ttl_s: Seconds to keep the turn; 0 to keep nothing.
+        """
+        if ttl_s > 0:
+            with suppress(TooManyError):
+                self.put(key, prompt, ttl_s, is_soft=True)
 
     def get(self, key: Key) -> Pin:
         """Return the pin of `key`.

@@ -25,7 +25,7 @@ from tierkv.api.types import (
     TokenizeBody,
     job_of,
 )
-from tierkv.cache.keys import TOKEN_BYTES, count, unpack
+from tierkv.cache.keys import TOKEN_BYTES, Prompt, count, pack, unpack
 from tierkv.engine import GenerateRequest
 from tierkv.errors import RequestTooLargeError
 from tierkv.http import bodies
@@ -35,6 +35,8 @@ from tierkv.http.problems import UnknownIdError, WrongRoleError, log_if_unexpect
 from tierkv.http.route import Disconnect, Route
 from tierkv.tasks import task_group
 from tierkv.tokenizers import TextDecoder
+
+_SESSION_HEADER = "X-Session-ID"  # as vLLM names it
 
 
 class TokensEvent(msgspec.Struct, frozen=True):
@@ -193,6 +195,7 @@ class _Asked:
 
     Attributes:
         content: A digest of the request, the same whether its answer is streamed or not.
+        session_id: The session that the request is a turn of, None without one.
     """
 
     operation: str
@@ -200,6 +203,8 @@ class _Asked:
     tenant: str
     content: bytes
     job: GenerateRequest
+    prompt: Prompt
+    session_id: str | None
 
 
 class WorkRoutes(Routes):
@@ -316,8 +321,34 @@ class WorkRoutes(Routes):
         job = job_of(body, spec, request_name, prompt, max_tokens, uses_cache=uses_cache)
         if isinstance(body, GenerateBody):
             job = replace(job, answered_tokens=body.answered_tokens)
-        content = content_of(msgspec.structs.replace(body, stream=False), prompt.tokens)
-        return _Asked(operation, request_id, principal_of(request).tenant, content, job)
+        plain = msgspec.structs.replace(body, stream=False, session_id=None)
+        content = content_of(plain, prompt.tokens)
+        tenant, session_id = principal_of(request).tenant, self._session_id(request, body)
+        return _Asked(operation, request_id, tenant, content, job, prompt, session_id)
+
+    def _session_id(
+        self, request: web.BaseRequest, body: GenerateBody | PrefillBody | DecodeBody
+    ) -> str | None:
+        """Return the session's id: of the body, or of X-Session-ID; None without both.
+
+        Raises:
+            FieldError: The text is no valid id.
+        """
+        given = body.session_id
+        if given is None:
+            given = request.headers.get(_SESSION_HEADER)
+        return None if given is None else bodies.check_id(given, "session_id")
+
+    def _keep_turn(self, asked: _Asked, answer: GenerateAnswer | None) -> None:
+        """Keep prompt and answer for the next turn of the session."""
+        if asked.session_id is None or answer is None:
+            return
+        prompt = asked.prompt
+        turn = Prompt(
+            prompt.tokens + pack(answer.tokens), prompt.block_size, prompt.extras, prompt.space
+        )
+        ttl_s = self._node.settings.node.session_ttl_s
+        self._node.pins.keep_turn((asked.tenant, asked.session_id), turn, ttl_s)
 
     @asynccontextmanager
     async def _answering(
@@ -337,6 +368,7 @@ class WorkRoutes(Routes):
             answer.made = call.made
             yield answer
             call.made = answer.made
+            self._keep_turn(asked, answer.made)
 
     def _decoder(self, asked: _Asked) -> TextDecoder:
         """Return a decoder that has already decoded the prompt's answered tokens."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tierkv.config import all_above_zero
+from tierkv.config import all_above_zero, none_negative
 from tierkv.engine import EngineSpec
 from tierkv.engines import EngineTables, engine_of
 from tierkv.errors import ConfigError
@@ -52,6 +52,8 @@ class NodeSection(ListenSection, frozen=True, kw_only=True, forbid_unknown_field
     second GPU.
     close_limit_s: seconds that closing may take after the drain. The process then ends with exit
     status 1, even if a store or a device, such as a disk that hangs, still uses the node's memory.
+    session_ttl_s: seconds after a turn of a session in which its blocks are evicted last; 0 for no
+    difference.
     unix_socket: path of a Unix socket to listen on in addition; "" for none.
     listens_tcp: False listens on the Unix socket only.
     engine_socket: path of the Unix socket to which engines in other processes connect; the node
@@ -67,6 +69,7 @@ class NodeSection(ListenSection, frozen=True, kw_only=True, forbid_unknown_field
     port: int = 8100
     drain_grace_s: float = 20.0
     close_limit_s: float = 60.0
+    session_ttl_s: float = 300.0
     unix_socket: str = ""
     listens_tcp: bool = True
     engine_socket: str = ""
@@ -78,6 +81,7 @@ class NodeSection(ListenSection, frozen=True, kw_only=True, forbid_unknown_field
                 "node.listens_tcp is false, which needs node.unix_socket: set it to a path"
             )
         all_above_zero("node", self, "close_limit_s")
+        none_negative("node", self, "session_ttl_s")
         if not self.name.isprintable():
             raise ConfigError(
                 f"node.name must be one line of printable characters, not {self.name[:80]!r}"

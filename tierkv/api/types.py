@@ -164,6 +164,7 @@ class GenerateBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
     """A request to generate tokens.
 
     Attributes:
+        session_id: Session that the request is a turn of; its blocks are evicted last for a time.
         use_cache: False computes every token and leaves nothing cached.
         stream: True answers with tokens as server-sent events while they are generated.
         answered_tokens: Number of tokens at the prompt's end that are an earlier part of the
@@ -175,6 +176,7 @@ class GenerateBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     request_id: str | None = None
+    session_id: str | None = None
     temperature: float = 0.0
     top_k: TopK = 0
     seed: int = 0
@@ -202,6 +204,7 @@ class PrefillBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     request_id: str | None = None
+    session_id: str | None = None
     temperature: float = 0.0
     top_k: TopK = 0
     seed: int = 0
@@ -226,6 +229,7 @@ class DecodeBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     request_id: str | None = None
+    session_id: str | None = None
     temperature: float = 0.0
     top_k: TopK = 0
     seed: int = 0
