@@ -21,8 +21,10 @@ async def until(condition: Callable[[], bool], what: str = "the condition") -> N
     """Return once `condition()` holds; other threads work meanwhile."""
     try:
         async with asyncio.timeout(PATIENCE_S):
-            while not condition():  # noqa: ASYNC110 - conditions are turned by copy threads, too
-                await asyncio.sleep(0.0005)
+            pause_s = 0.0005  # grows: a long wait would otherwise burn half a core
+            while not condition():
+                await asyncio.sleep(pause_s)
+                pause_s = min(1.2 * pause_s, 0.01)
     except TimeoutError:
         raise AssertionError(f"{what} did not come true within {PATIENCE_S:g} s") from None
 

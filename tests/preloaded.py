@@ -7,6 +7,7 @@ starts, by PYTHONPATH, gets a new interpreter.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import importlib
 import json
@@ -20,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _MODULES = (
+    "numpy.random",
     "tierkv.cli.live",
     "tierkv.cli.node",
     "tierkv.cli.serving",
@@ -32,6 +34,7 @@ _MODULES = (
 )
 _MAX_REQUEST_BYTES = 200_000
 _LOST = -signal.SIGKILL
+_PR_SET_PDEATHSIG = 1
 _PYTHONPATH = os.environ.get("PYTHONPATH")
 
 
@@ -71,6 +74,9 @@ class Forked:
     def send_signal(self, number: int) -> None:
         if self.returncode is None:
             os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -112,26 +118,37 @@ def _interpreter() -> socket.socket:
                     cwd=Path(__file__).parents[1],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
+                    # Processes that compute at once leave each other a core.
+                    env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
                 )
             )
     return _requests
 
 
-def may_start(environ: Mapping[str, str]) -> bool:
-    """Return whether a fork behaves as a new interpreter with this environment would."""
-    return environ.get("PYTHONPATH") == _PYTHONPATH
-
-
-async def start(
-    arguments: Sequence[str | Path], *, environ: Mapping[str, str], stderr: int | None = None
-) -> Forked:
-    """Start `tierkv`.
+async def new_process(
+    arguments: Sequence[str | Path], environ: Mapping[str, str], *, stderr: int | None = None
+) -> asyncio.subprocess.Process | Forked:
+    """Start `tierkv` as a fork, or as a new interpreter where `environ` changes how one starts.
 
     Args:
         arguments: Arguments of the command.
         environ: Its whole environment.
         stderr: File descriptor of its log; None for a pipe.
     """
+    if environ.get("PYTHONPATH") == _PYTHONPATH:
+        return await _fork(arguments, environ=environ, stderr=stderr)
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tierkv", *map(str, arguments)),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE if stderr is None else stderr,
+        env=environ,
+    )
+
+
+async def _fork(
+    arguments: Sequence[str | Path], *, environ: Mapping[str, str], stderr: int | None
+) -> Forked:
     status, out, err = await _Pipe.open(), await _Pipe.open(), None
     if stderr is None:
         err = await _Pipe.open()
@@ -192,6 +209,7 @@ def _serve(requests: socket.socket) -> None:
 
 
 def _become(request: dict[str, object], out: int, err: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # no node outlives the tests
     null = os.open(os.devnull, os.O_RDONLY)
     for fd, target in ((null, 0), (out, 1), (err, 2)):
         os.dup2(fd, target)

@@ -18,7 +18,7 @@ import aiohttp
 
 from tests.faulty import FaultyStore
 from tests.latch import CopyLatch, until
-from tests.preloaded import Forked, may_start, start
+from tests.preloaded import Forked, new_process
 from tests.sessions import begin_request, publish_request
 from tierkv.api.node import Node
 from tierkv.api.server import listening
@@ -196,7 +196,7 @@ async def process(
     """Started and listening; killed at the end if it still runs."""
     log = folder / f"{uuid4().hex}.log"
     with log.open("wb") as stderr:
-        child = await _started(
+        child = await new_process(
             (command, "--port", "0", *arguments), clean_environ(folder), stderr=stderr.fileno()
         )
     try:
@@ -215,7 +215,7 @@ async def process(
 
 async def run_to_end(folder: Path, *arguments: str | Path, **environ: str) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of a command that should end by itself."""
-    child = await _started(arguments, clean_environ(folder) | environ)
+    child = await new_process(arguments, clean_environ(folder) | environ)
     try:
         async with asyncio.timeout(_START_S):
             out, err = await child.communicate()
@@ -225,20 +225,6 @@ async def run_to_end(folder: Path, *arguments: str | Path, **environ: str) -> tu
             await child.wait()
     assert child.returncode is not None
     return child.returncode, out.decode(), err.decode()
-
-
-async def _started(
-    arguments: Sequence[str | Path], environ: Mapping[str, str], *, stderr: int | None = None
-) -> asyncio.subprocess.Process | Forked:
-    if may_start(environ):
-        return await start(arguments, environ=environ, stderr=stderr)
-    return await asyncio.create_subprocess_exec(
-        *tierkv(*arguments),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE if stderr is None else stderr,
-        env=environ,
-    )
 
 
 def clean_environ(folder: Path) -> dict[str, str]:

@@ -11,8 +11,8 @@ import pytest
 from tests.clocks import ProcessClocks
 from tests.e2e.exact import fresh_connections, text, truth
 from tests.e2e.test_processes import pair
+from tests.processes import NodeProcess, gateway
 from tests.redis_server import redis_server
-from tierkv.demo.processes import NodeProcess, gateway
 from tierkv.refmodel.model import decode as decode_text
 
 pytestmark = pytest.mark.timeout(300)

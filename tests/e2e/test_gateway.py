@@ -18,8 +18,8 @@ import pytest
 import pytest_asyncio
 
 from tests.e2e.exact import fresh_connections, text, truth
+from tests.processes import NodeProcess, gateway, node
 from tests.redis_server import free_port
-from tierkv.demo.processes import NodeProcess, gateway, node
 from tierkv.engine import Sampling
 from tierkv.refmodel.model import decode as decode_text
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tierkv.demo.processes import NodeProcess, gateway, node
+from tests.processes import NodeProcess, gateway, node
 
 _LAG = re.compile(r'tierkv_gateway_event_loop_lag_seconds_bucket\{le="([^"]+)"\} ([0-9.e+]+)')
 

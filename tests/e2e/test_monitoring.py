@@ -17,6 +17,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from tests.processes import NodeProcess, gateway, node
 from tests.prometheus_server import (
     DEPLOY,
     RULES,
@@ -27,7 +28,7 @@ from tests.prometheus_server import (
     promtool,
 )
 from tests.redis_server import RedisServer, redis_server
-from tierkv.demo.processes import NodeProcess, gateway, node, together
+from tierkv.demo.processes import together
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 

@@ -14,8 +14,8 @@ import aiohttp
 import pytest
 
 from tests.e2e.exact import fresh_connections, text, truth
+from tests.processes import NodeProcess, node, stop
 from tests.redis_server import redis_server
-from tierkv.demo.processes import NodeProcess, node, stop
 from tierkv.engine import Sampling
 from tierkv.refmodel.model import decode as decode_text
 

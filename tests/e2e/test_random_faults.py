@@ -36,9 +36,9 @@ from tests.e2e.exact import fresh_connections, text, truth
 from tests.e2e.test_gateway import Answer
 from tests.embed.driver import Driver
 from tests.embed.test_groups import MODELS, hybrid
+from tests.processes import NodeProcess, gateway, node
 from tests.redis_proxy import Proxy, proxy_on_a_thread
 from tests.redis_server import RedisServer, free_port, redis_server
-from tierkv.demo.processes import DemoError, NodeProcess, gateway, node
 from tierkv.embed import EngineCacheSettings
 from tierkv.engine import Sampling
 from tierkv.refmodel.model import decode as decode_text
@@ -325,7 +325,7 @@ class Site:
                 try:
                     await self.start(name, port)
                     break
-                except DemoError:
+                except AssertionError:
                     if attempt == 4:
                         raise
             self._dead.discard(name)

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from tests.models import llama_tensors, write_llama, write_llama_gguf
+from tests.processes import NodeProcess, gateway, node
 from tests.refmodel.paged_run import PagedRun
 from tierkv.api.types import DecodeBody, GenerateBody, PrefillBody
 from tierkv.cache.keys import unpack
-from tierkv.demo.processes import NodeProcess, gateway, node
 from tierkv.engine import Sampling
 from tierkv.model_tokenizer import read_tokenizer
 from tierkv.refmodel.checkpoint import open_checkpoint

@@ -15,9 +15,9 @@ import pytest
 
 from tests.e2e.exact import fresh_connections, text, truth
 from tests.e2e.test_processes import Cluster, storage  # noqa: F401 - a fixture
+from tests.processes import NodeProcess
 from tests.redis_server import PATIENT
 from tierkv.clock import SystemClock
-from tierkv.demo.processes import NodeProcess
 from tierkv.refmodel.model import decode as decode_text
 from tierkv.storage.factory import open_store
 

@@ -15,11 +15,11 @@ import pytest
 
 from tests.e2e.exact import BLOCK_SIZE, CONFIG, MODEL, fresh_connections, text, truth
 from tests.latch import until
+from tests.processes import node, stop
 from tests.redis_server import redis_server
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Fingerprint, pack
 from tierkv.clock import SystemClock
-from tierkv.demo.processes import node, stop
 from tierkv.engine import GenerateRequest, Sampling
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import BlockCopy, Direction

@@ -16,8 +16,8 @@ import pytest
 
 from tests.e2e.exact import text, truth
 from tests.e2e.test_processes import Cluster, cluster
+from tests.processes import NodeProcess
 from tests.redis_server import RedisServer, redis_server
-from tierkv.demo.processes import DemoError, NodeProcess
 from tierkv.engine import Sampling
 from tierkv.refmodel.model import decode as decode_text
 
@@ -43,11 +43,7 @@ class Mortal:
 
     async def start(self) -> None:
         name = f"{self._role}-{self.num_deaths}"
-        try:
-            self.process = await self._life.enter_async_context(self._nodes.node(name, self._role))
-        except DemoError as error:
-            said = await asyncio.to_thread((self._folder / f"{name}.log").read_text)
-            raise AssertionError(f"{error}\n{said[-4000:]}") from error
+        self.process = await self._life.enter_async_context(self._nodes.node(name, self._role))
 
     async def die(self) -> None:
         self.process.process.kill()

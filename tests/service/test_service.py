@@ -113,7 +113,7 @@ async def test_what_cannot_be_admitted_is_refused_before_storage_is_asked(
 async def test_a_store_in_the_place_of_one_that_hung_is_asked_by_the_first_request() -> None:
     best_effort = FetchPolicy.BEST_EFFORT
     async with world(store=await filled(tokens(18)), fetch_policy=best_effort) as here:
-        here.service.note_prefill(100, 100.0)
+        here.service.note_prefill(100, 1.0)
         here.the_store.hold()
         for number in range(3):
             assert (await here.run(tokens(18, 100 * number + 100))).total_tokens == 0

@@ -12,13 +12,13 @@ from typing import TypeVar
 import pytest
 
 from tests.e2e.exact import exact_node, text, truth
+from tests.processes import NodeProcess, node
 from tests.redis_groups import redis_cluster
 from tests.redis_proxy import Proxy, redis_proxy
 from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F401 - fixtures
 from tests.storage.values import content_of, get_one, put_one
 from tierkv.api.types import DecodeBody, PrefillBody
 from tierkv.clock import SystemClock
-from tierkv.demo.processes import NodeProcess, node
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.storage.base import StoreWrapper
 from tierkv.storage.factory import StoreSettings, open_guarded_store
