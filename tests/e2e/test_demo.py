@@ -125,13 +125,8 @@ def check_one_sentence(options: list[str], words: str) -> None:
     assert "Traceback" not in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        signal.SIGINT,
-        *(pytest.param(one, marks=SLOW) for one in (signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)),
-    ],
-)
+@SLOW
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 async def test_nothing_is_left_running_when_the_demo_is_stopped(
     how: signal.Signals, tmp_path: Path
 ) -> None:

@@ -6,9 +6,11 @@ import pytest
 
 from tests.gpu.cuda import run_program
 
+SLOW = pytest.mark.slow
+
 
 @pytest.mark.promise("No order of GPU work tears a block.")
-@pytest.mark.parametrize("seed", [0, 3, 4])
+@pytest.mark.parametrize("seed", [0, pytest.param(3, marks=SLOW), pytest.param(4, marks=SLOW)])
 def test_no_order_in_which_a_gpu_may_work_tears_a_block(seed: int) -> None:
     run_program("random_copies", seed)
 
@@ -37,7 +39,7 @@ def test_host_slots_that_others_have_mapped_are_pinned_while_lanes_use_them() ->
     run_program("slots_that_others_have_mapped", 1)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=SLOW)])
 def test_an_engine_s_own_tensors_are_saved_and_loaded_by_ranks(seed: int) -> None:
     run_program("an_engine_that_owns_its_blocks", seed)
 

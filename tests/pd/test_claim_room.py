@@ -81,7 +81,9 @@ async def claim(
 
 @pytest.mark.promise("A claim waits for room until its deadline, then names the reason.")
 @pytest.mark.parametrize("policy", [ClaimPolicy.WHOLE, ClaimPolicy.RECOMPUTE])
-@pytest.mark.parametrize(("count", "length"), [(10, 125), (16, 125), (10, 225)])
+@pytest.mark.parametrize(
+    ("count", "length"), [(10, 125), pytest.param(16, 125, marks=pytest.mark.slow), (10, 225)]
+)
 async def test_of_a_burst_of_claims_none_is_refused_and_nothing_is_computed_again(
     store: Store, count: int, length: int, policy: ClaimPolicy
 ) -> None:

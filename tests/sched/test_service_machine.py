@@ -258,13 +258,13 @@ async def run(seed: int, steps: int = STEPS) -> Machine:
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 48))]
+    "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 48))]
 )
 def test_every_byte_is_right_and_the_books_agree_whatever_happens(seed: int) -> None:
     simulate(run(seed))
 
 
-@pytest.mark.parametrize("seed", range(48, 51))
+@pytest.mark.parametrize("seed", [48, 49, pytest.param(50, marks=pytest.mark.slow)])
 def test_so_it_is_where_each_prompt_takes_several_groups(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +276,5 @@ def test_so_it_is_where_each_prompt_takes_several_groups(
 
 
 def test_a_seed_is_a_run() -> None:
-    first, second = simulate(run(3)), simulate(run(3))
-    assert first.diary == second.diary
-    assert first.diary != simulate(run(4)).diary
+    first, second, other = (simulate(run(seed, 150)).diary for seed in (3, 3, 4))
+    assert first == second != other

@@ -283,8 +283,17 @@ async def test_a_host_too_small_for_a_hot_prompt_is_not_tried_again_at_each_admi
             await here.ended(request)
 
 
-@pytest.mark.parametrize("host_write", WritePolicy)
-@pytest.mark.parametrize("storage_write", WritePolicy)
+@pytest.mark.parametrize(
+    ("host_write", "storage_write"),
+    [
+        pytest.param(
+            *(host, storage),
+            marks=[] if host is storage or {host, storage} == {THROUGH, BACK} else pytest.mark.slow,
+        )
+        for host in WritePolicy
+        for storage in WritePolicy
+    ],
+)
 async def test_under_pressure_every_policy_keeps_the_bytes_and_the_books(
     host_write: WritePolicy, storage_write: WritePolicy
 ) -> None:

@@ -699,7 +699,7 @@ async def test_names_that_are_only_counted_cost_a_fraction_of_values(store: Redi
     assert await store.usage("t:f") == Usage(0, 0)
 
 
-@pytest.mark.parametrize("num_there", [0, 1, 9, 10, 99, 100, 101, 555, 999, 1000])
+@pytest.mark.parametrize("num_there", [0, 1, 99, 100, 999, 1000])
 async def test_a_gap_among_a_thousand_names_is_found_wherever_it_is(
     store: RedisStore, num_there: int
 ) -> None:
