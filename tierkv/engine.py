@@ -89,7 +89,14 @@ class Sampling:
         return [name for name in names if self._value(name) != usual[name].default]
 
     def check_only(self, names: Sequence[str]) -> None:
-        """Raise BadRequestError if a field beside temperature, seed and `names` is used."""
+        """Check that only supported fields are used, beside temperature and seed.
+
+        Args:
+            names: Further fields that the engine supports.
+
+        Raises:
+            BadRequestError: Another field is used; the sentence names it.
+        """
         others = [name for name in ("top_k", *_SHARES, *_PENALTIES) if name not in names]
         if used := self.unusual(others):
             raise BadRequestError(f"the engine of this node does not have {used[0]}: leave it out")

@@ -254,6 +254,14 @@ def _largest(found: list[Prefix]) -> list[Prefix]:
 
 
 def stats(scheduler: Scheduler, mover: Mover, storage: StorageIO | None, handoff: Handoff) -> Stats:
+    """Return a snapshot of all counts.
+
+    Args:
+        scheduler: Requests and tiers.
+        mover: Copies between host and device.
+        storage: The storage tier; None if there is none.
+        handoff: Published and claimed prompts.
+    """
     tiers = scheduler.tiers
     return Stats(
         device=tiers.slots.pools[Tier.DEVICE].stats(),

@@ -179,7 +179,15 @@ class deadline:  # noqa: N801 - as contextlib.suppress; a generator took 5 us mo
 async def outlast(
     futures: AbstractSet[asyncio.Future[Any]], *, on_cancel: Callable[[], None]
 ) -> None:
-    """Return when all `futures` are done; cancels are collected and raised only then."""
+    """Return when all futures are done. Cancels are collected and raised only then.
+
+    Args:
+        futures: The futures to wait for.
+        on_cancel: Called at each cancel.
+
+    Raises:
+        CancelledError: The caller was cancelled while it waited.
+    """
     cancelled: asyncio.CancelledError | None = None
     while pending := {future for future in futures if not future.done()}:
         try:
@@ -197,7 +205,13 @@ async def outlast(
 async def both(first: Awaitable[T], second: Awaitable[U]) -> tuple[T, U]:
     """Run two awaitables at the same time, and return both results.
 
-    A TierKVError is raised when both have ended: that of the first, or else that of the second.
+    Args:
+        first: An awaitable.
+        second: Another one.
+
+    Raises:
+        TierKVError: One of them failed. The error is raised when both have ended; that of `first`
+            wins.
     """
     async with task_group() as group:
         beside = group.create_task(expected(second))

@@ -42,7 +42,11 @@ class Threads(ThreadPoolExecutor):
 
 
 def start_thread(target: Callable[[], object], name: str) -> threading.Thread:
-    """Return a daemon thread that runs `target`.
+    """Return a started daemon thread.
+
+    Args:
+        target: Function that the thread runs.
+        name: Name of the thread.
 
     Raises:
         ConfigError: The system starts no further thread.

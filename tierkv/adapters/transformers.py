@@ -134,7 +134,13 @@ class PagedCache:
         )
 
     def load(self, planes: Planes, block_table: Ids, num_tokens: int) -> DynamicCache:
-        """Return a copy of the first `num_tokens` tokens of the blocks, of batch size 1."""
+        """Return a copy of blocks as a cache of batch size 1.
+
+        Args:
+            planes: The planes of the device.
+            block_table: int32 [n], block ids of the prompt in order.
+            num_tokens: Number of tokens to copy, from the first on.
+        """
         cache = DynamicCache(config=self._config)
         if not num_tokens:
             return cache
@@ -1204,6 +1210,12 @@ class _Timer:
 
 
 def check_model(model: PreTrainedModel) -> None:
+    """Check that the cache can serve a model.
+
+    Raises:
+        LayoutError: The model's attention, encoder or rope cannot be cached.
+        ConfigError: The model is split over processes, or trains with dropout.
+    """
     config = model.config.get_text_config(decoder=True)
     kinds = {type(layer) for layer in DynamicCache(config=config).layers}
     if kinds != {DynamicLayer}:
@@ -1290,7 +1302,12 @@ def speeds(model: PreTrainedModel) -> Iterator[tuple[int, float]]:
 
 
 def states_of_one_token(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Return keys and values of each layer, [1, heads, 1, dim], as the model makes them."""
+    """Return keys and values of each layer, [1, heads, 1, dim], as the model makes them.
+
+    Raises:
+        LayoutError: A layer stores nothing, or a shape is unknown.
+        ConfigError: The layers are on several devices.
+    """
     cache = _computed(model, 1)
     empty = [at for at, layer in enumerate(cache.layers) if not layer.is_initialized]
     if empty:
@@ -1313,6 +1330,12 @@ def states_of_one_token(model: PreTrainedModel) -> list[torch.Tensor]:
 
 
 def layout_of(states: Sequence[torch.Tensor], block_size: int) -> Layout:
+    """Return the layout of blocks for keys and values.
+
+    Args:
+        states: Keys and values of one token by layer, each [1, heads, 1, dim].
+        block_size: Tokens of a block.
+    """
     widths = [one.numel() * one.element_size() for one in states]
     return Layout(
         block_size,
@@ -1436,6 +1459,9 @@ def content_of(model: PreTrainedModel) -> str:
     """Return a digest of the configuration and of all weights.
 
     The digest covers the sum of each weight's bits and some of its elements.
+
+    Raises:
+        ConfigError: A weight is not in memory.
     """
     config = {
         name: value

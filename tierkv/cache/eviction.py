@@ -553,7 +553,12 @@ EvictionKinds = tuple[EvictionKind, EvictionKind]
 
 
 def make_policy(kind: EvictionKind, capacity: int) -> EvictionPolicy:
-    """Return a policy for a tier, or for a tenant's quota of it, with `capacity` blocks."""
+    """Return the eviction policy for a tier, or for a tenant's quota of the tier.
+
+    Args:
+        kind: The policy's kind.
+        capacity: Number of blocks of the tier or quota.
+    """
     match kind:
         case EvictionKind.LRU:
             return Lru()

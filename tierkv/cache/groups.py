@@ -124,7 +124,12 @@ class CacheGroup:
 
 
 def longest_of_all(groups: Sequence[tuple[CacheGroup, TokensAt]], limit: int) -> int:
-    """Return the largest number of tokens, at most `limit`, at which every group is valid."""
+    """Return the largest number of tokens at which every group is valid.
+
+    Args:
+        groups: Each group with its tokens at each position.
+        limit: Largest number of tokens to return.
+    """
     length, before = limit, -1
     while length != before:
         before = length
@@ -134,7 +139,11 @@ def longest_of_all(groups: Sequence[tuple[CacheGroup, TokensAt]], limit: int) ->
 
 
 def as_groups(groups: Sequence[CacheGroup | Layout]) -> tuple[CacheGroup, ...]:
-    """Return the groups of an engine; a layout alone becomes one group of full attention."""
+    """Return the groups of an engine; a layout alone becomes one group of full attention.
+
+    Raises:
+        ConfigError: There is no group.
+    """
     if not groups:
         raise ConfigError("an engine needs at least one group of layers")
     return tuple(CacheGroup(one) if isinstance(one, Layout) else one for one in groups)
@@ -150,12 +159,19 @@ def main_group(groups: Sequence[CacheGroup]) -> int:
 
 
 def slots_of(groups: Sequence[CacheGroup], num_bytes: int) -> list[int]:
-    """Divide `num_bytes` of host memory into slots of each group.
+    """Divide host memory into slots of each group.
 
-    Groups with a share get that share; the others divide the rest by bytes per token.
+    Groups with a share get that share; the other groups divide the rest by bytes per token.
+
+    Args:
+        groups: The engine's groups.
+        num_bytes: Host memory of all groups together.
 
     Returns:
         The number of slots of each group.
+
+    Raises:
+        ConfigError: The shares leave nothing for a group.
     """
     said = sum(group.share or 0.0 for group in groups)
     others = [group for group in groups if group.share is None]

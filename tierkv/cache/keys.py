@@ -105,7 +105,12 @@ def count(packed: bytes) -> int:
 
 
 def common_tokens(left: bytes, right: bytes) -> int:
-    """Return how many leading tokens two short packed sequences share."""
+    """Return the number of leading tokens that two short packed sequences share.
+
+    Args:
+        left: Tokens, packed as little-endian int32.
+        right: As `left`.
+    """
     length = min(len(left), len(right))
     if left[:TOKEN_BYTES] != right[:TOKEN_BYTES]:
         return 0
@@ -226,7 +231,12 @@ class Fingerprint:
 
 
 def differences(ours: dict[str, str], theirs: dict[str, str]) -> tuple[str, ...]:
-    """Return the fields in which two readable fingerprints differ, as "field (ours, theirs)"."""
+    """Return the fields in which two fingerprints differ, each as a phrase with both values.
+
+    Args:
+        ours: Readable fields of this node's fingerprint.
+        theirs: Readable fields of the other fingerprint.
+    """
     return tuple(
         f"{field} (here {ours.get(field, 'absent')!r}, there {theirs.get(field, 'absent')!r})"
         for field in sorted(ours.keys() | theirs.keys())
@@ -432,6 +442,13 @@ def _extras(media: Sequence[MediaItem], num_tokens: int, block_size: int) -> dic
 
 
 def block_digest(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
+    """Return the SHA-256 of a block, 32 bytes.
+
+    Args:
+        parent: Digest of the block before, or of the root.
+        tokens: The block's tokens, packed as little-endian int32.
+        extra: Extra key of the media that overlap the block; empty for none.
+    """
     return hashlib.sha256(parent + tokens + extra).digest()
 
 
@@ -690,7 +707,12 @@ class Names:
         return NameRun(self, keys)
 
     def tails(self, parent: bytes, space: str = "") -> str:
-        """Return the name of the list of tails under a block, or under the root, for all shards."""
+        """Return the name of the list of tails under a block, or under the root, for all shards.
+
+        Args:
+            parent: Digest of the block or root, 32 bytes.
+            space: Short fingerprint of the space; "" for that of these names.
+        """
         return f"{self.prefix}:{space or self.fingerprint}:{parent.hex()}:tails"
 
     def ticket(self, ticket_id: str) -> str:

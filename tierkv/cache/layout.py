@@ -139,7 +139,14 @@ class Layout:
         return h.digest()
 
     def stored_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of a stored block's payload with `num_tokens` tokens."""
+        """Return the bytes of a stored block's payload.
+
+        Args:
+            num_tokens: Tokens in the block, from 1 to the block size.
+
+        Raises:
+            LayoutError: The number of tokens is outside that range.
+        """
         if not 0 < num_tokens <= self.block_size:
             raise LayoutError(f"a block holds 1 to {self.block_size} tokens, not {num_tokens}")
         if num_tokens == self.block_size or not self.has_token_bytes:
@@ -147,10 +154,18 @@ class Layout:
         return sum((plane.token_bytes or 0) * num_tokens for plane in self.planes)
 
     def cut_tail(self, slot: Bytes1D, num_tokens: int) -> Bytes1D:
-        """Return the first `num_tokens` tokens of a host slot, as one contiguous payload.
+        """Return the first tokens of a host slot, as one contiguous payload.
 
         Nothing of the slot's former contents leaves with a tail. For layouts that keep a token's
-        place private the whole opaque block is the payload. Returns a copy, or `slot` itself.
+        place private
+        the whole opaque block is the payload.
+
+        Args:
+            slot: uint8 [block_bytes].
+            num_tokens: Tokens in the tail, from 1 to the block size.
+
+        Returns:
+            A copy, or `slot` itself.
         """
         if self.stored_bytes(num_tokens) == self.block_bytes:
             return slot
@@ -162,7 +177,16 @@ class Layout:
         )
 
     def paste_tail(self, payload: Bytes1D, slot: Bytes1D, num_tokens: int) -> None:
-        """Write the payload of `cut_tail` to its places in the slot, and zero the rest."""
+        """Write the payload of `cut_tail` to its places in a host slot, and zero the rest.
+
+        Args:
+            payload: uint8 [stored_bytes(num_tokens)].
+            slot: uint8 [block_bytes], which is written.
+            num_tokens: Tokens in the tail, from 1 to the block size.
+
+        Raises:
+            LayoutError: A length is wrong; nothing was written.
+        """
         if len(payload) != self.stored_bytes(num_tokens) or len(slot) != self.block_bytes:
             raise LayoutError(
                 f"a tail of {num_tokens} tokens is {self.stored_bytes(num_tokens)} bytes, "
@@ -191,6 +215,14 @@ def attention_layout(
     """Return the layout of MHA or GQA: a key and a value plane per layer.
 
     Planes are token-major: [block_size, heads, head_dim].
+
+    Args:
+        num_layers: Number of layers.
+        num_kv_heads: Number of key and value heads of a layer.
+        head_dim: Numbers of one head and token.
+        dtype: Name of the numbers' type, such as bfloat16.
+        item_bytes: Bytes of one number.
+        block_size: Tokens of a block.
     """
     token_bytes = num_kv_heads * head_dim * item_bytes
     return Layout(

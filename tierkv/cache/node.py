@@ -258,12 +258,21 @@ _TABLE = {
 
 
 def is_allowed(current: CopyState, change: Change) -> bool:
-    """Return whether a copy in state `current` may go through `change`."""
+    """Return True if the transition table allows a change.
+
+    Args:
+        current: State of the copy.
+        change: The change.
+    """
     return (current, change) in _TABLE
 
 
 def advance(current: CopyState, change: Change) -> CopyState:
-    """Return the state after `change`.
+    """Return the state of a copy after a change.
+
+    Args:
+        current: State of the copy.
+        change: The change.
 
     Raises:
         OwnershipError: a copy in state `current` cannot go through `change`.
@@ -382,10 +391,16 @@ class TierCopies:
         return [(int(part[0]), int(part[-1]) + 1) for part in reversed(parts)]
 
     def change(self, start: int, stop: int, change: Change, slots: Ids | None = None) -> Ids:
-        """Advance blocks [start, stop) and return the slots they had.
+        """Advance blocks [start, stop) of the run and return the slots they had.
 
-        slots: what RESERVE and PLACE assign. FAIL and EVICT take the slots away. Raises
-        OwnershipError, with nothing changed, if one of the blocks cannot change so.
+        Args:
+            start: First block.
+            stop: Block after the last one.
+            change: The change. FAIL and EVICT remove the slots.
+            slots: Slots that RESERVE and PLACE assign; None for other changes.
+
+        Raises:
+            OwnershipError: One of the blocks cannot go through the change; nothing has changed.
         """
         is_whole = start == 0 and stop == self.num_blocks
         had = self.slots[start:stop]
@@ -581,7 +596,11 @@ class Space:
 
 
 def check_quota(quota: Quota) -> None:
-    """Raise ConfigError unless both numbers of `quota` are None or at least 0."""
+    """Check a quota.
+
+    Raises:
+        ConfigError: A number of blocks is below 0.
+    """
     if any(most is not None and most < 0 for most in quota):
         raise ConfigError("a quota is a number of blocks, at least 0")
 

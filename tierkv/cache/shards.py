@@ -102,7 +102,12 @@ class ShardScheme:
         return Layout(self.whole.block_size, tuple(planes))
 
     def sources(self, reader: Shard, writers: int) -> tuple[Shard, ...]:
-        """Return the fewest shards of `writers` ranks that together hold the reader's bytes."""
+        """Return the fewest shards that together hold a reader's bytes.
+
+        Args:
+            reader: The reader's shard.
+            writers: Number of ranks of the writer.
+        """
         return tuple(dict.fromkeys(piece.shard for piece in self.pieces(reader, writers)))
 
     def pieces(

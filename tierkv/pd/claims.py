@@ -594,6 +594,11 @@ async def acknowledge(tickets: Tickets, ticket: Ticket, loads: Sequence[Movement
     """Record that a ticket was claimed, once its blocks have been loaded.
 
     An engine waits for its loads, but not for this: if the store fails, the ticket expires instead.
+
+    Args:
+        tickets: Records of tickets in the store.
+        ticket: The claimed ticket.
+        loads: Loads of the ticket's blocks.
     """
     for load in loads:
         with suppress(TransferError):

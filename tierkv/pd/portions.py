@@ -40,7 +40,10 @@ class Portions:
     ) -> GetOutcome | None:
         """Fetch missing blocks as `bring` does; end the request on any error.
 
-        For a request that has not been returned to a caller yet.
+        Args:
+            request: An admitted request that has not been returned to a caller yet.
+            budget: Remaining time for storage.
+            keys: Keys of the prompt's blocks; empty if they are to be computed.
         """
         try:
             keys = keys or self._scheduler.tiers.copies.prompt_keys(request.spec.prompt)

@@ -514,7 +514,13 @@ class Tickets:
         prompt: Prompt,
         direct: DirectAddress | None = None,
     ) -> OpenTicket:
-        """Return an open ticket for a prompt of this node, to be written by `begin`."""
+        """Return an open ticket for a prompt of this node, to be written by `begin`.
+
+        Args:
+            ticket_id: Id of the ticket.
+            prompt: The prompt to publish.
+            direct: Address of the direct path; None for storage alone.
+        """
         now = self.now()
         return OpenTicket(
             ticket_id=ticket_id,
@@ -630,7 +636,12 @@ class Tickets:
         return self.notifier.notify(self.names.ticket(ticket_id), message)
 
     def hint(self, ticket_id: str, message: str) -> None:
-        """Send a hint in a task."""
+        """Notify claimers of a ticket in a task.
+
+        Args:
+            ticket_id: Id of the ticket.
+            message: The hint.
+        """
         self._tiers.work.start(self._notify_or_log(ticket_id, message), "tierkv-hint")
 
     async def _notify_or_log(self, ticket_id: str, message: str) -> None:
@@ -647,10 +658,15 @@ class Tickets:
     # first of several values.
 
     async def check_free(self, ticket_id: str, digests: tuple[bytes, ...]) -> None:
-        """Refuse an id that is in use for another prompt than the one with these digests.
+        """Check that a ticket's id is not in use for another prompt.
 
         An id is in use while its ticket is whole and not claimed, or its prompt is being computed.
-        The same prompt may be handed over again. A value that cannot be read is no obstacle.
+        The same
+        prompt may be handed over again. A value that cannot be read is no obstacle.
+
+        Args:
+            ticket_id: Id of the ticket.
+            digests: Digests of the prompt's blocks, the tail's last.
 
         Raises:
             DuplicateRequestError: the id is in use for another prompt.
@@ -902,7 +918,11 @@ class Tickets:
 
 
 def check_written(storage: StorageIO, outcomes: Sequence[PutOutcome]) -> None:
-    """Check that all outcomes are of values that are in the store.
+    """Check that all values of a write are in the store.
+
+    Args:
+        storage: The storage that was written to.
+        outcomes: Outcome of each value.
 
     Raises:
         StoreUnavailableError: the store did not accept a block.
@@ -1000,6 +1020,10 @@ class TicketStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 async def status_of(tickets: Tickets, ticket_id: str) -> TicketStatus:
     """Return the state of a ticket, from a few small reads; a failed read is a state, too.
+
+    Args:
+        tickets: Records of tickets in the store.
+        ticket_id: Id of the ticket.
 
     Raises:
         BadRequestError: the id is not valid UTF-8.
@@ -1110,7 +1134,12 @@ class TicketLedger:
         return len(self._holds)
 
     def hold(self, ticket_id: str, release: Callable[[str], None]) -> None:
-        """Call `release` at the end of the ticket, with its failure, or "" for none."""
+        """Register a callback for the end of a ticket.
+
+        Args:
+            ticket_id: Id of the ticket.
+            release: Called with the ticket's failure, "" for none.
+        """
         self._holds.setdefault(ticket_id, []).append(release)
 
     def opened(self, ticket: OpenTicket) -> None:

@@ -132,7 +132,12 @@ class Scheduler:
                 waiting.outcome.set_exception(ShuttingDownError("this node is shutting down"))
 
     def limit(self, tenant: str, limits: Limits) -> None:
-        """Set the limits of `tenant`, a fingerprint's short name, from now on."""
+        """Set a tenant's limits from now on.
+
+        Args:
+            tenant: Short fingerprint of the tenant.
+            limits: Largest numbers of requests and blocks.
+        """
         self._limits.set(tenant, limits)
         self.tiers.work.capacity_changed()  # running requests may get more blocks too
 
@@ -211,7 +216,13 @@ class Scheduler:
         return wrong
 
     def check(self, spec: RequestSpec) -> None:
-        """Raise the errors that `admit` would raise at once, before a fetch for the request."""
+        """Check a request before a fetch for it, as `admit` does.
+
+        Raises:
+            ShuttingDownError: The node is draining.
+            DuplicateRequestError: A request of this id is running or waiting.
+            RequestTooLargeError: The request exceeds the device, or its tenant's quota or limits.
+        """
         if self._is_draining:
             raise ShuttingDownError("this node is shutting down")
         if spec.request_id in self._running.by_id or self._waiting.find(spec.request_id):

@@ -42,7 +42,12 @@ class Limits:
         object.__setattr__(self, "are_none", not given)
 
     def allow(self, running: int, blocks: int) -> bool:
-        """Return whether `running` requests with `blocks` blocks together are within the limits."""
+        """Return True if running requests are within the limits.
+
+        Args:
+            running: Number of running requests.
+            blocks: Device blocks of these requests together.
+        """
         return (self.requests is None or running <= self.requests) and (
             self.blocks is None or blocks <= self.blocks
         )
@@ -353,11 +358,17 @@ class Tenants:
         return self._index.spaces.root_named(name).space.quota if kept is None else kept
 
     def set_quota(self, name: str, quota: Quota) -> None:
-        """Set the most device and host blocks that `name` may have; None means no limit.
+        """Set the numbers of device and host blocks that a space may have.
 
-        Unheld blocks beyond the quota are evicted, in a task if they are many; held ones go as soon
-        as the space wants more. The quota stays set if the space is closed to make room for another
-        tenant and opened again.
+        Unheld blocks beyond the quota are evicted, in a task if they are many; held blocks are
+        evicted when the
+        space needs room. The quota stays set if the space is closed to make room for another tenant
+        and opened
+        again.
+
+        Args:
+            name: Name of the space.
+            quota: Largest numbers of device and host blocks; None for no limit.
         """
         check_quota(quota)
         if name in self._set_quotas and name not in self._fingerprints:

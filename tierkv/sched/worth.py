@@ -223,14 +223,24 @@ class PrefillSpeed:
         return min(max(sample, 1), tokens)
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Note that the engine reports `seconds` for `tokens`; observations count no longer."""
+        """Record the engine's report of a prefill; observations are ignored from then on.
+
+        Args:
+            tokens: Number of computed tokens.
+            seconds: Time that computing took.
+        """
         if not self.is_told:
             self._fitted, self.is_told = Line(), True
             self._observed.clear()
         self._add(tokens, seconds)
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Note that a request computed `tokens` in `seconds`, other waits included."""
+        """Record the time of a request's prefill, other waits included.
+
+        Args:
+            tokens: Number of computed tokens.
+            seconds: Time from admission to commit.
+        """
         if not self.is_told:
             self._observed.append((tokens, seconds))
 
@@ -311,9 +321,11 @@ class TierSpeed:
         self.round_trip_s = max(self.round_trip_s, 2 * seconds)
 
     def note_transfer(self, num_bytes: float, seconds: float) -> None:
-        """Note that `num_bytes` came in `seconds`, one round trip included.
+        """Record a transfer. Large transfers count more than small ones.
 
-        Large transfers count more than small ones.
+        Args:
+            num_bytes: Bytes that have arrived.
+            seconds: Time of the transfer, one round trip included.
         """
         moving_s = max(seconds - self.round_trip_s, seconds / 10, 1e-6)
         if self._bytes and num_bytes:
@@ -325,13 +337,23 @@ class TierSpeed:
         self._seconds = self._seconds * _DECAY + moving_s
 
     def begin(self, num_bytes: float, now: float) -> Transfer:
-        """Queue a transfer of `num_bytes`; later ones are estimated to wait behind it."""
+        """Queue a transfer; later transfers are estimated to wait behind it.
+
+        Args:
+            num_bytes: Bytes of the transfer.
+            now: Seconds on the loop's clock.
+        """
         transfer = Transfer(num_bytes, now, self.queued_bytes, self.arrived_bytes)
         self.queued_bytes += num_bytes
         return transfer
 
     def arrived(self, transfer: Transfer, num_bytes: float) -> None:
-        """Note that `num_bytes` of the transfer have arrived in all."""
+        """Record the progress of a transfer.
+
+        Args:
+            transfer: The transfer.
+            num_bytes: Bytes that have arrived since its start.
+        """
         self.arrived_bytes += num_bytes - transfer.arrived_bytes
         transfer.arrived_bytes = num_bytes
 

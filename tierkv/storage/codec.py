@@ -97,7 +97,11 @@ class PayloadCodec(Protocol):
         """
 
     def decode(self, stored: bytes, room: memoryview) -> int:
-        """Write the payload to the start of `room` and return its length in bytes.
+        """Write the payload to the start of a room and return its length in bytes.
+
+        Args:
+            stored: The encoded payload.
+            room: Memory for the payload.
 
         Raises:
             DamagedValueError: `stored` is malformed, or its payload is longer than `room`.
@@ -151,6 +155,10 @@ class Codec(ABC):
         """Return the header and the bytes to store after it.
 
         These bytes are `payload` itself, as many other bytes, or fewer.
+
+        Args:
+            payload: Bytes of the block or tail.
+            identity: Layout, key and number of tokens for the header.
         """
         number, stored = self._payloads.encode(payload)
         fields = pack_fields(
@@ -757,11 +765,20 @@ class SmallCodec:
             self._seal, self._unseal = self._encrypt, self._decrypt
 
     def seal_small(self, name: str, content: bytes) -> bytes:
-        """Return the bytes to store under `name`, at most 56 more than in `content`."""
+        """Return the bytes to store for a small value, at most 56 more than the content.
+
+        Args:
+            name: Name of the value; the bytes fit no other name.
+            content: The content.
+        """
         return self._seal(name, content)
 
     def unseal_small(self, name: str, value: bytes) -> bytes:
-        """Return the content that was sealed for `name`.
+        """Return the content of a small value.
+
+        Args:
+            name: Name under which the value was found.
+            value: The stored bytes.
 
         Raises:
             DamagedValueError: the value was not sealed for this name with this key.

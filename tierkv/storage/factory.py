@@ -41,7 +41,11 @@ class StoreKind(Generic[Settings]):
     open: Callable[[str, Settings, Clock], Store]
 
     def settings_from(self, table: Mapping[str, object], scheme: str) -> Settings:
-        """Return the settings in `table`.
+        """Return the settings of a store.
+
+        Args:
+            table: Settings by name, from a file or the environment.
+            scheme: Scheme of the store's URL, for errors.
 
         Raises:
             ConfigError: a key is unknown, or a value has a wrong type.

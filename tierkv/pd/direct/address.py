@@ -189,6 +189,12 @@ class Channel:
 
 
 def secret_of(node_secret: bytes, offer: str) -> bytes:
+    """Return the secret of an offer, which proves that a claimer has read the ticket.
+
+    Args:
+        node_secret: Secret of the producer's process.
+        offer: Name of the offer.
+    """
     return hmac.digest(node_secret, offer.encode(), "sha256")[:_MAC_BYTES]
 
 

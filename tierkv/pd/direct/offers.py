@@ -103,7 +103,11 @@ class TransferEngine:
         self._shown.append(address)
 
     def read(self, peer: str, pieces: Sequence[RemotePiece]) -> None:
-        """Read all `pieces` from `peer`.
+        """Read memory of another node.
+
+        Args:
+            peer: Address of the peer's transfer engine.
+            pieces: Ranges to read, each with its target.
 
         Raises:
             TransferError: the read failed; none of the pieces was written to.
@@ -207,7 +211,12 @@ class Offers:
         return len(self._of)
 
     def peer(self, address: DirectAddress, *, is_near: bool) -> Peer | None:
-        """Return the node at this address; None if its host tier cannot be read from here."""
+        """Return the node at an address; None if its host tier cannot be read from here.
+
+        Args:
+            address: Address in the producer's ticket.
+            is_near: True if the producer runs on this machine.
+        """
         engine = self.engine
         if self.reads_memory and is_near and address.pid:
             return Peer(DirectPath.MEMORY, lambda pieces: process_memory.read(address.pid, pieces))
