@@ -16,10 +16,10 @@ from tokenizers import decoders
 from tokenizers import models as library_models
 
 from tests.models import BOS, EOS, add_tokenizer, close, vocabulary, write_json, write_tokenizer
-from tierkv.cache.keys import unpack
+from tierkv.cache.keys import pack, unpack
 from tierkv.errors import BadRequestError, ConfigError
 from tierkv.model_tokenizer import ModelTokenizer, read_tokenizer
-from tierkv.tokenizers import answer_text
+from tierkv.tokenizers import AnswerDecoder, answer_text
 
 KINDS = ("directory", "gguf")
 CHAT = [{"role": "system", "content": "hello"}, {"role": "user", "content": "€ {{ 1 }}"}]
@@ -61,6 +61,37 @@ def test_pieces_of_any_tokens_join_to_the_text_of_all_without_stop_tokens(
 ) -> None:
     model = tokenizer("gguf")
     assert answer_text(model, b"", tokens) == model.decode([t for t in tokens if t != 1])
+
+
+@given(
+    tokens=st.lists(st.integers(2, len(vocabulary()) - 1), max_size=12),
+    stops=st.lists(st.sampled_from(["hello", "ell", "lo w", "€", "w"]), max_size=3),
+    num_answered=st.integers(0, 4),
+)
+def test_an_answer_ends_before_its_first_stop_text_wherever_a_token_ends(
+    tokens: list[int], stops: list[str], num_answered: int
+) -> None:
+    """An earlier part of the answer has no stop text; "hello" and "ell" lie within a token."""
+    model = tokenizer("gguf")
+    cut = min(num_answered, len(tokens))
+    options = {"num_answered": cut, "stops": stops}
+    decoder = AnswerDecoder(model, pack(tokens[:cut]), **options)
+    plain = AnswerDecoder(model, pack(tokens[:cut]), num_answered=cut).text(tokens[cut:])
+    ends = [plain.index(stop) + len(stop) for stop in stops if stop in plain]
+    found = max((stop for stop in stops if plain[: min(ends, default=0)].endswith(stop)), key=len,
+                default="")  # fmt: skip
+    expected = plain[: min(ends) - len(found)] if ends else plain
+    assert decoder.text(tokens[cut:]) == expected
+    assert decoder.has_stopped == bool(ends)
+
+
+def test_a_token_has_its_text_whether_it_is_special_begins_with_a_space_or_is_half_a_letter() -> (
+    None
+):
+    model = tokenizer("gguf")
+    names = [model.token_text(token) for token in range(len(vocabulary()))]
+    assert names[:2] == [BOS, EOS]
+    assert {" w", "hello", "\ufffd"} <= set(names)
 
 
 @given(text=st.text())

@@ -17,7 +17,7 @@ engine is a module with an `EngineSpec` and a row in `tierkv/engines.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -33,7 +33,6 @@ from tierkv.sched.request import Matched
 from tierkv.service import Service
 from tierkv.tokenizers import Tokenizer
 
-OnTokens = Callable[[Sequence[int]], None]
 FinishReason = Literal["length", "stop"]
 
 
@@ -132,6 +131,33 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of probabilities at one place of an answer, before any sampling.
+
+    Attributes:
+        chosen: The chosen token's.
+        top: The most likely tokens and theirs, the most likely one first.
+    """
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class OnTokens(Protocol):
+    """A listener to the tokens of an answer."""
+
+    def __call__(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None] = (), /
+    ) -> None:
+        """Accept all tokens so far; see GenerateRequest.on_tokens.
+
+        Args:
+            tokens: The tokens.
+            logprobs: The log probabilities of each, if the request asks for them.
+        """
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One request for tokens.
 
@@ -151,6 +177,9 @@ class GenerateRequest:
             answer: penalties and `min_tokens` count them.
         ignores_end: True goes on after tokens that end an answer.
         min_tokens: Number of tokens of the answer before which no token that ends it is chosen.
+        stops: Texts that end the answer and are not part of its text; none may be empty.
+        num_logprobs: Number of most likely tokens whose log probabilities are wanted beside the
+            chosen token's; None for no log probabilities.
 
     Raises:
         BadRequestError: `tokens` are no tokens, or `max_tokens` is below 1.
@@ -166,6 +195,8 @@ class GenerateRequest:
     answered_tokens: int = 0
     ignores_end: bool = False
     min_tokens: int = 0
+    stops: tuple[str, ...] = ()
+    num_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -188,7 +219,10 @@ class Generation:
             ticket included.
         first_token_s: Seconds from the call to the first token that this node has computed.
         total_s: Seconds from the call to the end.
-        finish_reason: "length" at `max_tokens`, "stop" at the model's own end of text.
+        finish_reason: "length" at `max_tokens`, "stop" at the model's own end of text or at a stop
+            text.
+        logprobs: The log probabilities of each token, None for the tokens of a ticket; empty if the
+            request does not ask for them.
     """
 
     tokens: tuple[int, ...]
@@ -201,6 +235,7 @@ class Generation:
     first_token_s: float
     total_s: float
     finish_reason: FinishReason = "length"
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from tierkv.engine import (
     GenerateRequest,
     Generation,
     Prefilled,
+    TokenLogprobs,
 )
 from tierkv.errors import (
     BadRequestError,
@@ -41,7 +42,7 @@ from tierkv.sched.request import RequestSpec
 from tierkv.service import Service
 from tierkv.service.session import Session
 from tierkv.tasks import outlast
-from tierkv.tokenizers import Tokenizer, answer_text
+from tierkv.tokenizers import AnswerDecoder, Tokenizer
 
 Tokens1D = npt.NDArray[np.int32]
 
@@ -57,21 +58,23 @@ class ModelRun:
         room: Number of tokens for which the request has blocks.
         is_loaded: True once every layer's cached tokens have been waited for.
         may_recover: False from a recovery on, which leaves nothing to load, until a resume.
-        end_tokens: Tokens that end the text.
+        end_tokens: Tokens that end the answer.
         call_s: Seconds of the last call of the model; None if the call waited for loads.
+        chosen_logprobs: Log probabilities of the token that the last call chose.
 
     Args:
         session: The session of the request.
         job: The request.
         started: Time of the call on the monotonic clock, in seconds.
-        end_tokens: Tokens that end the text.
+        tokenizer: The tokenizer of the model.
     """
 
     def __init__(
-        self, session: Session, job: GenerateRequest, started: float, end_tokens: frozenset[int]
+        self, session: Session, job: GenerateRequest, started: float, tokenizer: Tokenizer
     ) -> None:
         self.session = session
         self.job = job
+        self._tokenizer = tokenizer
         self.prompt = unpack(job.tokens)
         self.tokens: list[int] = []
         self.num_fed = 0
@@ -82,13 +85,18 @@ class ModelRun:
         self.started = self.admitted = started
         self.first_token: float | None = None
         self.cached_tokens = 0
-        self.end_tokens = end_tokens
+        self.end_tokens = frozenset[int]() if job.ignores_end else tokenizer.stop_tokens
+        self.chosen_logprobs: TokenLogprobs | None = None
+        self._logprobs: list[TokenLogprobs | None] = []
+        self._text = self._new_text()
         self._given: tuple[int, ...] = ()
 
     def begin(self) -> None:
         """Start from the cached tokens of the request, which has new blocks."""
         self._place()
         self.tokens = list(self._given)
+        self._logprobs = [*self._logprobs[: len(self._given)]]
+        self._read_given()
         self.admitted = time.monotonic()
         self.matched = self.session.request.matched
         self.cached_tokens = min(self.num_fed, len(self.prompt))
@@ -97,6 +105,8 @@ class ModelRun:
         """Continue after `first_tokens`, which another node has generated."""
         self._given = tuple(first_tokens)
         self.tokens = list(first_tokens)
+        self._logprobs = [None] * len(first_tokens)
+        self._read_given()
         self.tell()
 
     def resume(self) -> None:
@@ -110,6 +120,23 @@ class ModelRun:
         self.num_fed = request.cached_tokens
         self.room = len(request.block_table) * request.spec.prompt.block_size
         self.is_loaded = False
+
+    def _new_text(self) -> AnswerDecoder:
+        job = self.job
+        return AnswerDecoder(
+            self._tokenizer,
+            job.tokens,
+            num_answered=job.answered_tokens,
+            stops=job.stops,
+            min_tokens=job.min_tokens,
+        )
+
+    def _read_given(self) -> None:
+        """Look for stop texts in the tokens that the run begins with."""
+        if self.job.stops:
+            self._text = self._new_text()
+            for token in self._given:
+                self._text.feed(token)
 
     @property
     def num_known(self) -> int:
@@ -135,6 +162,9 @@ class ModelRun:
     def add(self, token: int) -> None:
         """Append a generated token, and report it."""
         self.tokens.append(token)
+        self._logprobs.append(self.chosen_logprobs)
+        if self.job.stops:
+            self._text.feed(token)
         if self.first_token is None:
             self.first_token = time.monotonic()
             self.session.has_first_token()
@@ -143,12 +173,15 @@ class ModelRun:
     def tell(self) -> None:
         """Report all tokens so far to the listener of the job."""
         if self.job.on_tokens is not None:
-            self.job.on_tokens(self.tokens)
+            self.job.on_tokens(self.tokens, self._wanted_logprobs())
+
+    def _wanted_logprobs(self) -> Sequence[TokenLogprobs | None]:
+        return () if self.job.num_logprobs is None else self._logprobs
 
     @property
     def has_stopped(self) -> bool:
-        """True if the model has ended the text."""
-        return bool(self.tokens) and self.tokens[-1] in self.end_tokens
+        """True if the model or a stop text has ended the text."""
+        return self._text.has_stopped or (bool(self.tokens) and self.tokens[-1] in self.end_tokens)
 
     @property
     def excluded_tokens(self) -> frozenset[int]:
@@ -160,14 +193,14 @@ class ModelRun:
     def is_done(self) -> bool:
         return self.has_stopped or len(self.tokens) >= self.job.max_tokens
 
-    def result(self, tokenizer: Tokenizer) -> Generation:
+    def result(self) -> Generation:
         """Return the outcome so far."""
         now = time.monotonic()
         first = now if self.first_token is None else self.first_token
         finish: FinishReason = "stop" if self.has_stopped else "length"
         return Generation(
             tokens=tuple(self.tokens),
-            text=answer_text(tokenizer, self.job.tokens, self.tokens),
+            text=self._new_text().text(self.tokens),
             prompt_tokens=len(self.prompt),
             computed_tokens=len(self.prompt) - self.cached_tokens,
             matched=self.matched,
@@ -176,7 +209,27 @@ class ModelRun:
             first_token_s=first - self.started,
             total_s=now - self.started,
             finish_reason=finish,
+            logprobs=tuple(self._wanted_logprobs()),
         )
+
+
+def logprobs_of(logits: npt.NDArray[np.float32], token: int, num_top: int) -> TokenLogprobs:
+    """Return the log probabilities that logits give.
+
+    Args:
+        logits: [vocab_size], finite or -inf.
+        token: The chosen token.
+        num_top: Number of most likely tokens; of equal ones, the lower number comes first.
+    """
+    wide = logits.astype(np.float64)
+    wide -= wide.max()
+    wide -= np.log(np.exp(wide).sum())
+    num_top = min(num_top, len(wide))
+    least = np.partition(wide, -num_top)[-num_top] if num_top else np.inf
+    likely = np.flatnonzero((wide >= least) & (wide > -np.inf)).tolist()
+    likely.sort(key=lambda one: (-wide[one], one))
+    top = tuple((one, float(wide[one])) for one in likely[:num_top])
+    return TokenLogprobs(float(wide[token]), top)
 
 
 class SessionEngine(ABC):
@@ -230,7 +283,8 @@ class SessionEngine(ABC):
         """Write the KV of `chunk`, the next tokens of `run`, behind `run.num_fed` tokens.
 
         A cancel is raised after the model has left the blocks. `run.is_loaded` and `run.call_s`
-        are set. Cached tokens are waited for, layer by layer or all at once.
+        are set, and `run.chosen_logprobs` where the job wants them. Cached tokens are waited for,
+        layer by layer or all at once.
 
         Returns:
             The token that follows; None where `chunk` is not the last one.
@@ -248,7 +302,7 @@ class SessionEngine(ABC):
             await run.session.admit()
             run.begin()
             await self._or_recovered(run, lambda: self._continue(run))
-            return run.result(self._tokenizer)
+            return run.result()
         finally:
             self._end(run)
 
@@ -283,8 +337,8 @@ class SessionEngine(ABC):
             raise
         self._end(run)  # as soon as it is published
         if waits_for is PublishWait.NOTHING:
-            return Prefilled(run.result(self._tokenizer), None)
-        return Prefilled(run.result(self._tokenizer), await publishing.published())
+            return Prefilled(run.result(), None)
+        return Prefilled(run.result(), await publishing.published())
 
     async def decode(
         self,
@@ -303,7 +357,7 @@ class SessionEngine(ABC):
             if session.ticket is not None:
                 run.go_on_from(self._first_tokens(session.ticket)[: job.max_tokens])
             await self._or_recovered(run, lambda: self._continue(run))
-            return run.result(self._tokenizer), session.ticket
+            return run.result(), session.ticket
         finally:
             self._end(run)
 
@@ -323,8 +377,7 @@ class SessionEngine(ABC):
             uses_cache=job.uses_cache,
         )
         session = Session(self._service, spec)
-        ends = frozenset[int]() if job.ignores_end else self._tokenizer.stop_tokens
-        return ModelRun(session, job, time.monotonic(), ends)
+        return ModelRun(session, job, time.monotonic(), self._tokenizer)
 
     def _check(self, job: GenerateRequest, num_new: int) -> None:
         size = self._tokenizer.vocab_size

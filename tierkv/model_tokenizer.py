@@ -197,6 +197,7 @@ class ModelTokenizer:
         self.vocab_size = max(vocab_size, 1 + max(texts.values(), default=0))
         self.stop_tokens = stop_tokens
         self._special = special
+        self._letter = vocabulary.encode("a", add_special_tokens=False).ids
         self._template = None if template is None else _template(path, template)
 
     def encode(self, text: str) -> bytes:
@@ -238,6 +239,13 @@ class ModelTokenizer:
         if not all(0 <= token < self.vocab_size for token in ids):
             raise BadRequestError(f"a token of this model must be in 0..{self.vocab_size - 1}")
         return str(self._vocabulary.decode(ids, skip_special_tokens=True))
+
+    def token_text(self, token: int) -> str:
+        """See Tokenizer.token_text."""
+        # Some vocabularies drop a space at the beginning of a text, and another token precedes it.
+        before = self._vocabulary.decode(self._letter, skip_special_tokens=False)
+        both = self._vocabulary.decode([*self._letter, token], skip_special_tokens=False)
+        return both[len(before) :]
 
     def decoder(self, before: bytes) -> TextDecoder:
         """See Tokenizer.decoder."""

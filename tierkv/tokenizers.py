@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from tierkv.cache.keys import TOKEN_BYTES, unpack
 from tierkv.errors import BadRequestError
 
 Messages = Sequence[Mapping[str, str]]
@@ -72,6 +73,13 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def token_text(self, token: int) -> str:
+        """Return the text of a token in the middle of a text, of a special token its name.
+
+        Bytes that are no whole character are U+FFFD.
+        """
+        ...
+
     def decoder(self, before: bytes) -> TextDecoder:
         """Return a decoder at the beginning of an answer.
 
@@ -79,6 +87,115 @@ class Tokenizer(Protocol):
             before: The packed tokens that the answer follows.
         """
         ...
+
+
+class StopFinder:
+    """A search for stop texts in a text that comes in pieces.
+
+    The result does not depend on the cuts.
+
+    Args:
+        stops: Texts that end the answer and are not part of it; none may be empty.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        assert all(stops), "checked where they came in"
+        self._stops = tuple(stops)
+        self._held = ""
+        self.has_stopped = False
+
+    def feed(self, text: str) -> str:
+        """Add a piece, and return the text that can be shown now.
+
+        Text after the first complete stop text is dropped. An end that may begin a stop text is
+        held back.
+        """
+        if self.has_stopped:
+            return ""
+        if not self._stops:
+            return text
+        shown = []
+        for character in text:
+            self._held += character
+            found = max(
+                (stop for stop in self._stops if self._held.endswith(stop)), key=len, default=""
+            )
+            if found:
+                self.has_stopped = True
+                shown.append(self._held.removesuffix(found))
+                self._held = ""
+                break
+            keep = self._longest_start()
+            shown.append(self._held[: len(self._held) - keep])
+            self._held = self._held[len(self._held) - keep :]
+        return "".join(shown)
+
+    def rest(self) -> str:
+        """Return the text that was held back, when no text follows."""
+        held, self._held = self._held, ""
+        return held
+
+    def _longest_start(self) -> int:
+        """Return the length of the longest end of the held text with which a stop text starts."""
+        return max(
+            (
+                length
+                for stop in self._stops
+                for length in range(1, min(len(stop), len(self._held) + 1))
+                if self._held.endswith(stop[:length])
+            ),
+            default=0,
+        )
+
+
+class AnswerDecoder:
+    """The text of an answer that comes token by token, up to a stop text; a TextDecoder.
+
+    Attributes:
+        has_stopped: True once a stop text is complete.
+
+    Args:
+        tokenizer: The tokenizer of the model.
+        before: The packed tokens that the answer follows.
+        num_answered: Number of tokens at the end of `before` that are an earlier part of the
+            answer; their text has been given out, but for an incomplete character.
+        stops: Texts that end the answer and are not part of it; none may be empty.
+        min_tokens: Number of tokens of the answer before which no stop text begins.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        before: bytes,
+        *,
+        num_answered: int = 0,
+        stops: Sequence[str] = (),
+        min_tokens: int = 0,
+    ) -> None:
+        start = max(len(before) - num_answered * TOKEN_BYTES, 0)
+        self._decoder = tokenizer.decoder(before[:start])
+        for token in unpack(before[start:]).tolist():
+            self._decoder.feed(token)
+        self._finder = StopFinder(stops)
+        self._num_unstoppable = min_tokens - num_answered
+
+    @property
+    def has_stopped(self) -> bool:
+        return self._finder.has_stopped
+
+    def feed(self, token: int) -> str:
+        """See TextDecoder.feed; text that may begin a stop text is held back."""
+        text = self._decoder.feed(token)
+        self._num_unstoppable -= 1
+        return text if self._num_unstoppable >= 0 else self._finder.feed(text)
+
+    def rest(self) -> str:
+        """See TextDecoder.rest."""
+        return self._finder.feed(self._decoder.rest()) + self._finder.rest()
+
+    def text(self, tokens: Iterable[int]) -> str:
+        """Return the text of `tokens`, after which no token follows."""
+        return "".join([self.feed(token) for token in tokens]) + self.rest()
 
 
 def answer_text(tokenizer: Tokenizer, prompt: bytes, tokens: Iterable[int]) -> str:
@@ -89,8 +206,7 @@ def answer_text(tokenizer: Tokenizer, prompt: bytes, tokens: Iterable[int]) -> s
         prompt: The packed tokens that the answer follows.
         tokens: The tokens of the answer.
     """
-    decoder = tokenizer.decoder(prompt)
-    return "".join([decoder.feed(token) for token in tokens]) + decoder.rest()
+    return AnswerDecoder(tokenizer, prompt).text(tokens)
 
 
 class ByteTokenizer:
@@ -127,6 +243,10 @@ class ByteTokenizer:
             raise BadRequestError(
                 f"a token is not a byte, as this model's tokens are: {error}"
             ) from error
+
+    def token_text(self, token: int) -> str:
+        """See Tokenizer.token_text."""
+        return self.decode([token])
 
     def decoder(self, before: bytes) -> TextDecoder:
         """See Tokenizer.decoder."""
@@ -177,6 +297,10 @@ class TokensOnly:
         if any(not 0 <= token < self.vocab_size for token in tokens):
             raise BadRequestError(f"a token of this model must be in 0..{self.vocab_size - 1}")
         return ""
+
+    def token_text(self, token: int) -> str:
+        """Return the number of the token, its only name."""
+        return str(token)
 
     def decoder(self, before: bytes) -> TextDecoder:
         """Return a decoder that gives no text."""

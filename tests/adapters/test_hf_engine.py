@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+import re
+import shutil
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,12 +19,25 @@ pytest.importorskip("torch", reason="needs the transformers extra")
 pytest.importorskip("transformers", reason="needs the transformers extra")
 
 import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BertConfig,
+    Gemma2Config,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    T5Config,
+)
 
 from tests.adapters.hf_world import (
     BLOCK,
     KINDS,
+    VOCABULARY,
     HfNode,
     alone,
+    directory_of,
     hf_node,
     prompt_of,
     truth,
@@ -31,10 +47,14 @@ from tests.latch import turns, until
 from tests.redis_server import PATIENT, redis_server
 from tierkv.cache.eviction import WritePolicy
 from tierkv.clock import SystemClock
-from tierkv.engine import Sampling
+from tierkv.engine import Sampling, TokenLogprobs
+from tierkv.errors import ConfigError, TierKVError
+from tierkv.hf.engine import TransformersSpec
 from tierkv.hf.sampling import TokenChoice, choose
+from tierkv.hf.settings import TransformersSettings
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import PublishWait
+from tierkv.sched.settings import CacheSettings
 from tierkv.storage.factory import open_store
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
@@ -218,6 +238,101 @@ async def test_penalties_and_tokens_that_end_an_answer_are_those_of_transformers
         for options in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}):
             chosen = await node.generate(prompt, NEW, temperature=1.0, **options)
             assert chosen.tokens == plain.tokens
+
+
+async def test_log_probabilities_are_those_of_transformers_computed_cached_and_streamed() -> None:
+    prompt = varied_prompt("llama", LENGTH, NEW)
+    expected = truth("llama", prompt, NEW)
+    with torch.inference_mode():
+        whole = alone("llama")(input_ids=torch.tensor([[*prompt, *expected]])).logits[0]
+    scores = whole[LENGTH - 1 : -1].double().log_softmax(-1)
+    async with hf_node("llama") as node:
+        told: list[TokenLogprobs | None] = []
+
+        def listen(_: Sequence[int], logprobs: Sequence[TokenLogprobs | None] = (), /) -> None:
+            told[:] = logprobs
+
+        for computed in (LENGTH, 1):
+            job = replace(node.job(prompt, NEW), num_logprobs=3, on_tokens=listen)
+            found = await node.engine.generate(job)
+            assert (found.tokens, found.computed_tokens) == (expected, computed)
+            assert told == list(found.logprobs)
+            assert len(found.logprobs) == NEW
+            for row, token, one in zip(scores, expected, found.logprobs, strict=True):
+                assert one is not None
+                assert one.chosen == pytest.approx(float(row[token]), abs=1e-4)
+                best = row.topk(3)
+                assert [likely for likely, _ in one.top] == best.indices.tolist()
+                assert [score for _, score in one.top] == pytest.approx(
+                    best.values.tolist(), abs=1e-4
+                )
+        assert (await node.generate(prompt, NEW)).logprobs == ()
+
+
+REFUSED: dict[str, tuple[Callable[[dict[str, Any]], PretrainedConfig], str]] = {
+    "windows": (lambda sizes: MistralConfig(**sizes, sliding_window=32), "full attention"),
+    "states": (
+        lambda _: MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2),
+        "full attention|keys and values|attention code",
+    ),
+    "encoder": (
+        lambda sizes: BertConfig(**{**sizes, "num_key_value_heads": 8}),
+        "attend to later tokens",
+    ),
+    "encoder and decoder": (
+        lambda _: T5Config(
+            vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4
+        ),
+        "encoder-decoder models",
+    ),
+    "soft caps": (
+        lambda sizes: Gemma2Config(**sizes, head_dim=16, layer_types=["full_attention"] * 3),
+        "softcap|other logits",
+    ),
+    "a rope that changes": (
+        lambda sizes: LlamaConfig(**sizes, rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
+        "rope of type dynamic",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_model_that_cannot_be_served_is_refused_in_a_sentence(what: str, tmp_path: Path) -> None:
+    make, words = REFUSED[what]
+    sizes = {
+        "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+    }  # fmt: skip
+    config = make(sizes)
+    family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    family.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(TierKVError, match=words) as raised:
+        _ = spec_of(tmp_path).model
+    sentence = str(raised.value)
+    assert "\n" not in sentence
+    assert re.search(": (use|for models such as BERT, set) ", sentence)
+    assert "this cache" not in sentence
+
+
+def test_a_model_that_is_not_there_or_does_not_fit_is_refused_in_a_sentence(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match="there is no model at"):
+        _ = spec_of(tmp_path / "none").model
+    path = tmp_path / "large"
+    shutil.copytree(directory_of("llama"), path)
+    with (path / "model.safetensors").open("r+b") as file:
+        file.truncate(1 << 42)  # a sparse file takes no room on the disk
+    with pytest.raises(ConfigError, match=r"needs 4096.00 GiB of memory, but .* lower its size"):
+        _ = spec_of(path).model
+    (path / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        _ = spec_of(path).model
+
+
+def spec_of(path: Path) -> TransformersSpec:
+    return TransformersSpec(str(path), TransformersSettings(), CacheSettings(), "cpu")
 
 
 def test_tokens_are_chosen_as_often_as_their_logits_say() -> None:

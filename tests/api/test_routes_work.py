@@ -102,6 +102,47 @@ async def test_a_session_that_cannot_be_kept_is_no_error(monkeypatch: pytest.Mon
         assert (refused.status, refused.code) == (422, "invalid_body")
 
 
+async def test_a_stop_text_ends_an_answer_and_is_no_part_of_its_text() -> None:
+    expected = truth(PROMPT, 24).tokens
+    whole = decode_text(expected)
+    stop, max_tokens = whole[5:8], {"max_tokens": 24}
+    end = whole.index(stop)
+    async with here() as on:
+        answer = (await on.client.post("/v1/generate", BODY | max_tokens | {"stop": [stop]})).body
+        assert (answer["text"], answer["finish_reason"]) == (whole[:end], "stop")
+        assert answer["tokens"] == list(expected[: end + len(stop)])
+        late = BODY | max_tokens | {"stop": [stop], "min_tokens": end + len(stop)}
+        kept = (await on.client.post("/v1/generate", late)).body["text"]
+        assert kept.startswith(whole[: end + len(stop)])
+        streamed = BODY | max_tokens | {"stop": [stop], "stream": True}
+        raw = (await on.client.post("/v1/generate", streamed)).body.decode()
+        *events, done = [json.loads(line[6:]) for line in raw.splitlines() if line[:5] == "data:"]
+        assert "".join(event["text"] for event in events) == whole[:end]
+        assert (done["text"], done["finish_reason"]) == (whole[:end], "stop")
+
+
+async def test_log_probabilities_are_the_same_computed_cached_streamed_and_handed_over() -> None:
+    asked = BODY | {"logprobs": 3}
+    async with here() as on:
+        alone = (await on.client.post("/v1/generate", asked | {"use_cache": False})).body
+        found = alone["logprobs"]
+        assert [one["chosen"]["token"] for one in found] == alone["tokens"]
+        assert all(one["top"][0] == one["chosen"] and len(one["top"]) == 3 for one in found)
+        assert all(one["chosen"]["logprob"] > one["top"][1]["logprob"] for one in found)
+        assert "".join(one["chosen"]["text"] for one in found) == alone["text"]
+        for _ in range(2):
+            again = (await on.client.post("/v1/generate", asked)).body
+            assert again["logprobs"] == found
+        raw = (await on.client.post("/v1/generate", asked | {"stream": True})).body.decode()
+        *events, done = [json.loads(line[6:]) for line in raw.splitlines() if line[:5] == "data:"]
+        assert [one for event in events for one in event["logprobs"]] == found == done["logprobs"]
+        prefill = {"prompt": BODY["prompt"], "ticket_id": "t", "logprobs": 3}
+        assert (await on.client.post("/v1/prefill", prefill)).body["logprobs"] == found[:1]
+        decode = (await on.client.post("/v1/decode", prefill | {"max_tokens": 8})).body
+        assert decode["logprobs"] == [None, *found[1:]]
+        assert (await on.client.post("/v1/generate", BODY)).body["logprobs"] is None
+
+
 PACKED = np.array(PROMPT, "<u4").tobytes()
 
 

@@ -22,7 +22,6 @@ from tierkv.errors import BadRequestError, ConfigError, StoreCorruptError, TierK
 from tierkv.gateway.failures import InvalidRequestError
 from tierkv.gateway.openai import CompletionBody
 from tierkv.gateway.prompts import packed_bytes
-from tierkv.gateway.relay import StopFinder
 from tierkv.http.bodies import JSON, MSGPACK, decode
 from tierkv.http.callers import AuthFile
 from tierkv.pd.tickets import Acknowledgement, OpenTicket, Ticket
@@ -39,6 +38,7 @@ from tierkv.storage.codec import (
 )
 from tierkv.storage.redis.resp import NotRedisError, Replies, Reply, TooLong, ValueLanded
 from tierkv.storage.redis.url import parse_redis_url
+from tierkv.tokenizers import StopFinder
 
 Target = Callable[[bytes], None]
 

@@ -73,6 +73,7 @@ class ScriptedNode:
         self.model: str | None = "tierkv-ref-tiny"
         self.lies_from: int | None = None
         self.claims_nothing = False  # computes instead, as without a ticket
+        self.hides_first_token = False  # publishes its ticket without an event of the token
         self.dies_unpublished = False  # after its first token, before its ticket
         self.stalls_after: int | None = None
         self.gate = asyncio.Event()
@@ -149,7 +150,9 @@ class ScriptedNode:
         self.finished += 1
         return response
 
-    async def _answer(self, request: web.Request, body: Json) -> web.StreamResponse:
+    async def _answer(  # noqa: C901 - every fault that a test asks for
+        self, request: web.Request, body: Json
+    ) -> web.StreamResponse:
         await self.gate.wait()
         if self.refusal is not None:
             status, problem = self.refusal
@@ -178,9 +181,10 @@ class ScriptedNode:
             said = token
             if self.lies_from is not None and number >= self.lies_from:
                 said = 33
-            await _event(
-                response, "tokens", {"tokens": [said], "text": chr(said), "pieces": [chr(said)]}
-            )
+            if not (self.hides_first_token and request.path == "/v1/prefill"):
+                is_of_ticket = request.path == "/v1/decode" and number == 0
+                event = tokens_event(said, body, is_of_ticket=is_of_ticket)
+                await _event(response, "tokens", event)
             await asyncio.sleep(0)
         if self.dies_unpublished and request.path == "/v1/prefill":
             assert request.transport is not None
@@ -200,6 +204,21 @@ class ScriptedNode:
             },
         )
         return response
+
+
+def tokens_event(token: int, body: Json, *, is_of_ticket: bool) -> Json:
+    event: Json = {"tokens": [token], "text": chr(token), "pieces": [chr(token)]}
+    if "logprobs" in body:
+        event["logprobs"] = [None if is_of_ticket else logprobs_to(token)]
+    return event
+
+
+def logprobs_to(token: int) -> Json:
+    """Return the log probabilities that scripted nodes send with `token`."""
+    chosen, other = (
+        {"token": one, "text": chr(one), "logprob": -one / 128} for one in (token, token + 1)
+    )
+    return {"chosen": chosen, "top": [chosen, other]}
 
 
 async def _event(response: web.StreamResponse, name: str, data: Json) -> None:

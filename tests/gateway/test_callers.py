@@ -74,7 +74,7 @@ async def test_a_stop_text_ends_the_answer_and_the_nodes_work(stream: bool) -> N
         ({"prompt": "x", "top_p": 0}, 400, "top_p"),
         ({"prompt": "x", "min_tokens": 9}, 400, "min_tokens"),
         ({"prompt": "x", "echo": True}, 400, "echo"),
-        ({"prompt": "x", "logprobs": 1}, 400, "logprobs"),
+        ({"prompt": "x", "logprobs": 21}, 400, "logprobs"),
         ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
         ({"prompt": "x", "temperature": 3}, 400, "temperature"),
         ({"prompt": "x", "stop": [""]}, 400, "stop"),
@@ -146,7 +146,7 @@ async def test_fields_that_change_nothing_are_accepted() -> None:
         ("tool_choice", "required", 400),
         ("response_format", {"type": "json_object"}, 400),
         ("reasoning_effort", "high", 400),
-        ("logprobs", True, 400),
+        ("top_logprobs", 2, 400),
         ("max_completion_tokens", 0, 400),
     ],
 )

@@ -8,7 +8,14 @@ import time
 
 import pytest
 
-from tests.gateway.scripted import ScriptedNode, Stage, answer_to, stage, text_of
+from tests.gateway.scripted import (
+    ScriptedNode,
+    Stage,
+    answer_to,
+    logprobs_to,
+    stage,
+    text_of,
+)
 from tests.latch import PATIENCE_S, until
 from tierkv.gateway.nodes import NodeState
 from tierkv.gateway.settings import DeadlineSection, HealthSection, LimitsSection
@@ -73,6 +80,51 @@ async def test_a_decode_node_that_dies_is_replaced_without_losing_or_repeating_a
         for node in (*on.prefill, *on.decode):
             node.breaks_left = 0
         await answered(on, stream=stream)
+
+
+@pytest.mark.parametrize("fault", ["none", "decode node dies", "first token has no event"])
+async def test_log_probabilities_are_those_of_each_token_whichever_node_sends_them(
+    fault: str,
+) -> None:
+    """A ticket has the first token without its log probabilities."""
+    async with stage() as on:
+        for node in on.decode:
+            node.breaks_after = 3 if fault == "decode node dies" else None
+            node.breaks_left = 1
+        for node in on.prefill:
+            node.hides_first_token = fault == "first token has no event"
+        asked = await on.caller.ask({"prompt": PROMPT, "logprobs": 2})
+        expected = [logprobs_to(token) for token in answer_to(PROMPT.encode(), 8)]
+        chosen = [one["chosen"] for one in expected]
+        assert (asked.status, asked.text) == (200, TRUTH)
+        assert asked.body["choices"][0]["logprobs"] == {
+            "tokens": [one["text"] for one in chosen],
+            "token_logprobs": [one["logprob"] for one in chosen],
+            "top_logprobs": [
+                {each["text"]: each["logprob"] for each in one["top"]} for one in expected
+            ],
+            "text_offset": [*range(8)],
+        }
+
+
+async def test_a_streamed_chat_has_log_probabilities_up_to_the_end_of_a_stop_text() -> None:
+    async with stage() as on:
+        url, body = on.caller.url + "/v1/chat/completions", {
+            "messages": [{"role": "user", "content": PROMPT}],
+            "max_tokens": 8, "temperature": 0, "logprobs": True,
+        }  # fmt: skip
+        async with on.caller.session.post(url, json=body) as response:
+            whole = (await response.json())["choices"][0]["message"]["content"]
+        body |= {"stream": True, "stop": [whole[2:4]]}
+        async with on.caller.session.post(url, json=body) as response:
+            lines = (await response.read()).splitlines()
+        pieces = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+        choices = [piece["choices"][0] for piece in pieces]
+        found = [one for choice in choices for one in (choice["logprobs"] or {}).get("content", ())]
+        text = "".join(choice["delta"]["content"] for choice in choices)
+        assert (text, choices[-1]["finish_reason"]) == (whole[:2], "stop")
+        assert "".join(one["token"] for one in found) == whole[:4]
+        assert [bytes(one["bytes"]).decode() for one in found] == [*whole[:4]]
 
 
 async def test_after_the_first_token_only_the_rest_is_generated() -> None:

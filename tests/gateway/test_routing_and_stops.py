@@ -14,10 +14,10 @@ from tierkv.cache.keys import pack
 from tierkv.client import AsyncClient
 from tierkv.errors import ConfigError
 from tierkv.gateway.nodes import BackendNode, Nodes, NodeState, usable
-from tierkv.gateway.relay import StopFinder
 from tierkv.gateway.routing import PrefixMemory, choose_decode, choose_prefill
 from tierkv.gateway.settings import GatewaySection, HealthSection, urls_of
 from tierkv.http.process import Heartbeat, patient_timeout
+from tierkv.tokenizers import StopFinder
 
 HEALTH = HealthSection(eject_s=1.0, eject_most_s=8.0)
 FEW_LETTERS = st.text("ab\n", max_size=30)

@@ -1209,11 +1209,18 @@ class _Timer:
 # The model: its identity, and its forward passes
 
 
-def check_model(model: PreTrainedModel) -> None:
-    """Check that the cache can serve a model.
+_REMEDY = "use another model, or generate without this cache"
+
+
+def check_model(model: PreTrainedModel, *, remedy: str = _REMEDY) -> None:
+    """Check that KV of the model's tokens depends on the tokens before them alone.
+
+    Args:
+        model: The model.
+        remedy: The end of the error's sentence.
 
     Raises:
-        LayoutError: The model's attention, encoder or rope cannot be cached.
+        LayoutError: The model has windows, states, an encoder or a rope that changes.
         ConfigError: The model is split over processes, or trains with dropout.
     """
     config = model.config.get_text_config(decoder=True)
@@ -1221,20 +1228,18 @@ def check_model(model: PreTrainedModel) -> None:
     if kinds != {DynamicLayer}:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise LayoutError(
-            f"only layers of full attention can be cached, and this model has {names}: use "
-            "another model, or generate without this cache"
+            f"only layers of full attention can be cached, and this model has {names}: {remedy}"
         )
     if model.config.is_encoder_decoder:
         raise LayoutError(
             "encoder-decoder models cannot be cached, since their cache also depends on "
-            "the encoder's input: generate without this cache"
+            f"the encoder's input: {remedy}"
         )
     parts = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
     if changing := sorted(_CHANGING_ROPE & set(_rope_types(parts))):
         raise LayoutError(
             f"rope of type {changing[0]} encodes the same tokens differently in a "
-            "longer text, so cached blocks would be wrong there: generate without "
-            "this cache"
+            f"longer text, so cached blocks would be wrong there: {remedy}"
         )
     if (getattr(model, "_tp_size", None) or 1) > 1:
         raise ConfigError(
@@ -1301,19 +1306,22 @@ def speeds(model: PreTrainedModel) -> Iterator[tuple[int, float]]:
             yield num_tokens, took
 
 
-def states_of_one_token(model: PreTrainedModel) -> list[torch.Tensor]:
+def states_of_one_token(model: PreTrainedModel, *, remedy: str = _REMEDY) -> list[torch.Tensor]:
     """Return keys and values of each layer, [1, heads, 1, dim], as the model makes them.
 
+    Args:
+        model: The model.
+        remedy: The end of the error's sentence.
+
     Raises:
-        LayoutError: A layer stores nothing, or a shape is unknown.
+        LayoutError: A layer makes other states.
         ConfigError: The layers are on several devices.
     """
     cache = _computed(model, 1)
     empty = [at for at, layer in enumerate(cache.layers) if not layer.is_initialized]
     if empty:
         raise LayoutError(
-            f"layers {empty} of the model store no keys and values in its cache: generate "
-            "without this cache"
+            f"layers {empty} of the model store no keys and values in its cache: {remedy}"
         )
     states = [one for layer in cache.layers for one in (layer.keys, layer.values)]
     if wrong := [tuple(one.shape) for one in states if one.ndim != 4 or one.shape[::2] != (1, 1)]:  # noqa: PLR2004

@@ -302,6 +302,7 @@ class StatusRoutes(Routes):
             role=node.settings.node.role.value,
             fingerprint=node.service.fingerprint.readable(),
             stored_under=node.service.stored_under(),
+            model=node.settings.node.model_name,
         )
 
     @Route("GET", "/metrics", Access.READ, content_type="text/plain")

@@ -19,14 +19,16 @@ from tierkv.api.types import (
     DecodeBody,
     GenerateAnswer,
     GenerateBody,
+    Logprobs,
     PrefillAnswer,
     PrefillBody,
     TokenizeAnswer,
     TokenizeBody,
     job_of,
+    with_texts,
 )
-from tierkv.cache.keys import TOKEN_BYTES, Prompt, count, pack, unpack
-from tierkv.engine import GenerateRequest
+from tierkv.cache.keys import Prompt, count, pack
+from tierkv.engine import GenerateRequest, Generation, TokenLogprobs
 from tierkv.errors import RequestTooLargeError
 from tierkv.http import bodies
 from tierkv.http.bodies import open_stream, write
@@ -34,7 +36,7 @@ from tierkv.http.callers import Access
 from tierkv.http.problems import UnknownIdError, WrongRoleError, log_if_unexpected, problem_of
 from tierkv.http.route import Disconnect, Route
 from tierkv.tasks import task_group
-from tierkv.tokenizers import TextDecoder
+from tierkv.tokenizers import AnswerDecoder, Tokenizer
 
 _SESSION_HEADER = "X-Session-ID"  # as vLLM names it
 
@@ -49,11 +51,13 @@ class TokensEvent(msgspec.Struct, frozen=True):
         text: Text that is complete with these tokens.
         pieces: Text of each token, empty in the middle of a character; nodes of earlier versions
             send none.
+        logprobs: Log probabilities of each token; null if the request does not ask for them.
     """
 
     tokens: Sequence[int]
     text: str
     pieces: Sequence[str] = ()
+    logprobs: Sequence[Logprobs | None] | None = None
 
 
 class _Stream:
@@ -67,19 +71,39 @@ class _Stream:
         gone: The error that showed the closed connection.
     """
 
-    def __init__(self, request: web.BaseRequest, decoder: TextDecoder) -> None:
+    def __init__(
+        self, request: web.BaseRequest, job: GenerateRequest, tokenizer: Tokenizer
+    ) -> None:
         self._request = request
-        self._decoder = decoder
+        self._tokenizer = tokenizer
+        self._decoder = AnswerDecoder(
+            tokenizer,
+            job.tokens,
+            num_answered=job.answered_tokens,
+            stops=job.stops,
+            min_tokens=job.min_tokens,
+        )
         self.response: web.StreamResponse | None = None
         self.scope = asyncio.timeout(None)
         self.gone: ConnectionError | None = None
         self._tokens: list[int] = []
+        self._logprobs: list[Logprobs | None] = []
         self._changed = asyncio.Event()
         self._is_over = False
 
-    def add(self, tokens: Sequence[int]) -> None:
+    def add(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None] = (), /) -> None:
         # A run that begins again repeats its tokens, so only tokens beyond the known ones are new.
-        self._tokens += tokens[len(self._tokens) :]
+        known = len(self._tokens)
+        new = tokens[known:]
+        self._logprobs += with_texts(new, logprobs[known:], self._tokenizer) or ()
+        self._tokens += new
+        self._changed.set()
+
+    def add_all(self, answer: GenerateAnswer) -> None:
+        """Add all tokens of an answer; those of an earlier call come at once."""
+        known = len(self._tokens)
+        self._tokens += answer.tokens[known:]
+        self._logprobs += (answer.logprobs or ())[known:]
         self._changed.set()
 
     def end(self) -> None:
@@ -94,7 +118,7 @@ class _Stream:
             while not self._is_over or sent < len(self._tokens):
                 if new := self._tokens[sent:]:
                     pieces = [self._decoder.feed(token) for token in new]
-                    await self._tokens_event(new, pieces)
+                    await self._tokens_event(new, pieces, self._logprobs[sent:] or None)
                     sent += len(new)
                 else:
                     self._changed.clear()
@@ -107,13 +131,18 @@ class _Stream:
     async def done(self, answer: GenerateAnswer | None) -> web.StreamResponse:
         """Send the text that was held back, and the whole answer."""
         if rest := self._decoder.rest():
-            await self._tokens_event((), (), rest)
+            await self._tokens_event((), (), rest=rest)
         return await self.event("done", msgspec.json.encode(answer))
 
     async def _tokens_event(
-        self, tokens: Sequence[int], pieces: Sequence[str], rest: str = ""
+        self,
+        tokens: Sequence[int],
+        pieces: Sequence[str],
+        logprobs: Sequence[Logprobs | None] | None = None,
+        *,
+        rest: str = "",
     ) -> None:
-        body = TokensEvent(tokens, "".join(pieces) + rest, pieces)
+        body = TokensEvent(tokens, "".join(pieces) + rest, pieces, logprobs)
         await self.event("tokens", msgspec.json.encode(body))
 
     async def event(self, event: str, data: bytes) -> web.StreamResponse:
@@ -150,7 +179,7 @@ class Answering:
 
 @asynccontextmanager
 async def streaming(
-    request: web.BaseRequest, answer: Answering, decoder: TextDecoder
+    request: web.BaseRequest, answer: Answering, tokenizer: Tokenizer
 ) -> AsyncIterator[None]:
     """Stream the tokens of `answer.job` while the body runs, which makes the answer.
 
@@ -160,9 +189,9 @@ async def streaming(
     Args:
         request: The request that is answered.
         answer: The call; its `job` and `response` are set here.
-        decoder: Decoder of the tokens' text.
+        tokenizer: The tokenizer of the model.
     """
-    stream = _Stream(request, decoder)
+    stream = _Stream(request, answer.job, tokenizer)
     answer.job = replace(answer.job, on_tokens=stream.add)
     failure: Exception | None = None
     async with task_group() as tasks:
@@ -171,7 +200,7 @@ async def streaming(
             async with stream.scope:
                 yield
             if answer.made is not None:  # a repeated call sends all tokens at once
-                stream.add(answer.made.tokens)
+                stream.add_all(answer.made)
         except Exception as error:  # noqa: BLE001 - an unexpected error is logged
             failure = error
         finally:
@@ -242,7 +271,7 @@ class WorkRoutes(Routes):
             if answer.made is None:
                 generation = await self._node.engine.generate(answer.job)
                 self._metrics.observe("generate", generation)
-                answer.made = GenerateAnswer.of(asked.request_id, generation)
+                answer.made = self._answer_of(asked, generation)
         return answer.result
 
     @Route(
@@ -265,7 +294,7 @@ class WorkRoutes(Routes):
                 self._metrics.observe("prefill", prefilled.generation)
                 block_size = self._node.settings.cache.block_size
                 answer.made = PrefillAnswer.of_prefill(
-                    asked.request_id, prefilled, ticket_id, block_size
+                    self._answer_of(asked, prefilled.generation), prefilled, ticket_id, block_size
                 )
         return answer.result
 
@@ -285,7 +314,7 @@ class WorkRoutes(Routes):
                     )
                 self._metrics.observe("decode", generation)
                 answer.made = DecodeAnswer.of_ticket(
-                    asked.request_id, generation, body.ticket_id, ticket
+                    self._answer_of(asked, generation), body.ticket_id, ticket
                 )
         return answer.result
 
@@ -361,7 +390,7 @@ class WorkRoutes(Routes):
         answer = Answering(asked.job)
         key = (asked.operation, asked.tenant, asked.request_id)
         async with (
-            streaming(request, answer, self._decoder(asked)) if streams else nullcontext(),
+            streaming(request, answer, self._node.spec.tokenizer) if streams else nullcontext(),
             self._node.work(),
             self._node.answers.call(key, asked.content, stays_open=False) as call,
         ):
@@ -370,14 +399,8 @@ class WorkRoutes(Routes):
             call.made = answer.made
             self._keep_turn(asked, answer.made)
 
-    def _decoder(self, asked: _Asked) -> TextDecoder:
-        """Return a decoder that has already decoded the prompt's answered tokens."""
-        tokens = asked.job.tokens
-        start = max(len(tokens) - asked.job.answered_tokens * TOKEN_BYTES, 0)
-        decoder = self._node.spec.tokenizer.decoder(tokens[:start])
-        for token in unpack(tokens[start:]).tolist():
-            decoder.feed(token)
-        return decoder
+    def _answer_of(self, asked: _Asked, generation: Generation) -> GenerateAnswer:
+        return GenerateAnswer.of(asked.request_id, generation, self._node.spec.tokenizer)
 
     def _check_role(self, needed: Role) -> None:
         mine = self._node.settings.node.role

@@ -74,6 +74,14 @@ class NodeSection(ListenSection, frozen=True, kw_only=True, forbid_unknown_field
     listens_tcp: bool = True
     engine_socket: str = ""
 
+    @property
+    def model_name(self) -> str:
+        """The name of the served model's directory or file; "" without one."""
+        if not self.model:
+            return ""
+        path = Path(self.model).expanduser()
+        return path.stem if path.suffix == ".gguf" else path.resolve().name
+
     def __post_init__(self) -> None:
         self.check("node")
         if not (self.listens_tcp or self.unix_socket):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Annotated, Any, Literal
 
@@ -16,6 +17,7 @@ from tierkv.engine import (
     Generation,
     Prefilled,
     Sampling,
+    TokenLogprobs,
 )
 from tierkv.errors import RequestTooLargeError
 from tierkv.http.bodies import FieldError
@@ -32,6 +34,10 @@ MaxTokens = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 MinTokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 TopK = Annotated[int, msgspec.Meta(le=2**31 - 1)]  # a negative one is refused by `Sampling`
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
+NumLogprobs = Annotated[int, msgspec.Meta(ge=0, le=20)]
+StopTexts = Annotated[
+    list[Annotated[str, msgspec.Meta(min_length=1, max_length=256)]], msgspec.Meta(max_length=4)
+]
 
 
 class MediaBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -173,6 +179,9 @@ class GenerateBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
             frequency_penalty: The choice of tokens, see `Sampling`.
         ignore_eos: True goes on after tokens that end an answer.
         min_tokens: Number of tokens before which no token that ends an answer is chosen.
+        logprobs: Number of most likely tokens whose log probabilities are sent beside the chosen
+            token's; null for none at all.
+        stop: Texts that end the answer and are not part of its text.
     """
 
     request_id: str | None = None
@@ -187,6 +196,8 @@ class GenerateBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
     frequency_penalty: float = 0.0
     ignore_eos: bool = False
     min_tokens: MinTokens = 0
+    logprobs: NumLogprobs | None = None
+    stop: StopTexts = []
     max_tokens: MaxTokens = 32
     use_cache: bool = True
     stream: bool = False
@@ -215,6 +226,7 @@ class PrefillBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=T
     frequency_penalty: float = 0.0
     ignore_eos: bool = False
     min_tokens: MinTokens = 0
+    logprobs: NumLogprobs | None = None
     ticket_id: str | None = None
     stream: bool = False
     wait: PublishWait = PublishWait.PUBLISHED
@@ -240,6 +252,8 @@ class DecodeBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     frequency_penalty: float = 0.0
     ignore_eos: bool = False
     min_tokens: MinTokens = 0
+    logprobs: NumLogprobs | None = None
+    stop: StopTexts = []
     ticket_id: str
     max_tokens: MaxTokens = 32
     policy: ClaimPolicy = ClaimPolicy.WHOLE
@@ -295,6 +309,8 @@ def job_of(
         space=prompt.space,
         ignores_end=body.ignore_eos,
         min_tokens=body.min_tokens,
+        stops=() if isinstance(body, PrefillBody) else tuple(body.stop),
+        num_logprobs=body.logprobs,
     )
 
 
@@ -319,12 +335,59 @@ class MatchedTokens(msgspec.Struct, frozen=True):
         )
 
 
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """A token that could stand at a place of an answer, its text, and its log probability."""
+
+    token: int
+    text: str
+    logprob: float
+
+
+class Logprobs(msgspec.Struct, frozen=True):
+    """Natural logarithms of probabilities at one place of an answer, before any sampling.
+
+    Attributes:
+        chosen: The token of the answer.
+        top: The most likely tokens, the most likely one first.
+    """
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+def with_texts(
+    tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], tokenizer: Tokenizer
+) -> tuple[Logprobs | None, ...] | None:
+    """Return the log probabilities of an answer with the texts of their tokens.
+
+    Args:
+        tokens: The tokens of the answer.
+        logprobs: The log probabilities of each; empty if they are not wanted.
+        tokenizer: The tokenizer of the model.
+    """
+
+    def named(token: int, logprob: float) -> TokenLogprob:
+        return TokenLogprob(token, tokenizer.token_text(token), logprob)
+
+    if not logprobs:
+        return None
+    return tuple(
+        None
+        if one is None
+        else Logprobs(named(token, one.chosen), tuple(named(*other) for other in one.top))
+        for token, one in zip(tokens, logprobs, strict=True)
+    )
+
+
 class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The generated tokens.
 
     Attributes:
         load_problem: The reason for which cached tokens were computed, null if all were loaded.
-        finish_reason: "length" at max_tokens, "stop" at the model's own end of text.
+        finish_reason: "length" at max_tokens, "stop" at the model's own end of text or at a stop
+            text.
+        logprobs: Log probabilities of each token, null for the tokens of a ticket; null as a whole
+            if the request does not ask for them.
     """
 
     request_id: str
@@ -338,9 +401,10 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     time_to_first_token_s: float
     total_s: float
     finish_reason: FinishReason = "length"
+    logprobs: tuple[Logprobs | None, ...] | None = None
 
     @classmethod
-    def of(cls, request_id: str, generation: Generation) -> GenerateAnswer:
+    def of(cls, request_id: str, generation: Generation, tokenizer: Tokenizer) -> GenerateAnswer:
         return GenerateAnswer(
             request_id=request_id,
             text=generation.text,
@@ -353,6 +417,7 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
             time_to_first_token_s=generation.first_token_s,
             total_s=generation.total_s,
             finish_reason=generation.finish_reason,
+            logprobs=with_texts(generation.tokens, generation.logprobs, tokenizer),
         )
 
 
@@ -371,10 +436,10 @@ class DecodeAnswer(GenerateAnswer, frozen=True, kw_only=True):
 
     @classmethod
     def of_ticket(
-        cls, request_id: str, generation: Generation, ticket_id: str, ticket: Ticket | None
+        cls, answer: GenerateAnswer, ticket_id: str, ticket: Ticket | None
     ) -> DecodeAnswer:
         return DecodeAnswer(
-            **asdict(GenerateAnswer.of(request_id, generation)),
+            **asdict(answer),
             ticket_id=ticket_id,
             producer=ticket.producer if ticket else None,
             first_tokens=ticket.first_tokens if ticket else (),
@@ -402,11 +467,11 @@ class PrefillAnswer(GenerateAnswer, frozen=True, kw_only=True):
 
     @classmethod
     def of_prefill(
-        cls, request_id: str, prefilled: Prefilled, ticket_id: str, block_size: int
+        cls, answer: GenerateAnswer, prefilled: Prefilled, ticket_id: str, block_size: int
     ) -> PrefillAnswer:
         published, num_tokens = prefilled.published, prefilled.generation.prompt_tokens
         return PrefillAnswer(
-            **asdict(GenerateAnswer.of(request_id, prefilled.generation)),
+            **asdict(answer),
             ticket_id=ticket_id,
             num_blocks=-(-num_tokens // block_size),
             tail_tokens=num_tokens % block_size,
@@ -496,6 +561,7 @@ class VersionAnswer(msgspec.Struct, frozen=True):
     Attributes:
         fingerprint: Fields that two nodes must have in common to share blocks.
         stored_under: Prefix of the names of stored blocks.
+        model: Name of the served model; "" for the name in the fingerprint.
     """
 
     version: str
@@ -503,6 +569,7 @@ class VersionAnswer(msgspec.Struct, frozen=True):
     role: str
     fingerprint: dict[str, str]
     stored_under: str
+    model: str = ""
 
 
 PinSeconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]

@@ -83,6 +83,7 @@ class _TokenizeAnswer(msgspec.Struct):
 
 class _VersionAnswer(msgspec.Struct):
     fingerprint: dict[str, str]
+    model: str = ""  # older nodes do not send it
 
 
 class _Part(msgspec.Struct):
@@ -159,19 +160,20 @@ class NodeCalls:
         except TierKVError as error:
             raise AttemptError(str(error)) from error
 
-    async def fingerprint(self, node: BackendNode) -> dict[str, str] | None:
-        """Return the node's fingerprint, None if its answer has none.
+    async def identity(self, node: BackendNode) -> tuple[dict[str, str] | None, str]:
+        """Return the node's fingerprint and the name of its model; None and "" without any.
 
         Raises:
             AttemptError: The node does not answer.
         """
         reply = await self._probe(node, "/version")
         if reply.status != HTTPStatus.OK:
-            return None
+            return None, ""
         try:
-            return msgspec.json.decode(reply.raw, type=_VersionAnswer).fingerprint
+            answer = msgspec.json.decode(reply.raw, type=_VersionAnswer)
         except UNREADABLE:
-            return None
+            return None, ""
+        return answer.fingerprint, answer.model or answer.fingerprint.get("model", "")
 
     async def lookup(self, node: BackendNode, job: Job) -> int:
         """Return how many leading tokens of the prompt the node has on its device or host.
@@ -409,9 +411,9 @@ class _Probe:
         try:
             # What it computes comes first, each time: a node that was replaced by one of another
             # model must not go on with an answer that one of ours has begun.
-            fingerprint = await self._calls.fingerprint(node)
+            fingerprint, model = await self._calls.identity(node)
             trouble = await self._calls.trouble(node)
-            self._nodes.compare(node, fingerprint)
+            self._nodes.compare(node, fingerprint, model)
             if trouble is None:
                 node.says_unready()
             else:

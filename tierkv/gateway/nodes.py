@@ -37,6 +37,7 @@ class BackendNode:
         self.num_failures = 0  # in a row
         self.lives = 0  # returns after failures; blocks cached before a failure may be lost
         self.fingerprint: dict[str, str] | None = None  # what it computes, as it says itself
+        self.model = ""  # its name, which does not count in comparisons
         self.differs_in: tuple[str, ...] = ()  # fields of it, from what most others compute
         self._settings = settings
         self._beat = beat
@@ -157,19 +158,23 @@ class Nodes:
                 "the same node is given twice: give --both for a node that does prefill and decode"
             )
 
-    def compare(self, node: BackendNode, fingerprint: dict[str, str] | None) -> None:
-        """Note the fingerprint of `node`; None if it has none.
+    def compare(self, node: BackendNode, fingerprint: dict[str, str] | None, model: str) -> None:
+        """Note what `node` computes.
 
         A node receives no requests while its fingerprint differs from the most frequent one; of
-        equally
-        frequent fingerprints the first counts.
+        equally frequent fingerprints the first counts.
+
+        Args:
+            node: The node.
+            fingerprint: The fingerprint, None if it has none.
+            model: The name of its model.
         """
-        if fingerprint == node.fingerprint:
+        if (fingerprint, model) == (node.fingerprint, node.model):
             return
-        node.fingerprint = fingerprint
+        node.fingerprint, node.model = fingerprint, model
         known = [one.fingerprint for one in self.all if one.fingerprint is not None]
         most = max(known, key=known.count, default={})  # the first of several
-        self.model = most.get("model", "")
+        self.model = next((one.model for one in self.all if one.fingerprint == most), "")
         for one in self.all:
             one.differs_in = () if one.fingerprint is None else differences(most, one.fingerprint)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
+from tierkv.api.types import Logprobs, TokenLogprob
 from tierkv.gateway.failures import InvalidRequestError
 from tierkv.gateway.prompts import Given, Job, Prompt, read_prompts
 
@@ -20,6 +21,7 @@ _MOST_STOPS = 4
 _MOST_CHOICES = 128
 _MOST_STOP_CHARACTERS = 256
 _MOST_TEMPERATURE = 2.0
+_MOST_LOGPROBS = 20
 _SEED_BITS = 63
 _DEFAULT_TOKENS = 16
 
@@ -95,6 +97,16 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return 0 if self.top_k in (None, -1) else self.top_k or 0
 
     @property
+    def num_logprobs(self) -> int | None:
+        """The number of most likely tokens to name at each place; None for no log probabilities."""
+        return None
+
+    @property
+    def logprobs_field(self) -> str:
+        """The name of the field that sets `num_logprobs`."""
+        return "logprobs"
+
+    @property
     def num_choices(self) -> int:
         """The number of answers to each prompt."""
         return 1 if self.n is None else self.n
@@ -149,6 +161,11 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise InvalidRequestError("top_p must be above 0 and at most 1", param="top_p")
         if not 1 <= self.num_choices <= _MOST_CHOICES:
             raise InvalidRequestError(f"n must be in 1..{_MOST_CHOICES}", param="n")
+        if self.num_logprobs is not None and not 0 <= self.num_logprobs <= _MOST_LOGPROBS:
+            raise InvalidRequestError(
+                f"the number of log probabilities must be in 0..{_MOST_LOGPROBS}",
+                param=self.logprobs_field,
+            )
         if self.of_most_likely < 0:
             raise InvalidRequestError("top_k must be -1 or more", param="top_k")
         if self.stream_options is not None and not self.stream:
@@ -181,6 +198,7 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 top_k=self.of_most_likely,
                 seed=(seed + choice) % 2**64,
                 sampling=self.sampling(),
+                num_logprobs=self.num_logprobs,
                 authorization=authorization,
             )
 
@@ -197,6 +215,10 @@ class CompletionBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_field
     logprobs: int | None = None
     suffix: str | None = None
     echo: bool | None = False
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
     def without_prompts(self) -> Self:
         """Return a body that holds none of the prompts' memory."""
@@ -215,7 +237,6 @@ class CompletionBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_field
         self.check()
         self.refuse_unless(
             ("best_of", None if self.best_of == self.num_choices else self.best_of, 1),
-            ("logprobs", self.logprobs, None),
             ("suffix", self.suffix or None, None),
             ("echo", self.echo, False),
         )
@@ -266,6 +287,14 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
         given = self.max_completion_tokens
         return super().length_field if given is None else "max_completion_tokens"
 
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
+    def logprobs_field(self) -> str:
+        return "top_logprobs"
+
     def without_prompts(self) -> Self:
         return replace(self, messages=[])
 
@@ -275,8 +304,6 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
         self.check()
         without_tools = self.tool_choice in ("none", "auto")
         self.refuse_unless(
-            ("logprobs", self.logprobs, False),
-            ("top_logprobs", self.top_logprobs or None, None),
             ("tools", self.tools or None, None),
             ("tool_choice", None if without_tools else self.tool_choice, None),
             ("response_format", self.response_format, {"type": "text"}),
@@ -284,6 +311,8 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
             ("reasoning_effort", self.reasoning_effort, None),
             ("chat_template_kwargs", self.chat_template_kwargs or None, None),
         )
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError('top_logprobs needs "logprobs": true', param="top_logprobs")
         if not self.messages:
             raise InvalidRequestError(
                 "messages is empty: give at least one message", param="messages"
@@ -292,6 +321,28 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 # Answers
+
+Placed = tuple[int, Logprobs]
+"""The log probabilities at a place of an answer, and the number of characters before the place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of an answer, or a whole one.
+
+    Attributes:
+        text: The text to show.
+        logprobs: Log probabilities of its tokens; empty where the caller asks for none.
+    """
+
+    text: str = ""
+    logprobs: Sequence[Placed] = ()
+
+    @classmethod
+    def joined(cls, pieces: Sequence[Piece]) -> Piece:
+        """Return the piece that `pieces` are one after another."""
+        text = "".join(piece.text for piece in pieces)
+        return cls(text, [one for piece in pieces for one in piece.logprobs])
 
 
 class CachedDetails(msgspec.Struct, frozen=True):
@@ -305,6 +356,70 @@ class TokenUsage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedDetails
+
+
+class LikelyToken(msgspec.Struct, frozen=True):
+    """A likely token of a chat, and its bytes; null where they are no whole characters."""
+
+    token: str
+    logprob: float
+    bytes: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, one: TokenLogprob) -> LikelyToken:
+        is_whole = "\ufffd" not in one.text
+        return cls(one.text, one.logprob, tuple(one.text.encode()) if is_whole else None)
+
+
+class ChosenToken(LikelyToken, frozen=True):
+    """A token of the answer of a chat, and the most likely tokens at its place."""
+
+    top_logprobs: tuple[LikelyToken, ...] = ()
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    """The log probabilities of a chat's answer."""
+
+    content: tuple[ChosenToken, ...]
+
+    @classmethod
+    def of(cls, placed: Sequence[Placed]) -> ChatLogprobs:
+        return cls(
+            tuple(
+                ChosenToken(
+                    **asdict(LikelyToken.of(one.chosen)),
+                    top_logprobs=tuple(map(LikelyToken.of, one.top)),
+                )
+                for _, one in placed
+            )
+        )
+
+
+class TextLogprobs(msgspec.Struct, frozen=True):
+    """The log probabilities of a completion.
+
+    Attributes:
+        top_logprobs: Of the most likely tokens at each place and of the chosen one, by text.
+        text_offset: Number of characters of the answer before each token.
+    """
+
+    tokens: tuple[str, ...]
+    token_logprobs: tuple[float, ...]
+    top_logprobs: tuple[dict[str, float], ...]
+    text_offset: tuple[int, ...]
+
+    @classmethod
+    def of(cls, placed: Sequence[Placed]) -> TextLogprobs:
+        return cls(
+            tuple(one.chosen.text for _, one in placed),
+            tuple(one.chosen.logprob for _, one in placed),
+            # The likeliest of tokens with the same text is the first one.
+            tuple(
+                {each.text: each.logprob for each in (one.chosen, *reversed(one.top))}
+                for _, one in placed
+            ),
+            tuple(offset for offset, _ in placed),
+        )
 
 
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -322,7 +437,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     message: ChatDelta | msgspec.UnsetType = msgspec.UNSET
     delta: ChatDelta | msgspec.UnsetType = msgspec.UNSET
-    logprobs: None = None
+    logprobs: ChatLogprobs | TextLogprobs | None = None
     finish_reason: FinishReason | None = None
 
 
@@ -355,27 +470,30 @@ class Head:
     is_chat: bool
 
     def whole(
-        self, texts: Sequence[str], finishes: Sequence[FinishReason | None], usage: TokenUsage
+        self, pieces: Sequence[Piece], finishes: Sequence[FinishReason | None], usage: TokenUsage
     ) -> Completion:
         """Return a whole answer, with the text and the finish reason of each prompt in order."""
         choices = (
-            Choice(index=index, message=ChatDelta(content=text), finish_reason=finish)
-            if self.is_chat
-            else Choice(index=index, text=text, finish_reason=finish)
-            for index, (text, finish) in enumerate(zip(texts, finishes, strict=True))
+            self._choice(index, "message", piece, finish)
+            for index, (piece, finish) in enumerate(zip(pieces, finishes, strict=True))
         )
         return self._of(tuple(choices), usage, "chat.completion")
 
-    def piece(self, index: int, text: str, finish: FinishReason | None = None) -> Completion:
+    def piece(self, index: int, piece: Piece, finish: FinishReason | None = None) -> Completion:
         """Return a piece of a stream, for prompt number `index`.
 
         Its last piece has a finish reason.
         """
-        if self.is_chat:
-            choice = Choice(index=index, delta=ChatDelta(content=text), finish_reason=finish)
-        else:
-            choice = Choice(index=index, text=text, finish_reason=finish)
+        choice = self._choice(index, "delta", piece, finish)
         return self._of((choice,), None, "chat.completion.chunk")
+
+    def _choice(self, index: int, field: str, piece: Piece, finish: FinishReason | None) -> Choice:
+        kind = ChatLogprobs if self.is_chat else TextLogprobs
+        logprobs = kind.of(piece.logprobs) if piece.logprobs else None
+        text: dict[str, Any] = (
+            {field: ChatDelta(content=piece.text)} if self.is_chat else {"text": piece.text}
+        )
+        return Choice(index=index, logprobs=logprobs, finish_reason=finish, **text)
 
     def usage(self, usage: TokenUsage) -> Completion:
         """Return the piece of a stream that follows all choices."""

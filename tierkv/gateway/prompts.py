@@ -33,6 +33,8 @@ class Job:
         seed: Seed of the sampling, always set, so that a second node continues like the first.
         sampling: Further fields of the sampling by the names that nodes give them, without those
             that have their default.
+        num_logprobs: Number of most likely tokens whose log probabilities are wanted beside the
+            chosen token's; None for no log probabilities.
     """
 
     request_id: str
@@ -43,6 +45,7 @@ class Job:
     seed: int
     sampling: Mapping[str, float] = field(default_factory=dict)
     authorization: str | None = None
+    num_logprobs: int | None = None
 
     @property
     def tokens(self) -> bytes:
@@ -70,8 +73,15 @@ class Job:
 
         See `body`.
         """
-        sampling = {"temperature": self.temperature, "top_k": self.top_k, "seed": self.seed}
-        return self.body({**sampling, **self.sampling, "stream": True, **fields}, after)
+        sampling: dict[str, object] = {
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "seed": self.seed,
+            **self.sampling,
+        }
+        if self.num_logprobs is not None:
+            sampling["logprobs"] = self.num_logprobs
+        return self.body({**sampling, "stream": True, **fields}, after)
 
 
 def read_prompts(given: Given, *, most_prompts: int, most_tokens: int) -> list[Prompt]:

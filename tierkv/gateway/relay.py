@@ -27,6 +27,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from tierkv.api.types import Logprobs
 from tierkv.cache.keys import count
 from tierkv.client.http import Body
 from tierkv.client.streams import ServerEvent
@@ -44,73 +45,14 @@ from tierkv.gateway.failures import (
 )
 from tierkv.gateway.gateway import Backend
 from tierkv.gateway.nodes import BackendNode, usable
-from tierkv.gateway.openai import FinishReason
+from tierkv.gateway.openai import FinishReason, Piece, Placed
 from tierkv.gateway.prompts import Job, empty, too_long
 from tierkv.gateway.routing import Held, choose_decode, choose_prefill
 from tierkv.pd.tickets import HandoffProblem
 from tierkv.tasks import deadline, expected, task_group
+from tierkv.tokenizers import StopFinder
 
-
-class StopFinder:
-    """A search for stop texts in a text that comes in pieces.
-
-    The result does not depend on the cuts.
-
-    Args:
-        stops: Texts that end the answer and are not part of it; none may be empty.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        assert all(stops), "checked where they came in"
-        self._stops = tuple(stops)
-        self._held = ""
-        self.has_stopped = False
-
-    def feed(self, text: str) -> str:
-        """Add a piece, and return the text that can be shown now.
-
-        Text after the first complete stop text is dropped. An end that may begin a stop text is
-        held back.
-        """
-        if self.has_stopped:
-            return ""
-        if not self._stops:
-            return text
-        shown = []
-        for character in text:
-            self._held += character
-            found = max(
-                (stop for stop in self._stops if self._held.endswith(stop)), key=len, default=""
-            )
-            if found:
-                self.has_stopped = True
-                shown.append(self._held.removesuffix(found))
-                self._held = ""
-                break
-            keep = self._longest_start()
-            shown.append(self._held[: len(self._held) - keep])
-            self._held = self._held[len(self._held) - keep :]
-        return "".join(shown)
-
-    def rest(self) -> str:
-        """Return the text that was held back, when no text follows."""
-        held, self._held = self._held, ""
-        return held
-
-    def _longest_start(self) -> int:
-        """Return the length of the longest end of the held text with which a stop text starts."""
-        return max(
-            (
-                length
-                for stop in self._stops
-                for length in range(1, min(len(stop), len(self._held) + 1))
-                if self._held.endswith(stop[:length])
-            ),
-            default=0,
-        )
-
-
-Say = Callable[[str], Awaitable[None]]
+Say = Callable[[Piece], Awaitable[None]]
 
 
 class PromptAnswer:
@@ -138,9 +80,10 @@ class PromptAnswer:
         self._backend = backend
         self._stops = StopFinder(stops)
         self._min_tokens = min_tokens
+        self._num_characters = 0
 
     async def run(self, say: Say) -> None:
-        """Call `say` with each piece of text.
+        """Call `say` with each piece of the answer.
 
         A cancel, or an error of `say`, stops the nodes' work on this prompt.
 
@@ -153,9 +96,9 @@ class PromptAnswer:
                 task = tasks.create_task(expected(run(delivery)), name="tierkv-relay")
                 task.add_done_callback(delivery.wake)
                 while not task.done() or self.num_tokens < len(delivery.tokens):
-                    text = self._read(await delivery.news(self.num_tokens))
-                    if text:
-                        await say(text)
+                    piece = self._read(delivery, await delivery.news(self.num_tokens))
+                    if piece.text or piece.logprobs:
+                        await say(piece)
                     if self._stops.has_stopped:
                         break
                 failure = task.result() if task.done() else None
@@ -169,19 +112,23 @@ class PromptAnswer:
             if failure is not None:
                 raise failure
             if rest := self._stops.feed(delivery.rest()) + self._stops.rest():
-                await say(rest)
+                await say(Piece(rest))
             has_stopped = self._stops.has_stopped or delivery.has_stopped
             self.finish_reason = "stop" if has_stopped else "length"
 
-    def _read(self, pieces: Sequence[str]) -> str:
-        """Return the text to show of `pieces`, each of which is the text of one token."""
-        text = []
+    def _read(self, delivery: Delivery, pieces: Sequence[str]) -> Piece:
+        """Return what to show of `pieces`, each of which is the text of one token."""
+        text: list[str] = []
+        logprobs: list[Placed] = []
         for piece in pieces:
+            if delivery.logprobs:
+                logprobs.append((self._num_characters, delivery.logprobs[self.num_tokens]))
+            self._num_characters += len(piece)
             self.num_tokens += 1
             text.append(piece if self.num_tokens <= self._min_tokens else self._stops.feed(piece))
             if self._stops.has_stopped:
                 break
-        return "".join(text)
+        return Piece("".join(text), logprobs)
 
 
 log = logging.getLogger(__name__)
@@ -198,6 +145,7 @@ class _Tokens(msgspec.Struct):
     tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
     text: str
     pieces: list[str]
+    logprobs: list[Logprobs | None] | None = None
 
 
 class _Matched(msgspec.Struct):
@@ -222,6 +170,7 @@ class Delivery:
         self.job = job
         self.backend = backend
         self.tokens: list[int] = []
+        self.logprobs: list[Logprobs] = []  # of each token, if the job asks for them
         self._pieces: list[str] = []  # text of each token
         self._held_back = (0, "")  # offset and text of an event without tokens
         self.cached_tokens: int | None = None  # of the prompt, at the first node that answered
@@ -288,6 +237,8 @@ class Delivery:
 
         Raises:
             NodeFailedError: Another node gave other tokens, or the event lacks the text of a token.
+            HandoffRefusedError: A decode node gave the first token before the prefill node, which
+                alone has the token's log probabilities.
         """
         tokens, pieces = told.tokens, told.pieces
         if len(pieces) != len(tokens):
@@ -304,10 +255,24 @@ class Delivery:
                 self.backend.metrics.first_token.observe(self.now() - self._started)
             self.speakers.add(node)
             stop = self.job.max_tokens - len(self.tokens) + len(known)
+            if self.job.num_logprobs is not None:
+                self.logprobs += self._whole_logprobs(node, told, len(known))[: stop - len(known)]
             self.tokens += tokens[len(known) : stop]
             self._pieces += pieces[len(known) : stop]
             self._changed.set()
         return offset + len(tokens)
+
+    def _whole_logprobs(self, node: BackendNode, told: _Tokens, known: int) -> list[Logprobs]:
+        """Return the log probabilities of the tokens of an event from number `known` on."""
+        found = (told.logprobs or [])[known:]
+        if len(found) < len(told.tokens) - known:
+            raise self._blame(node, "sent tokens without their log probabilities")
+        if None in found:
+            raise HandoffRefusedError(
+                HandoffProblem.INCOMPLETE.value,
+                f"{node.url} gave a token of the ticket, whose log probabilities are lost",
+            )
+        return [one for one in found if one is not None]
 
     def _blame(self, node: BackendNode, what: str) -> NodeFailedError:
         node.note_failure(self.now())

@@ -35,6 +35,7 @@ from tierkv.gateway.openai import (
     Head,
     Model,
     ModelList,
+    Piece,
     TokenUsage,
 )
 from tierkv.gateway.prompts import Prompt, packed_bytes
@@ -55,7 +56,7 @@ _CLOSE_LIMIT_S = 5.0  # after the drain
 _MOST_PIECES = 64  # that wait for the client; a slow one then slows its own answer only
 
 B = TypeVar("B", CompletionBody, ChatBody)
-SayTo = Callable[[int, str], Awaitable[None]]
+SayTo = Callable[[int, Piece], Awaitable[None]]
 
 
 class CompletionRoutes:
@@ -119,25 +120,25 @@ class CompletionRoutes:
     async def _whole(
         self, writer: _Writer, answers: Sequence[PromptAnswer], num_choices: int
     ) -> web.Response:
-        texts: list[list[str]] = [[] for _ in answers]
+        pieces: list[list[Piece]] = [[] for _ in answers]
 
-        async def say(index: int, text: str) -> None:
-            texts[index].append(text)
+        async def say(index: int, piece: Piece) -> None:
+            pieces[index].append(piece)
 
         await self._run(answers, say)
         finishes = [answer.finish_reason for answer in answers]
         completion = writer.head.whole(
-            ["".join(text) for text in texts], finishes, usage_of(answers, num_choices)
+            [Piece.joined(each) for each in pieces], finishes, usage_of(answers, num_choices)
         )
         return bodies.answer(writer.request, completion)
 
     async def _stream(
         self, writer: _Writer, answers: Sequence[PromptAnswer], *, usage_choices: int | None
     ) -> web.StreamResponse:
-        pieces: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue(_MOST_PIECES)
+        pieces: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue(_MOST_PIECES)
 
-        async def say(index: int, text: str) -> None:
-            await pieces.put((index, text))
+        async def say(index: int, piece: Piece) -> None:
+            await pieces.put((index, piece))
 
         async def produce() -> Exception | None:
             try:
@@ -150,10 +151,9 @@ class CompletionRoutes:
             producer = tasks.create_task(produce(), name="tierkv-completion")
             producer.add_done_callback(lambda _: _wake(pieces))
             while not (producer.done() and pieces.empty()):
-                piece = await pieces.get()
-                if piece is not None:
-                    index, text = piece
-                    await writer.write(writer.head.piece(index, text))
+                found = await pieces.get()
+                if found is not None:
+                    await writer.write(writer.head.piece(*found))
         failure = producer.result()
         if failure is not None:
             if not writer.has_begun:
@@ -162,7 +162,7 @@ class CompletionRoutes:
             await writer.write_line(msgspec.json.encode(failure_of(writer.request, failure)))
             return await writer.end()
         async for index, answer in in_turns(enumerate(answers)):
-            await writer.write(writer.head.piece(index, "", answer.finish_reason))
+            await writer.write(writer.head.piece(index, Piece(), answer.finish_reason))
         if usage_choices is not None:
             await writer.write(writer.head.usage(usage_of(answers, usage_choices)))
         await writer.write_line(b"[DONE]")
@@ -180,10 +180,10 @@ class CompletionRoutes:
 
     async def _run_one(self, index: int, answer: PromptAnswer, say: SayTo) -> None:
         async with self._gateway.work():
-            await answer.run(lambda text: say(index, text))
+            await answer.run(lambda piece: say(index, piece))
 
 
-def _wake(pieces: asyncio.Queue[tuple[int, str] | None]) -> None:
+def _wake(pieces: asyncio.Queue[tuple[int, Piece] | None]) -> None:
     if pieces.empty():
         pieces.put_nowait(None)
 

@@ -24,7 +24,7 @@ from tierkv.cache.keys import Fingerprint, unpack
 from tierkv.cache.layout import Layout
 from tierkv.cache.shards import ShardScheme
 from tierkv.engine import GenerateRequest
-from tierkv.engine_runs import ModelRun, SessionEngine, Tokens1D
+from tierkv.engine_runs import ModelRun, SessionEngine, Tokens1D, logprobs_of
 from tierkv.errors import (
     BadRequestError,
     ConfigError,
@@ -230,7 +230,12 @@ class TransformersEngine(SessionEngine):
         choices = [_choice(run) for run in wanting]
         with self._service.device.computing():
             logits = self._model.forward(self._bound_pages(), pieces, before_layer)
-            chosen = iter(choose(logits, choices) if choices else [])
+            tokens = choose(logits, choices) if choices else []
+            for run, row, token in zip(wanting, logits, tokens, strict=True):
+                if run.job.num_logprobs is not None:
+                    one = row.float().cpu().numpy()
+                    run.chosen_logprobs = logprobs_of(one, token, run.job.num_logprobs)
+            chosen = iter(tokens)
         took = time.monotonic() - started
         for call in calls:
             call.run.call_s = None if loading else took

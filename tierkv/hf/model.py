@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from tierkv.adapters.transformers import (
     FORMAT,
@@ -24,13 +27,17 @@ from tierkv.adapters.transformers import (
 from tierkv.cache.keys import Fingerprint
 from tierkv.cache.layout import Layout
 from tierkv.errors import ConfigError, LayoutError, TierKVError
+from tierkv.gguf_file import GGUFFile
 from tierkv.gpu.room import require_room
 from tierkv.hf.paged import ATTENTION, PagedStep, Pages, TokenRun
 
 log = logging.getLogger(__name__)
 
 _SETTING = "node.model (--model)"
-_WEIGHTS = ("*.safetensors", "*.bin")
+_REMEDY = "use a decoder-only model whose layers all have full attention"
+_UNREADABLE = (
+    OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError,
+)  # fmt: skip
 _PROBE_TOKENS, _PROBE_CUT = 24, 17
 _ROUNDING, _LEAST_ROUNDING = 32, 1e-3  # of a dtype's last digit; relative, of logits
 
@@ -51,26 +58,27 @@ def load_model(path: Path, dtype: str, device: torch.device) -> PreTrainedModel:
     named: dict[str, Any] = {"local_files_only": True}
     if path.is_file() and path.suffix == ".gguf":
         path, named["gguf_file"] = path.parent, path.name
-        weights = [source]
-    elif (path / "config.json").is_file():
-        weights = [one for kind in _WEIGHTS for one in path.glob(kind)]
-    else:
+    elif not (path / "config.json").is_file():
         raise ConfigError(
             f"there is no model at {str(source)!r}: {_SETTING} names a directory with a "
             "config.json, or a .gguf file"
         )
-    if device.type == "cpu":
-        require_room(sum(one.stat().st_size for one in weights), "the model's weights", _SETTING)
     if dtype == "auto" and "gguf_file" in named:
         dtype = "float32"
+    transformers_logging.disable_progress_bar()  # hundreds of lines in a node's log
     try:
+        if device.type == "cpu":
+            what = f"the model {source}"
+            require_room(_weight_bytes(source, dtype), what, "its size", is_filled_now=True)
         is_encoder_decoder = "gguf_file" not in named and (
             AutoConfig.from_pretrained(path, **named).is_encoder_decoder
         )
         if is_encoder_decoder:
-            raise LayoutError("encoder-decoder models cannot be served: use a decoder-only model")
+            raise LayoutError(f"encoder-decoder models cannot be served: {_REMEDY}")
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **named)
         found: PreTrainedModel = model.to(device).eval()
+    except TierKVError:
+        raise
     except ImportError as error:
         raise ConfigError(
             f"the model at {str(source)!r} needs a library ({error}): GGUF files need `pip "
@@ -81,9 +89,31 @@ def load_model(path: Path, dtype: str, device: torch.device) -> PreTrainedModel:
             f"the model at {str(source)!r} does not fit into the memory of {device}: use a "
             "smaller model, or a smaller transformers.dtype"
         ) from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except _UNREADABLE as error:
         raise ConfigError(f"the model at {str(source)!r} cannot be loaded: {error}") from error
     return found
+
+
+def _weight_bytes(path: Path, dtype: str) -> int:
+    """Return the bytes of a model's weights in memory.
+
+    Args:
+        path: A directory or a GGUF file.
+        dtype: The type of the weights, "auto" for that of the files.
+    """
+    if path.is_file():
+        num_items = sum(math.prod(shape) for shape in GGUFFile(path).tensors.values())
+    else:
+        files = [*path.glob("*.safetensors")]
+        if dtype == "auto" or not files:
+            return sum(one.stat().st_size for one in files or path.glob("*.bin"))
+        num_items = 0
+        for file in files:
+            with safe_open(file, "pt") as opened:
+                shapes = [opened.get_slice(name).get_shape() for name in opened.keys()]  # noqa: SIM118 - it is no dict
+            num_items += sum(map(math.prod, shapes))
+    item: torch.dtype = getattr(torch, dtype)
+    return num_items * item.itemsize
 
 
 class PagedModel:
@@ -106,11 +136,12 @@ class PagedModel:
     def __init__(self, model: PreTrainedModel, block_size: int, max_context: int = 0) -> None:
         if not model.is_backend_compatible():
             raise LayoutError(
-                f"{type(model).__name__} has its own attention code, and this engine "
-                "serves only models that use transformers' AttentionInterface"
+                f"{type(model).__name__} has attention code of its own, and the engine "
+                "transformers needs models that use transformers' AttentionInterface: use "
+                "another model"
             )
-        check_model(model)
-        like = states_of_one_token(model)
+        check_model(model, remedy=_REMEDY)
+        like = states_of_one_token(model, remedy=_REMEDY)
         self.layout: Layout = layout_of(like, block_size)
         self.device = model.device
         self.speeds = list(speeds(model))
@@ -214,12 +245,14 @@ class PagedModel:
         except TierKVError:
             raise
         except Exception as error:
-            raise LayoutError(f"the model's attention cannot be served: {error}") from error
+            raise LayoutError(
+                f"the model's attention cannot be served: use another model ({error})"
+            ) from error
         most = max(_ROUNDING * torch.finfo(logits.dtype).eps, _LEAST_ROUNDING)
         if not bool((logits[0] - expected).norm() <= most * expected.norm()):
             raise LayoutError(
-                "the model cannot be served: its attention over blocks gives other "
-                "logits than its own attention"
+                "the model cannot be served, since its attention over blocks gives other "
+                "logits than its own attention: use another model"
             )
         self._returns_all = not pages.reads_planes
 

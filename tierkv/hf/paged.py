@@ -329,10 +329,14 @@ def paged_attention(  # noqa: PLR0913, PLR0917 - transformers' own signature
         LayoutError: The model asks for attention of another kind.
     """
     if pages is None or pages.step is None:
-        raise LayoutError("the model does not pass its keyword arguments to its attention")
+        raise LayoutError(
+            "the model does not pass its keyword arguments to its attention: use another model"
+        )
     asked = [name for name in _OTHER_ATTENTION if others.get(name) is not None]
     if asked:
-        raise LayoutError(f"the model's attention has {asked[0]}, which cannot be served")
+        raise LayoutError(
+            f"the model's attention has {asked[0]}, which cannot be served: use another model"
+        )
     step, number = pages.step, module.layer_idx
     pages.reads_planes &= key is pages.layers[number].given
     outputs = []

@@ -18,7 +18,7 @@ from tierkv.cache.layout import Layout
 from tierkv.cache.shards import ShardScheme
 from tierkv.config import Fixed, all_above_zero, all_at_least_one
 from tierkv.engine import GenerateRequest
-from tierkv.engine_runs import ModelRun, SessionEngine, Tokens1D
+from tierkv.engine_runs import ModelRun, SessionEngine, Tokens1D, logprobs_of
 from tierkv.errors import ShuttingDownError
 from tierkv.model_tokenizer import read_tokenizer
 from tierkv.refmodel.checkpoint import open_checkpoint
@@ -106,9 +106,14 @@ class ReferenceEngine(SessionEngine):
             self._service.note_prefill(len(chunk), run.call_s)
         if not run.is_last(chunk):
             return None
+        masked = logits
         if excluded := run.excluded_tokens:
-            logits[sorted(excluded)] = -np.inf
-        return sample(logits, run.job.sampling, run.num_known)
+            masked = logits.copy()
+            masked[sorted(excluded)] = -np.inf
+        token = sample(masked, run.job.sampling, run.num_known)
+        if run.job.num_logprobs is not None:
+            run.chosen_logprobs = logprobs_of(logits, token, run.job.num_logprobs)
+        return token
 
     def _call_model(self, run: ModelRun, tokens: Tokens1D) -> Floats:
         request, stream = run.session.request, self._service.device.compute_stream
