@@ -74,8 +74,7 @@ def test_an_answer_ends_before_its_first_stop_text_wherever_a_token_ends(
     """An earlier part of the answer has no stop text; "hello" and "ell" lie within a token."""
     model = tokenizer("gguf")
     cut = min(num_answered, len(tokens))
-    options = {"num_answered": cut, "stops": stops}
-    decoder = AnswerDecoder(model, pack(tokens[:cut]), **options)
+    decoder = AnswerDecoder(model, pack(tokens[:cut]), num_answered=cut, stops=stops)
     plain = AnswerDecoder(model, pack(tokens[:cut]), num_answered=cut).text(tokens[cut:])
     ends = [plain.index(stop) + len(stop) for stop in stops if stop in plain]
     found = max((stop for stop in stops if plain[: min(ends, default=0)].endswith(stop)), key=len,

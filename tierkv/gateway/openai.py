@@ -327,7 +327,7 @@ Placed = tuple[int, Logprobs]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerPiece:
     """A piece of an answer, or a whole one.
 
     Attributes:
@@ -339,7 +339,7 @@ class Piece:
     logprobs: Sequence[Placed] = ()
 
     @classmethod
-    def joined(cls, pieces: Sequence[Piece]) -> Piece:
+    def joined(cls, pieces: Sequence[AnswerPiece]) -> AnswerPiece:
         """Return the piece that `pieces` are one after another."""
         text = "".join(piece.text for piece in pieces)
         return cls(text, [one for piece in pieces for one in piece.logprobs])
@@ -470,7 +470,10 @@ class Head:
     is_chat: bool
 
     def whole(
-        self, pieces: Sequence[Piece], finishes: Sequence[FinishReason | None], usage: TokenUsage
+        self,
+        pieces: Sequence[AnswerPiece],
+        finishes: Sequence[FinishReason | None],
+        usage: TokenUsage,
     ) -> Completion:
         """Return a whole answer, with the text and the finish reason of each prompt in order."""
         choices = (
@@ -479,7 +482,9 @@ class Head:
         )
         return self._of(tuple(choices), usage, "chat.completion")
 
-    def piece(self, index: int, piece: Piece, finish: FinishReason | None = None) -> Completion:
+    def piece(
+        self, index: int, piece: AnswerPiece, finish: FinishReason | None = None
+    ) -> Completion:
         """Return a piece of a stream, for prompt number `index`.
 
         Its last piece has a finish reason.
@@ -487,7 +492,9 @@ class Head:
         choice = self._choice(index, "delta", piece, finish)
         return self._of((choice,), None, "chat.completion.chunk")
 
-    def _choice(self, index: int, field: str, piece: Piece, finish: FinishReason | None) -> Choice:
+    def _choice(
+        self, index: int, field: str, piece: AnswerPiece, finish: FinishReason | None
+    ) -> Choice:
         kind = ChatLogprobs if self.is_chat else TextLogprobs
         logprobs = kind.of(piece.logprobs) if piece.logprobs else None
         text: dict[str, Any] = (

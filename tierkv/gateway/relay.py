@@ -45,14 +45,14 @@ from tierkv.gateway.failures import (
 )
 from tierkv.gateway.gateway import Backend
 from tierkv.gateway.nodes import BackendNode, usable
-from tierkv.gateway.openai import FinishReason, Piece, Placed
+from tierkv.gateway.openai import AnswerPiece, FinishReason, Placed
 from tierkv.gateway.prompts import Job, empty, too_long
 from tierkv.gateway.routing import Held, choose_decode, choose_prefill
 from tierkv.pd.tickets import HandoffProblem
 from tierkv.tasks import deadline, expected, task_group
 from tierkv.tokenizers import StopFinder
 
-Say = Callable[[Piece], Awaitable[None]]
+Say = Callable[[AnswerPiece], Awaitable[None]]
 
 
 class PromptAnswer:
@@ -112,11 +112,11 @@ class PromptAnswer:
             if failure is not None:
                 raise failure
             if rest := self._stops.feed(delivery.rest()) + self._stops.rest():
-                await say(Piece(rest))
+                await say(AnswerPiece(rest))
             has_stopped = self._stops.has_stopped or delivery.has_stopped
             self.finish_reason = "stop" if has_stopped else "length"
 
-    def _read(self, delivery: Delivery, pieces: Sequence[str]) -> Piece:
+    def _read(self, delivery: Delivery, pieces: Sequence[str]) -> AnswerPiece:
         """Return what to show of `pieces`, each of which is the text of one token."""
         text: list[str] = []
         logprobs: list[Placed] = []
@@ -128,7 +128,7 @@ class PromptAnswer:
             text.append(piece if self.num_tokens <= self._min_tokens else self._stops.feed(piece))
             if self._stops.has_stopped:
                 break
-        return Piece("".join(text), logprobs)
+        return AnswerPiece("".join(text), logprobs)
 
 
 log = logging.getLogger(__name__)

@@ -29,13 +29,13 @@ from tierkv.gateway.failures import (
 from tierkv.gateway.gateway import Gateway
 from tierkv.gateway.nodes import NodeState
 from tierkv.gateway.openai import (
+    AnswerPiece,
     CachedDetails,
     ChatBody,
     CompletionBody,
     Head,
     Model,
     ModelList,
-    Piece,
     TokenUsage,
 )
 from tierkv.gateway.prompts import Prompt, packed_bytes
@@ -56,7 +56,7 @@ _CLOSE_LIMIT_S = 5.0  # after the drain
 _MOST_PIECES = 64  # that wait for the client; a slow one then slows its own answer only
 
 B = TypeVar("B", CompletionBody, ChatBody)
-SayTo = Callable[[int, Piece], Awaitable[None]]
+SayTo = Callable[[int, AnswerPiece], Awaitable[None]]
 
 
 class CompletionRoutes:
@@ -120,24 +120,24 @@ class CompletionRoutes:
     async def _whole(
         self, writer: _Writer, answers: Sequence[PromptAnswer], num_choices: int
     ) -> web.Response:
-        pieces: list[list[Piece]] = [[] for _ in answers]
+        pieces: list[list[AnswerPiece]] = [[] for _ in answers]
 
-        async def say(index: int, piece: Piece) -> None:
+        async def say(index: int, piece: AnswerPiece) -> None:
             pieces[index].append(piece)
 
         await self._run(answers, say)
         finishes = [answer.finish_reason for answer in answers]
         completion = writer.head.whole(
-            [Piece.joined(each) for each in pieces], finishes, usage_of(answers, num_choices)
+            [AnswerPiece.joined(each) for each in pieces], finishes, usage_of(answers, num_choices)
         )
         return bodies.answer(writer.request, completion)
 
     async def _stream(
         self, writer: _Writer, answers: Sequence[PromptAnswer], *, usage_choices: int | None
     ) -> web.StreamResponse:
-        pieces: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue(_MOST_PIECES)
+        pieces: asyncio.Queue[tuple[int, AnswerPiece] | None] = asyncio.Queue(_MOST_PIECES)
 
-        async def say(index: int, piece: Piece) -> None:
+        async def say(index: int, piece: AnswerPiece) -> None:
             await pieces.put((index, piece))
 
         async def produce() -> Exception | None:
@@ -162,7 +162,7 @@ class CompletionRoutes:
             await writer.write_line(msgspec.json.encode(failure_of(writer.request, failure)))
             return await writer.end()
         async for index, answer in in_turns(enumerate(answers)):
-            await writer.write(writer.head.piece(index, Piece(), answer.finish_reason))
+            await writer.write(writer.head.piece(index, AnswerPiece(), answer.finish_reason))
         if usage_choices is not None:
             await writer.write(writer.head.usage(usage_of(answers, usage_choices)))
         await writer.write_line(b"[DONE]")
@@ -183,7 +183,7 @@ class CompletionRoutes:
             await answer.run(lambda piece: say(index, piece))
 
 
-def _wake(pieces: asyncio.Queue[tuple[int, Piece] | None]) -> None:
+def _wake(pieces: asyncio.Queue[tuple[int, AnswerPiece] | None]) -> None:
     if pieces.empty():
         pieces.put_nowait(None)
 

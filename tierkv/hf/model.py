@@ -112,8 +112,8 @@ def _weight_bytes(path: Path, dtype: str) -> int:
             with safe_open(file, "pt") as opened:
                 shapes = [opened.get_slice(name).get_shape() for name in opened.keys()]  # noqa: SIM118 - it is no dict
             num_items += sum(map(math.prod, shapes))
-    item: torch.dtype = getattr(torch, dtype)
-    return num_items * item.itemsize
+    item_bytes: int = getattr(torch, dtype).itemsize
+    return num_items * item_bytes
 
 
 class PagedModel:
