@@ -10,7 +10,7 @@ class ConfigError(TierKVError):
 
 
 class BadRequestError(TierKVError):
-    """The request is wrong in every state of the node: correct it, and do not retry."""
+    """The request is wrong: correct it, since a retry of the same request fails again."""
 
 
 class RequestTooLargeError(BadRequestError):
@@ -22,7 +22,7 @@ class DuplicateRequestError(BadRequestError):
 
 
 class RequestAbortedError(TierKVError):
-    """The request was aborted by another call: end it, since its result is not wanted."""
+    """Another call aborted the request: end it, and do not repeat it."""
 
 
 class ShuttingDownError(TierKVError):

@@ -250,7 +250,7 @@ class LoopThread:
         self._on_fork()
 
     def exiting(self) -> None:
-        """Close before the interpreter ends thread pools, which lifetimes use."""
+        """Close at the interpreter's exit, before it ends the thread pools that closing needs."""
         if not self.close():
             log.warning(
                 "this %s is still open at the exit of the process: close it before", self._what

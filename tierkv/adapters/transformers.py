@@ -1535,10 +1535,7 @@ def _checked_ids(given: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _num_logits(given: Mapping[str, Any]) -> int:
-    """Return for how many of the last tokens the caller wants logits.
-
-    All computed ones by default.
-    """
+    """Return the number of last tokens whose logits the caller wants, 1 by default."""
     wanted = given.get("logits_to_keep")
     return wanted if isinstance(wanted, int) and wanted > 0 else 1
 

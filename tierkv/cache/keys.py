@@ -627,7 +627,10 @@ class KeyRun(Sequence[StoredKey]):
 
 
 class _Chain:
-    """Digests of a prompt's blocks from `start` on, and of its tail, as far as anybody asked."""
+    """Digests of a prompt's blocks from block `start` on, and of its tail.
+
+    Computed at their first use.
+    """
 
     def __init__(
         self, prompt: Prompt, parent: bytes, start: int, known: Sequence[bytes] = ()

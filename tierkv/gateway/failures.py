@@ -92,7 +92,7 @@ class GatewayShuttingDownError(GatewayError):
 
 
 class OutOfTimeError(GatewayError):
-    """The deadline passed before the answer's end: allow more time, or fewer tokens."""
+    """The deadline passed before the answer was complete: allow more time, or fewer tokens."""
 
     status = 504
     code = "deadline_exceeded"

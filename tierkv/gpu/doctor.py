@@ -216,7 +216,7 @@ _COPY_BYTES = 64 << 20
 
 
 def copy_finding() -> Finding:
-    """Measure a copy within this machine's memory on one thread, as the device cpu copies."""
+    """Measure copies within host memory on one thread: the speed of the device `cpu`."""
     source, target = np.ones(_COPY_BYTES, np.uint8), np.zeros(_COPY_BYTES, np.uint8)
     took = []
     for _ in range(3):

@@ -102,7 +102,7 @@ class HostSlots(Protocol):
     def array(self) -> npt.NDArray[np.uint8]: ...
 
     def close(self) -> None:
-        """Give the memory back through the path it came from. A second close raises."""
+        """Release the memory. A second close raises."""
 
 
 class Planes(Protocol):

@@ -70,7 +70,7 @@ class MemoryLimit:
 
     @property
     def sentence(self) -> str:
-        """The numbers, for a person."""
+        """The free bytes of the limit, as a phrase with its source."""
         if self.left_bytes is None or self.limit_bytes is None:
             return "no limit"
         if self.limit_bytes == 0:

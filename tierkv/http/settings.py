@@ -1,4 +1,4 @@
-"""Settings that nodes and gateways have alike: where they listen, and how much they take."""
+"""Settings common to nodes and gateways: addresses, limits, TLS, and callers."""
 
 from __future__ import annotations
 

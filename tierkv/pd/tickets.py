@@ -768,7 +768,7 @@ class Tickets:
         """Return the open ticket of this id, None if there is none.
 
         Raises:
-            HandoffError: the open ticket is damaged, or another one's.
+            HandoffError: the open ticket is damaged, or has another id.
             BadRequestError: the id is not valid UTF-8.
             StoreUnavailableError: the store does not answer.
         """
@@ -1082,9 +1082,10 @@ _LOOK_EVERY_S = 5.0
 
 
 class TicketView(msgspec.Struct, frozen=True, kw_only=True):
-    """One ticket of this node, as it knows. claimer: who acknowledged it. Times in Unix seconds.
+    """The state of one ticket that this node publishes. Times are Unix seconds.
 
-    ready_blocks: so many of num_blocks are stored. failure: why it will not come.
+    ready_blocks: number of blocks that are stored, of num_blocks. claimer: name of the node that
+    acknowledged the ticket. failure: the reason why the ticket cannot come, "" for none.
     """
 
     ticket_id: str

@@ -222,11 +222,11 @@ class Span:
 
     @property
     def context_rows(self) -> int:
-        """The number of positions in all chunks up to that of the last tile."""
+        """Number of positions from the prompt's start to the end of the last tile's chunk."""
         return -(-self.padded_end // CHUNK) * CHUNK
 
     def stacks(self, height: int) -> Iterator[slice]:
-        """Yield the tiles, counted from the span's first, in slices of up to `height`."""
+        """Yield slices of up to `height` tiles that cover the span, counted from its first tile."""
         for at in range(0, self.num_tiles, height):
             yield slice(at, min(at + height, self.num_tiles))
 
@@ -366,7 +366,7 @@ def _make_layer(config: ModelConfig, draw: _Uniform) -> LayerWeights:
 
 
 class _Uniform:
-    """One stream of numbers, evenly spread around zero."""
+    """A stream of random numbers with a uniform distribution around zero."""
 
     def __init__(self, seed: int) -> None:
         self._bits = np.random.PCG64(seed)

@@ -1,9 +1,10 @@
 """Events of cached blocks, for subscribers: routers and event streams.
 
-Without one they cost nothing.
+No event is made while there is no subscriber.
 
-Each subscriber has a bounded queue. A subscriber that is too slow loses the oldest events and
-learns how many, so that it can start again from a listing instead of being wrong.
+Each subscriber has a bounded queue. A slow subscriber loses the oldest events and the number of
+lost
+events is given, so that the subscriber can start again from a listing of all blocks.
 """
 
 from __future__ import annotations

@@ -162,10 +162,9 @@ class Work:
         return end
 
     def begin_storing(self, space: str) -> Callable[[], None]:
-        """Count a write to a store that makes room at its end; return the function to call then.
+        """Count a write to a store that frees slots at its end; return the function to call then.
 
-        After STORE_PATIENCE_S the write is not waited for any more, and counts in `num_late`: a
-        store may be slower than any engine.
+        Requests wait for the write at most STORE_PATIENCE_S; a slower write counts in `num_late`.
         """
         is_late = False
 

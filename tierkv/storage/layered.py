@@ -341,9 +341,9 @@ class NearCopies:
 
 
 class OpensLater(StoreWrapper):
-    """A `Store` that is out of order until it can be opened.
+    """A `Store` that fails all operations until it can be opened.
 
-    With it a node starts while its near store is down.
+    A node can thus start while its near store is down.
     """
 
     def __init__(self, inner: Store) -> None:

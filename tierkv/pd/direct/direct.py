@@ -243,7 +243,7 @@ class DirectServer:
     # Answers to claimers
 
     async def _answer(self, ask: DirectAsk, held: ShownBlocks) -> DirectAnswer:
-        """Return the ready ones of the wanted blocks; their lease replaces the one in `held`."""
+        """Return the wanted blocks that are ready; their lease replaces the lease in `held`."""
         was_held = bool(held.leases) and self._tiers.mover.device.failure is None
         self._release_shown(held)
         prompt = self._prompts.get(ask.offer)
@@ -412,9 +412,11 @@ class Claimer:
                 self._hang_up()  # a word of it may still be on its way
 
     async def _was_held(self, channel: Channel, address: DirectAddress) -> bool:
-        """Return whether the producer has held the blocks of its last answer until now.
+        """Return True if the producer has held the blocks of its last answer until now.
 
-        The arguments are those of that answer: the claim may have closed the connection since.
+        Args:
+            channel: connection of that answer, perhaps closed since.
+            address: the producer's address in that answer.
         """
         nothing = DirectAsk(offer=address.offer, first=0, stop=0)
         try:

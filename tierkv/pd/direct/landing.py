@@ -37,7 +37,7 @@ class ShownPlanes:
     """This node's planes as others may open them, described once for as long as they are there."""
 
     def __init__(self, sharing: Sharing, planes: Callable[[], Planes]) -> None:
-        """Show the planes that `planes` returns at the time."""
+        """Share the planes that `planes` returns at the time of each `describe`."""
         self._sharing = sharing
         self._planes = planes
         self._owner = uuid4().hex
@@ -169,7 +169,7 @@ class Landing:
         return bool(self._planes.num_open)
 
     def can_reach(self, place: str) -> bool:
-        """Return whether planes in `place` can be read from here, as far as is known."""
+        """Return False if planes in `place` are known to be unreadable from this process."""
         return bool(place) and place not in self._unreachable
 
     async def land(

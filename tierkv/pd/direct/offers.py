@@ -181,9 +181,9 @@ class _Read:
 
 
 class Offers:
-    """The source of `Fetcher`: producers while they offer blocks, else storage.
+    """The source that a `Fetcher` reads: producers while they offer blocks, otherwise storage.
 
-    Only for nodes with one slice per block.
+    Nodes with several slices per block cannot use it.
 
     Attributes:
         reads_memory: True if the kernel may copy from another process of this machine.

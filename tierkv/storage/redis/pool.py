@@ -259,7 +259,7 @@ class ConnectionPool:
         return wire.is_idle or (self._window.is_at_home and self._waiting[0].is_long_write)
 
     def _take(self) -> WireRequest | None:
-        """Return the oldest request that is still waited for, if it may begin now."""
+        """Return the oldest request without an outcome; None while the window is full."""
         while self._waiting and self._window.has_room:
             request = self._waiting.popleft()
             if request.outcome is None:
