@@ -72,7 +72,7 @@ class _ReportingGroup(asyncio.TaskGroup):
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """Enter a TaskGroup that raises a single error as it is, not in a group of one.
+    """Enter a TaskGroup that raises a single error itself, not in a group of one.
 
     The first of several expected errors is raised: a lost connection fails all tasks that wait for
     it at once.

@@ -1067,7 +1067,7 @@ class _SchedulerSide:
     def _stops(self, tracked: _Tracked, num_tokens: int) -> list[int]:
         """Return for each group how many blocks the first `num_tokens` tokens fill.
 
-        States have no blocks that are found by their places: what is saved of them stays as it is.
+        States are not found by their positions: saved states do not change.
         """
         stops = [num_tokens // group.block_size for group in self._groups]
         for at in self._states:
@@ -1192,7 +1192,7 @@ class _SchedulerSide:
     def _names(
         self, request: Request, block_ids: Sequence[Sequence[int]], firsts: Sequence[int]
     ) -> Sequence[Sequence[ExternalId | None]]:
-        """Return the names of saved blocks, if anybody looks for blocks by them."""
+        """Return the names of saved blocks if lookups by name are used, otherwise none."""
         if self._tells or self.cache.sees_host:
             return self._hashes(request, block_ids, firsts)
         return ()

@@ -59,7 +59,7 @@ class WriteRule:
 
 
 class Victim(NamedTuple):
-    """Ready copies of run blocks [start, stop) of an unheld node, to go in the order listed."""
+    """Ready copies of run blocks [start, stop) of an unheld node, to be evicted in this order."""
 
     node: TreeNode
     start: int

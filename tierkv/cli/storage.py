@@ -377,7 +377,7 @@ def verify(
 
 
 def _by_name(findings: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Return the findings by name; a name with several damaged copies has all of theirs."""
+    """Return the findings by name; a name with damaged copies has all their findings."""
     of_each: dict[str, str] = {}
     for name, why in findings:
         of_each[name] = f"{of_each[name]}; {why}" if name in of_each else why

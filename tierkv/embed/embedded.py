@@ -73,7 +73,7 @@ class Embedded:
         """Start the thread and the service, and return when the service takes calls.
 
         Raises:
-            ConfigError: The service cannot be opened as it is configured.
+            ConfigError: The configuration of the service is wrong.
             StoreUnavailableError: The store cannot be used.
             CloseTimeoutError: The service did not open in time.
         """

@@ -594,7 +594,7 @@ class EngineListener:
     ) -> bool:
         """Hand an engine the memory.
 
-        Return False if its blocks are of another kind, or it is gone.
+        Return False if the engine's blocks are of another kind, or the engine has ended.
         """
         end, hello = come
         link, sizes = Link(end), self._sizes
@@ -800,7 +800,7 @@ async def _frame(reader: asyncio.StreamReader) -> bytes:
 
 
 def _send(writer: asyncio.StreamWriter, answer: list[Any]) -> None:
-    """Send an answer, unless the engine is gone: uvloop raises where asyncio drops the bytes."""
+    """Send an answer, unless the engine has ended: uvloop raises, asyncio drops the bytes."""
     if not writer.is_closing():
         data = msgspec.msgpack.encode(answer)
         writer.write(_LENGTH.pack(len(data)) + data)

@@ -109,7 +109,7 @@ class ServiceThread:
         """Start the thread, and return when the service takes calls.
 
         Raises:
-            ConfigError: The service cannot be opened as it is configured, or was opened before.
+            ConfigError: The configuration is wrong, or the service was opened before.
             StoreUnavailableError: The store cannot be used.
             CloseTimeoutError: The service did not open within `open_deadline_s`.
         """

@@ -109,7 +109,7 @@ class BackendNode:
     def cut_off_waits(self, now: float, *, silent_s: float) -> None:
         """Cut off waits for the node that have lasted `silent_s` seconds.
 
-        A machine that is gone does not close its connections.
+        A dead machine does not close its connections.
         """
         for scope, since in self._waits.items():
             if now - since >= silent_s and not scope.expired():

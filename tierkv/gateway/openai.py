@@ -225,7 +225,7 @@ class CompletionBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_field
         return replace(self, prompt="")
 
     def prompts(self, *, most_prompts: int, most_tokens: int) -> list[Prompt]:
-        """Return the prompts, texts as they are and tokens packed.
+        """Return the prompts: texts unchanged, tokens packed.
 
         Args:
             most_prompts: Length of the longest list of prompts.

@@ -85,7 +85,7 @@ class Job:
 
 
 def read_prompts(given: Given, *, most_prompts: int, most_tokens: int) -> list[Prompt]:
-    """Return the prompts of a body: texts as they are, tokens packed.
+    """Return the prompts of a body: texts unchanged, tokens packed.
 
     Args:
         given: A text, its tokens, or a list of either.

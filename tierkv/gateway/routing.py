@@ -78,7 +78,7 @@ class PrefixMemory:
 
         Args:
             tokens: The packed tokens.
-            lives: The current life of each node, by URL; tokens of an earlier life are gone.
+            lives: The current life of each node, by URL; tokens cached in an earlier life are lost.
         """
         found: dict[str, int] = {}
         chunks = 0

@@ -78,7 +78,7 @@ class Gpu:
     def bound_to_close(self) -> Bound:
         """Return a context like `bound` that suppresses errors of a lost GPU.
 
-        The memory of a lost GPU is gone, and closing must continue with the rest.
+        The memory of a lost GPU is lost, and closing must continue with the rest.
         """
         return Bound(self, closes=True)
 
@@ -94,7 +94,7 @@ class Gpu:
     def translated(self, error: CudaError) -> TransferError:
         """Return the TransferError for a CUDA error.
 
-        A sticky error marks this GPU as lost for ever.
+        A sticky error marks this GPU as lost until the process ends.
         """
         status: int = error.status
         if self.failure is None and status not in _STICKY:

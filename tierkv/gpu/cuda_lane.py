@@ -490,7 +490,7 @@ class CudaLane:
             self._progress.notify_all()
 
     def _units(self, copy: BlockCopy, timeout_s: float) -> Units:
-        """Submit unit after unit, as they are asked for, once `copy.after` is waited for."""
+        """Wait for `copy.after`, then submit one unit at a time as it is requested."""
         assert self._pipeline is not None, "the thread ends before the pipeline goes"
         if self._planes.is_closed:
             raise LayoutError("these planes are closed")

@@ -46,7 +46,7 @@ def copy_rectangle(
 
 
 class DeviceMemory:
-    """`num_bytes` from cudaMalloc, given back when this and all its views are gone."""
+    """`num_bytes` from cudaMalloc, freed when this object and all its views are deleted."""
 
     def __init__(self, gpu: Gpu, num_bytes: int) -> None:
         self.num_bytes = num_bytes

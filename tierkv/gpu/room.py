@@ -286,7 +286,7 @@ _tracked: dict[int, tuple[int, int]] = {}
 
 
 def track(owner: object, address: int, num_bytes: int) -> None:
-    """Count this memory as taken by `require_room`, filled or not, until `owner` is gone.
+    """Count this memory as taken by `require_room`, filled or not, until `owner` is deleted.
 
     Args:
         owner: the object whose end unmaps the memory; it takes weak references.

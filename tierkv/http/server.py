@@ -259,7 +259,7 @@ async def serving(
 
     Args:
         handle: Coroutine that returns the answer to each request, also of one that fails, and
-            raises ConnectionError where the client has gone. It is cancelled when its client goes.
+            raises ConnectionError if the client has disconnected. A disconnect cancels the handler.
         listeners: Sockets that listen.
         section: Limits of connections and requests.
         tls: Context of TCP connections; None speaks plain HTTP.
@@ -436,7 +436,7 @@ class _Http(web.RequestHandler):
         """Return the answer to what aiohttp could not read, or to an error that `handle` raised.
 
         Raises:
-            ConnectionError: The client has gone, or the answer has begun.
+            ConnectionError: The client has disconnected, or the answer has begun.
         """
         if isinstance(exc, ConnectionError):
             raise exc  # the client went while its answer was written, which is no error of ours

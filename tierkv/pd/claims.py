@@ -103,7 +103,7 @@ class Watch:
         self._lost_after_s = self._lease.beat_s + _GRACE_S
 
     async def ticket(self, budget: Budget, deadline_s: float) -> Ticket:
-        """Return the ticket, as soon as it is there.
+        """Return the ticket when it has been written.
 
         A store that is silent, or takes long to answer, costs the budget. The wait for a producer
         costs nothing: it ends at the deadline. A store that is known not to answer is not waited

@@ -389,7 +389,7 @@ class ProducerLease:
         return self._storage.names.producer(self.incarnation)
 
     async def _keep(self) -> None:
-        """Renew the lease for ever. It outlasts two failed renewals.
+        """Renew the lease until cancelled. The lease outlasts two failed renewals.
 
         A failed renewal is repeated soon: the store may have dropped the lease while it was away.
         """

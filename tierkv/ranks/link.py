@@ -172,7 +172,7 @@ class Link:
             descriptors: file descriptors to send with the record.
 
         Raises:
-            LinkClosedError: the other end is gone.
+            LinkClosedError: the other end has closed the connection.
         """
         value = record if isinstance(record, bytes) else seal(MAGIC, VERSION, record)
         data = memoryview(_LENGTH.pack(len(value)) + value)
@@ -216,7 +216,7 @@ class Link:
         Raises:
             ConfigError: the worker is refused.
             StoreCorruptError: the answer cannot be read.
-            LinkClosedError: the scheduler is gone.
+            LinkClosedError: the scheduler has ended.
         """
         record, descriptors = self.receive_descriptors()
         try:
@@ -229,7 +229,7 @@ class Link:
         """Return the next record, and the descriptors sent with it, which the caller must close.
 
         Raises:
-            LinkClosedError: the scheduler is gone.
+            LinkClosedError: the scheduler has ended.
         """
         try:
             chunk, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, _MAX_DESCRIPTORS)
@@ -355,7 +355,7 @@ def greeted(end: socket.socket, timeout_s: float) -> tuple[Link, Hello]:
         timeout_s: seconds to wait for the hello.
 
     Raises:
-        LinkClosedError: the peer belongs to another user, or is gone.
+        LinkClosedError: the peer belongs to another user, or has ended.
         StoreCorruptError: the peer's first record is not a hello.
     """
     link = Link(end)

@@ -336,7 +336,7 @@ def make_weights(config: ModelConfig) -> Weights:
     """Return the weights that follow from `config.seed`, as NumPy arrays.
 
     They are made of PCG64's raw words with exact float32 arithmetic only: NumPy keeps the words of
-    a seed for ever, but not the results of its distributions.
+    a seed in all versions, but not the results of its distributions.
     """
     draw = _Uniform(config.seed)
     embedding = draw.array(VOCAB_SIZE, config.hidden, deviation=_EMBEDDING_GAIN)

@@ -131,7 +131,7 @@ class Lifecycle:
 
     @contextmanager
     def _retiring(self, tier: Tier, first: int) -> Iterator[Leaving]:
-        """Take slots from `first` on out of use in the body; release them at its end.
+        """Remove slots from `first` on in the body; restore them at its end.
 
         After a normal end no listener has been called yet, so that the slots are still free.
         """
@@ -152,7 +152,7 @@ class Lifecycle:
             self._tiers.slots.pools[tier].release(slots)
 
     async def _retire(self, tier: Tier, leaving: Leaving, *, keeps_blocks: bool) -> None:
-        """Take all leaving slots out of use as they become free, also in calls of `take`.
+        """Remove leaving slots as they become free, also in calls of `take`.
 
         Args:
             tier: the tier.
@@ -244,7 +244,7 @@ class Lifecycle:
     # Sleep
 
     async def empty_device(self, *, keeps_blocks: bool) -> None:
-        """Take every device slot out of use; return when the device is empty and no copy moves.
+        """Remove every device slot; return when the device is empty and no copy runs.
 
         The call waits for requests and pins. No request may be admitted until its end, and the
         caller must be inside `alone`. Cancelling it undoes it.

@@ -215,14 +215,14 @@ _NO_SLOTS: Ids = np.zeros(0, np.int32)
 
 @dataclass(slots=True)
 class Leaving:
-    """Slots of a tier, from `first` on, that go out of use.
+    """Slots of a tier, from `first` on, that a smaller tier no longer has.
 
     A caller that allocates some of them gets other slots instead, so that requests that wait for
     room do not keep them in use for ever.
 
     Attributes:
-        first: the first slot to go out of use.
-        slots: the slots that are out of use by now.
+        first: the first slot to remove.
+        slots: the slots that are removed so far.
         stores_first: True if blocks are still stored before they go, if the rule says so.
     """
 
@@ -266,7 +266,7 @@ class Slots:
         del lent[next(i for i, other in enumerate(lent) if other is slots)]
 
     def retire(self, tier: Tier, slots: Ids) -> None:
-        """Take allocated slots of a leaving range out of use."""
+        """Remove allocated slots of a leaving range."""
         self.lend(tier, slots)
         self.leaving[tier].slots.append(slots)
 

@@ -82,7 +82,7 @@ class Regret:
     def add(self, seconds: float) -> None:
         """Add seconds that were saved, or lost if negative.
 
-        The balance is limited, so that one wait that was far too long does not count for ever.
+        The balance is limited, so that one very long wait does not count permanently.
         """
         most = MOST_IN_VAIN * self.usual_s
         self.seconds = max(-most, min(self.seconds + seconds, most))
@@ -304,7 +304,7 @@ class TierSpeed:
         Args:
             seconds: time until the answer. A much shorter one than usual replaces the average: the
                 tier is quick again.
-            has_found: True if the tier had anything; None leaves `found_share` as it is.
+            has_found: True if the tier had anything; None leaves `found_share` unchanged.
         """
         if not self.round_trip_s or seconds < self.round_trip_s / _SURPRISE - _TICK_S:
             self.round_trip_s = max(seconds, 1e-6)

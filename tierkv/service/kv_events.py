@@ -273,7 +273,7 @@ class KvEventPublisher:
         }
 
     def _hash(self, name: ExternalId | None, digest: bytes) -> bytes | int:
-        """Return the published hash of a block: the engine's `name` for it, or else its digest.
+        """Return the published hash of a block: the engine's `name` for it, otherwise its digest.
 
         A name that is text is encoded as UTF-8.
         """
@@ -332,7 +332,7 @@ class KvEventPublisher:
 
         Raises:
             TimeoutError: the client reads nothing.
-            ZMQError: the client is gone.
+            ZMQError: the client has disconnected.
         """
         kept = [(number, batch) for number, batch in self._kept if number >= first]
         answers = (

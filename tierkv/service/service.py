@@ -329,7 +329,7 @@ class Service:
     def detach_storage(self, *, tenant: str = "") -> bool:
         """Detach the store; return True if there was one.
 
-        Operations under way end on it, or fail as if the store were gone; requests compute instead.
+        Operations under way end on it, or fail as with a dead store; requests then compute.
         """
         return self._storage_tier.detach(tenant)
 

@@ -573,7 +573,7 @@ class Session:
     def end(self, *, after: Sequence[Event] = (), reason: str = "the request has ended") -> None:
         """Give everything back, now or as soon as no publish of the request is under way.
 
-        Committed tokens stay cached. A request that has ended stays as it is.
+        Committed tokens stay cached. A request that has ended does not change.
 
         Args:
             after: events of the kernels that may still use the blocks.

@@ -163,7 +163,7 @@ class StoreWrapper:
         """Return the result of `ask` on the store that is responsible.
 
         Raises:
-            StoreUnavailableError: that store is out of order.
+            StoreUnavailableError: that store has failed.
         """
         return await ask(self.inner)
 

@@ -336,7 +336,7 @@ class Scratch:
 
         Raises:
             OSError: the directory cannot be made, or would be on another file system: then the disk
-                of the values is not mounted, and the values are not gone.
+                of the values is not mounted, and the values still exist.
         """
         with self._renewing:
             if os.path.exists(self._directory / _LOCK):
@@ -646,7 +646,7 @@ class UsedBytes:
         .writers / 3f9c... / added      bytes that this process has added since it began
 
     A look at every file measures the total. From then on the counts of all processes are added to
-    it, until one of the processes has ended and its count is gone.
+    it, until one of the processes has ended and its count is removed.
 
     Args:
         writers: the directory of all processes' directories.

@@ -515,7 +515,7 @@ class Store(Protocol):
     Faults of the store are outcomes of the items (FAILED, with a reason); a method without items
     raises StoreUnavailableError. Wrong use (a bad name) raises BadRequestError before the store is
     asked. Every reader sees a value whole or not at all, at every moment. Before `running()` is
-    entered and after it is left the store is out of order: FAILED, or StoreUnavailableError.
+    entered and after it is left all operations fail: FAILED, or StoreUnavailableError.
     Leaving lets operations under way end, in success or failure.
 
     If several values of one name are put at the same time or in one batch, one is kept whole.

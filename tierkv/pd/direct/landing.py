@@ -34,7 +34,7 @@ _ROOM_S = 2.0
 
 
 class ShownPlanes:
-    """This node's planes as others may open them, described once for as long as they are there."""
+    """This node's planes for other processes, described once per allocation."""
 
     def __init__(self, sharing: Sharing, planes: Callable[[], Planes]) -> None:
         """Share the planes that `planes` returns at the time of each `describe`."""
@@ -77,7 +77,7 @@ class OpenPlanes:
     """
 
     def __init__(self, sharing: Sharing, planes: Callable[[], Planes]) -> None:
-        """Copy to the planes of this node that `planes` returns at the time."""
+        """Copy to this node's planes, which `planes` returns at each copy."""
         self._sharing = sharing
         self._planes = planes
         self._of: dict[str, _Open] = {}

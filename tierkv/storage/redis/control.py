@@ -221,7 +221,7 @@ class RedisConnection(Protocol):
 class _BehavesWell:
     """Corrections of redis-py's connections.
 
-    redis-py waits on closing until unsent bytes are sent, which is for ever if the peer is stopped.
+    redis-py waits on closing until unsent bytes are sent, which never ends if the peer is stopped.
     Replies that no Redis sends, such as a MOVED without an address, raise TypeError or ValueError
     in redis-py.
     """

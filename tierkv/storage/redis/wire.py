@@ -328,7 +328,7 @@ class WireRequest:
         num_replies: number of commands in `pieces`.
         digest: receives the bytes that land in `into`.
         may_retry: False if the request must not be sent again at all.
-        is_login: of use on its own connection only.
+        is_login: True if the request is valid on its own connection only.
         is_once: not sent again after it may have been carried out.
         complete: makes the rest of the value, see PutItem.
     """
