@@ -1,4 +1,5 @@
-"""Processes of `tierkv` that begin as forks of one interpreter which has imported everything.
+"""Processes of `tierkv`, and of modules of the tests, that begin as forks of one interpreter which
+has imported everything.
 
 A fork takes 0.05 s of processor time, a new interpreter 1.1 s. A test that changes how Python
 starts, by PYTHONPATH, gets a new interpreter.
@@ -12,12 +13,14 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import select
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 _MODULES = (
@@ -80,6 +83,82 @@ class Forked:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+class ForkedProgram:
+    """A process of a module, with the methods of `subprocess.Popen` that tests use.
+
+    Args:
+        module: Module to run; `tierkv` runs the command.
+        arguments: Its arguments.
+        stderr: File descriptor of its log; None for a pipe.
+        environ: Variables beside those of this process.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        *arguments: str | Path,
+        stderr: int | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self.returncode: int | None = None
+        (stdin, their_in), (out, their_out), (status, their_status) = (
+            os.pipe()[::-1],
+            os.pipe(),
+            os.pipe(),
+        )
+        err, their_err = os.pipe() if stderr is None else (None, os.dup(stderr))
+        theirs = [their_out, their_err, their_status, their_in]
+        _request(arguments, module=module, environ={**os.environ, **(environ or {})}, fds=theirs)
+        for fd in theirs:
+            os.close(fd)
+        self.stdin, self.stdout = os.fdopen(stdin, "wb", 0), os.fdopen(out, "rb")
+        self._err = None if err is None else os.fdopen(err, "rb")
+        self._status = os.fdopen(status, "rb")
+        self.pid = int(self._status.readline())
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Wait until the process has ended, and return its exit status."""
+        if self.returncode is None:
+            if not select.select([self._status], [], [], timeout_s)[0]:
+                raise TimeoutError(f"process {self.pid} goes on after {timeout_s} s")
+            line = self._status.readline()
+            self.returncode = int(line) if line else _LOST
+            self._status.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """Return the exit status, None while the process runs."""
+        with suppress(TimeoutError):
+            self.wait(0.0)
+        return self.returncode
+
+    def communicate(self) -> tuple[bytes, bytes]:
+        """Close stdin, and return the rest of stdout and stderr once the process has ended."""
+        self.stdin.close()
+        out = b"" if self.stdout.closed else self.stdout.read()
+        err = b"" if self._err is None or self._err.closed else self._err.read()
+        self.wait()
+        self.stdout.close()
+        if self._err is not None:
+            self._err.close()
+        return out, err
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def output_of(module: str, *arguments: str | Path) -> str:
+    """Return what a module prints that ends with 0."""
+    process = ForkedProgram(module, *arguments)
+    out, err = process.communicate()
+    assert process.returncode == 0, (out + err).decode()
+    return out.decode()
 
 
 class _Pipe:
@@ -154,12 +233,7 @@ async def _fork(
         err = await _Pipe.open()
         stderr = err.other
     fds = [out.other, stderr, status.other]
-    request = {
-        "arguments": [*map(str, arguments)],
-        "environ": dict(environ),
-        "folder": str(Path.cwd()),
-    }
-    socket.send_fds(_interpreter(), [json.dumps(request).encode()], fds)
+    _request(arguments, module="tierkv", environ=environ, fds=fds)
     for pipe in (out, status, err):
         if pipe is not None:
             os.close(pipe.other)
@@ -168,11 +242,24 @@ async def _fork(
     return child
 
 
+def _request(
+    arguments: Sequence[str | Path], *, module: str, environ: Mapping[str, str], fds: list[int]
+) -> None:
+    """Send a request with the descriptors of stdout, stderr, the status and maybe stdin."""
+    request = {
+        "arguments": [*map(str, arguments)],
+        "environ": dict(environ),
+        "folder": str(Path.cwd()),
+        "module": module,
+    }
+    socket.send_fds(_interpreter(), [json.dumps(request).encode()], fds)
+
+
 # In the interpreter that is forked
 
 
-def _serve(requests: socket.socket) -> None:
-    """Fork for each request; return in the child, with its environment and descriptors."""
+def _serve(requests: socket.socket) -> str:
+    """Fork for each request; return the module in the child, with environment and descriptors."""
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -189,29 +276,29 @@ def _serve(requests: socket.socket) -> None:
                 with os.fdopen(children.pop(pid), "w") as told:
                     told.write(f"{os.waitstatus_to_exitcode(status)}\n")
         if requests.fileno() in ready:
-            raw, fds, _, _ = socket.recv_fds(requests, _MAX_REQUEST_BYTES, 3)
+            raw, fds, _, _ = socket.recv_fds(requests, _MAX_REQUEST_BYTES, 4)
             if not raw:
                 sys.exit()  # the tests have ended
             request = json.loads(raw)
-            out, err, status_fd = fds
+            out, err, status_fd, *stdin = fds
             pid = os.fork()
             if not pid:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for fd in (woken, wakes, status_fd, requests.detach(), *children.values()):
                     os.close(fd)
-                _become(request, out, err)
-                return
+                read = stdin[0] if stdin else os.open(os.devnull, os.O_RDONLY)
+                _become(request, read, out, err)
+                return str(request["module"])
             children[pid] = status_fd
             os.write(status_fd, f"{pid}\n".encode())
-            os.close(out)
-            os.close(err)
+            for fd in (out, err, *stdin):
+                os.close(fd)
 
 
-def _become(request: dict[str, object], out: int, err: int) -> None:
+def _become(request: dict[str, object], stdin: int, out: int, err: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # no node outlives the tests
-    null = os.open(os.devnull, os.O_RDONLY)
-    for fd, target in ((null, 0), (out, 1), (err, 2)):
+    for fd, target in ((stdin, 0), (out, 1), (err, 2)):
         os.dup2(fd, target)
         os.close(fd)
     environ, arguments = request["environ"], request["arguments"]
@@ -229,7 +316,10 @@ def _main() -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    module = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if module != "tierkv":
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return
     sys.modules["__main__"].__package__ = None  # click takes the name of the command from argv
     from tierkv.__main__ import run  # noqa: PLC0415 - in the child
 

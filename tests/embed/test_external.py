@@ -7,8 +7,6 @@ import random
 import signal
 import socket
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,8 +23,9 @@ from tests.embed.engine import until
 from tests.embed.engine_of_node import BASES, MODEL
 from tests.embed.engine_rank import StepMessage
 from tests.embed.test_groups import MODELS, hybrid
-from tests.embed.tp_engine import BLOCKS, ROOT, Rank, TpEngine
+from tests.embed.tp_engine import BLOCKS, Rank, TpEngine
 from tests.latch import PATIENCE_S
+from tests.preloaded import ForkedProgram, output_of
 from tests.redis_server import redis_server
 from tests.world import BLOCK, GQA
 from tierkv.api.types import GenerateBody
@@ -49,12 +48,13 @@ from tierkv.storage.codec import seal
 TOKENS = list(range(3 * BLOCK + 1))
 HERE, THERE = [0, 1, 2, 3], [8, 9, 10, 11]
 SLOTS = 128
+ENGINE = "tests.embed.engine_of_node"
 
 
 @dataclass
 class NodeProcess:
     folder: Path
-    process: subprocess.Popen[bytes]
+    process: ForkedProgram
 
     @property
     def path(self) -> str:
@@ -73,13 +73,16 @@ def node(
     folder: Path, *, store: str = "none", ends_with: int = 0, **environ: str
 ) -> Iterator[NodeProcess]:
     folder.mkdir(exist_ok=True)
-    program = [sys.executable, "-m", "tierkv", "serve", "--engine", "external"]
+    program = ["serve", "--engine", "external"]
     options = ["--engine-socket", str(folder / "engines"), "--storage", store]
     listening = ["--no-tcp", "--unix-socket", str(folder / "http")]
     sizes = {"TIERKV_CACHE__HOST_BLOCKS": str(SLOTS)}
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [*program, *options, *listening], cwd=ROOT, stderr=log, env=os.environ | sizes | environ
+        process = ForkedProgram(
+            "tierkv",
+            *(*program, *options, *listening),
+            stderr=log.fileno(),
+            environ=sizes | environ,
         )
     try:
         at = NodeProcess(folder, process)
@@ -89,7 +92,7 @@ def node(
         assert process.wait(PATIENCE_S) == ends_with, (folder / "log").read_text()
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 class LocalRank:
@@ -239,11 +242,7 @@ def test_engines_killed_at_random_leave_another_and_the_node_as_they_were(
         with hybrid(MODELS[MODEL], node=NodeHost(at.path, name="steady")) as on:
             driver = Driver(on, rng, bases=BASES)
             for seed in range(num_killed):
-                program = [sys.executable, "-m", "tests.embed.engine_of_node", at.path]
-                doomed = subprocess.Popen(
-                    [*program, "--at-random", str(seed + 1)], cwd=ROOT, stdout=subprocess.PIPE
-                )
-                assert doomed.stdout is not None
+                doomed = ForkedProgram(ENGINE, at.path, "--at-random", str(seed + 1))
                 assert doomed.stdout.readline() == b"begun\n"
                 for _ in range(rng.randrange(1, 100)):
                     driver.step(comes=True)  # every byte it loads is looked at
@@ -280,15 +279,13 @@ def test_slots_wait_for_the_last_rank_of_an_engine_that_was_killed(tmp_path: Pat
             rank.process.communicate()
 
 
-class Doomed(subprocess.Popen[bytes]):
+class Doomed(ForkedProgram):
     plan: Plan
 
 
 def doomed_engine(at: NodeProcess, *ranks: str) -> Doomed:
     """Once it holds what it is to hold."""
-    program = [sys.executable, "-m", "tests.embed.engine_of_node", at.path, *ranks]
-    process = Doomed(program, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdout is not None
+    process = Doomed(ENGINE, at.path, *ranks)
     process.plan = msgspec.json.decode(process.stdout.readline(), type=Plan)
     return process
 
@@ -318,11 +315,8 @@ def test_an_engine_with_other_blocks_or_another_key_is_told_why_it_is_refused(
 
 
 def token_for(auth: Path, role: str) -> str:
-    command = [sys.executable, "-m", "tierkv", "token", "new", "--name", role, "--role", role]
-    done = subprocess.run(
-        [*command, "--file", str(auth)], cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    return done.stdout.strip()
+    command = ("token", "new", "--name", role, "--role", role, "--file", auth)
+    return output_of("tierkv", *command).strip()
 
 
 def test_an_engine_with_several_groups_of_blocks_uses_the_tier_as_one_of_its_own_would(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,6 +15,7 @@ import numpy as np
 from tests.embed.engine_rank import StepMessage
 from tests.embed.planes import shard_planes
 from tests.latch import PATIENCE_S
+from tests.preloaded import ForkedProgram
 from tests.world import BLOCK, GQA, kv_of
 from tierkv.cache.keys import Fingerprint, Prompt, pack
 from tierkv.cache.layout import Layout
@@ -36,25 +35,16 @@ class Rank:
     def __init__(self, path: Path, rank: int, device: str = "cpu") -> None:
         self.rank = rank
         self.arrays = shard_planes(path.parent, rank, BLOCKS)
-        program = [sys.executable, "-m", "tests.embed.engine_rank", str(path), str(rank)]
-        self.process = subprocess.Popen(
-            [*program, str(path.parent), str(BLOCKS), device],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        arguments = (path, str(rank), path.parent, str(BLOCKS), device)
+        self.process = ForkedProgram("tests.embed.engine_rank", *arguments)
 
     def step(self, message: StepMessage) -> list[Finished]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.write(msgspec.json.encode(message) + b"\n")
-        self.process.stdin.flush()
         return msgspec.json.decode(self.process.stdout.readline(), type=list[Finished])
 
     def end(self) -> str:
         """Let it end without a close; what it wrote to its log."""
-        _, errors = self.process.communicate(timeout=PATIENCE_S)
+        _, errors = self.process.communicate()
         return errors.decode()
 
 

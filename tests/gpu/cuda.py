@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.preloaded import output_of
 from tierkv.cache.layout import Layout
 from tierkv.gpu.protocol import Planes
 
@@ -95,18 +96,8 @@ def write_blocks(cupy: ModuleType, planes: Planes, blocks: Bytes2D) -> None:
 
 def run_python(script: str, *arguments: str) -> str:
     """What it prints, in a process of its own; an error of it is one of the test."""
-    return _output_of("-c", script, *arguments)
-
-
-def run_program(name: str, seed: int) -> None:
-    """Run a program of stand_in_programs.py."""
-    printed = _output_of("-m", "tests.gpu.stand_in_programs", name, str(seed))
-    assert printed == "as promised\n"
-
-
-def _output_of(*arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, *arguments],
+        [sys.executable, "-c", script, *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -115,3 +106,8 @@ def _output_of(*arguments: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def run_program(name: str, seed: int) -> None:
+    """Run a program of stand_in_programs.py."""
+    assert output_of("tests.gpu.stand_in_programs", name, str(seed)) == "as promised\n"

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.api.nodes import clean_environ, tierkv
+from tests.preloaded import ForkedProgram, output_of
 from tests.redis_server import free_port
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright drives it")
@@ -42,15 +41,11 @@ class Served:
 
     def __init__(self, folder: Path, *arguments: str | Path, command: str = "serve") -> None:
         with (folder / f"{command}-{free_port()}.log").open("wb") as log:
-            self.process = subprocess.Popen(
-                tierkv(command, *arguments),
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=clean_environ(folder),
-                text=True,
+            own = {"XDG_CACHE_HOME": str(folder / "cache")}
+            self.process = ForkedProgram(
+                "tierkv", command, *arguments, stderr=log.fileno(), environ=own
             )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line = self.process.stdout.readline().decode()
         found = re.search(r"listening on (http://\S+)", line)
         assert found, line
         self.url = found[1]
@@ -83,8 +78,7 @@ class Served:
             assert self.process.wait(PATIENCE_S) == 0
         finally:
             self.process.kill()
-            assert self.process.stdout is not None
-            self.process.stdout.close()
+            self.process.communicate()
 
 
 @contextmanager
@@ -94,9 +88,7 @@ def served(folder: Path, *arguments: str | Path, command: str = "serve") -> Iter
         yield one
     finally:
         one.process.kill()
-        one.process.wait()
-        assert one.process.stdout is not None
-        one.process.stdout.close()
+        one.process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -268,11 +260,8 @@ def test_who_brings_no_good_token_gets_a_sentence_and_no_data(
     tmp_path: Path, opened: Callable[..., Opened]
 ) -> None:
     auth = tmp_path / "auth.json"
-    made = subprocess.run(
-        tierkv("token", "new", "--file", auth, "--name", "eyes", "--role", "read"),
-        capture_output=True, text=True, check=True, env=clean_environ(tmp_path),
-    )  # fmt: skip
-    token = re.search(r"tkv_[\w-]+", made.stdout)
+    made = output_of("tierkv", "token", "new", "--file", auth, "--name", "eyes", "--role", "read")
+    token = re.search(r"tkv_[\w-]+", made)
     assert token
     with served(tmp_path, "--port", "0", "--auth", auth) as one:
         page = opened(one.url)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from typing import Any
 import msgspec
 
 from tests.latch import finish
+from tests.preloaded import ForkedProgram
 from tests.redis_server import PATIENT
 from tests.sessions import claim_request, publish_request
 from tests.world import World, world
@@ -30,10 +30,7 @@ class Producer:
     """The process, as a test sees it. Its calls block."""
 
     def __init__(self, url: str, fields: dict[str, Any]) -> None:
-        command = [sys.executable, "-m", "tests.pd.direct_producer", url, json.dumps(fields)]
-        self.popen = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self.popen = ForkedProgram("tests.pd.direct_producer", url, json.dumps(fields))
         self._answer()
 
     def publish(self, count: int, ticket: str, base: int = 0) -> None:
@@ -45,16 +42,14 @@ class Producer:
         return self._ask(do="state")
 
     def _ask(self, **work: object) -> dict[str, Any]:
-        assert self.popen.stdin is not None
-        self.popen.stdin.write(json.dumps(work) + "\n")
-        self.popen.stdin.flush()
+        self.popen.stdin.write(json.dumps(work).encode() + b"\n")
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
-        assert self.popen.stdout is not None
         line = self.popen.stdout.readline()
         if not line:
-            raise RuntimeError(f"the producer died with {self.popen.wait(10)}")
+            _, told = self.popen.communicate()
+            raise RuntimeError(f"the producer died with {self.popen.returncode}: {told!r}")
         found: dict[str, Any] = json.loads(line)
         return found
 
@@ -70,9 +65,7 @@ def producer(url: str, **fields: Any) -> Iterator[Producer]:
         yield running
     finally:
         running.kill()
-        for pipe in (running.popen.stdin, running.popen.stdout):
-            assert pipe is not None
-            pipe.close()
+        running.popen.communicate()
 
 
 async def claim(node: World, count: int, ticket: str = "t") -> None:

@@ -111,8 +111,9 @@ async def test_what_cannot_be_admitted_is_refused_before_storage_is_asked(
 
 
 async def test_a_store_in_the_place_of_one_that_hung_is_asked_by_the_first_request() -> None:
-    best_effort = FetchPolicy.BEST_EFFORT
-    async with world(store=await filled(tokens(18)), fetch_policy=best_effort) as here:
+    async with world(
+        store=await filled(tokens(18)), fetch_policy=FetchPolicy.BEST_EFFORT, fetch_deadline_s=0.2
+    ) as here:
         here.service.note_prefill(100, 1.0)
         here.the_store.hold()
         for number in range(3):
