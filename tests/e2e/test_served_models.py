@@ -17,7 +17,8 @@ from tests.processes import NodeProcess, gateway, node
 from tests.refmodel.paged_run import PagedRun
 from tierkv.api.types import DecodeBody, GenerateBody, PrefillBody
 from tierkv.cache.keys import unpack
-from tierkv.engine import Sampling
+from tierkv.engine import Sampling, TokenLogprobs
+from tierkv.engine_runs import logprobs_of
 from tierkv.model_tokenizer import read_tokenizer
 from tierkv.refmodel.checkpoint import open_checkpoint
 from tierkv.refmodel.model import ReferenceModel, sample
@@ -27,16 +28,20 @@ NUM_TOKENS = 24
 CHAT = [{"role": "user", "content": "hello 12 worlds, " * 6 + "€?"}]
 
 
-def alone(path: Path, packed: bytes) -> list[int]:
-    """Return the greedy answer of the model, computed token by token without a cache."""
+def alone(path: Path, packed: bytes) -> tuple[list[int], list[TokenLogprobs]]:
+    """Return the model's greedy answer and log probabilities, token by token without a cache."""
     checkpoint, stops = open_checkpoint(path), read_tokenizer(path).stop_tokens
     model = ReferenceModel(checkpoint.config, 16, weights=checkpoint.weights())
     run, tokens = PagedRun(model, 400), unpack(packed).tolist()
     logits = [run.feed([token]) for token in tokens][-1]
-    out = [sample(logits, Sampling(), run.length)]
-    while len(out) < NUM_TOKENS and out[-1] not in stops:
-        out.append(sample(run.feed(out[-1:]), Sampling(), run.length))
-    return out
+    out: list[int] = []
+    scores: list[TokenLogprobs] = []
+    while len(out) < NUM_TOKENS and not stops & set(out):
+        if out:
+            logits = run.feed(out[-1:])
+        out.append(sample(logits, Sampling(), run.length))
+        scores.append(logprobs_of(logits, out[-1], 2))
+    return out, scores
 
 
 class Pair:
@@ -70,7 +75,7 @@ async def test_a_pair_each_tier_and_a_gateway_give_the_tokens_of_the_model_alone
     model, pair = await asyncio.to_thread(prepared, kind, tmp_path)
     tokenizer = await asyncio.to_thread(read_tokenizer, model)
     packed = tokenizer.encode_chat(CHAT)
-    expected = await asyncio.to_thread(alone, model, packed)
+    expected, scores = await asyncio.to_thread(alone, model, packed)
     async with AsyncExitStack() as stack:
         prefill = await stack.enter_async_context(pair.start("prefill"))
         async with pair.start("decode") as decode:
@@ -86,6 +91,12 @@ async def test_a_pair_each_tier_and_a_gateway_give_the_tokens_of_the_model_alone
         assert answer["model"] == "small"
         choice = answer["choices"][0]
         assert choice["message"]["content"] == answer_text(tokenizer, packed, expected)
+        found = choice["logprobs"]["content"]
+        assert [one["logprob"] for one in found] == [one.chosen for one in scores]
+        assert [[top["logprob"] for top in one["top_logprobs"]] for one in found] == [
+            [score for _, score in one.top] for one in scores
+        ]
+        assert [one["token"] for one in found] == [tokenizer.token_text(one) for one in expected]
         is_ended = bool(tokenizer.stop_tokens & set(expected))
         assert choice["finish_reason"] == ("stop" if is_ended else "length")
         async with pair.start("decode") as fresh:
@@ -103,7 +114,10 @@ def prepared(kind: str, folder: Path) -> tuple[Path, Pair]:
 
 
 async def chat(front: NodeProcess) -> dict[str, Any]:
-    body = {"messages": CHAT, "temperature": 0, "max_tokens": NUM_TOKENS}
+    body = {
+        "messages": CHAT, "temperature": 0, "max_tokens": NUM_TOKENS,
+        "logprobs": True, "top_logprobs": 2,
+    }  # fmt: skip
     async with (
         aiohttp.ClientSession() as http,
         http.post(front.url + "/v1/chat/completions", json=body) as response,
@@ -119,4 +133,5 @@ def test_another_models_tail_would_be_noticed(tmp_path: Path) -> None:
     packed = read_tokenizer(model).encode_chat(CHAT)
     other = write_llama(tmp_path / "b", llama_tensors(tied=True, seed=1))
     zeroed = packed[:-32] + np.zeros(8, "<i4").tobytes()
-    assert alone(model, packed) not in (alone(other, packed), alone(model, zeroed))
+    tokens, _ = alone(model, packed)
+    assert tokens not in (alone(other, packed)[0], alone(model, zeroed)[0])
