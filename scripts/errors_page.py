@@ -49,6 +49,7 @@ _OF_AIOHTTP = {
 
 _HANDOFF = """## Reasons of failed hand-offs
 
+A prefill node hands a prompt to a decode node by a ticket in the store ([hand-off](handoff.md)).
 The problem `handoff_failed` has one of these as its `reason`. Retry after 502 and 503."""
 
 _LOG = """## Log lines
@@ -214,9 +215,9 @@ def page() -> str:
     parts = [
         _INTRO,
         _HTTP,
-        f"| status | code | means: do |\n| --- | --- | --- |\n{problem_table}",
+        f"| status | code | meaning and remedy |\n| --- | --- | --- |\n{problem_table}",
         _HANDOFF,
-        f"| status and reason | means: do |\n| --- | --- |\n{reason_table}",
+        f"| status and reason | meaning and remedy |\n| --- | --- |\n{reason_table}",
         _LOG,
         log,
     ]

@@ -225,9 +225,9 @@ async def both(first: Awaitable[T], second: Awaitable[U]) -> tuple[T, U]:
 
 
 async def expected(work: Awaitable[T]) -> T | TierKVError:
-    """Return the result of `work`, or the TierKVError that it raises as a value.
+    """Return the result of `work`. A TierKVError is returned instead of raised.
 
-    A task that fails in this way does not cancel its group.
+    The error of a task therefore does not cancel its group.
     """
     try:
         return await work

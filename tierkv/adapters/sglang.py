@@ -430,7 +430,10 @@ class _HostPages:
 
 
 def _memory(address: int, count: int, stride: int, size: int) -> Pages:
-    """Return `count` ranges of memory, `stride` bytes apart, which SGLang keeps."""
+    """Return SGLang's memory from `address` as pages: uint8 [count, size], without a copy.
+
+    SGLang owns the memory. Pages begin `stride` bytes apart.
+    """
     memory = (ctypes.c_uint8 * ((count - 1) * stride + size)).from_address(address)
     return np.ndarray((count, size), np.uint8, memoryview(memory), strides=(stride, 1))
 

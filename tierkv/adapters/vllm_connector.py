@@ -1455,7 +1455,7 @@ def _packed(tokens: list[int]) -> bytes:
 
 
 def _with_shares(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
-    """Give groups of states the share of host memory that `_BLOCKS_PER_STATE` states."""
+    """Set the host memory of groups of recurrent states: a slot per `_BLOCKS_PER_STATE` blocks."""
     weights = [
         group.layout.block_bytes
         / group.block_size

@@ -233,7 +233,7 @@ class TicketRoutes(Routes):
 
     @Route("DELETE", _TICKET, Access.WRITE, answer=TicketAnswer)
     async def forget(self, request: web.BaseRequest) -> TicketAnswer:
-        """Delete a ticket; its blocks stay in the store until they expire."""
+        """Delete a hand-off ticket; the blocks that it names stay stored until they expire."""
         async with self._node.call():
             answer = await self._state(request)
             await self._node.service.forget_ticket(self._ticket_in_path(request))

@@ -137,11 +137,11 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return sum(len(message.content) for message in self.messages)
 
     def encoded(self, tokenizer: Tokenizer) -> bytes:
-        """Return the packed tokens.
+        """Return the tokens, packed as little-endian int32.
 
         Raises:
             FieldError: Neither or both of `prompt` and `messages` are given.
-            BadRequestError: The text has no tokens, or the model takes no such chat.
+            BadRequestError: The text has no tokens, or the chat template refuses the messages.
         """
         if (self.prompt is None) == (self.messages is None):
             raise FieldError("give exactly one of prompt and messages")

@@ -196,7 +196,7 @@ class Spaces:
         return list(self._roots.values())
 
     def nodes(self) -> Iterator[TreeNode]:
-        """Yield every node but the roots, also under retired roots.
+        """Yield every node except the roots, those of closed tenants with held blocks included.
 
         This walks the whole tree, so only `verify` and listings use it.
         """

@@ -168,9 +168,9 @@ class Fingerprint:
     adapter: LoRA name and revision, "" without. tenant: salt that keeps tenants apart, "" shared.
     engine, attention_backend, cache_dtype, kv_layout: where the inside of a block is private to an
         engine, whatever decides on it, in its own words ("vllm 0.32", "FLASH_ATTN", "fp8", "NHD").
-    groups, group: of an engine with several groups of blocks, all of them, and which one it is.
+    groups, group: for an engine with several cache groups, all groups, and the number of this one.
     Keys are made of `readable`: a new field goes there, or into `_PRIVATE` with "" as its default,
-    so that the names of those who do not say it stay what they were.
+    so that existing names stay valid where the field is not set.
     """
 
     model: str

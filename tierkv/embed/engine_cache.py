@@ -138,7 +138,7 @@ class LocalHost:
 
     @property
     def is_open(self) -> bool:
-        """True if the tier answers calls."""
+        """True if the host tier answers calls."""
         return self._thread.is_open
 
     def open(self, _fingerprint: Fingerprint, _groups: Sequence[CacheGroup]) -> None:

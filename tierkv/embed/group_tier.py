@@ -179,7 +179,7 @@ class GroupTier:
         return _Valid(self, look, limit, _Asked.HOST_ALONE)
 
     def here(self, look: GroupLook, at: int) -> tuple[FlatBlock | None, int]:
-        """Return the block on the host that serves most tokens of position `at`, and how many."""
+        """Return the host block with most leading tokens of block `at`, and their number."""
         key = look.keys[at]
         block = self.blocks.get(key.digest)
         if block is not None and not self._is_bad(key.digest):

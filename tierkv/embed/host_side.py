@@ -441,7 +441,7 @@ class HostSide:
         service.flat_blocks = [tier.blocks for tier in self._tiers.values()]
 
     def take_events(self) -> list[CacheEvent]:
-        """Return the events since the last call, with the engine's names of blocks; thread-safe."""
+        """Return the events since the last call, with the engine's block hashes; thread-safe."""
         return self._events.take()
 
     # Promises

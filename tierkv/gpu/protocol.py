@@ -102,7 +102,7 @@ class HostSlots(Protocol):
     def array(self) -> npt.NDArray[np.uint8]: ...
 
     def close(self) -> None:
-        """Release the memory. A second close raises."""
+        """Free the memory with the allocator that made it. A second close raises."""
 
 
 class Planes(Protocol):

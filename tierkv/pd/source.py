@@ -58,11 +58,11 @@ class PeerSource(Protocol):
 
     @property
     def num_leases(self) -> int:
-        """Number of leases held for claimers of other nodes right now."""
+        """Number of leases held now for nodes that read blocks from this node."""
 
     @property
     def num_offered(self) -> int:
-        """Number of blocks that other nodes offer to claims of this one right now."""
+        """Number of blocks that other nodes offer now to the claims of this node."""
 
     def offer(self, ticket_id: str, prompt: Prompt, ledger: TicketLedger) -> DirectAddress | None:
         """Offer the blocks of a prompt until `ledger` releases the ticket.

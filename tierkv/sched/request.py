@@ -161,7 +161,13 @@ class Computing:
             others.append(promise)
 
     def advance(self, promise: Promise, node: TreeNode, first: int) -> None:
-        """Move the promise to block `first`: blocks before it can be matched; `node` ends there."""
+        """Record that the promised blocks before number `first` are computed and can be matched.
+
+        Args:
+            promise: the promise of a running request.
+            node: the node of the index that ends at block `first`.
+            first: number of the next block of the prompt to compute.
+        """
         if promise.is_over or first <= promise.first:
             return
         if first >= promise.stop:

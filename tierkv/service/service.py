@@ -169,12 +169,12 @@ class Service:
         device: the device of the cache.
         fingerprint: the service's own fingerprint.
         settings: sizes and rules of the tiers.
-        handoff: settings of tickets and storage.
+        handoff: settings of tickets, and the prefix and lifetime of stored values.
         store: the store; None for none.
-        storage: options of the storage tier.
+        storage: protection, stores of single tenants, and shards; None for the defaults.
         name: name of this node.
-        beside: fingerprint and number of host slots of each group with a layout of its own. The
-            tiers do not know these blocks; `groups` has their memory. See EngineCache.
+        beside: fingerprint and number of host slots of each further group of layers, which has a
+            layout of its own. Their blocks are not in the index. See EngineCache.
         kv_events: addresses that cache events are published at; None for none.
     """
 

@@ -310,7 +310,7 @@ async def remove(
 
 
 async def remove_all(store: Store, prefix: str, is_meant: IsMeant = lambda _: True) -> int:
-    """Forget every value under `prefix`, and look again until none is found.
+    """Delete every value under `prefix`, and list again until none is found.
 
     A late server can carry out a write after its connection has ended. Values that another process
     writes at the same time may be left after `_MAX_PASSES` passes.

@@ -1,4 +1,6 @@
-"""Movements of blocks between Host and Device: events of a GPU as futures, and gates by layer.
+"""Copies of blocks between Host and Device, awaitable as a whole or layer by layer.
+
+CUDA events become futures; a `LayerGate` waits for the copies of one layer.
 
 The mover decides nothing: callers pass validated ids of slots and blocks.
 """
@@ -74,7 +76,7 @@ class _Pending(msgspec.Struct, eq=False):
 
 
 class EventPoller:
-    """One task per device that resolves the futures of any number of events.
+    """One task per device that resolves the futures of any number of CUDA events.
 
     Idle without events.
     """

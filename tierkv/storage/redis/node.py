@@ -325,7 +325,7 @@ class RedisNode:
         return await self._locator.locate()
 
     async def control_connection(self) -> RedisConnection:
-        """Return a connection of redis-py's that is not connected yet.
+        """Return a redis-py connection that is not connected yet.
 
         Raises:
             StoreUnavailableError: the server's address is not known.
