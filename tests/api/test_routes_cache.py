@@ -1,4 +1,4 @@
-"""Lookup, explain, prefetches, backups, pins and tickets."""
+"""Lookup, explain, prefetches, pins and tickets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from tests.api.nodes import Client, compute, here
 from tests.latch import until
-from tierkv.api import movements, pins
+from tierkv.api import pins, prefetches
 from tierkv.cache.keys import MediaItem, pack
 from tierkv.clock import SystemClock
 from tierkv.sched.tenants import MOST_ADAPTERS
@@ -21,7 +21,12 @@ TOKENS = list(range(40))
 
 
 async def prefetched(client: Client, prefetch_id: str) -> Json:
-    return await moved(client, f"/v1/prefetches/{prefetch_id}")
+    """Return the answer about a prefetch once the prefetch is over."""
+    async with asyncio.timeout(10):
+        while True:
+            body: Json = (await client.get(f"/v1/prefetches/{prefetch_id}")).body
+            if body["state"] != "running":
+                return body
 
 
 async def test_lookup_and_explain_tell_where_a_prompt_is() -> None:
@@ -79,57 +84,13 @@ async def test_a_prefetch_can_be_given_up() -> None:
         await on.settle()
 
 
-async def moved(client: Client, path: str) -> Json:
-    """How a movement ended."""
-    async with asyncio.timeout(10):
-        while True:
-            body: Json = (await client.get(path)).body
-            if body["state"] != "running":
-                return body
-
-
-async def test_a_backup_stores_what_is_cached_of_a_prompt() -> None:
-    store = MemoryStore(MemorySettings(), SystemClock())
-    async with here(store=store) as on:
-        await compute(on.node, TOKENS)
-        body = {"tokens": [*TOKENS[:32], 77], "request_id": "b"}
-        answer = await on.client.post("/v1/backups", body)
-        assert (answer.status, answer.headers["Location"]) == (202, "/v1/backups/b")
-        done = await moved(on.client, "/v1/backups/b")
-        assert (done["state"], done["stored_tokens"], done["problem"]) == ("done", 32, None)
-        assert (await on.client.post("/v1/backups", body)).body == done
-        await on.settle()
-        await on.client.ask("POST", "/v1/reset")
-        found = (await on.client.post("/v1/lookup", {"tokens": TOKENS})).body
-        assert (found["device_tokens"], found["storage_tokens"]) == (0, 32)
-
-
-@pytest.mark.parametrize("path", ["/v1/backups", "/v1/prefetches"])
 @pytest.mark.parametrize("body", [{"prompt": ""}, {"tokens": []}])
-async def test_an_empty_prompt_is_not_moved(path: str, body: Json) -> None:
+async def test_an_empty_prompt_is_not_fetched(body: Json) -> None:
     async with here() as on:
-        refused = await on.client.post(path, {**body, "request_id": "e"})
+        refused = await on.client.post("/v1/prefetches", {**body, "request_id": "e"})
         assert (refused.status, refused.body["code"]) == (400, "bad_request")
         assert refused.body["detail"] == "the prompt is empty: give at least one token"
-        assert (await on.client.get(f"{path}/e")).status == 404
-
-
-async def test_a_backup_tells_how_far_it_came() -> None:
-    async with here() as on:
-        await on.client.post("/v1/backups", {"tokens": TOKENS, "request_id": "none"})
-        nothing = await moved(on.client, "/v1/backups/none")
-        assert (nothing["state"], nothing["stored_tokens"]) == ("partial", 0)
-        assert "cached" in nothing["problem"]
-        await compute(on.node, TOKENS, num_tokens=16)
-        on.store.hold()
-        await on.client.post("/v1/backups", {"tokens": TOKENS, "request_id": "gone"})
-        given_up = await on.client.ask("DELETE", "/v1/backups/gone")
-        assert given_up.body["state"] == "cancelled"
-        on.store.release()
-        await on.client.post("/v1/backups", {"tokens": TOKENS, "request_id": "part"})
-        part = await moved(on.client, "/v1/backups/part")
-        assert (part["state"], part["stored_tokens"]) == ("partial", 16)
-        await on.settle()
+        assert (await on.client.get("/v1/prefetches/e")).status == 404
 
 
 MEDIA: Json = {"start": 4, "num_tokens": 8, "hash": "ab" * 16}
@@ -182,7 +143,7 @@ async def test_a_tenant_with_many_adapters_makes_room_among_its_own() -> None:
 async def test_a_prefetch_too_many_is_refused_until_one_is_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(movements, "MOST_RUNNING", 1)
+    monkeypatch.setattr(prefetches, "MOST_RUNNING", 1)
     async with here() as on:
         on.store.hold()
         first = {"tokens": TOKENS, "request_id": "first"}

@@ -6,12 +6,11 @@ import asyncio
 
 import pytest
 
-from tests.latch import PATIENCE_S, finish
+from tests.latch import finish
 from tests.pd.nodes import publish
 from tests.sched.test_fetch import filled
 from tests.sessions import publish_request
 from tests.world import tokens, world
-from tierkv.api.movements import backing_up
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
 from tierkv.gpu.protocol import Direction
@@ -147,20 +146,13 @@ async def test_what_was_stored_after_a_question_is_not_lost_by_its_answer() -> N
             assert blocks(told, CacheEventKind.EVICTED, "storage") == [1, 2, 3]
 
 
-@pytest.mark.parametrize("way", ["publish", "backup"])
-async def test_blocks_that_a_publish_or_a_backup_stores_or_misses_are_told(way: str) -> None:
+async def test_blocks_that_a_publish_stores_or_misses_are_told() -> None:
     async with world(with_store=True, host_write=NONE, storage_write=NONE) as here:
         prompt, index = here.prompt(tokens(18)), here.service.index
         await here.run(tokens(18))
 
-        async def store(ticket: str) -> None:
-            if way == "publish":
-                await publish(here, tokens(18), ticket)
-            else:
-                await finish(backing_up(here.service)(prompt, PATIENCE_S))
-
         with here.service.events.subscribe() as subscription:
-            await store("first")
+            await publish(here, tokens(18), "first")
             assert blocks(await everything(subscription), CacheEventKind.STORED, "storage") == [
                 *range(4)
             ]
@@ -176,7 +168,7 @@ async def test_blocks_that_a_publish_or_a_backup_stores_or_misses_are_told(way: 
                 2,
                 3,
             ]
-            await store("second")
+            await publish(here, tokens(18), "second")
             assert index.match(prompt).node.stored_in(0, 4).all()
             assert blocks(await everything(subscription), CacheEventKind.STORED, "storage") == [
                 2,

@@ -18,8 +18,8 @@ from aiohttp import web
 
 from tierkv.api.events import EventFeed
 from tierkv.api.idempotency import Key, Once
-from tierkv.api.movements import PromptMovements, backing_up, prefetching
 from tierkv.api.pins import PinBook
+from tierkv.api.prefetches import Prefetches
 from tierkv.api.settings import NO_STORAGE, NodeSettings, default_storage_url
 from tierkv.api.types import GenerateAnswer, PromptBody
 from tierkv.cache.keys import Fingerprint, MediaItem, Prompt
@@ -95,8 +95,7 @@ class Node:
                 f"this node {self._why_ends('was stopped')} before the request was done"
             )
         )
-        self.prefetches = PromptMovements(self.service, "prefetch", prefetching(self.service))
-        self.backups = PromptMovements(self.service, "backup", backing_up(self.service))
+        self.prefetches = Prefetches(self.service)
         self.pins = PinBook(self.service, lambda: asyncio.get_running_loop().time())
         self.feed = EventFeed(self.service)
         self.answers: Once[GenerateAnswer] = Once(
@@ -165,7 +164,6 @@ class Node:
                 self.service.running(),
                 self._engines(),
                 self.prefetches.running(),
-                self.backups.running(),
                 self.feed.running(),
                 self.heartbeat.running(),
                 self.live.running(),

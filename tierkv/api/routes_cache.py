@@ -7,16 +7,13 @@ from dataclasses import replace
 from http import HTTPStatus
 from urllib.parse import quote
 
-import msgspec
 from aiohttp import web
 
-from tierkv.api.idempotency import Key, content_of
-from tierkv.api.movements import PromptMovement, PromptMovements
+from tierkv.api.idempotency import content_of
 from tierkv.api.node import Routes, explained, principal_of
 from tierkv.api.pins import Pin
+from tierkv.api.prefetches import Prefetch
 from tierkv.api.types import (
-    BackupAnswer,
-    BackupBody,
     LookupAnswer,
     LookupBody,
     PinAnswer,
@@ -27,7 +24,6 @@ from tierkv.api.types import (
     TicketAnswer,
     TicketState,
 )
-from tierkv.cache.keys import Prompt
 from tierkv.errors import BadRequestError, StoreUnavailableError
 from tierkv.http import bodies
 from tierkv.http.callers import Access
@@ -77,8 +73,14 @@ class PrefetchRoutes(Routes):
             body = await self._read_prompt(request, PrefetchBody)
             key = (principal_of(request).tenant, self._request_id(request, body.request_id))
             prompt = self._prompt(request, body)
-            movement = await _begun(self._node.prefetches, key, body, prompt)
-        return _accepted(request, "/v1/prefetches/", movement.key[1], _prefetched(movement))
+            if not prompt.num_tokens:
+                raise BadRequestError("the prompt is empty: give at least one token")
+            prefetch = await self._node.prefetches.begin(
+                key, content_of(body, prompt.tokens), prompt, deadline_s=body.deadline_s
+            )
+        response = bodies.answer(request, _prefetched(prefetch), status=HTTPStatus.ACCEPTED)
+        response.headers["Location"] = f"/v1/prefetches/{quote(prefetch.key[1], safe='')}"
+        return response
 
     @Route("GET", _PREFETCH, Access.WRITE, answer=PrefetchAnswer)
     async def look(self, request: web.BaseRequest) -> PrefetchAnswer:
@@ -93,76 +95,14 @@ class PrefetchRoutes(Routes):
         return _prefetched(self._node.prefetches.cancel(self._key(request)))
 
 
-_BACKUP = "/v1/backups/{id}"
-
-
-class BackupRoutes(Routes):
-    @Route(
-        "POST",
-        "/v1/backups",
-        Access.WRITE,
-        body=BackupBody,
-        answer=BackupAnswer,
-        status=HTTPStatus.ACCEPTED,
-        on_disconnect=Disconnect.DETACH,
-    )
-    async def begin(self, request: web.BaseRequest) -> web.Response:
-        """Start to store a prompt's cached blocks; a partial last block is left out."""
-        async with self._node.work():
-            body = await self._read_prompt(request, BackupBody)
-            key = (principal_of(request).tenant, self._request_id(request, body.request_id))
-            prompt = self._prompt(request, body)
-            movement = await _begun(self._node.backups, key, body, prompt)
-        return _accepted(request, "/v1/backups/", movement.key[1], _backed_up(movement))
-
-    @Route("GET", _BACKUP, Access.WRITE, answer=BackupAnswer)
-    async def look(self, request: web.BaseRequest) -> BackupAnswer:
-        """Return the state of a backup."""
-        self._node.check_started()
-        return _backed_up(self._node.backups.find(self._key(request)))
-
-    @Route("DELETE", _BACKUP, Access.WRITE, answer=BackupAnswer)
-    async def cancel(self, request: web.BaseRequest) -> BackupAnswer:
-        """Cancel a backup; blocks that are already stored stay."""
-        self._node.check_started()
-        return _backed_up(self._node.backups.cancel(self._key(request)))
-
-
-async def _begun(
-    movements: PromptMovements, key: Key, body: PrefetchBody | BackupBody, prompt: Prompt
-) -> PromptMovement:
-    if not prompt.num_tokens:
-        raise BadRequestError("the prompt is empty: give at least one token")
-    content = content_of(body, prompt.tokens)
-    return await movements.begin(key, content, prompt, deadline_s=body.deadline_s)
-
-
-def _accepted(
-    request: web.BaseRequest, path: str, name: str, answer: msgspec.Struct
-) -> web.Response:
-    response = bodies.answer(request, answer, status=HTTPStatus.ACCEPTED)
-    response.headers["Location"] = path + quote(name, safe="")
-    return response
-
-
-def _prefetched(movement: PromptMovement) -> PrefetchAnswer:
+def _prefetched(one: Prefetch) -> PrefetchAnswer:
     return PrefetchAnswer(
-        prefetch_id=movement.key[1],
-        state=movement.state,
-        prompt_tokens=movement.prompt_tokens,
-        first_token=movement.tokens.start,
-        fetched_tokens=len(movement.tokens),
-        problem=movement.problem,
-    )
-
-
-def _backed_up(movement: PromptMovement) -> BackupAnswer:
-    return BackupAnswer(
-        backup_id=movement.key[1],
-        state=movement.state,
-        prompt_tokens=movement.prompt_tokens,
-        stored_tokens=len(movement.tokens),
-        problem=movement.problem,
+        prefetch_id=one.key[1],
+        state=one.state,
+        prompt_tokens=one.prompt_tokens,
+        first_token=one.tokens.start,
+        fetched_tokens=len(one.tokens),
+        problem=one.problem,
     )
 
 

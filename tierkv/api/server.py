@@ -17,7 +17,6 @@ from tierkv import tracing
 from tierkv.api.metrics import Metrics
 from tierkv.api.node import Node
 from tierkv.api.routes_cache import (
-    BackupRoutes,
     LookRoutes,
     PinRoutes,
     PrefetchRoutes,
@@ -43,7 +42,7 @@ from tierkv.http.route import NO_ROUTE, HttpRouter, Route, routes_of
 from tierkv.http.server import answering, bind, is_loopback, make_room_for, unix_listener
 
 _KINDS = (
-    *(StatusRoutes, PrefetchRoutes, BackupRoutes),
+    *(StatusRoutes, PrefetchRoutes),
     *(PinRoutes, TicketRoutes),
     *(LookRoutes, NodeRoutes, LifeRoutes, QuotaRoutes, EventRoutes, WorkRoutes),
 )

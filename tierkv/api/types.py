@@ -618,32 +618,6 @@ class PrefetchAnswer(msgspec.Struct, frozen=True, kw_only=True):
     problem: str | None
 
 
-class BackupBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request to write a prompt to storage.
-
-    Attributes:
-        request_id: Name of the backup; a repeated call with the same body does not write twice.
-        deadline_s: Seconds that the backup may take, waiting for room on the device included.
-    """
-
-    request_id: str | None = None
-    deadline_s: WaitSeconds = 30.0
-
-
-class BackupAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a backup.
-
-    Attributes:
-        stored_tokens: Number of leading tokens that are in storage; with `done`, every whole block.
-    """
-
-    backup_id: str
-    state: PrefetchState
-    prompt_tokens: int
-    stored_tokens: int
-    problem: str | None
-
-
 class PinBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A request to keep the cached blocks of a prompt.
 

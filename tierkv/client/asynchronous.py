@@ -14,8 +14,6 @@ from msgspec.structs import replace
 
 from tierkv.api.types import (
     AbortAnswer,
-    BackupAnswer,
-    BackupBody,
     BlocksAnswer,
     ConfigAnswer,
     DecodeAnswer,
@@ -223,7 +221,7 @@ class AsyncClient:
         """Abort the request of this id, whatever the node does for it."""
         return await self._node.ask("DELETE", "/v1/requests/{id}", AbortAnswer, name)
 
-    # What is cached: prefetches, backups, pins, tickets
+    # What is cached: prefetches, pins, tickets
 
     async def prefetch(self, body: PrefetchBody) -> PrefetchAnswer:
         """Begin to bring a prompt's blocks from storage to the host."""
@@ -234,16 +232,6 @@ class AsyncClient:
 
     async def cancel_prefetch(self, name: str) -> PrefetchAnswer:
         return await self._node.ask("DELETE", "/v1/prefetches/{id}", PrefetchAnswer, name)
-
-    async def backup(self, body: BackupBody) -> BackupAnswer:
-        """Begin to store what is cached of a prompt, in whole blocks."""
-        return await self._node.ask("POST", "/v1/backups", BackupAnswer, body=named(body))
-
-    async def backup_state(self, name: str) -> BackupAnswer:
-        return await self._node.ask("GET", "/v1/backups/{id}", BackupAnswer, name)
-
-    async def cancel_backup(self, name: str) -> BackupAnswer:
-        return await self._node.ask("DELETE", "/v1/backups/{id}", BackupAnswer, name)
 
     async def pins(self) -> PinsAnswer:
         """Return all pins of the caller's tenant."""

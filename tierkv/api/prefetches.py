@@ -1,0 +1,135 @@
+"""Prefetches: a caller names a prompt, and its stored blocks come to the host in a task."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from tierkv.api.idempotency import Key, Once
+from tierkv.api.types import PrefetchState
+from tierkv.cache.keys import Prompt
+from tierkv.errors import StoreUnavailableError, TierKVError
+from tierkv.http.problems import TooManyError, UnknownIdError
+from tierkv.sched.budget import Budget
+from tierkv.service import Service
+from tierkv.tasks import task_group
+
+MOST_RUNNING = 256
+MOST_DONE = 4096
+DONE_TTL_S = 300.0
+
+
+@dataclass(slots=True, eq=False)
+class Prefetch:
+    """One prefetch.
+
+    Attributes:
+        tokens: Range of the prompt's tokens that were fetched.
+        problem: Reason for fetching no more, None without one.
+    """
+
+    key: Key
+    prompt_tokens: int
+    task: asyncio.Task[None] | None = None
+    state: PrefetchState = PrefetchState.RUNNING
+    tokens: range = range(0)
+    problem: str | None = None
+
+
+class Prefetches:
+    """The prefetches of a node by key. The end of `running` cancels those under way."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._running: set[Prefetch] = set()
+        self._tasks: asyncio.TaskGroup | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        now = asyncio.get_running_loop().time
+        self._once: Once[Prefetch] = Once(most=MOST_DONE, ttl_s=DONE_TTL_S, now=now)
+        async with task_group() as self._tasks:
+            try:
+                yield
+            finally:
+                for prefetch in list(self._running):
+                    self._cancel(prefetch)
+
+    async def begin(
+        self, key: Key, content: bytes, prompt: Prompt, *, deadline_s: float
+    ) -> Prefetch:
+        """Return the prefetch of this key, begun now or by an earlier call.
+
+        Args:
+            key: Tenant and id of the prefetch.
+            content: A digest of what is asked for; see `Once.call`.
+            prompt: The prompt to fetch.
+            deadline_s: Seconds that the prefetch may take.
+
+        Raises:
+            StoreUnavailableError: The node has no storage tier.
+            TooManyError: `MOST_RUNNING` prefetches are under way.
+            DuplicateRequestError: The key was used for other content.
+        """
+        async with self._once.call(key, content) as call:
+            if call.made is None:
+                if self._service.tiers.copies.storage is None:
+                    raise StoreUnavailableError("this node has no storage tier: set storage.url")
+                if len(self._running) >= MOST_RUNNING:
+                    raise TooManyError(
+                        f"{MOST_RUNNING} prefetches are running, the maximum: wait for the end "
+                        "of one"
+                    )
+                prefetch = Prefetch(key, prompt.num_tokens)
+                self._running.add(prefetch)
+                assert self._tasks is not None, "prefetches are running"
+                prefetch.task = self._tasks.create_task(
+                    self._run(prefetch, prompt, deadline_s), name="tierkv-prefetch"
+                )
+                call.made = prefetch
+        return call.made
+
+    def find(self, key: Key) -> Prefetch:
+        """Return the prefetch of `key`.
+
+        Raises:
+            UnknownIdError: There is no such prefetch.
+        """
+        prefetch = self._once.find(key)
+        if prefetch is None:
+            raise UnknownIdError(f"there is no prefetch {key[1]!r}")
+        return prefetch
+
+    def cancel(self, key: Key) -> Prefetch:
+        """Cancel the prefetch of `key` unless it is over; copies on their way still arrive.
+
+        Raises:
+            UnknownIdError: There is no prefetch of this key.
+        """
+        prefetch = self.find(key)
+        self._cancel(prefetch)
+        return prefetch
+
+    def _cancel(self, prefetch: Prefetch) -> None:
+        if prefetch.task is not None and prefetch in self._running:
+            prefetch.task.cancel()
+            self._end(prefetch, PrefetchState.CANCELLED)
+
+    async def _run(self, prefetch: Prefetch, prompt: Prompt, deadline_s: float) -> None:
+        try:
+            budget = Budget(deadline_s, step_s=deadline_s)
+            fetched = await self._service.fetcher.fetch(prompt, budget)
+            fetched.release()  # the cache decides from here on what stays
+            prefetch.tokens, problem = fetched.tokens, fetched.first_problem
+            prefetch.problem = None if problem is None else problem.reason
+        except TierKVError as error:
+            prefetch.problem = str(error)
+        is_whole = prefetch.problem is None
+        self._end(prefetch, PrefetchState.DONE if is_whole else PrefetchState.PARTIAL)
+
+    def _end(self, prefetch: Prefetch, state: PrefetchState) -> None:
+        prefetch.state = state
+        self._running.discard(prefetch)
+        self._once.release(prefetch.key)
