@@ -25,7 +25,7 @@ from pathlib import Path
 
 _MODULES = (
     "numpy.random",
-    "tierkv.cli.live",
+    "tierkv.cli.status",
     "tierkv.cli.node",
     "tierkv.cli.serving",
     "tierkv.cli.settings",

@@ -86,10 +86,9 @@ class _Commands(click.Group):
         "lookup": ("tierkv.cli.node", "Print in which tiers the tokens of a prompt are."),
         "serve": ("tierkv.cli.serving", "Run a node until SIGTERM or Ctrl-C."),
         "stats": ("tierkv.cli.node", "Print the counters of a node."),
-        "status": ("tierkv.cli.live", "Print the health of nodes and gateways."),
+        "status": ("tierkv.cli.status", "Print the health of nodes and gateways."),
         "storage": ("tierkv.cli.storage", "List, measure, verify or remove the values of a store."),
         "token": ("tierkv.cli.token", "Make, list and revoke the tokens of callers."),
-        "top": ("tierkv.cli.live", "Watch nodes and gateways live."),
         "verify": ("tierkv.cli.node", "Check a node's blocks and leases for consistency."),
     }
 

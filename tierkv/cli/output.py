@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,7 @@ import click
 
 _SHOWN_AFTER_S = 1.0  # what is done by then needs no progress
 _EVERY_S = 0.2
+_CLEAR = "\r\x1b[K"  # back to the start of an empty line
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 
@@ -62,18 +64,9 @@ def progress(doing: str, unit: str = "") -> Iterator[Progressing]:
 def _show(state: Progressing, over: threading.Event) -> None:
     if over.wait(_SHOWN_AFTER_S):
         return
-    from rich.console import Console  # noqa: PLC0415 - only what takes long shows it
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415
-
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    shown = Progress(
-        *columns,
-        console=Console(stderr=True),
-        transient=True,
-        redirect_stdout=False,  # stdout may be a pipe
-        redirect_stderr=False,
-    )
-    with shown:
-        task = shown.add_task(str(state), total=None)
-        while not over.wait(_EVERY_S):
-            shown.update(task, description=str(state))
+    start = time.monotonic() - _SHOWN_AFTER_S
+    while True:
+        click.echo(f"{_CLEAR}{state} {time.monotonic() - start:.0f} s", err=True, nl=False)
+        if over.wait(_EVERY_S):
+            break
+    click.echo(_CLEAR, err=True, nl=False)

@@ -1,4 +1,4 @@
-"""`tierkv status`, `top` and `explain` beside real nodes; completion; progress."""
+"""`tierkv status` and `explain` beside real nodes; completion; progress."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import re
 import signal
 import subprocess
 import sys
-import termios
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.api.nodes import clean_environ, process, run_to_end, tierkv
+from tests.api.nodes import clean_environ, process, run_to_end
 from tests.latch import PATIENCE_S
 from tests.redis_server import redis_server
-from tierkv.cli.live import Seen, lines
+from tierkv.cli.status import Seen, lines
 
 TEXT = "Sixteen tokens here, and sixteen more of them, and a few."
 NOBODY = "http://127.0.0.1:1"
@@ -76,74 +75,6 @@ async def test_status_names_what_is_not_well(tmp_path: Path) -> None:
             assert re.search(r"storage +degraded: ", out)
 
 
-async def test_top_prints_rates_until_it_is_stopped(tmp_path: Path) -> None:
-    async with process(tmp_path) as node:
-        watch = await asyncio.create_subprocess_exec(
-            *tierkv("top", node.url, "--json", "--interval", "0.1"),
-            stdout=asyncio.subprocess.PIPE,
-            env=clean_environ(tmp_path),
-        )
-        assert watch.stdout is not None
-        async with asyncio.timeout(PATIENCE_S):
-            assert json.loads(await watch.stdout.readline())[0]["per_second"]["requests"] == 0
-            await run_to_end(tmp_path, "generate", TEXT, "--url", node.url)
-            rates: list[float] = []
-            while not any(rates):
-                [told] = json.loads(await watch.stdout.readline())
-                rates.append(told["per_second"]["computed tokens"])
-            watch.send_signal(signal.SIGINT)
-            assert await watch.wait() == 0
-
-        status, out, _ = await run_to_end(
-            tmp_path, "top", node.url, NOBODY, "--count", "2", "--interval", "0.1"
-        )
-        assert status == 0
-        assert out.count("tokens from") == 2
-        assert out.count("no answer") == 2
-
-
-@pytest.mark.promise("`tierkv top` ends on q and restores the terminal.")
-async def test_top_names_whom_a_terminal_has_no_room_for_and_ends_on_q(tmp_path: Path) -> None:
-    parent, child = pty.openpty()
-    before = termios.tcgetattr(child)
-    drawn, is_named = bytearray(), asyncio.Event()
-
-    def read() -> None:
-        drawn.extend(os.read(parent, 65536))
-        if f"?  {NOBODY}  no answer: no node answers".encode() in drawn:
-            is_named.set()
-
-    asyncio.get_running_loop().add_reader(parent, read)
-    async with process(tmp_path) as node:
-        watch = await asyncio.create_subprocess_exec(
-            *tierkv("top", node.url, NOBODY, "--interval", "0.1"),
-            stdin=child,
-            stdout=child,
-            env=clean_environ(tmp_path) | {"TERM": "xterm", "LINES": "12", "COLUMNS": "80"},
-        )
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                await is_named.wait()
-                assert not termios.tcgetattr(child)[3] & (termios.ECHO | termios.ICANON)
-                os.write(parent, b"xq")
-                assert await watch.wait() == 0
-        finally:
-            if watch.returncode is None:
-                watch.kill()
-                await watch.wait()
-    assert termios.tcgetattr(child) == before
-    asyncio.get_running_loop().remove_reader(parent)
-    os.close(parent)
-    os.close(child)
-
-
-def test_rates_of_a_node_that_was_started_again_are_not_negative() -> None:
-    old = Seen("a", at=1.0, totals={"requests": 9.0})
-    assert Seen("a", at=2.0, totals={"requests": 2.0}).rates(old) == {"requests": 0.0}
-    assert Seen("a", at=3.0, totals={"requests": 13.0}).rates(old) == {"requests": 2.0}
-    assert Seen("a", at=3.0).rates(old) is None
-
-
 def test_large_counts_are_readable() -> None:
     totals = {"requests": 12_345.0, "prompt tokens": 9.9e13, "loaded bytes": 1.5e9}
     rows = dict(lines(Seen("a", role="both", totals=totals)))
@@ -184,7 +115,7 @@ async def test_commands_and_options_are_completed(tmp_path: Path) -> None:
         }
 
     program = Path(sys.executable).parent / "tierkv"
-    for words, found in (("tierkv sta", {"stats", "status"}), ("tierkv top --int", {"--interval"})):
+    for words, found in (("tierkv sta", {"stats", "status"}), ("tierkv status --js", {"--json"})):
         done = await asyncio.create_subprocess_exec(
             str(program), stdout=asyncio.subprocess.PIPE, env=clean_environ(tmp_path) | asked(words)
         )

@@ -1,17 +1,9 @@
-"""`tierkv status` and `tierkv top`: how nodes and gateways are, once or again and again."""
+"""`tierkv status`: the health and counts of nodes and gateways."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import signal
-import sys
-import termios
-import time
-import tty
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +15,6 @@ from tierkv.api.settings import masked_url
 from tierkv.cli.output import json_option, print_json
 from tierkv.cli.target import ask_node, default_url, tls_options
 from tierkv.client import AsyncClient, CallError, Retries
-from tierkv.client.http import node_url
 from tierkv.errors import TierKVError
 from tierkv.http.problems import NotReadyError
 from tierkv.tasks import run_until_stopped
@@ -48,11 +39,9 @@ class Seen:
         now: counts that rise and fall.
         totals: counts since the start.
         parts: dependencies of a node, or nodes of a gateway, each with its state.
-        at: time of the look, in seconds of this machine's clock.
     """
 
     url: str
-    at: float = 0.0
     name: str = ""
     role: str = ""
     version: str = ""
@@ -67,29 +56,18 @@ class Seen:
     def is_ready(self) -> bool:
         return self.health in _READY
 
-    def rates(self, before: Seen | None) -> dict[str, float] | None:
-        """Return the totals per second since `before`; None if there is nothing to compare with."""
-        if before is None or not (self.totals and before.totals) or self.at <= before.at:
-            return None
-        return {
-            name: max(total - before.totals.get(name, 0.0), 0.0) / (self.at - before.at)
-            for name, total in self.totals.items()
-        }
-
-    def plain(self, before: Seen | None = None) -> dict[str, Any]:
+    def plain(self) -> dict[str, Any]:
         shown = asdict(self)
-        del shown["at"]
         shown["levels"] = {
             tier: {"used": used, "capacity": capacity}
             for tier, (used, capacity) in self.levels.items()
         }
-        rates = self.rates(before)
-        return shown if rates is None else shown | {"per_second": rates}
+        return shown
 
 
 async def look(url: str, ca: Path | None, cert: Path | None) -> Seen:
     """Ask one. Never raises a TierKVError: that is an answer, too."""
-    seen = Seen(masked_url(url), time.monotonic())
+    seen = Seen(masked_url(url))
 
     async def ask(client: AsyncClient) -> Seen:
         version = await client.version()
@@ -158,21 +136,18 @@ async def _of_gateway(client: AsyncClient, known: Seen) -> Seen:
     return replace(known, now=now, totals=totals)
 
 
-def lines(seen: Seen, before: Seen | None = None) -> list[tuple[str, str]]:
-    """Return (name, value) pairs for a person to read, with rates if there is a `before`."""
+def lines(seen: Seen) -> list[tuple[str, str]]:
+    """Return (name, value) pairs for a person to read."""
     rows = [(tier, _level(*level)) for tier, level in seen.levels.items()]
     news = {part: state for part, state in seen.parts.items() if _is_news(seen, part, state)}
     rows += [(_short(part), state) for part, state in news.items()]
     if seen.now:
         rows.append(("requests", _and(f"{count} {state}" for state, count in seen.now.items())))
-    rates = seen.rates(before)
-    counts = seen.totals if rates is None else rates
-    per = "" if rates is None else "/s"
     for what, names in (_GATEWAY_ROWS if seen.role == _GATEWAY else _NODE_ROWS).items():
         shown = _and(
-            f"{_count(counts[name], name)}{per} {word}"
+            f"{_count(seen.totals[name], name)} {word}"
             for name, word in names.items()
-            if name in counts
+            if name in seen.totals
         )
         rows.append((what, shown))
     return rows
@@ -245,23 +220,20 @@ def _count(count: float, name: str) -> str:
     return f"{number} {unit}B" if is_bytes else f"{number}{unit}"
 
 
-def head(seen: Seen) -> str:
+def _head(seen: Seen) -> str:
     who = " ".join(word for word in (seen.role, seen.name) if word and word != seen.role)
     known = f"{who or seen.role or '?'}  {seen.url}"
     return f"{known}  {seen.health}{f': {seen.detail}' if seen.detail else ''}"
 
 
-def _text(seen: Seen, before: Seen | None) -> str:
-    rows = lines(seen, before) if seen.is_ready else []
+def _text(seen: Seen) -> str:
+    rows = lines(seen) if seen.is_ready else []
     width = max((len(what) for what, _ in rows), default=0)
-    return "\n".join([head(seen), *(f"  {what:{width}}  {shown}" for what, shown in rows)])
-
-
-_urls = click.argument("urls", nargs=-1, metavar="[URL]...")
+    return "\n".join([_head(seen), *(f"  {what:{width}}  {shown}" for what, shown in rows)])
 
 
 @click.command()
-@_urls
+@click.argument("urls", nargs=-1, metavar="[URL]...")
 @tls_options
 @json_option
 def status(urls: tuple[str, ...], *, ca: Path | None, cert: Path | None, as_json: bool) -> None:
@@ -276,7 +248,7 @@ def status(urls: tuple[str, ...], *, ca: Path | None, cert: Path | None, as_json
     if as_json:
         print_json([seen.plain() for seen in found])
     else:
-        click.echo("\n\n".join(_text(seen, None) for seen in found))
+        click.echo("\n\n".join(_text(seen) for seen in found))
     missing = [seen.url for seen in found if not seen.is_ready]
     if missing:
         raise CallError(f"not ready: {', '.join(missing)}")
@@ -284,148 +256,3 @@ def status(urls: tuple[str, ...], *, ca: Path | None, cert: Path | None, as_json
 
 async def _look_at(urls: Sequence[str], ca: Path | None, cert: Path | None) -> list[Seen]:
     return await asyncio.gather(*(look(url, ca, cert) for url in urls))
-
-
-@click.command()
-@_urls
-@tls_options
-@click.option(
-    "--interval",
-    type=click.FloatRange(0.1, 3600),
-    default=1.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Seconds between two updates.",
-)
-@click.option(
-    "--count",
-    type=click.IntRange(1),
-    help="End after this number of updates.  [default: end on q or Ctrl-C only]",
-)
-@json_option
-def top(
-    urls: tuple[str, ...],
-    *,
-    ca: Path | None,
-    cert: Path | None,
-    interval: float,
-    count: int | None,
-    as_json: bool,
-) -> None:
-    """Watch nodes and gateways live, until q or Ctrl-C.
-
-    URL is the address of a node or gateway, as for `tierkv status`. Rates are per second since the
-    last update. Nodes for which the terminal has no room share one line. If stdout is not a
-    terminal, each update is printed below the last one; with --json each update is one line with a
-    JSON array.
-    """
-    asked = [node_url(url) for url in urls or (default_url(),)]  # one that is none never answers
-
-    async def watch() -> None:
-        looks = _looks(asked, ca, cert, interval)
-        if as_json:
-            await _print_each(looks, count, _as_json)
-        elif sys.stdout.isatty():
-            await _show(looks, count)
-        else:
-            await _print_each(looks, count, _as_text)
-
-    with suppress(KeyboardInterrupt):  # which is how it is meant to end
-        run_until_stopped(watch())
-
-
-_Look = list[tuple[Seen, Seen | None]]  # of each, and as it was before
-
-
-async def _looks(
-    urls: Sequence[str], ca: Path | None, cert: Path | None, interval_s: float
-) -> AsyncIterator[_Look]:
-    """Yield the states of the nodes, the first after one interval, when there are rates."""
-    before = await _look_at(urls, ca, cert)
-    while True:
-        await asyncio.sleep(interval_s)
-        found = await _look_at(urls, ca, cert)
-        yield list(zip(found, before, strict=True))
-        before = found
-
-
-async def _print_each(
-    looks: AsyncIterator[_Look], count: int | None, shape: Callable[[_Look], str]
-) -> None:
-    done = 0
-    async for one in looks:
-        click.echo(shape(one))
-        done += 1
-        if done == count:
-            return
-
-
-def _as_json(one: _Look) -> str:
-    return json.dumps([seen.plain(before) for seen, before in one])
-
-
-def _as_text(one: _Look) -> str:
-    return "\n\n".join(_text(seen, before) for seen, before in one) + "\n"
-
-
-async def _show(looks: AsyncIterator[_Look], count: int | None) -> None:
-    from rich.console import Console, Group  # noqa: PLC0415 - 60 ms that other commands do without
-    from rich.live import Live  # noqa: PLC0415
-    from rich.panel import Panel  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
-
-    colours = {"ok": "green", "degraded": "yellow"}
-
-    def panel(seen: Seen, before: Seen | None) -> Panel:
-        grid = Table.grid(padding=(0, 2))
-        for what, shown in lines(seen, before) if seen.is_ready else [("", seen.detail)]:
-            grid.add_row(Text(what, style="bold"), Text(shown))
-        return Panel(grid, title=line(replace(seen, detail="")), title_align="left")
-
-    def line(seen: Seen) -> Text:
-        style = colours.get(seen.health, "red")
-        return Text(head(seen), style=style, no_wrap=True, overflow="ellipsis")
-
-    def fitting(one: _Look, console: Console) -> Group:
-        shown: list[Panel | Text] = [panel(*pair) for pair in one]
-        heights = [len(console.render_lines(each)) for each in shown]
-        for at in reversed(range(len(shown))):
-            if sum(heights) <= console.height:
-                break
-            shown[at], heights[at] = line(one[at][0]), 1
-        return Group(*shown)
-
-    done = 0
-    with _ended_by_q(), Live(Text("looking ..."), screen=True, auto_refresh=False) as live:
-        async for one in looks:
-            live.update(fitting(one, live.console), refresh=True)
-            done += 1
-            if done == count:
-                return
-
-
-@contextmanager
-def _ended_by_q() -> Iterator[None]:
-    """Make the key q end the body as Ctrl-C does, and echo no key."""
-    if not sys.stdin.isatty():
-        yield
-        return
-    keys = sys.stdin.fileno()
-    loop = asyncio.get_running_loop()
-
-    def pressed() -> None:
-        pressed = os.read(keys, 64)
-        if b"q" in pressed.lower():
-            signal.raise_signal(signal.SIGINT)
-        elif not pressed:  # the terminal has gone
-            loop.remove_reader(keys)
-
-    before = termios.tcgetattr(keys)
-    tty.setcbreak(keys, termios.TCSADRAIN)  # what was typed by now counts
-    loop.add_reader(keys, pressed)
-    try:
-        yield
-    finally:
-        loop.remove_reader(keys)
-        termios.tcsetattr(keys, termios.TCSADRAIN, before)
