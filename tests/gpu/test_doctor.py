@@ -15,7 +15,6 @@ from click.testing import CliRunner
 
 from tierkv.cli import main
 from tierkv.gpu import numa
-from tierkv.gpu.doctor import measured_speeds
 
 
 @pytest.fixture
@@ -92,30 +91,22 @@ def test_without_cupy_a_doctor_ends_with_an_error_and_the_remedy(
     assert "pip install -e '.[cuda12]'" in found.stdout
 
 
-def test_a_doctor_measures_the_store_and_keeps_what_nodes_show_beside_their_speeds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_a_doctor_measures_the_store(tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     found = CliRunner().invoke(main, ["doctor", "--storage", url])
     assert "GB/s written" in found.stdout
-    speeds = measured_speeds("cpu", url)
-    assert set(speeds) == {"h2d", "d2h", "storage_read", "storage_write"}
-    assert min(speeds.values()) > 0
     assert [one for one in (tmp_path / "store").rglob("*") if one.stat().st_size > 1 << 19] == []
     gone = CliRunner().invoke(main, ["doctor", "--storage", "redis://127.0.0.1:1", "--json"])
     assert gone.exit_code == 1
     [told] = [one for one in json.loads(gone.stdout)["findings"] if one["what"] == "store"]
     assert told["verdict"] == "bad"
     assert "cannot be reached" in told["value"]
-    assert measured_speeds("cpu", url) == speeds | measured_speeds("cpu", None)  # it is kept
 
 
 @pytest.mark.parametrize(("ahead_s", "which"), [(660.0, "ahead of"), (-660.0, "behind")])
 def test_a_doctor_compares_this_machines_clock_with_the_stores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float, which: str
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     arguments = ["doctor", "--storage", (tmp_path / "store").as_uri()]
     right = CliRunner().invoke(main, arguments).stdout
     assert re.search(r"^clock +0\.\d\d s from the store's$", right, re.MULTILINE)

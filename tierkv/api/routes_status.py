@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from enum import Enum
 from functools import cached_property
@@ -509,19 +509,8 @@ class NodeLiveRoutes(Routes):
             "worst_lag_s": node.heartbeat.worst_lag_s,
             "health": [(part, how.value, masked_url(word)) for part, (how, word) in health.items()],
             "watermarks": [(one.low, one.high) for one in service.settings.watermarks()],
-            "measured": await aside(
-                _measured_speeds,
-                node.settings.node.device,
-                None if service.store is None else service.store.url,
-            ),
             "stores": stores,
         }
-
-
-def _measured_speeds(device: str, store_url: str | None) -> Mapping[str, float]:
-    from tierkv.gpu.doctor import measured_speeds  # noqa: PLC0415 - only the live page needs it
-
-    return measured_speeds(device, store_url)
 
 
 def _chosen(changed: list[Timeline]) -> list[Timeline]:

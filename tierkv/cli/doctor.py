@@ -22,7 +22,6 @@ from tierkv.gpu.doctor import (
     Verdict,
     copy_finding,
     gpu_findings,
-    keep,
     machine_findings,
 )
 from tierkv.storage.factory import open_store
@@ -52,16 +51,14 @@ _TTL_S = 60.0  # in case this process does not remove them
 def doctor(*, config: Path | None, url: str | None, as_json: bool) -> None:
     """Measure this machine's GPUs, memory and store, and print remedies for faults.
 
-    The command writes 32 MiB to the store three times, reads them back and removes them. Nodes show
-    the measured speeds on their live page. Exits with 1 if there is no usable GPU, a GPU is
-    unusable, or the store cannot be reached.
+    The command writes 32 MiB to the store three times, reads them back and removes them.
+    Exits with 1 if there is no usable GPU, a GPU is unusable, or the store cannot be reached.
     """
     given = {} if url is None else {"TIERKV_STORAGE__URL": url}
     settings = load(NodeSettings, config, os.environ | given, beside=GatewaySettings)
     with progress("measuring"):
         findings = [*machine_findings(), copy_finding(), *gpu_findings()]
         findings += _store_findings(settings, os.environ)
-    keep(findings)
     if as_json:
         shown = [
             {"what": one.what, "value": one.value, "verdict": one.verdict.value}
@@ -99,9 +96,8 @@ def _store_findings(settings: NodeSettings, environ: Mapping[str, str]) -> list[
                 "use a faster store, since computing is probably faster than this one",
             )
         ]
-    speeds = {(store.url, "storage_write"): written, (store.url, "storage_read"): read}
     shown = f"{written:.2f} GB/s written, {read:.2f} GB/s read, {store.url}"
-    return [Finding("store", shown, speeds=speeds), clock]
+    return [Finding("store", shown), clock]
 
 
 def _clock_finding(skew_s: float | None) -> Finding:

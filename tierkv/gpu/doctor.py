@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
 from tierkv.cache.layout import Layout, Plane
@@ -47,14 +42,12 @@ class Finding:
 
     Attributes:
         remedy: an action that helps, "" if there is none.
-        speeds: GB/s by device or store, and leg; nodes show them beside their own.
     """
 
     what: str
     value: str
     verdict: Verdict = Verdict.OK
     remedy: str = ""
-    speeds: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
 
 def machine_findings() -> list[Finding]:
@@ -170,8 +163,7 @@ def _of_gpu(gpu: Gpu) -> list[Finding]:
         )
     findings += measured
     for way, speed in speeds.items():
-        found = _speed_finding(f"{name} {way}", speed, link)
-        findings.append(replace(found, speeds={(f"cuda:{gpu.index}", _LEGS[way]): speed}))
+        findings.append(_speed_finding(f"{name} {way}", speed, link))
     return findings
 
 
@@ -211,7 +203,6 @@ def _measured(gpu: Gpu, name: str) -> tuple[list[Finding], dict[str, float]]:
     return findings, speeds
 
 
-_LEGS = {"host to device": "h2d", "device to host": "d2h"}
 _COPY_BYTES = 64 << 20
 
 
@@ -224,46 +215,4 @@ def copy_finding() -> Finding:
         np.copyto(target, source)
         took.append(time.perf_counter() - began)
     speed = _COPY_BYTES / min(took) / 1e9
-    speeds = {("cpu", leg): speed for leg in _LEGS.values()}
-    return Finding("memory copies", f"{speed:.1f} GB/s (one thread)", speeds=speeds)
-
-
-def _kept_in() -> Path:
-    """Return the folder of kept measurements.
-
-    Raises:
-        RuntimeError: the user has no home directory.
-    """
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "tierkv" / "doctor.json"
-
-
-def keep(findings: Sequence[Finding]) -> None:
-    """Keep measured speeds for nodes of this machine, which show them beside their own.
-
-    Speeds of other devices and stores stay. Speeds that cannot be written are dropped.
-    """
-    speeds = _kept()
-    for finding in findings:
-        for (device, leg), speed in finding.speeds.items():
-            speeds.setdefault(device, {})[leg] = speed
-    with suppress(OSError, RuntimeError):
-        path = _kept_in()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.encode(speeds))
-
-
-def _kept() -> dict[str, dict[str, float]]:
-    with suppress(OSError, RuntimeError, msgspec.DecodeError):
-        return msgspec.json.decode(_kept_in().read_bytes(), type=dict[str, dict[str, float]])
-    return {}
-
-
-def measured_speeds(device: str, store_url: str | None) -> dict[str, float]:
-    """Return GB/s as this user's last `tierkv doctor` measured them; empty without one.
-
-    The keys are `h2d` and `d2h` (between host and `device`), `storage_read` and `storage_write`.
-    """
-    kept = _kept()
-    of_store = kept.get(store_url, {}) if store_url is not None else {}
-    return kept.get("cuda:0" if device == "cuda" else device, {}) | of_store
+    return Finding("memory copies", f"{speed:.1f} GB/s (one thread)")

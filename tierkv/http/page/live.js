@@ -195,8 +195,7 @@ function nodePage() {
   const legs = [["host → device", "host", "h2d"], ["device → host", "device", "d2h"], ["storage → host", "storage", "storage_read"], ["host → storage", "direct", "storage_write"]];
   chart("Transfers", "bytes a second that arrived", legs.map(([label, color, leg]) => ({ ...series(label, color, moved(leg)), leg })), {
     show: speed, total: bytes, empty: "Nothing was moved between tiers yet.",
-    more: { heads: ["fastest shown", "measured"], cells: [(_, line) => speed(Math.max(0, ...line.filter((of) => of !== null))),
-      (one) => (state?.measured?.[one.leg] ? speed(1e9 * state.measured[one.leg]) : "–")] },
+    more: { heads: ["fastest shown"], cells: [(_, line) => speed(Math.max(0, ...line.filter((of) => of !== null)))] },
   });
   chart("Evictions", "blocks a second", [
     series("from the device", "device", null, (row) => sum(...evicted("device"))(row)), series("from the host", "host", null, (row) => sum(...evicted("host"))(row)),
