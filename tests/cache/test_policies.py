@@ -9,11 +9,10 @@ import pytest
 
 from tierkv.cache import invariants
 from tierkv.cache.eviction import (
-    CostAware,
     EvictionKind,
     EvictionPolicy,
     Lru,
-    Slru,
+    S3Fifo,
     make_policy,
 )
 from tierkv.cache.index import Index
@@ -61,29 +60,6 @@ def test_a_soft_pin_outweighs_any_number_of_hits(kind: EvictionKind) -> None:
     cache.evict(1)
     assert cache.has(1)
     assert not cache.has(2)
-
-
-def test_the_cost_aware_policy_keeps_what_is_dear_to_recompute() -> None:
-    cache = Cached(CostAware(linear_blocks=4))
-    long = tuple(range(100, 140))
-    cache.use(*long)
-    cache.use(*long[:30], *range(200, 204))  # cuts it: ten deep blocks are a leaf of their own
-    cache.use(1, 2, 3)
-    cache.evict(3)  # newer, but cheap
-    assert not cache.has(1)
-    assert cache.has(*long)
-
-
-def test_the_cost_aware_policy_ages_what_is_not_used_any_more() -> None:
-    cache = Cached(CostAware(linear_blocks=4), capacity=60)
-    long = tuple(range(100, 140))
-    cache.use(*long)
-    for number in range(1000, 1400):
-        cache.evict(max(0, 1 - cache.pools[Tier.DEVICE].num_free))
-        cache.use(number)
-        if not number % 20:
-            cache.check()
-    assert not cache.has(*long)
 
 
 @pytest.mark.promise("Every eviction policy evicts leaves before parents.")
@@ -162,23 +138,6 @@ def test_a_soft_pin_follows_its_blocks_through_splits() -> None:
     assert all(node.soft_pins == 0 for node in cache.index.spaces.nodes())
 
 
-def test_slru_protects_its_share_of_what_the_tier_has_after_a_resize() -> None:
-    cache = Cached(make_policy(EvictionKind.SLRU, 20), capacity=20)
-    for number in range(8):
-        cache.use(number)
-        cache.use(number)
-    cache.use(50)
-    cache.index.spaces.order[Tier.DEVICE].resized(5)
-    cache.check()
-    for number in range(8, 12):  # the share is used up: each of these sends an older one back
-        cache.use(number)
-        cache.use(number)
-    cache.evict(8)
-    cache.check()
-    assert [number for number in range(12) if cache.has(number)] == [8, 9, 10, 11]
-    assert cache.has(50)
-
-
 def test_s3fifo_lets_its_newcomers_overflow_at_once_when_the_tier_shrinks() -> None:
     cache = Cached(make_policy(EvictionKind.S3FIFO, 100), capacity=100)
     for number in range(8):
@@ -193,12 +152,13 @@ def test_s3fifo_lets_its_newcomers_overflow_at_once_when_the_tier_shrinks() -> N
     assert [order.rank(node) >> 48 for node in cache.index.spaces.nodes()].count(2) == 2
 
 
-def test_a_quota_that_changes_has_its_share_protected() -> None:
+def test_a_quota_that_changes_changes_the_share_of_newcomers() -> None:
     index = Index(1)
-    space = Space("tenant", bytes(32), quota=(10, None))
-    index.spaces.open(space, (EvictionKind.SLRU, EvictionKind.SLRU))
-    index.spaces.set_quota(space, (5, None))
+    space = Space("tenant", bytes(32), quota=(100, None))
+    index.spaces.open(space, (EvictionKind.S3FIFO, EvictionKind.S3FIFO))
     order = index.spaces.own_order(space, Tier.DEVICE)
     assert order is not None
-    assert isinstance(order.policy, Slru)
-    assert order.policy.max_protected == 4
+    assert isinstance(order.policy, S3Fifo)
+    assert order.policy.max_small == 10
+    index.spaces.set_quota(space, (50, None))
+    assert order.policy.max_small == 5

@@ -40,42 +40,6 @@ def _lowest_goes(trace: list[int], capacity: int, value: Callable[[int, int], in
     return found
 
 
-def cost(trace: list[int], capacity: int) -> list[bool]:
-    """Greedy-dual at one cost: floor at the last use, and one for each time it was asked for."""
-    cached: dict[int, tuple[int, int, int]] = {}  # floor at the last use, hits, last use
-    floor, found = 0, []
-    for now, key in enumerate(trace):
-        found.append(key in cached)
-        hits = cached[key][1] + 1 if key in cached else 0
-        if key not in cached and len(cached) == capacity:
-            value, _, least = min((f + 1 + h, used, k) for k, (f, h, used) in cached.items())
-            floor = max(floor, value)
-            del cached[least]
-        cached[key] = (floor, hits, now)
-    return found
-
-
-def slru(trace: list[int], capacity: int) -> list[bool]:
-    probation: dict[int, int] = {}  # to the last use
-    protected: dict[int, int] = {}
-    found = []
-    for now, key in enumerate(trace):
-        is_hit = key in probation or key in protected
-        found.append(is_hit)
-        if is_hit:
-            probation.pop(key, None)
-            protected[key] = now
-            if len(protected) > max(capacity * 8 // 10, 1):
-                oldest = min(protected, key=lambda other: protected[other])
-                probation[oldest] = protected.pop(oldest)
-            continue
-        if len(probation) + len(protected) == capacity:
-            goes = probation or protected
-            del goes[min(goes, key=lambda other: goes[other])]
-        probation[key] = now
-    return found
-
-
 def s3fifo(trace: list[int], capacity: int) -> list[bool]:
     over: list[int] = []  # newcomers beyond the small queue's share
     small: list[int] = []
@@ -109,9 +73,7 @@ def s3fifo(trace: list[int], capacity: int) -> list[bool]:
 SIMULATORS: dict[EvictionKind, Simulator] = {
     EvictionKind.LRU: lru,
     EvictionKind.LFU: lfu,
-    EvictionKind.SLRU: slru,
     EvictionKind.S3FIFO: s3fifo,
-    EvictionKind.COST: cost,
 }
 
 

@@ -18,7 +18,6 @@ from tierkv.errors import ConfigError
 
 _AGE_BITS: Final = 48  # of a rank, for the tick of the last use: 2.8e14 uses
 _SMALL_SHARE = 0.1  # of the tier, as in the paper
-_PROTECTED_SHARE = 0.8  # of a tier, as in the paper that named SLRU (Karedla et al., 1994)
 SOFT_PIN: Final = 1 << 120  # added to a rank: softly pinned runs go when nothing else is left
 # Rank, a number that no other entry has, the run.
 Entry = tuple[int, int, TreeNode]
@@ -87,7 +86,6 @@ class EvictionOrder:
         # Not asked of LRU: it has neither, and the question takes time.
         self._rank = None if type(self.policy) is Lru else self.policy.rank
         self.memory = self.policy if self.policy.has_memory else None
-        self._spares = self.policy.spares if self.policy.has_second_chances else None
 
     def is_candidate(self, node: TreeNode) -> bool:
         if self.tier is HOST:
@@ -216,8 +214,8 @@ class EvictionOrder:
             gone = gone_children[parent.uid] = gone_children.get(parent.uid, 0) + 1
             is_next = gone == parent.present_children[tier] and parent.holders == 0
             if is_next and parent.num_present(tier):
-                if self._spares is not None:
-                    self._spares(parent)
+                if self.memory is not None:
+                    self.memory.spares(parent)
                 heapq.heappush(virtual, (self.rank(parent), -parent.uid, parent))
         for entry in chosen:
             heapq.heappush(self._heap, entry)
@@ -243,7 +241,7 @@ class EvictionOrder:
             elif not self.is_candidate(node):
                 self._pop(entry)
                 del newest[node.uid]
-            elif self._spares is not None and self._spares(node):
+            elif self.memory is not None and self.memory.spares(node):
                 self._pop(entry)
                 del newest[node.uid]
                 self._push(node)
@@ -288,12 +286,10 @@ class EvictionPolicy:
     depends on. Leaves are evicted before their parents whatever the policy.
 
     Attributes:
-        has_memory: whether `queued`, `evicted` and `forget` are called.
-        has_second_chances: whether `spares` is called.
+        has_memory: whether `spares`, `queued`, `evicted` and `forget` are called.
     """
 
     has_memory = False
-    has_second_chances = False
 
     def rank(self, node: TreeNode) -> int:
         """Return the rank of a run without holders, by its last use."""
@@ -303,8 +299,7 @@ class EvictionPolicy:
         """Return True if the next run to evict has changed its rank.
 
         Another run may then be next. A second call for the same run without a match between them
-        returns
-        False.
+        returns False.
         """
         return False
 
@@ -337,109 +332,23 @@ class Lfu(EvictionPolicy):
         return (node.hits << _AGE_BITS) + node.last_used
 
 
-class Slru(EvictionPolicy):
-    """Segmented LRU: runs that were never matched are evicted before runs that were.
-
-    One long scan then cannot evict shared runs. The protected segment is bounded; its oldest runs
-    fall
-    back to the other segment.
-
-    Args:
-        max_protected: blocks of the protected segment.
-    """
-
-    has_memory = True
-
-    def __init__(self, max_protected: int) -> None:
-        self.max_protected = max_protected
-        self._protected: OrderedDict[int, tuple[TreeNode, int]] = OrderedDict()
-        self._blocks = 0
-        self._demoted: dict[int, int] = {}  # uid -> hits at its demotion
-
-    def rank(self, node: TreeNode) -> int:
-        return (int(node.uid in self._protected) << _AGE_BITS) + node.last_used
-
-    def queued(self, node: TreeNode) -> list[TreeNode]:
-        if node.hits <= self._demoted.get(node.uid, 0):
-            return []
-        self._remove(node.uid)
-        self._protected[node.uid] = (node, node.num_blocks)
-        self._blocks += node.num_blocks
-        return self._fall_back()
-
-    def _fall_back(self) -> list[TreeNode]:
-        """Move the oldest protected runs back until the rest is within its share.
-
-        Return those moved.
-        """
-        fallen = []
-        while self._blocks > self.max_protected and len(self._protected) > 1:
-            uid, (oldest, _) = next(iter(self._protected.items()))
-            self._remove(uid)
-            self._demoted[uid] = oldest.hits
-            fallen.append(oldest)
-        return fallen
-
-    def forget(self, node: TreeNode) -> None:
-        self._remove(node.uid)
-        self._demoted.pop(node.uid, None)
-
-    def resized(self, capacity: int) -> list[TreeNode]:
-        self.max_protected = _protected_of(capacity)
-        return self._fall_back()
-
-    def _remove(self, uid: int) -> None:
-        _, blocks = self._protected.pop(uid, (None, 0))
-        self._blocks -= blocks
-
-
-def _protected_of(capacity: int) -> int:
-    return int(capacity * _PROTECTED_SHARE)
-
-
-class CostAware(EvictionPolicy):
-    """Greedy-dual eviction: value = floor + matches x recompute cost per byte.
-
-    The least valuable run is evicted, and its value becomes the floor, by which all other runs age.
-    A block's recompute cost is linear in its tokens plus attention over all tokens before it, so
-    per byte a block deep in a prompt costs more: 1 + position / `linear_blocks`.
-    """
-
-    has_memory = True
-    _SCALE = 1 << 20
-
-    def __init__(self, linear_blocks: int = 2048) -> None:
-        self.linear_blocks = linear_blocks
-        self._floor = 0
-        self._at: dict[int, tuple[int, int]] = {}  # uid -> last use, and the floor then
-
-    def rank(self, node: TreeNode) -> int:
-        used, floor = self._at.get(node.uid, (-1, 0))
-        if used != node.last_used:
-            floor = self._floor
-            self._at[node.uid] = (node.last_used, floor)
-        cost = self._SCALE + self._SCALE * node.start // self.linear_blocks
-        return floor + (1 + node.hits) * cost
-
-    def evicted(self, node: TreeNode) -> None:
-        self._floor = max(self._floor, self.rank(node))
-
-    def forget(self, node: TreeNode) -> None:
-        self._at.pop(node.uid, None)
-
-
 class S3Fifo(EvictionPolicy):
     """S3-FIFO (Yang et al., 2023): a small queue, a main queue, and a memory of evicted runs.
 
     A run that was not matched is evicted from the small queue; a matched one moves to the main
-    queue. capacity: blocks of the tier.
+    queue.
+
+    Args:
+        capacity: blocks of the tier.
+
+    Attributes:
+        max_small: blocks of the small queue.
     """
 
     has_memory = True
-    has_second_chances = True
 
     def __init__(self, capacity: int) -> None:
-        self._max_small = self._max_ghosts = 1
+        self.max_small = self._max_ghosts = 1
         self._places: dict[int, _Place] = {}
         self._small: OrderedDict[int, TreeNode] = OrderedDict()  # within their share, oldest first
         self._small_blocks = 0
@@ -448,7 +357,7 @@ class S3Fifo(EvictionPolicy):
         self.resized(capacity)
 
     def resized(self, capacity: int) -> list[TreeNode]:
-        self._max_small = max(int(capacity * _SMALL_SHARE), 1)
+        self.max_small = max(int(capacity * _SMALL_SHARE), 1)
         self._max_ghosts = max(capacity, 1)
         while len(self._ghosts) > self._max_ghosts:
             self._ghosts.popitem(last=False)
@@ -477,7 +386,7 @@ class S3Fifo(EvictionPolicy):
         Return those moved.
         """
         fallen = []
-        while self._small_blocks > self._max_small and len(self._small) > 1:
+        while self._small_blocks > self.max_small and len(self._small) > 1:
             uid, oldest = self._small.popitem(last=False)
             self._small_blocks -= self._places[uid].blocks
             self._places[uid].queue = _Queue.OVERFLOW
@@ -543,9 +452,7 @@ class EvictionKind(Enum):
 
     LRU = "lru"
     LFU = "lfu"
-    SLRU = "slru"
     S3FIFO = "s3fifo"
-    COST = "cost"
 
 
 # Of the device and of the host.
@@ -564,11 +471,7 @@ def make_policy(kind: EvictionKind, capacity: int) -> EvictionPolicy:
             return Lru()
         case EvictionKind.LFU:
             return Lfu()
-        case EvictionKind.SLRU:
-            return Slru(_protected_of(capacity))
         case EvictionKind.S3FIFO:
             return S3Fifo(capacity)
-        case EvictionKind.COST:
-            return CostAware()
         case _:
             assert_never(kind)

@@ -42,7 +42,7 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         tenant_running_blocks: most device blocks of a tenant's running requests together; null for
             no limit.
         request_blocks: most device blocks of one request; null for no limit.
-        device_eviction: policy of eviction from the device: lru, lfu, slru, s3fifo or cost.
+        device_eviction: policy of eviction from the device: lru, lfu or s3fifo.
         host_eviction: policy of eviction from the host, with the same choices.
         device_low_watermark: share of free device blocks below which blocks are evicted ahead of
             need.
