@@ -75,7 +75,8 @@ def test_inheritance_is_at_most_two_high() -> None:
             (height(b, (*below, name)) for b in above if not b.endswith("Error")), default=0
         )
 
-    too_tall = [name for name in bases if not name.endswith("Error") and height(name) > _TALLEST]
+    fields_alone = ("Error", "Body")  # these inherit no behaviour
+    too_tall = [n for n in bases if not n.endswith(fields_alone) and height(n) > _TALLEST]
     assert too_tall == []
 
 

@@ -29,7 +29,7 @@ from tierkv.cache.node import BlockPool, Change, CopyState, Space, Tier, TreeNod
 from tierkv.errors import OwnershipError
 
 SIZE = 2
-STEPS = 2200
+STEPS = 3400
 ROOTS = {"": b"own root".ljust(32, b"."), "acme": b"acme root".ljust(32, b".")}
 ROOTS["guest"] = b"guest root".ljust(32, b".")
 IMAGE = b"i" * 16
@@ -567,7 +567,7 @@ def run(seed: int, kind: EvictionKind, steps: int) -> None:
 @pytest.mark.promise("The index equals a naive model at every step.")
 @pytest.mark.parametrize("kind", EvictionKind)
 def test_the_index_tells_what_a_naive_model_tells_at_every_step(kind: EvictionKind) -> None:
-    run(2, kind, STEPS // 4)
+    run(2, kind, STEPS // 6)
 
 
 @pytest.mark.slow

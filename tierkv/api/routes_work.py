@@ -22,6 +22,7 @@ from tierkv.api.types import (
     Logprobs,
     PrefillAnswer,
     PrefillBody,
+    SamplingBody,
     TokenizeAnswer,
     TokenizeBody,
     job_of,
@@ -338,7 +339,7 @@ class WorkRoutes(Routes):
         self,
         request: web.BaseRequest,
         operation: str,
-        body: GenerateBody | PrefillBody | DecodeBody,
+        body: SamplingBody,
         max_tokens: int = 1,
         *,
         uses_cache: bool = True,
@@ -355,9 +356,7 @@ class WorkRoutes(Routes):
         tenant, session_id = principal_of(request).tenant, self._session_id(request, body)
         return _Asked(operation, request_id, tenant, content, job, prompt, session_id)
 
-    def _session_id(
-        self, request: web.BaseRequest, body: GenerateBody | PrefillBody | DecodeBody
-    ) -> str | None:
+    def _session_id(self, request: web.BaseRequest, body: SamplingBody) -> str | None:
         """Return the session's id: of the body, or of X-Session-ID; None without both.
 
         Raises:

@@ -166,26 +166,20 @@ class LookupBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     request_id: str | None = None
 
 
-class GenerateBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request to generate tokens.
+class SamplingBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A prompt to compute.
 
     Attributes:
         session_id: Session that the request is a turn of; its blocks are evicted last for a time.
-        use_cache: False computes every token and leaves nothing cached.
-        stream: True answers with tokens as server-sent events while they are generated.
-        answered_tokens: Number of tokens at the prompt's end that are an earlier part of the
-            answer; the text of a stream continues after them.
         temperature, top_k, seed, top_p, min_p, repetition_penalty, presence_penalty,
-            frequency_penalty: The choice of tokens, see `Sampling`.
+            frequency_penalty: See `Sampling`.
         ignore_eos: True goes on after tokens that end an answer.
         min_tokens: Number of tokens before which no token that ends an answer is chosen.
         logprobs: Number of most likely tokens whose log probabilities are sent beside the chosen
             token's; null for none at all.
-        stop: Texts that end the answer and are not part of its text.
+        stream: True answers with tokens as server-sent events as soon as they are computed.
     """
 
-    request_id: str | None = None
-    session_id: str | None = None
     temperature: float = 0.0
     top_k: TopK = 0
     seed: int = 0
@@ -197,71 +191,70 @@ class GenerateBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
     ignore_eos: bool = False
     min_tokens: MinTokens = 0
     logprobs: NumLogprobs | None = None
-    stop: StopTexts = []
+    request_id: str | None = None
+    session_id: str | None = None
+    stream: bool = False
+
+    def sampling(self) -> Sampling:
+        """Return the choice of tokens.
+
+        Raises:
+            BadRequestError: A number is out of range.
+        """
+        return Sampling(
+            temperature=self.temperature,
+            seed=self.seed,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+        )
+
+
+class GenerateBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request to generate tokens.
+
+    Attributes:
+        use_cache: False computes every token and leaves nothing cached.
+        answered_tokens: Number of tokens at the prompt's end that are an earlier part of the
+            answer; the text of a stream continues after them.
+        stop: Texts that end the answer and are not part of its text.
+    """
+
     max_tokens: MaxTokens = 32
     use_cache: bool = True
-    stream: bool = False
     answered_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
+    stop: StopTexts = []
 
 
-class PrefillBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PrefillBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A request to compute and publish a prompt.
 
     Attributes:
         ticket_id: Id by which the decode node claims the prompt; the request's id if it is not
             given.
-        stream: True sends the first token as soon as it is computed, before all is published.
         wait: End of the wait before the answer: published, or nothing beyond the first token.
     """
 
-    request_id: str | None = None
-    session_id: str | None = None
-    temperature: float = 0.0
-    top_k: TopK = 0
-    seed: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    ignore_eos: bool = False
-    min_tokens: MinTokens = 0
-    logprobs: NumLogprobs | None = None
     ticket_id: str | None = None
-    stream: bool = False
     wait: PublishWait = PublishWait.PUBLISHED
 
 
-class DecodeBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DecodeBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A request to claim a published prompt; prompt and sampling must be those of the prefill node.
 
     Attributes:
         deadline_s: Seconds to wait for the ticket.
-        stream: True answers with tokens as server-sent events while they are generated.
+        stop: Texts that end the answer and are not part of its text.
     """
 
-    request_id: str | None = None
-    session_id: str | None = None
-    temperature: float = 0.0
-    top_k: TopK = 0
-    seed: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    ignore_eos: bool = False
-    min_tokens: MinTokens = 0
-    logprobs: NumLogprobs | None = None
-    stop: StopTexts = []
     ticket_id: str
     max_tokens: MaxTokens = 32
     policy: ClaimPolicy = ClaimPolicy.WHOLE
     deadline_s: Seconds | None = None
-    stream: bool = False
-
-
-SamplingBody = GenerateBody | PrefillBody | DecodeBody
+    stop: StopTexts = []
 
 
 def job_of(
@@ -295,21 +288,12 @@ def job_of(
         name,
         prompt.tokens,
         max_tokens,
-        Sampling(
-            temperature=body.temperature,
-            seed=body.seed,
-            top_k=body.top_k,
-            top_p=body.top_p,
-            min_p=body.min_p,
-            repetition_penalty=body.repetition_penalty,
-            presence_penalty=body.presence_penalty,
-            frequency_penalty=body.frequency_penalty,
-        ),
+        body.sampling(),
         uses_cache=uses_cache,
         space=prompt.space,
         ignores_end=body.ignore_eos,
         min_tokens=body.min_tokens,
-        stops=() if isinstance(body, PrefillBody) else tuple(body.stop),
+        stops=tuple(body.stop) if isinstance(body, GenerateBody | DecodeBody) else (),
         num_logprobs=body.logprobs,
     )
 
