@@ -34,7 +34,6 @@ COMMANDS = [
     "status",
     "storage",
     "token",
-    "top",
     "verify",
     "version",
 ]
@@ -85,7 +84,7 @@ def test_help_does_not_wait_for_heavy_imports() -> None:
     code = (
         "import sys\nfrom tierkv.cli import main\n"
         "try: main(['--help'])\nexcept SystemExit: pass\n"
-        "heavy = {'aiohttp', 'numpy', 'uvloop', 'redis', 'rich'}\n"
+        "heavy = {'aiohttp', 'numpy', 'uvloop', 'redis'}\n"
         "print(*heavy & sys.modules.keys(), 'end')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -193,10 +192,9 @@ async def test_no_node_at_the_url_is_one_sentence(url: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1", "http://", "http://:80", "http://a:99999"])
-@pytest.mark.parametrize("command", [["top"], ["gateway", "--both"]], ids=["top", "gateway"])
-def test_what_is_no_url_is_said_at_once(command: list[str], url: str) -> None:
+def test_what_is_no_url_is_said_at_once(url: str) -> None:
     """Not tried again and again."""
-    found = CliRunner().invoke(main, [*command, url])
+    found = CliRunner().invoke(main, ["gateway", "--both", url])
     assert (found.exit_code, found.stdout) == (1, "")
     assert found.stderr == (
         f"error: {url!r} is not the URL of a node, such as http://127.0.0.1:8100 or unix:/PATH\n"
