@@ -58,7 +58,7 @@ async def test_every_answer_names_its_request() -> None:
                 assert answer.headers["Server"] == "tierkv"
         answer = await on.client.post("/v1/generate", {"prompt": "a", "stream": True})
         assert answer.headers["X-Request-Id"]
-        answer = await on.client.ask("HEAD", "/v1/events", headers={"X-Request-Id": "mine"})
+        answer = await on.client.ask("HEAD", "/live/stream", headers={"X-Request-Id": "mine"})
         assert answer.headers["X-Accel-Buffering"] == "no"  # proxies let each event through at once
         assert answer.headers["X-Request-Id"] == "mine"
 

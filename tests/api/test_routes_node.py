@@ -1,4 +1,4 @@
-"""What those who run a node can do with it: tiers, blocks, quotas, life cycle, events, settings."""
+"""What those who run a node can do with it: tiers, blocks, quotas, life cycle, settings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import json
 import struct
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -15,11 +15,9 @@ from msgspec.structs import replace
 from tests.api.nodes import Here, compute, here, holding, settings
 from tests.latch import until
 from tests.sessions import begin_request, publish_request
-from tierkv.api.events import RING_EVENTS, EventFeed
 from tierkv.api.routes_node import MOST_LISTINGS
 from tierkv.api.settings import masked, masked_url
 from tierkv.cache.keys import Prompt
-from tierkv.sched.events import CacheEventKind
 from tierkv.storage.factory import StorageSettings
 
 Json = dict[str, Any]
@@ -286,101 +284,16 @@ def test_no_secret_is_left_in_masked_settings() -> None:
     assert masked_url("file:///a/b") == "file:///a/b"
 
 
-# Events
-
-
-class Events:
-    """Reads server-sent events."""
-
-    def __init__(self, on: Here, last_id: str = "") -> None:
-        headers = {"Last-Event-ID": last_id} if last_id else {}
-        self._asking = on.client.session.get(on.client.url + "/v1/events", headers=headers)
-
-    async def __aenter__(self) -> Self:
-        self._response = await self._asking.__aenter__()
-        assert self._response.content_type == "text/event-stream"
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        self._response.close()
-
-    async def next(self) -> dict[str, str]:
-        """The next event's fields."""
-        fields: dict[str, str] = {}
-        async with asyncio.timeout(10):
-            while True:
-                line = (await self._response.content.readline()).decode().rstrip("\n")
-                if not line and ("event" in fields or "data" in fields):
-                    return fields
-                if not line:
-                    fields = {}
-                name, _, value = line.partition(": ")
-                fields[name] = value
-
-
-async def listening(on: Here) -> None:
-    await until(lambda: on.node.service.tiers.events.has_listeners, "a feed that listens")
-
-
-async def test_events_come_in_order_and_go_on_where_a_client_left() -> None:
+async def test_digests_of_blocks_follow_from_the_roots_of_their_spaces() -> None:
     async with here() as on:
-        async with Events(on) as events:
-            await listening(on)
-            await cache(on, 32)
-            first = await events.next()
-        assert first["event"] == "stored"
-        data = json.loads(first["data"])
-        assert (data["tier"], data["start"], data["stop"]) == ("device", 0, 2)
-        await cache(on, 32, first=500)
-        async with Events(on, first["id"]) as events:
-            second = await events.next()
-        assert second["event"] == "stored"
-        assert first["id"].split("-")[0] == second["id"].split("-")[0]
-        assert int(second["id"].split("-")[1]) == int(first["id"].split("-")[1]) + 1
-        async with Events(on, "1-1") as events:  # of a node that there was before this one
-            await cache(on, 32, first=900)
-            assert (await events.next())["event"] == "lost"
-
-
-async def test_a_router_knows_from_events_and_roots_what_a_node_has_of_its_prompt() -> None:
-    async with here() as on, Events(on) as events:
-        await listening(on)
         on.node.space("acme")
         roots = (await on.client.get("/v1/config")).body["roots"]
         assert set(roots) == {"", on.node.space("acme")}
         assert len(set(roots.values())) == 2
         await cache(on, 32)
-        told = json.loads((await events.next())["data"])
-        digest, expected = bytes.fromhex(roots[told["space"]]), []
+        digest, expected = bytes.fromhex(roots[""]), []
         for block in (range(16), range(16, 32)):
             digest = hashlib.sha256(digest + struct.pack("<16i", *block)).digest()
             expected.append(digest.hex())
-        assert told["digests"] == expected
-
-
-async def test_a_draining_node_ends_the_stream() -> None:
-    async with here() as on, Events(on) as events:
-        await listening(on)
-        on.node.drain()
-        assert (await events.next())["event"] == "end"
-        refused = await on.client.get("/v1/events")
-        assert (refused.status, refused.code) == (503, "shutting_down")
-
-
-async def test_a_reader_that_falls_behind_is_told_how_much_it_lost() -> None:
-    async with here() as on:
-        feed: EventFeed = on.node.feed
-        async with feed.reading(None, 0) as reader:
-            await listening(on)
-            await cache(on, 16)
-            node = next(iter(on.node.service.index.spaces.nodes()))
-            events = on.node.service.tiers.events
-            for number in range(RING_EVENTS + 100):
-                events.publish(CacheEventKind.STORED, "device", node, 0, 1)
-                if number % 1000 == 0:
-                    await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            got = await feed.next(reader, most=10**6, timeout_s=5)
-            assert got is not None
-            assert len(got) + reader.num_lost >= RING_EVENTS + 100
-            assert reader.num_lost > 0
+        listed = (await on.client.get("/v1/blocks")).body["blocks"]
+        assert [block["digest"] for block in listed][:2] == expected

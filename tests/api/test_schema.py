@@ -16,7 +16,6 @@ LEFT_OUT = [
     "/v1/drain",
     "/v1/pause",
     "/v1/sleep",
-    "/v1/events",
     "/v1/tiers/storage",
     "/v1/decode",
     "/v1/resize",

@@ -74,19 +74,6 @@ async def test_leaving_a_stream_early_ends_the_work_of_the_node() -> None:
         await on.settle()
 
 
-async def test_the_blocks_of_a_node_are_told_to_a_thread_as_they_come() -> None:
-    async with here() as on:
-        url = on.client.url
-
-        def work() -> None:
-            with Client(url) as client, client.events() as events:
-                client.generate(GenerateBody(prompt="x" * 64, max_tokens=1))
-                assert next(iter(events)).tier == "device"
-
-        await in_thread(work)
-        await on.settle()
-
-
 async def test_a_stream_that_is_refused_is_never_open() -> None:
     async with here() as on:
         url = on.client.url

@@ -612,8 +612,8 @@ class _SchedulerSide:
         node = NodeHost(settings.node, name=name, key=settings.node_key) if settings.node else None
         if node is not None and self._tells:
             log.warning(
-                "vLLM publishes no KV cache events while it uses a node: subscribe to the "
-                "node's GET /v1/events"
+                "vLLM publishes no KV cache events while it uses a node: set "
+                "events.endpoint of the node, and subscribe there"
             )
             self._tells = False
         # An engine that was killed leaves its own, and the next has another name.

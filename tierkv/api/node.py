@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 from aiohttp import web
 
-from tierkv.api.events import EventFeed
 from tierkv.api.idempotency import Key, Once
 from tierkv.api.pins import PinBook
 from tierkv.api.prefetches import Prefetches
@@ -97,7 +96,6 @@ class Node:
         )
         self.prefetches = Prefetches(self.service)
         self.pins = PinBook(self.service, lambda: asyncio.get_running_loop().time())
-        self.feed = EventFeed(self.service)
         self.answers: Once[GenerateAnswer] = Once(
             most=_MOST_ANSWERS,
             ttl_s=_ANSWERS_TTL_S,
@@ -164,7 +162,6 @@ class Node:
                 self.service.running(),
                 self._engines(),
                 self.prefetches.running(),
-                self.feed.running(),
                 self.heartbeat.running(),
                 self.live.running(),
             ):
@@ -255,7 +252,6 @@ class Node:
     def drain(self) -> None:
         """Refuse new requests and report not ready; running requests continue."""
         self.service.drain()
-        self.feed.close()
 
     def hurry(self) -> None:
         """Do not wait for work under way any more, nor for publishes."""

@@ -1,4 +1,4 @@
-"""Routes for a node's state and life, its event stream and the data of its live page.
+"""Routes for a node's state and life, and the data of its live page.
 
 State: probes, version, metrics, stats, verify and OpenAPI. Life: drain, pause, sleep and wake.
 """
@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from enum import Enum
 from functools import cached_property
 
 import msgspec
 import numpy as np
-from aiohttp import hdrs, web
+from aiohttp import web
 
 import tierkv
 from tierkv.api.metrics import Metrics, NodeCollector
@@ -38,17 +37,15 @@ from tierkv.errors import (
     BadRequestError,
     ConfigError,
     OwnershipError,
-    ShuttingDownError,
     StoreUnavailableError,
 )
 from tierkv.http import bodies
-from tierkv.http.bodies import EVENT_STREAM, JSON, event_stream, last_event, open_stream, write
+from tierkv.http.bodies import EVENT_STREAM, JSON
 from tierkv.http.callers import Access
 from tierkv.http.live import EVERY_S, REFRESH_S, figures_of
 from tierkv.http.problems import NotReadyError, UnknownIdError, WrongStateError
 from tierkv.http.route import Disconnect, Route, document, in_path, routes_of
 from tierkv.observe import Moment, Prefix, Stats, Timeline, prefixes
-from tierkv.sched.events import CacheEvent
 from tierkv.sched.explain import Explanation
 from tierkv.tasks import deadline
 from tierkv.threads import aside
@@ -125,64 +122,6 @@ class LifeRoutes(Routes):
             except ConfigError as error:
                 raise BadRequestError(str(error)) from error
         return self._life()
-
-
-_QUIET_S = 15.0  # seconds without an event after which a comment line keeps the connection
-_MOST = 256  # events in one write
-
-
-class EventRoutes(Routes):
-    @Route("GET", "/v1/events", Access.ADMIN, content_type=EVENT_STREAM)
-    async def stream(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Stream the events of cached blocks, as server-sent events.
-
-        Each event has an id. A client that reconnects with the id as Last-Event-ID receives the
-        events after it. `lost` is the number of dropped events: read GET /v1/blocks after a loss.
-        """
-        node = self._node
-        node.check_started()
-        if node.is_draining:
-            raise ShuttingDownError("this node is shutting down")
-        epoch, number = last_event(request) or (None, 0)
-        if request.method == hdrs.METH_HEAD:  # the client would read a body as the next answer
-            return event_stream(request)
-        async with node.feed.reading(epoch, number) as reader:
-            response = await open_stream(request)
-            num_reported = 0
-            with suppress(ConnectionError):
-                await write(response, b"retry: 1000\n\n")
-                while True:
-                    events = await node.feed.next(reader, most=_MOST, timeout_s=_QUIET_S)
-                    if events is None:
-                        await write(response, b"event: end\ndata: {}\n\n")
-                        await response.write_eof()
-                        break
-                    first = reader.number - len(events) + 1
-                    chunk = b"".join(
-                        _encode(reader.epoch, number, event)
-                        for number, event in enumerate(events, start=first)
-                    )
-                    if reader.num_lost > num_reported:
-                        lost = b'event: lost\ndata: {"events":%d}\n\n' % (
-                            reader.num_lost - num_reported
-                        )
-                        num_reported, chunk = reader.num_lost, lost + chunk
-                    await write(response, chunk or b":\n\n")
-        return response
-
-
-def _encode(epoch: int, number: int, event: CacheEvent) -> bytes:
-    data = msgspec.json.encode(
-        {
-            "tier": event.tier,
-            "space": event.space,
-            "start": event.start,
-            "stop": event.stop,
-            "digests": [digest.hex() for digest in event.digests],
-        }
-    )
-    kind = event.kind.value.encode()
-    return b"id: %d-%d\nevent: %s\ndata: %s\n\n" % (epoch, number, kind, data)
 
 
 _PING_DEADLINE_S = 1.0

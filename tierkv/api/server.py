@@ -24,7 +24,6 @@ from tierkv.api.routes_cache import (
 )
 from tierkv.api.routes_node import NodeRoutes, QuotaRoutes
 from tierkv.api.routes_status import (
-    EventRoutes,
     LifeRoutes,
     NodeLiveRoutes,
     OpenApiRoutes,
@@ -44,7 +43,7 @@ from tierkv.http.server import answering, bind, is_loopback, make_room_for, unix
 _KINDS = (
     *(StatusRoutes, PrefetchRoutes),
     *(PinRoutes, TicketRoutes),
-    *(LookRoutes, NodeRoutes, LifeRoutes, QuotaRoutes, EventRoutes, WorkRoutes),
+    *(LookRoutes, NodeRoutes, LifeRoutes, QuotaRoutes, WorkRoutes),
 )
 
 

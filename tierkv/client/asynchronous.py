@@ -49,7 +49,7 @@ from tierkv.api.types import (
 from tierkv.client.calls import Calls, Retries, named
 from tierkv.client.errors import NotANodeError
 from tierkv.client.http import Http
-from tierkv.client.streams import EventStream, TokenStream
+from tierkv.client.streams import TokenStream
 from tierkv.observe import Stats
 from tierkv.sched.explain import Explanation
 
@@ -264,7 +264,7 @@ class AsyncClient:
         """Acknowledge a claim, so that the producer of the ticket holds nothing for it any more."""
         return await self._node.ask("POST", "/v1/tickets/{id}/ack", TicketAnswer, name)
 
-    # For those who run a node: tiers, quotas, blocks, life cycle, events
+    # For those who run a node: tiers, quotas, blocks, life cycle
 
     async def drain(self) -> LifeAnswer:
         """Take no more work, until the end of the process."""
@@ -333,11 +333,3 @@ class AsyncClient:
 
     async def drop_quota(self, tenant: str) -> QuotaAnswer:
         return await self._node.ask("DELETE", "/v1/quotas/{id}", QuotaAnswer, tenant)
-
-    def events(self, *, after: str = "") -> AbstractAsyncContextManager[EventStream]:
-        """Open the stream of events of cached blocks.
-
-        Args:
-            after: Id of the last event received on an earlier connection, "" to begin now.
-        """
-        return self._node.events("/v1/events", {"Last-Event-ID": after} if after else {})

@@ -27,7 +27,7 @@ from tierkv.client.errors import (
     remote_error,
 )
 from tierkv.client.http import Body, Http, Reply
-from tierkv.client.streams import Events, EventStream, TokenStream
+from tierkv.client.streams import Events, TokenStream
 from tierkv.errors import BadRequestError, ConfigError, HandoffError, TierKVError
 from tierkv.http.bodies import EVENT_STREAM, JSON, MSGPACK
 from tierkv.tasks import deadline
@@ -105,7 +105,6 @@ class _Question(Generic[A]):
     name: str | None = None
     body: msgspec.Struct | None = None
     query: str = ""
-    headers: Mapping[str, str] | None = None
 
 
 class Calls:
@@ -191,17 +190,6 @@ class Calls:
             yield TokenStream(self._http.where, events, answer)
 
     @asynccontextmanager
-    async def events(self, path: str, headers: Mapping[str, str]) -> AsyncIterator[EventStream]:
-        """Open the server-sent events of a route for the time of the body.
-
-        Args:
-            path: Path of the route.
-            headers: Headers of the request, such as Last-Event-ID.
-        """
-        async with self._opened(_Question("GET", path, bytes, headers=headers)) as events:
-            yield EventStream(events)
-
-    @asynccontextmanager
     async def _opened(self, question: _Question[A]) -> AsyncIterator[Events]:
         path, raw, headers = self._prepared(question)
         headers["Accept"] = EVENT_STREAM
@@ -224,7 +212,7 @@ class Calls:
         if question.name is not None:
             path = path.replace("{id}", quote(question.name, safe=""))
         accept = "*/*" if question.answer is bytes else MSGPACK
-        headers = {"Accept": accept, **(question.headers or {})}
+        headers = {"Accept": accept}
         if question.body is None:
             return path + question.query, None, headers
         headers["Content-Type"] = MSGPACK

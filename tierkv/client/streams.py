@@ -1,4 +1,4 @@
-"""Answers of a node in pieces: server-sent events, tokens, and events of cached blocks."""
+"""Answers of a node in pieces: server-sent events and tokens."""
 
 from __future__ import annotations
 
@@ -25,12 +25,10 @@ class ServerEvent:
 
     Attributes:
         name: Name of the event, "message" if it has none.
-        last_id: The last id of the stream, "" before the first.
     """
 
     name: str
     data: bytes
-    last_id: str = ""
 
 
 class EventReader:
@@ -40,7 +38,6 @@ class EventReader:
         self._line = bytearray()
         self._name = ""
         self._data: list[bytes] = []
-        self._last_id = ""
         self._size = 0
 
     def feed(self, chunk: bytes) -> Iterator[ServerEvent]:
@@ -53,7 +50,7 @@ class EventReader:
             if line:
                 self._take(line)
             elif self._data:
-                yield ServerEvent(self._name or "message", b"\n".join(self._data), self._last_id)
+                yield ServerEvent(self._name or "message", b"\n".join(self._data))
                 self._name, self._data, self._size = "", [], 0
             else:
                 self._name = ""
@@ -77,8 +74,6 @@ class EventReader:
             self._size += len(value)
         elif field == b"event":
             self._name = value.decode("utf-8", "replace")
-        elif field == b"id":
-            self._last_id = value.decode("utf-8", "replace")
 
 
 A = TypeVar("A")
@@ -197,47 +192,3 @@ class TokenStream(Generic[A]):
         async for _ in self:
             pass
         return self.answer
-
-
-_END = "end"
-
-
-class NodeEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """A change of blocks [start, stop) of a prompt.
-
-    Attributes:
-        kind: Kind of the change, or "lost": `events` events were dropped, so list all blocks again.
-        id: Id with which another connection continues after this event.
-        tier: device, host or storage.
-        space: The fingerprint's short name, "" for the node's own.
-        digests: Digests of those blocks that have known keys.
-    """
-
-    kind: str = ""
-    id: str = ""
-    tier: str = ""
-    space: str = ""
-    start: int = 0
-    stop: int = 0
-    digests: tuple[str, ...] = ()
-    events: int = 0
-
-
-class EventStream:
-    """An iterator over the events of a node; it ends when the node drains.
-
-    Iteration raises BrokenOffError if the connection is lost.
-    """
-
-    def __init__(self, events: Events) -> None:
-        self._events = events
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> NodeEvent:
-        event = await self._events.next()
-        if event is None or event.name == _END:
-            raise StopAsyncIteration
-        found = self._events.decoded(event, NodeEvent)
-        return msgspec.structs.replace(found, kind=event.name, id=event.last_id)

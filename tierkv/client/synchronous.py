@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import ssl
-from collections.abc import AsyncIterable, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -20,39 +20,56 @@ from tierkv.api.routes_work import TokensEvent
 from tierkv.client.asynchronous import AsyncClient
 from tierkv.client.calls import Retries
 from tierkv.client.errors import BrokenOffError, CallError
-from tierkv.client.streams import EventStream, NodeEvent, TokenStream
+from tierkv.client.streams import TokenStream
 from tierkv.loop_thread import LoopClosedError, LoopThread
 
 A = TypeVar("A")
 P = ParamSpec("P")
-T = TypeVar("T")
-S = TypeVar("S", bound=AsyncIterable[object])
 
 _OPEN_S = _CLOSE_S = 30.0  # enough, since only sockets are opened or closed
 _AHEAD = 16  # items read ahead of the caller
 
 
 @dataclass(frozen=True, slots=True)
-class _News(Generic[T]):
+class _News:
     """An item of a stream, its opening, its end, or its failure."""
 
-    item: T | None = None
+    item: TokensEvent | None = None
     is_end: bool = False
     error: Exception | None = None
 
 
-class _Reading(Generic[T, S]):
-    """An open stream, for a `with` in one thread at a time; its end closes the connection."""
+class SyncStream(Generic[A]):
+    """The TokenStream of a synchronous client, for one thread at a time.
 
-    def __init__(self, client: Client, opening: AbstractAsyncContextManager[S]) -> None:
+    with client.stream_generate(body) as stream:
+        for tokens in stream: ...
+
+    The end of the `with` closes the connection.
+    """
+
+    def __init__(
+        self, client: Client, opening: AbstractAsyncContextManager[TokenStream[A]]
+    ) -> None:
         self._client = client
         self._opening = opening
-        self._stream: S | None = None
-        self._over: _News[T] | None = None  # the last of the news
+        self._stream: TokenStream[A] | None = None
+        self._over: _News | None = None  # the last of the news
+
+    @property
+    def answer(self) -> A:
+        """The answer that the same call would have without a stream.
+
+        Raises:
+            BrokenOffError: The stream has not been read to its end.
+        """
+        if self._stream is None:
+            raise BrokenOffError("the stream has not been read to its end")
+        return self._stream.answer
 
     def __enter__(self) -> Self:
         # One task reads the whole stream: a deadline must end in the task where it began.
-        self._news: asyncio.Queue[_News[T]] = asyncio.Queue(_AHEAD)
+        self._news: asyncio.Queue[_News] = asyncio.Queue(_AHEAD)
         self._task = self._client.begin(self._read())
         try:
             self._next()  # waits until it is open
@@ -71,13 +88,13 @@ class _Reading(Generic[T, S]):
         left = BrokenOffError("this stream is closed")
         self._over = self._over or _News(error=left)
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Iterator[TokensEvent]:
         """Yield the items of the stream, and raise its errors."""
         while not (news := self._next()).is_end:
             assert news.item is not None, "there are no other news after the first"
             yield news.item
 
-    def _next(self) -> _News[T]:
+    def _next(self) -> _News:
         news = self._over or self._client.wait_for(self._news.get())
         if news.is_end or news.error is not None:
             self._over = news
@@ -90,37 +107,10 @@ class _Reading(Generic[T, S]):
             async with self._opening as self._stream:
                 await self._news.put(_News())
                 async for item in self._stream:
-                    await self._news.put(_News(item))  # type: ignore[arg-type]
+                    await self._news.put(_News(item))
                 await self._news.put(_News(is_end=True))
         except Exception as error:  # noqa: BLE001 - it is raised in the thread that reads
             await self._news.put(_News(error=error))
-
-
-class SyncStream(_Reading[TokensEvent, TokenStream[A]]):
-    """The TokenStream of a synchronous client.
-
-    with client.stream_generate(body) as stream:
-        for tokens in stream: ...
-    """
-
-    @property
-    def answer(self) -> A:
-        """The answer that the same call would have without a stream.
-
-        Raises:
-            BrokenOffError: The stream has not been read to its end.
-        """
-        if self._stream is None:
-            raise BrokenOffError("the stream has not been read to its end")
-        return self._stream.answer
-
-
-class SyncEvents(_Reading[NodeEvent, EventStream]):
-    """The EventStream of a synchronous client.
-
-    with client.events() as events:
-        for event in events: ...
-    """
 
 
 def _waiting(
@@ -249,10 +239,6 @@ class Client:
     ticket = _waiting(AsyncClient.ticket)
     forget_ticket = _waiting(AsyncClient.forget_ticket)
     acknowledge = _waiting(AsyncClient.acknowledge)
-
-    def events(self, *, after: str = "") -> SyncEvents:
-        """Open the stream of events of cached blocks; see AsyncClient.events."""
-        return SyncEvents(self, self._client.events(after=after))
 
     drain = _waiting(AsyncClient.drain)
     pause = _waiting(AsyncClient.pause)

@@ -344,8 +344,8 @@ class NodeHost:
             BadRequestError: always.
         """
         raise BadRequestError(
-            "this cache has no events, since they belong to the node: subscribe to the "
-            "node's GET /v1/events"
+            "this cache has no events, since they belong to the node: set "
+            "events.endpoint of the node, and subscribe there"
         )
 
     def close(self) -> None:
