@@ -31,8 +31,6 @@ CONFIG = """
 [cache]
 device_blocks = 96
 host_blocks = 64
-device_low_watermark = 0.05
-device_high_watermark = 0.1
 """
 
 

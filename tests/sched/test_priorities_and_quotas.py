@@ -13,8 +13,7 @@ from tests.world import World, fingerprint, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt, pack
 from tierkv.cache.node import Tier
-from tierkv.errors import ConfigError, RequestTooLargeError
-from tierkv.gpu.protocol import Direction
+from tierkv.errors import RequestTooLargeError
 from tierkv.sched.copies import path_keys
 from tierkv.sched.fair_queue import MAX_PASSED_OVER
 from tierkv.sched.request import Request
@@ -166,42 +165,6 @@ async def test_within_its_quota_a_tenant_waits_for_its_own_running_requests() ->
             assert not second.done()
             here.service.scheduler.end(first)
         here.service.scheduler.end(second.result())
-        await here.settle()
-
-
-async def test_watermarks_keep_slots_free_ahead_of_need() -> None:
-    async with world(
-        device_blocks=20, host_write=NONE, device_low_watermark=0.2, device_high_watermark=0.4
-    ) as here:
-        for number in range(6):
-            await here.run(tokens(16, 100 * number))
-        assert here.free_device_blocks >= 4
-    with pytest.raises(ConfigError, match="watermarks"):
-        async with world(device_low_watermark=0.5, device_high_watermark=0.2):
-            pass
-
-
-async def test_what_must_be_copied_down_ahead_of_need_goes_once_it_is_and_no_more_than_that() -> (
-    None
-):
-    async with world(
-        device_blocks=16,
-        host_write=WritePolicy.WRITE_BACK,
-        device_low_watermark=0.25,
-        device_high_watermark=0.5,
-    ) as here:
-        for base in range(0, 48, 8):
-            await here.run(tokens(8, 1000 + base))
-        here.latch.hold(Direction.OFFLOAD)
-        requests = [await here.admit(tokens(4, base)) for base in (0, 100, 200)]
-        here.latch.release()
-        await here.settle()
-        tiers = here.service.stats().tiers
-        assert tiers.evicted_device_blocks == 7
-        assert tiers.offloaded_blocks <= 8, "no more copies than slots that are to be free"
-        assert here.free_device_blocks == 8, "up to the high watermark, and no further"
-        for request in requests:
-            here.service.scheduler.end(request)
         await here.settle()
 
 

@@ -447,7 +447,6 @@ class NodeLiveRoutes(Routes):
             "is_asleep": service.is_asleep,
             "worst_lag_s": node.heartbeat.worst_lag_s,
             "health": [(part, how.value, masked_url(word)) for part, (how, word) in health.items()],
-            "watermarks": [(one.low, one.high) for one in service.settings.watermarks()],
             "stores": stores,
         }
 

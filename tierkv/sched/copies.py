@@ -610,7 +610,6 @@ class Copies:
                     node, max(first - node.start, 0)
                 )  # or it would be tried for ever
             self._work.capacity_changed()
-        self._eviction.free_ahead(Tier.DEVICE)  # what was copied ahead of need goes now
 
     async def _flush_for_room(self, flush: Flush, end: Callable[[], None]) -> None:
         try:
@@ -621,7 +620,6 @@ class Copies:
             self._work.allowance.is_waiting = False  # a waiting request asks again now
             end()  # last: woken requests must not count these slots as on their way
             self._work.capacity_changed()
-        self._eviction.free_ahead(Tier.HOST)
 
     def _begin_offload(self, node: TreeNode, first: int, stop: int, slots: Ids) -> Movement:
         """Start to copy path blocks [first, stop), held and without a host copy, to `slots`."""

@@ -1,4 +1,4 @@
-"""Room on a tier: quotas, watermarks, eviction, and the copies that must come before it."""
+"""Room on a tier: quotas, eviction, and the copies that must come before it."""
 
 from __future__ import annotations
 
@@ -14,31 +14,12 @@ from tierkv.cache.eviction import WriteRule
 from tierkv.cache.history import History
 from tierkv.cache.index import Index, runs_of
 from tierkv.cache.node import HOST, TICKS_PER_S, AgeCounts, CopyState, Ids, Space, Tier, TreeNode
-from tierkv.errors import ConfigError, OutOfBlocksError, OverQuotaError
+from tierkv.errors import OutOfBlocksError, OverQuotaError
 from tierkv.sched.events import CacheEventKind, CacheEvents
 from tierkv.sched.planner import Step, plan_eviction
 from tierkv.sched.slots import Slots, Work
 
 _AT_ONCE = 1024  # blocks that go in one turn of the loop: 7 ms
-
-
-@dataclass(frozen=True, slots=True)
-class Watermarks:
-    """Shares of a tier's slots between which blocks are evicted ahead of need.
-
-    If fewer than `low` are free, blocks are evicted, after a copy down if the rule says so, until
-    `high` are: a burst then need not wait for copies.
-    """
-
-    low: float = 0.0
-    high: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.low <= self.high < 1:
-            raise ConfigError(
-                f"watermarks must satisfy 0 <= low <= high < 1: low is {self.low}, high is "
-                f"{self.high}"
-            )
 
 
 class CopyDown(Enum):
@@ -83,7 +64,6 @@ class Eviction:
         rules: dict[Tier, WriteRule],
         *,
         events: CacheEvents,
-        watermarks: tuple[Watermarks, Watermarks],
     ) -> None:
         self.index = index
         self.rules = rules
@@ -95,7 +75,6 @@ class Eviction:
         self._work = work
         self._pools = slots.pools
         self._events = events
-        self._watermarks = watermarks
 
     def is_making_room(self, tier: Tier) -> bool:
         """Return whether copies are under way that will free slots of `tier`."""
@@ -120,7 +99,7 @@ class Eviction:
         if tier is HOST:  # callers that take device slots have just set the time
             self.index.at(monotonic())
         pool = self._pools[tier]
-        if space is None and not self._watermarks[tier].low:
+        if space is None:
             enough = count <= pool.num_free
             slots = pool.allocate(count) if enough else self._take(tier, count)
         else:
@@ -145,10 +124,7 @@ class Eviction:
     def _take_within(self, tier: Tier, count: int, space: Space | None, reserved: int) -> Ids:
         if space is not None:
             self._stay_within_quota(tier, space, count, reserved)
-        slots = self._take(tier, count)
-        if self._watermarks[tier].low:
-            self._keep_free(tier)
-        return slots
+        return self._take(tier, count)
 
     def _take(self, tier: Tier, count: int) -> Ids:
         pool, order, rule = self._pools[tier], self.index.spaces.order[tier], self.rules[tier]
@@ -240,21 +216,6 @@ class Eviction:
         self._make_room(tier, steps)
         # If nothing went, copies come first, and `take` asks again.
         return before - excess < space.used[tier] < before
-
-    def _keep_free(self, tier: Tier) -> None:
-        """Evict ahead of need up to the high watermark if fewer slots than the low one are free."""
-        pool = self._pools[tier]
-        if pool.num_free < self._watermarks[tier].low * pool.capacity:
-            self.free_ahead(tier)
-
-    def free_ahead(self, tier: Tier) -> None:
-        """Evict up to the high watermark, or start the copies that must come first."""
-        marks, pool = self._watermarks[tier], self._pools[tier]
-        if not marks.low:
-            return
-        missing = int(marks.high * pool.capacity) - pool.num_free - self.on_the_way[tier]
-        steps = plan_eviction(self.index.spaces.order[tier], tier, missing, self.rules[tier])
-        self._make_room(tier, steps)
 
     def available(self, tier: Tier, space: Space | None = None, *, reserved: int = 0) -> int:
         """Return the number of slots that `take` could give, now or after copies it would start.

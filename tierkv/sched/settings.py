@@ -8,7 +8,6 @@ from tierkv.cache.eviction import EvictionKind, EvictionPolicy, WritePolicy, mak
 from tierkv.cache.node import Quota, check_quota
 from tierkv.config import Fixed, all_above_zero, all_at_least_one
 from tierkv.errors import ConfigError
-from tierkv.sched.eviction import Watermarks
 from tierkv.sched.tenants import Limits
 from tierkv.sched.worth import FetchPolicy
 
@@ -44,12 +43,6 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         request_blocks: most device blocks of one request; null for no limit.
         device_eviction: policy of eviction from the device: lru, lfu or s3fifo.
         host_eviction: policy of eviction from the host, with the same choices.
-        device_low_watermark: share of free device blocks below which blocks are evicted ahead of
-            need.
-        device_high_watermark: share of free device blocks up to which blocks are evicted ahead of
-            need.
-        host_low_watermark: share of free host blocks below which blocks are evicted ahead of need.
-        host_high_watermark: share of free host blocks up to which blocks are evicted ahead of need.
         tensor_parallel: number of ranks over which the heads of each block are split.
     """
 
@@ -74,21 +67,11 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tensor_parallel: int = 1
     device_eviction: EvictionKind = EvictionKind.LRU
     host_eviction: EvictionKind = EvictionKind.LRU
-    device_low_watermark: float = 0.0
-    device_high_watermark: float = 0.0
-    host_low_watermark: float = 0.0
-    host_high_watermark: float = 0.0
 
     @property
     def host_slots(self) -> int:
         """Slots that the host tier may ever have."""
         return self.host_max_blocks or self.host_blocks
-
-    def watermarks(self) -> tuple[Watermarks, Watermarks]:
-        return (
-            Watermarks(self.device_low_watermark, self.device_high_watermark),
-            Watermarks(self.host_low_watermark, self.host_high_watermark),
-        )
 
     def limits(self) -> Limits:
         """Return the limits of each tenant that has none of its own."""
@@ -105,8 +88,7 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         )
 
     def __post_init__(self) -> None:
-        self.watermarks()  # refuses what cannot be
-        self.limits()
+        self.limits()  # refuses what cannot be
         check_quota(self.quota())
         all_at_least_one("cache", self, "block_size", "device_blocks", "host_blocks", "max_tenants")
         all_at_least_one("cache", self, "host_after_hits", "storage_after_hits", "tensor_parallel")

@@ -14,7 +14,7 @@ from tierkv.cache.node import BlockPool, Tier, TreeNode
 from tierkv.errors import BadRequestError
 from tierkv.sched.copies import Copies, path_keys
 from tierkv.sched.events import CacheEvents
-from tierkv.sched.eviction import Eviction, Watermarks
+from tierkv.sched.eviction import Eviction
 from tierkv.sched.request import Decisions
 from tierkv.sched.slots import Slots, Work
 from tierkv.transfer.mover import Mover
@@ -129,7 +129,6 @@ class Tiers:
         storage_rule: the rule for storing host blocks.
         background_copy_bytes: most bytes of copies down by rule on their way at once.
         block_bytes: bytes of one block.
-        watermarks: those of the device and of the host.
     """
 
     def __init__(  # noqa: PLR0913 - what the tiers are made of
@@ -144,7 +143,6 @@ class Tiers:
         storage_rule: WriteRule,
         background_copy_bytes: int,
         block_bytes: int,
-        watermarks: tuple[Watermarks, Watermarks] = (Watermarks(), Watermarks()),
     ) -> None:
         self.index = index
         self.mover = mover
@@ -153,9 +151,7 @@ class Tiers:
         self.work = Work()
         self.slots = Slots(device_pool, host_pool, self.work)
         rules = {Tier.DEVICE: host_rule, Tier.HOST: storage_rule}
-        self.eviction = Eviction(
-            index, self.slots, self.work, rules, events=self.events, watermarks=watermarks
-        )
+        self.eviction = Eviction(index, self.slots, self.work, rules, events=self.events)
         self.copies = Copies(
             self.eviction,
             self.slots,

@@ -265,7 +265,6 @@ class Components:
             storage_rule=WriteRule(settings.storage_write, settings.storage_after_hits),
             background_copy_bytes=settings.background_copy_bytes,
             block_bytes=fingerprint.layout.block_bytes,
-            watermarks=settings.watermarks(),
         )
 
     def _hand_over(self, made_of: ServiceConfig, peers: PeerSource, stats: HandoffStats) -> None:

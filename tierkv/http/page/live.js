@@ -214,15 +214,13 @@ function occupancy() {
   const stored = el("p", { class: "quiet" });
   const { noted } = panel("Occupancy", "", "half", ...bars.map((one) => one.row), el("div", { class: "tier" }, el("span", {}, "Storage"), stored));
   panels.push({ draw() {
-    bars.forEach(({ tier, used, bar, words }, i) => {
+    bars.forEach(({ tier, used, bar, words }) => {
       const taken = now(`tierkv_blocks{state="used",tier="${tier}"}`), free = now(`tierkv_blocks{state="free",tier="${tier}"}`), capacity = taken + free;
-      const share = capacity ? taken / capacity : 0, [low, high] = state?.watermarks?.[i] ?? [0, 0];
+      const share = capacity ? taken / capacity : 0;
       used.style.setProperty("width", `${100 * share}%`);
       bar.setAttribute("aria-valuenow", Math.round(100 * share));
-      bar.querySelectorAll(".mark").forEach((mark) => mark.remove());
-      for (const free of low ? [low, high] : []) bar.append(el("div", { class: "mark", style: { left: `${100 * (1 - free)}%` } }));
       words.textContent = `${percent(share)} · ${count(taken)} of ${plural(capacity, "block")} · ${binary(now(`tierkv_tier_used_bytes{tier="${tier}"}`))} of ` +
-        `${binary(now(`tierkv_tier_capacity_bytes{tier="${tier}"}`))}${low ? ` · evicts from ${percent(1 - low)} down to ${percent(1 - high)}` : ""}`;
+        `${binary(now(`tierkv_tier_capacity_bytes{tier="${tier}"}`))}`;
       for (const [kind, of] of [["used", taken], ["free", free]]) words.dataset[kind] = of;
     });
     noted.textContent = state ? `${plural(state.block_tokens, "token")}, ${binary(state.block_bytes)} a block` : "";
