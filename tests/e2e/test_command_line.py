@@ -42,7 +42,7 @@ def test_a_device_that_there_is_not_is_refused_with_those_that_there_are() -> No
     assert "cpu, cuda or cuda:N" in words
 
 
-@pytest.mark.parametrize("command", ["ls", "du", "stat", "verify"])
+@pytest.mark.parametrize("command", ["ls", "du", "verify"])
 def test_looking_into_a_directory_that_is_not_there_does_not_make_it(
     command: str, tmp_path: Path
 ) -> None:

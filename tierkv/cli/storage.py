@@ -22,7 +22,7 @@ from tierkv.storage.file import FileStore
 from tierkv.storage.guard import ResilienceSettings
 from tierkv.storage.maintenance import IsMeant
 from tierkv.storage.memory import MemoryStore
-from tierkv.storage.protocol import Store, StoredValue, Usage, check_prefix, check_ttl
+from tierkv.storage.protocol import Store, StoredValue, Usage, check_prefix
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import TlsFiles
 from tierkv.tasks import run_until_stopped
@@ -196,7 +196,7 @@ def storage(
     """List, measure, verify or remove the values of a store.
 
     URL is the store as for `tierkv serve --storage`, such as file:///var/cache/tierkv or
-    redis://user:password@host:6379/0. Only rm, sweep and verify --remove-damaged change the store.
+    redis://user:password@host:6379/0. Only rm and verify --remove-damaged change the store.
     """
     context.obj = TlsFiles(ca=tls_ca, certificate=tls_certificate, key=tls_key)
 
@@ -282,38 +282,6 @@ def _usage(url: str, prefix: str, is_meant: IsMeant) -> dict[str, Usage]:
         return maintenance.usage_by_group(store, checked(prefix), counted(is_meant, progressing))
 
     return with_store(url, prefix, work)
-
-
-@storage.command(short_help="Print whether the store answers, its abilities, and its content.")
-@url_argument
-@prefix_option
-@json_option
-def stat(url: str, prefix: str, *, as_json: bool) -> None:
-    """Print whether the store answers, its speed, its abilities, and its content."""
-
-    async def ask(store: Store, _: Progressing) -> dict[str, str | int | float | bool]:
-        started = time.perf_counter()
-        await store.ping()
-        ping_ms = (time.perf_counter() - started) * 1000
-        can = store.capabilities
-        facts: dict[str, str | int | float | bool] = {
-            "url": store.url,
-            "ping_ms": round(ping_ms, 3),
-            "is_shared": can.is_shared,
-            "is_durable": can.is_durable,
-            "has_ttl": can.has_ttl,
-        }
-        if can.has_listing:
-            used = await store.usage(checked(prefix))
-            facts |= {"values": used.num_values, "bytes": used.num_bytes}
-        return facts
-
-    facts = with_store(url, prefix, ask)
-    if as_json:
-        print_json(facts)
-        return
-    for name, fact in facts.items():
-        click.echo(f"{name:12} {fact}")
 
 
 @storage.command(short_help="Read every value and check it.")
@@ -433,33 +401,3 @@ def rm(
         print_json({"removed": removed})
     else:
         click.echo(f"removed {removed} values")
-
-
-@storage.command()
-@url_argument
-@prefix_option
-@click.option(
-    "--ttl", required=True, type=float, metavar="SECONDS", help="The time to live from now on."
-)
-@json_option
-def sweep(url: str, prefix: str, ttl: float, *, as_json: bool) -> None:
-    """Give values without expiry a time to live, so that unused values disappear.
-
-    In a layered store the copies of each part are swept. Exits with 1 if one of several stores did
-    not answer.
-    """
-    try:
-        check_ttl(ttl)
-    except TierKVError as error:
-        raise click.BadParameter(str(error), param_hint="--ttl") from error
-
-    def work(store: Store, progressing: Progressing) -> Awaitable[int]:
-        return maintenance.give_ttl(store, checked(prefix), ttl, progressing.so_far)
-
-    given, num_failed = with_each_store(url, prefix, work)
-    if as_json:
-        print_json({"given_a_time_to_live": sum(given)})
-    else:
-        click.echo(f"{sum(given)} values now expire within {ttl:g} s")
-    if num_failed:
-        raise SystemExit(1)

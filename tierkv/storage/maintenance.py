@@ -335,31 +335,5 @@ async def remove_all(store: Store, prefix: str, is_meant: IsMeant = lambda _: Tr
     return removed
 
 
-async def give_ttl(
-    store: Store, prefix: str, ttl_s: float, so_far: Callable[[int], object] = lambda _: None
-) -> int:
-    """Set a time to live for values under `prefix` that have none.
-
-    No node may use such values any more; a node that does renews their time.
-
-    Args:
-        store: the store.
-        prefix: prefix of the names, as in `Store.list`.
-        ttl_s: seconds to live from now on.
-        so_far: called with the number of values after each batch.
-
-    Returns:
-        The number of values.
-
-    Raises:
-        StoreUnavailableError: the store does not answer.
-    """
-    given = 0
-    async for page in _pages_under(store, prefix, lambda value: value.expires_at is None):
-        given += await store.touch([value.name for value in page], ttl_s=ttl_s)
-        so_far(given)
-    return given
-
-
 def _parts(names: Sequence[str]) -> Sequence[Sequence[str]]:
     return [names[at : at + _DELETES_AT_ONCE] for at in range(0, len(names), _DELETES_AT_ONCE)]
