@@ -21,7 +21,6 @@ from tierkv.errors import (
 )
 from tierkv.gpu.protocol import Direction
 from tierkv.sched.request import Request
-from tierkv.sched.tenants import Limits
 
 NONE = WritePolicy.NONE
 ACME = dataclasses.replace(fingerprint(), tenant="acme")
@@ -144,19 +143,6 @@ async def test_one_that_grows_into_a_full_device_goes_before_all_that_wait() -> 
         assert len(one.block_table) == 7
         on.service.scheduler.end(one)
         on.service.scheduler.end(small.result())
-        await on.settle()
-
-
-async def test_a_limit_that_is_raised_lets_the_waiting_in_at_once() -> None:
-    async with world(host_write=NONE, tenant_requests=1) as on:
-        first = await finish(admit(on, tokens(8), "first"))
-        async with asyncio.TaskGroup() as group:
-            second = group.create_task(admit(on, tokens(8, 100), "second"))
-            await turns(5)
-            assert not second.done()
-            on.service.set_limits("", Limits(requests=2))
-        on.service.scheduler.end(first)
-        on.service.scheduler.end(second.result())
         await on.settle()
 
 

@@ -14,7 +14,6 @@ from tierkv.cache.keys import Prompt, pack
 from tierkv.errors import OutOfBlocksError, OwnershipError, RequestTooLargeError
 from tierkv.gpu.protocol import Direction
 from tierkv.sched.request import Request
-from tierkv.sched.tenants import Limits
 
 NONE = WritePolicy.NONE
 
@@ -44,19 +43,6 @@ async def test_room_to_grow_is_beyond_the_whole_prompt_however_much_of_it_is_com
         here.compute(request, tokens(28), 8)
         await here.service.scheduler.commit(request, pack(tokens(28)))
         await here.ended(request)
-
-
-async def test_one_that_runs_may_grow_while_fewer_requests_are_allowed_than_run() -> None:
-    async with world(host_write=NONE) as here:
-        first, second = await here.admit(tokens(8)), await here.admit(tokens(8, 100))
-        here.service.set_limits("", Limits(requests=1))
-        await finish(here.service.scheduler.growth.extend(first, 8))
-        assert len(first.block_table) == 4
-        here.service.set_limits("", Limits(requests=1, blocks=5))
-        with pytest.raises(OutOfBlocksError, match="limit: 1 blocks needed, 0 available"):
-            await finish(here.service.scheduler.growth.extend(second, 1))
-        here.service.scheduler.end(first)
-        await here.ended(second)
 
 
 async def test_growing_evicts_waits_for_others_and_goes_before_those_who_wait() -> None:

@@ -17,7 +17,6 @@ from tierkv.errors import RequestTooLargeError
 from tierkv.sched.copies import path_keys
 from tierkv.sched.fair_queue import MAX_PASSED_OVER
 from tierkv.sched.request import Request
-from tierkv.sched.tenants import Limits
 
 NONE = WritePolicy.NONE
 ACME = dataclasses.replace(fingerprint(), tenant="acme")
@@ -87,40 +86,6 @@ async def test_tenants_take_turns_however_many_one_of_them_sends() -> None:
         found = await order_of(here, wanted, running)
         assert max(found.index("one"), found.index("two")) <= 4
         assert found.index("one") <= 1
-        await here.settle()
-
-
-async def test_a_tenant_at_its_limit_waits_and_lets_others_pass() -> None:
-    async with world(device_blocks=12) as here:
-        acme = here.service.open_fingerprint(ACME, limits=Limits(requests=1, blocks=4))
-        first = await finish(admit(here, tokens(8), "first", space=acme))
-        async with asyncio.TaskGroup() as group:
-            second = group.create_task(admit(here, tokens(8, 50), "second", space=acme))
-            await turns(3)
-            other = await finish(admit(here, tokens(8), "other"))
-            assert not second.done()
-            here.service.scheduler.end(first)
-        here.service.scheduler.end(second.result())
-        here.service.scheduler.end(other)
-        with pytest.raises(RequestTooLargeError, match="limit"):
-            await admit(here, tokens(20), "too large", space=acme)
-        await here.settle()
-
-
-async def test_a_tenant_may_have_all_that_its_limit_says_and_a_new_one_none_of_its_limits() -> None:
-    async with world(device_blocks=8, host_write=NONE) as here:
-        acme = here.service.open_fingerprint(ACME, limits=Limits(blocks=4))
-        whole = Prompt.of(tokens(16), 4, space=acme)
-        here.service.scheduler.end(
-            await finish(begin_request(here.service, "all of it", whole, max_new_tokens=0))
-        )
-        await here.settle()
-        here.service.close_fingerprint(acme)
-        assert here.service.open_fingerprint(ACME) == acme
-        more = Prompt.of(tokens(20), 4, space=acme)
-        here.service.scheduler.end(
-            await finish(begin_request(here.service, "more", more, max_new_tokens=0))
-        )
         await here.settle()
 
 

@@ -19,7 +19,6 @@ from tierkv.errors import (
     RequestTooLargeError,
 )
 from tierkv.sched.request import Request
-from tierkv.sched.tenants import Limits
 
 NONE = WritePolicy.NONE
 
@@ -126,26 +125,6 @@ async def test_a_quota_set_on_a_tenant_with_blocks_counts_them() -> None:
         await run(here, "a", tokens(20, 700))
 
 
-async def test_limits_come_from_the_settings_and_change_at_run_time() -> None:
-    async with world(tenant_requests=1, request_blocks=4) as here:
-        space = here.service.space_of_tenant("a")
-        first = await admit(here, "a", tokens(8))
-        with pytest.raises(RequestTooLargeError):
-            await admit(here, "a", tokens(20), "big")
-        with pytest.raises(RequestTooLargeError):
-            await here.service.scheduler.growth.extend(first, 12)
-        async with asyncio.TaskGroup() as group:
-            second = group.create_task(admit(here, "a", tokens(8, 50), "second"))
-            await turns(10)
-            assert not second.done()
-            here.service.scheduler.end(await admit(here, "b", tokens(8)))
-            here.service.set_limits(space, Limits(requests=2, blocks=4))
-            here.service.scheduler.end(await second)
-        with pytest.raises(OutOfBlocksError):
-            await here.service.scheduler.growth.extend(first, 12)
-        await here.ended(first)
-
-
 async def test_a_tenant_whose_requests_all_wait_for_its_quota_does_not_wait_for_ever() -> None:
     async with world(host_write=NONE, tenant_device_blocks=4) as here:
         other = await admit(here, "", tokens(8))  # runs all the while
@@ -198,19 +177,6 @@ async def test_a_quota_lowered_below_what_one_waits_for_refuses_it() -> None:
         await here.settle()
 
 
-async def test_a_limit_lowered_below_what_one_waits_for_refuses_it() -> None:
-    async with world(device_blocks=16) as here:
-        tenant = here.service.space_of_tenant("acme")
-        running = await here.admit(list(range(40)))
-        async with asyncio.TaskGroup() as group:
-            waits = group.create_task(refused(here, tenant))
-            await until(lambda: here.service.scheduler.num_waiting == 1)
-            here.service.set_limits(tenant, Limits(blocks=8))
-            message = await finish(waits)
-        assert "limit" in message
-        await here.ended(running)
-
-
 async def refused(here: World, tenant: str) -> str:
     """Why a request of ten blocks is."""
     prompt = Prompt.of(list(range(40)), GQA.block_size, space=tenant)
@@ -223,15 +189,14 @@ async def test_what_a_tenant_was_given_is_its_own_still_after_others_took_its_pl
     async with world(max_tenants=1, host_write=NONE, tenant_device_blocks=6) as here:
         space = here.service.space_of_tenant("a")
         here.service.set_quota(space, (3, None))
-        here.service.set_limits(space, Limits(request_blocks=2))
         await run(here, "b", tokens(8))
         assert space not in here.service.roots(), "it is closed"
         assert here.service.tenants.known_space_of("a") == space
         assert here.service.quota_of(space) == (3, None)
         assert here.service.space_of_tenant("a") == space
         assert here.service.quota_of(space) == (3, None)
-        with pytest.raises(RequestTooLargeError, match="limit"):
-            await admit(here, "a", tokens(12))
+        with pytest.raises(RequestTooLargeError, match="quota"):
+            await admit(here, "a", tokens(16))
         assert here.service.quota_of(here.service.space_of_tenant("b")) == (6, None)
         here.service.space_of_tenant("a")
         here.service.close_fingerprint(space)  # by an operator, for good
@@ -286,26 +251,6 @@ async def test_the_quota_of_a_tenant_that_is_closed_can_be_read_and_changed() ->
         assert here.service.tenants.known_space_of("a") is None
         with pytest.raises(BadRequestError):
             here.service.quota_of(space)
-
-
-@pytest.mark.parametrize("has_quota", [True, False])
-async def test_the_limits_of_a_tenant_that_was_closed_for_others_can_be_changed(
-    *, has_quota: bool
-) -> None:
-    async with world(max_tenants=1, host_write=NONE) as here:
-        space = here.service.space_of_tenant("a")
-        if has_quota:
-            here.service.set_quota(space, (30, None))
-        else:
-            here.service.set_limits(space, Limits(request_blocks=9))
-        await run(here, "b", tokens(8))
-        here.service.set_limits(space, Limits(request_blocks=2))
-        assert space not in here.service.roots(), "that opens nothing"
-        with pytest.raises(RequestTooLargeError, match="limit"):
-            await admit(here, "a", tokens(12))
-        here.service.close_fingerprint(space)  # by an operator, for good
-        with pytest.raises(BadRequestError):
-            here.service.set_limits(space, Limits(request_blocks=2))
 
 
 @pytest.mark.parametrize("is_resumed", [True, False])

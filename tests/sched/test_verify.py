@@ -131,7 +131,7 @@ def running_that_ended(here: World, request: Request) -> Undo:
 
 def uncounted_tenant(here: World, _: Request) -> Undo:
     running = here.service.scheduler._running
-    return put(running, "_of_tenant", {"": TenantUse(1, 99, 1, 0)})
+    return put(running, "_of_tenant", {"": TenantUse(1, 99)})
 
 
 def uncounted_private_blocks(here: World, _: Request) -> Undo:

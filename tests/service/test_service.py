@@ -26,7 +26,6 @@ from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.settings import CacheSettings
-from tierkv.sched.tenants import Limits
 from tierkv.sched.worth import FetchPolicy
 from tierkv.service import Service
 from tierkv.service.session import Session
@@ -121,12 +120,6 @@ async def test_a_store_in_the_place_of_one_that_hung_is_asked_by_the_first_reque
         await here.service.attach_storage(await filled(tokens(18)))
         here.the_store.release()
         assert (await here.run(tokens(18))).storage_tokens == 17
-
-
-async def test_limits_of_a_tenant_that_there_is_not_are_refused() -> None:
-    async with world() as here:
-        with pytest.raises(BadRequestError, match="nobody"):
-            here.service.set_limits("nobody", Limits(requests=1))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Admission of requests: their waits for room, their starts, and the loads that they start with.
 
-A request waits for room on the device or within its tenant's quota and limits, or for blocks that
+A request waits for room on the device or within its tenant's quota, or for blocks that
 another one computes (`Admissions`), or, once it runs, for more blocks (`Growth`). `Admissions` is
 called at every change of capacity and ends the waits of all three. The wait for storage, which
 comes before, is in `fetch.py`.
@@ -39,7 +39,6 @@ from tierkv.sched.request import (
     RequestSpec,
     Running,
 )
-from tierkv.sched.tenants import TenantLimits
 from tierkv.sched.tiers import Tiers
 from tierkv.transfer.mover import Movement
 
@@ -651,14 +650,12 @@ class Growth:
         running: Running,
         starts: Starts,
         *,
-        limits: TenantLimits,
         line: WaitingLine,
     ) -> None:
         self._tiers = tiers
         self._index = tiers.index
         self._running = running
         self._starts = starts
-        self._limits = limits
         self._line = line
         self.extending: list[Request] = []
         self._short_of_quota: set[Request] = set()  # those that wait for their own tenant only
@@ -674,9 +671,8 @@ class Growth:
 
         Raises:
             OutOfBlocksError: all running requests wait for one another and this one has to yield:
-                call `preempt`; or the tenant's limit does not allow as many.
-            RequestTooLargeError: the device, the tenant's quota or the limit of one request is too
-                small.
+                call `preempt`.
+            RequestTooLargeError: the device or the tenant's quota is too small.
             BadRequestError: `num_tokens` is negative.
             OwnershipError: the request has ended.
             RequestAbortedError: the request should end.
@@ -712,9 +708,7 @@ class Growth:
 
     def _is_free(self, request: Request) -> bool:
         """Return whether only the device's room limits the growth, and no request waits for it."""
-        if self.extending or request.lease.node.space.has_quota:
-            return False
-        return self._limits.of(request.spec.prompt.space).are_none
+        return not (self.extending or request.lease.node.space.has_quota)
 
     def _has_grown(self, request: Request, count: int) -> bool:
         """Grow the table at once if there is room; return whether there was."""
@@ -743,24 +737,16 @@ class Growth:
 
     def _check(self, request: Request, tokens: int) -> None:
         """Raise an error at once if no wait would make room for `tokens` tokens."""
-        more = self._missing(request, tokens)
-        total = len(request.block_table) + more
-        limits = self._limits.of(request.space)
+        total = len(request.block_table) + self._missing(request, tokens)
         space = request.lease.node.space
         for most, what in (
             (self._tiers.slots.pools[Tier.DEVICE].capacity, "the device tier has"),
             (space.quota[Tier.DEVICE], "its tenant's quota"),
-            (limits.request_blocks, "the tenant's limit for one request"),
         ):
             if most is not None and total > most:
                 raise RequestTooLargeError(
                     f"the request needs {total} blocks, more than {what}: {most}"
                 )
-        if limits.blocks is not None:
-            available = max(limits.blocks - self._running.of_tenant(space.name).num_blocks, 0)
-            if more <= available:
-                return
-            raise OutOfBlocksError("the tenant's limit", needed=more, available=available)
 
     def _try_extend(self, request: Request, count: int) -> Ids | None:
         while True:
@@ -801,6 +787,29 @@ class Growth:
 _SLICE = 8
 
 
+def check_fits(tiers: Tiers, spec: RequestSpec) -> None:
+    """Refuse a request that would not fit if it ran alone.
+
+    The device's size and quotas can change while a request waits, so the check is repeated then.
+
+    Raises:
+        RequestTooLargeError: no wait would make the request fit.
+    """
+    num_blocks, pool = spec.num_blocks, tiers.slots.pools[Tier.DEVICE]
+    if num_blocks > pool.capacity:
+        raise RequestTooLargeError(
+            f"the request needs {num_blocks} blocks of {tiers.index.block_size} "
+            f"tokens, but the device tier has {pool.capacity}: shorten it, or "
+            "raise cache.device_blocks"
+        )
+    quota = tiers.index.spaces.root_of(spec.prompt).space.quota[Tier.DEVICE]
+    if quota is not None and num_blocks > quota:
+        raise RequestTooLargeError(
+            f"the request needs {num_blocks} blocks, more than its tenant's quota "
+            f"of {quota}: shorten it, or raise the quota"
+        )
+
+
 class Admissions:
     """Admits waiting requests in turn. Running requests that want more blocks go first.
 
@@ -808,7 +817,7 @@ class Admissions:
     request is admitted.
     """
 
-    def __init__(  # noqa: PLR0913 - what a turn looks at
+    def __init__(
         self,
         tiers: Tiers,
         line: WaitingLine,
@@ -816,7 +825,6 @@ class Admissions:
         *,
         starts: Starts,
         growth: Growth,
-        limits: TenantLimits,
         computing: Computing,
     ) -> None:
         self._tiers = tiers
@@ -825,7 +833,6 @@ class Admissions:
         self._running = running
         self._starts = starts
         self._growth = growth
-        self._limits = limits
         self._computing = computing
         self._stats = starts.stats
         self.pauses: set[str] = set()  # reasons why admission is stopped
@@ -939,7 +946,7 @@ class Admissions:
             RequestTooLargeError: the request can never start.
         """
         spec = waiting.spec
-        self._limits.check(spec)
+        check_fits(self._tiers, spec)
         match = self._match(spec)
         wait = self._possible_wait(spec, match, waiting.give_up_at)
         if wait is not None and self._computing.is_worth_it(wait):
@@ -1007,17 +1014,9 @@ class Admissions:
         return waiting.outcome.done() or self._has_turn(waiting.spec)
 
     def _has_turn(self, spec: RequestSpec) -> bool:
-        """Return whether no request of its tenant is before it, or it is going to be refused."""
+        """Return whether no request of its tenant is before it."""
         space = spec.prompt.space
-        limits = self._limits.of(space)
-        if limits.are_none and not self._over_quota and not self._growth.extending:
-            return True
-        if not limits.allow(1, spec.num_blocks):
-            return True
-        if space in self._over_quota or self._growth.holds_up(space):
-            return False
-        use = self._running.of_tenant(space)
-        return limits.allow(use.num_running + 1, use.num_blocks + spec.num_blocks)
+        return space not in self._over_quota and not self._growth.holds_up(space)
 
     def _is_busy(self, tenant: str | None = None) -> bool:
         """Return whether work that makes room is under way, of this tenant or, for None, of any."""

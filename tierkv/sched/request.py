@@ -495,17 +495,13 @@ class RequestState(Enum):
 
 
 class TenantUse(msgspec.Struct):
-    """Requests and blocks of one tenant.
+    """The running requests of one tenant, and their own blocks.
 
     Attributes:
-        num_running: running requests.
-        num_blocks: blocks in the tables of running requests.
         num_with_blocks: running requests, and ended ones with copies at work.
         num_private: blocks of these requests that are not in the index.
     """
 
-    num_running: int = 0
-    num_blocks: int = 0
     num_with_blocks: int = 0
     num_private: int = 0
 
@@ -589,9 +585,7 @@ class Request(msgspec.Struct, eq=False):
             self.room[:start] = self.block_table
         self.room[start:stop] = slots
         self.block_table = self.room[:stop]
-        use = self.use
-        use.num_blocks += len(slots)
-        use.num_private += len(slots)
+        self.use.num_private += len(slots)
 
     @property
     def num_private(self) -> int:
@@ -715,16 +709,12 @@ class Running:
         spec, use, num_blocks = request.spec, request.use, len(request.block_table)
         self.by_id[spec.request_id] = request
         self._of_tenant[spec.prompt.space] = use
-        use.num_running += 1
-        use.num_blocks += num_blocks
         use.num_with_blocks += 1
         use.num_private += num_blocks - request.lease.num_blocks
 
     def remove(self, request: Request) -> None:
         """Stop counting the request as running; it keeps its blocks."""
         del self.by_id[request.spec.request_id]
-        request.use.num_running -= 1
-        request.use.num_blocks -= len(request.block_table)
 
     def freed(self, request: Request, num_private: int) -> None:
         """Note that the request has returned all of its blocks, `num_private` of them private."""
@@ -741,9 +731,6 @@ class Running:
             use = found.setdefault(one.space, TenantUse())
             use.num_with_blocks += 1
             use.num_private += one.num_private
-            if one not in self.ending:
-                use.num_running += 1
-                use.num_blocks += len(one.block_table)
         return [
             f"tenant {space!r} has {found.get(space)}, but {self._of_tenant.get(space)} is counted"
             for space in sorted(found.keys() | self._of_tenant.keys())

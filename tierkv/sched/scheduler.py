@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from time import monotonic
 
@@ -28,12 +28,12 @@ from tierkv.sched.admission import (
     HostLoads,
     SchedulerStats,
     Starts,
+    check_fits,
 )
 from tierkv.sched.events import CacheEventKind
 from tierkv.sched.fair_queue import Waiting, WaitingLine
 from tierkv.sched.fetch import Fetched
 from tierkv.sched.request import Computing, Request, RequestSpec, RequestState, Running
-from tierkv.sched.tenants import Limits, TenantLimits
 from tierkv.sched.tiers import Tiers
 from tierkv.sched.worth import PrefillSpeed
 
@@ -49,8 +49,6 @@ class Scheduler:
 
     Args:
         tiers: the tiers whose device blocks the requests use.
-        limits: limits by tenant; "" is the service's own.
-        default: limits of all other tenants.
         prefill: estimate of computing times. A request waits for blocks that another one computes
             if that is estimated to be sooner (see Computing), while requests behind it go on.
     """
@@ -58,14 +56,11 @@ class Scheduler:
     def __init__(
         self,
         tiers: Tiers,
-        limits: Mapping[str, Limits] | None = None,
-        default: Limits | None = None,
         *,
         prefill: PrefillSpeed | None = None,
     ) -> None:
         self.tiers = tiers
         self.index = tiers.index
-        self._limits = TenantLimits(tiers.index, tiers.slots.pools[Tier.DEVICE], limits, default)
         self._waiting = WaitingLine()
         self._running = Running()
         self._is_draining = False
@@ -84,7 +79,6 @@ class Scheduler:
             tiers,
             self._running,
             self._starts,
-            limits=self._limits,
             line=self._waiting,
         )
         self._admissions = Admissions(
@@ -93,7 +87,6 @@ class Scheduler:
             self._running,
             starts=self._starts,
             growth=self.growth,
-            limits=self._limits,
             computing=self.computing,
         )
         tiers.work.on_capacity(self._admissions.pump)
@@ -131,26 +124,9 @@ class Scheduler:
             if not waiting.outcome.done():
                 waiting.outcome.set_exception(ShuttingDownError("this node is shutting down"))
 
-    def limit(self, tenant: str, limits: Limits) -> None:
-        """Set a tenant's limits from now on.
-
-        Args:
-            tenant: Short fingerprint of the tenant.
-            limits: Largest numbers of requests and blocks.
-        """
-        self._limits.set(tenant, limits)
-        self.tiers.work.capacity_changed()  # running requests may get more blocks too
-
-    def has_limits_set(self, tenant: str) -> bool:
-        return self._limits.are_set(tenant)
-
     def forget_turns(self, tenant: str) -> None:
         """Forget the turns of a tenant without requests, which is closed."""
         self._waiting.forget(tenant)
-
-    def forget_limits(self, tenant: str) -> None:
-        """Give the tenant the default limits again."""
-        self._limits.forget(tenant)
 
     def is_used_by(self, tenant: str) -> bool:
         """Return whether requests of this tenant run, wait, end, or are to be resumed."""
@@ -230,7 +206,7 @@ class Scheduler:
                 f"request {spec.request_id!r} is already running: use another id, or wait "
                 "for its end"
             )
-        self._limits.check(spec)
+        check_fits(self.tiers, spec)
 
     async def admit(self, spec: RequestSpec, fetched: Fetched | None = None) -> Request:
         """Wait for the request's turn and blocks; its loads are on their way on return.

@@ -8,7 +8,6 @@ from tierkv.cache.eviction import EvictionKind, EvictionPolicy, WritePolicy, mak
 from tierkv.cache.node import Quota, check_quota
 from tierkv.config import Fixed, all_above_zero, all_at_least_one
 from tierkv.errors import ConfigError
-from tierkv.sched.tenants import Limits
 from tierkv.sched.worth import FetchPolicy
 
 
@@ -37,10 +36,6 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         max_tenants: most tenants with blocks at this node.
         tenant_device_blocks: most device blocks of each tenant; null for no limit.
         tenant_host_blocks: most host blocks of each tenant; null for no limit.
-        tenant_requests: most running requests of each tenant; null for no limit.
-        tenant_running_blocks: most device blocks of a tenant's running requests together; null for
-            no limit.
-        request_blocks: most device blocks of one request; null for no limit.
         device_eviction: policy of eviction from the device: lru, lfu or s3fifo.
         host_eviction: policy of eviction from the host, with the same choices.
         tensor_parallel: number of ranks over which the heads of each block are split.
@@ -61,9 +56,6 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_tenants: int = 256
     tenant_device_blocks: int | None = None
     tenant_host_blocks: int | None = None
-    tenant_requests: int | None = None
-    tenant_running_blocks: int | None = None
-    request_blocks: int | None = None
     tensor_parallel: int = 1
     device_eviction: EvictionKind = EvictionKind.LRU
     host_eviction: EvictionKind = EvictionKind.LRU
@@ -72,10 +64,6 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def host_slots(self) -> int:
         """Slots that the host tier may ever have."""
         return self.host_max_blocks or self.host_blocks
-
-    def limits(self) -> Limits:
-        """Return the limits of each tenant that has none of its own."""
-        return Limits(self.tenant_requests, self.tenant_running_blocks, self.request_blocks)
 
     def quota(self) -> Quota:
         """Return the quota of each tenant by name, in device and host blocks."""
@@ -88,7 +76,6 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         )
 
     def __post_init__(self) -> None:
-        self.limits()  # refuses what cannot be
         check_quota(self.quota())
         all_at_least_one("cache", self, "block_size", "device_blocks", "host_blocks", "max_tenants")
         all_at_least_one("cache", self, "host_after_hits", "storage_after_hits", "tensor_parallel")

@@ -1,122 +1,18 @@
-"""Tenants and other fingerprints beside the service's own: opened, limited, and closed again."""
+"""Tenants and other fingerprints beside the service's own: opened, bounded, closed again."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 from tierkv.cache.eviction import EvictionKinds
-from tierkv.cache.index import Index
 from tierkv.cache.keys import Fingerprint
-from tierkv.cache.node import DEFAULT, BlockPool, Quota, Space, Tier, TreeNode, check_quota
-from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError, RequestTooLargeError
+from tierkv.cache.node import DEFAULT, Quota, Space, Tier, TreeNode, check_quota
+from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError
 from tierkv.sched.lifecycle import forgetting
-from tierkv.sched.request import RequestSpec
 from tierkv.sched.tiers import Tiers
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of one tenant's running requests; None means no limit of its own.
-
-    Attributes:
-        requests: most running requests.
-        blocks: most device blocks that they hold together.
-        request_blocks: most device blocks of each.
-    """
-
-    requests: int | None = None
-    blocks: int | None = None
-    request_blocks: int | None = None
-
-    are_none: bool = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        given = [
-            what for what in (self.requests, self.blocks, self.request_blocks) if what is not None
-        ]
-        if any(what < 1 for what in given):
-            raise ConfigError(f"a tenant's limits must be at least 1, or absent: {self}")
-        object.__setattr__(self, "are_none", not given)
-
-    def allow(self, running: int, blocks: int) -> bool:
-        """Return True if running requests are within the limits.
-
-        Args:
-            running: Number of running requests.
-            blocks: Device blocks of these requests together.
-        """
-        return (self.requests is None or running <= self.requests) and (
-            self.blocks is None or blocks <= self.blocks
-        )
-
-    def allow_request(self, blocks: int) -> bool:
-        """Return whether a request with `blocks` blocks may run when no other does."""
-        return self.allow(1, blocks) and (
-            self.request_blocks is None or blocks <= self.request_blocks
-        )
-
-
-class TenantLimits:
-    """Limits by tenant, a fingerprint's short name; "" is the service's own.
-
-    Tenants that are not named have the limits `default`.
-    """
-
-    def __init__(
-        self,
-        index: Index,
-        device_pool: BlockPool,
-        limits: Mapping[str, Limits] | None,
-        default: Limits | None,
-    ) -> None:
-        self._index = index
-        self._device_pool = device_pool
-        self._limits = dict(limits or {})
-        self._default = default or Limits()
-
-    def of(self, space: str) -> Limits:
-        return self._limits.get(space, self._default)
-
-    def set(self, tenant: str, limits: Limits) -> None:
-        self._limits[tenant] = limits
-
-    def are_set(self, tenant: str) -> bool:
-        return tenant in self._limits
-
-    def forget(self, tenant: str) -> None:
-        self._limits.pop(tenant, None)
-
-    def check(self, spec: RequestSpec) -> None:
-        """Refuse a request that would not fit if it ran alone.
-
-        Limits can change while a request waits, so the check is repeated then.
-
-        Raises:
-            RequestTooLargeError: no wait would make the request fit.
-        """
-        num_blocks, pool = spec.num_blocks, self._device_pool
-        if num_blocks > pool.capacity:
-            raise RequestTooLargeError(
-                f"the request needs {num_blocks} blocks of {self._index.block_size} "
-                f"tokens, but the device tier has {pool.capacity}: shorten it, or "
-                "raise cache.device_blocks"
-            )
-        quota = self._index.spaces.root_of(spec.prompt).space.quota[Tier.DEVICE]
-        if quota is not None and num_blocks > quota:
-            raise RequestTooLargeError(
-                f"the request needs {num_blocks} blocks, more than its tenant's quota "
-                f"of {quota}: shorten it, or raise the quota"
-            )
-        limits = self.of(spec.prompt.space)
-        if not (limits.are_none or limits.allow_request(num_blocks)):
-            raise RequestTooLargeError(
-                f"the request needs {num_blocks} blocks, more than its tenant's limits "
-                f"allow ({limits}): shorten it, or raise the limits"
-            )
-
 
 _AT_ONCE = 128  # copies of a tenant that is closed in the same turn of the loop
 
@@ -347,10 +243,6 @@ class Tenants:
         if not open_spaces - {DEFAULT} <= by_name | self._set_quotas.keys():
             wrong.append("a fingerprint is listed that was never opened")
         return wrong
-
-    def has_quota_set(self, name: str) -> bool:
-        """Return whether a quota was set for a space, open or closed."""
-        return name in self._set_quotas
 
     def quota_of(self, name: str) -> Quota:
         """Return the quota of a space, also of a closed one with a quota of its own."""

@@ -216,9 +216,7 @@ class Components:
         self.estimator = Estimator(
             bytes_per_token=fingerprint.layout.block_bytes / settings.block_size
         )
-        self.scheduler = Scheduler(
-            self.tiers, default=settings.limits(), prefill=self.estimator.prefill
-        )
+        self.scheduler = Scheduler(self.tiers, prefill=self.estimator.prefill)
         stats = HandoffStats()
         source, peers = self._sources(handoff, host, stats)
         self.fetcher = Fetcher(self.tiers, storage.io, self.estimator, source=source)

@@ -32,7 +32,6 @@ from tierkv.sched.explain import Explanation, explain
 from tierkv.sched.fetch import Fetched
 from tierkv.sched.request import RequestSpec
 from tierkv.sched.settings import CacheSettings
-from tierkv.sched.tenants import Limits
 from tierkv.sched.worth import FetchPolicy
 from tierkv.service.components import Components, Memory, ServiceConfig, check, host_memory, opened
 from tierkv.service.kv_events import EventsSection, KvEventPublisher
@@ -353,7 +352,6 @@ class Service:
         fingerprint: Fingerprint,
         *,
         quota: tuple[int | None, int | None] = (None, None),
-        limits: Limits | None = None,
     ) -> str:
         """Serve another tenant or adapter beside the service's own; they share no blocks.
 
@@ -361,27 +359,19 @@ class Service:
             fingerprint: its fingerprint, with the layout of the service.
             quota: the most device and host blocks it may have, None for any number; beyond it, its
                 own blocks are evicted.
-            limits: limits of its running requests; None for none.
 
         Returns:
             The name that its prompts carry as `space`.
         """
-        space = self.tenants.open(fingerprint, quota)
-        if limits is not None:
-            self.scheduler.limit(space, limits)
-        return space
+        return self.tenants.open(fingerprint, quota)
 
     def close_fingerprint(self, space: str) -> int:
-        """Stop serving a space, and forget its limits; see Tenants.close."""
-        num_copies = self.tenants.close(space)
-        self.scheduler.forget_limits(space)
-        return num_copies
+        """Stop serving a space; see Tenants.close."""
+        return self.tenants.close(space)
 
     async def retire_fingerprint(self, space: str) -> int:
         """Close a space in slices, between which the loop runs other tasks; see Tenants.retire."""
-        num_copies = await self.tenants.retire(space)
-        self.scheduler.forget_limits(space)
-        return num_copies
+        return await self.tenants.retire(space)
 
     def space_of_tenant(self, tenant: str, adapter: str = "") -> str:
         """Return the space of a tenant's prompts, opened on first use; see Tenants.space_of.
@@ -404,20 +394,6 @@ class Service:
             quota: Largest numbers of device and host blocks.
         """
         self.tenants.set_quota(space, quota)
-
-    def set_limits(self, space: str, limits: Limits) -> None:
-        """Set the limits of a space's running requests, which outlast its closing.
-
-        Args:
-            space: name of the space.
-            limits: the new limits.
-
-        Raises:
-            BadRequestError: the space is closed, and never had limits or a quota.
-        """
-        if not (self.tenants.has_quota_set(space) or self.scheduler.has_limits_set(space)):
-            self.index.spaces.root_named(space)
-        self.scheduler.limit(space, limits)
 
     def fingerprint_of(self, space: str) -> Fingerprint:
         """Return the fingerprint of a space, or the service's own for ""."""
