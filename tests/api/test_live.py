@@ -21,7 +21,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from tests.api.guarded import callers_in, guarded
-from tests.api.nodes import Answer, Client, Here, here, process
+from tests.api.nodes import Client, Here, here, process
 from tests.latch import until
 from tierkv.http import live
 from tierkv.http.callers import RoleName
@@ -246,37 +246,6 @@ async def test_a_callers_page_shows_the_requests_and_prefixes_of_its_tenant(
             headers = {"Authorization": f"Bearer {admin}"}
             answer = await on.client.ask("GET", path, headers=headers)
             assert (answer.status, answer.code) == (404, "unknown_id")
-
-
-async def test_the_text_of_a_prompt_is_shown_to_callers_that_may_work_in_its_tenant(
-    tmp_path: Path,
-) -> None:
-    callers = await asyncio.to_thread(callers_in, tmp_path)
-    reader, writer = [await callers.token(role, "one") for role in (RoleName.READ, RoleName.WRITE)]
-    other, admin = await callers.token(RoleName.WRITE, "two"), await callers.token(RoleName.ADMIN)
-    long = "".join(chr(ord("a") + at % 26) for at in range(800))
-    async with guarded(callers) as on:
-        await generate(on.client, "the password is swordfish", "short", writer)
-        await generate(on.client, long, "long", writer)
-
-        async def text(number: int, token: str) -> Answer:
-            headers = {"Authorization": f"Bearer {token}"}
-            return await on.client.ask("GET", f"/live/requests/{number}/text", headers=headers)
-
-        for token in (writer, admin):
-            shown = (await text(1, token)).body
-            assert shown == {
-                "beginning": "the password is swordfish",
-                "end": "",
-                "hidden_tokens": 0,
-            }
-        assert (await text(1, reader)).status == 403
-        assert (await text(1, other)).status == 404
-        assert (await text(2, writer)).body == {
-            "beginning": long[:256],
-            "end": long[-256:],
-            "hidden_tokens": 800 - 512,
-        }
 
 
 async def test_the_page_itself_is_public_and_its_data_is_not(tmp_path: Path) -> None:

@@ -223,8 +223,6 @@ def test_a_request_is_explained_on_a_click_and_names_from_outside_stay_text(
     assert "on the device" in told
     assert "compute to the first token" in told
     assert "Once upon" not in told
-    page.page.click("text=Show the prompt's text")
-    page.has("Text of the prompt")
     page.page.click("button.request:has-text('again')")
     assert page.page.query_selector(".detail") is None
     assert page.page.query_selector("main img") is None

@@ -12,7 +12,6 @@ from enum import Enum
 from functools import cached_property
 
 import msgspec
-import numpy as np
 from aiohttp import web
 
 import tierkv
@@ -24,7 +23,6 @@ from tierkv.api.types import (
     LifeAnswer,
     LiveAnswer,
     PartHealth,
-    PromptTextAnswer,
     ReadyAnswer,
     SleepBody,
     VerifyAnswer,
@@ -48,7 +46,6 @@ from tierkv.http.route import Disconnect, Route, document, in_path, routes_of
 from tierkv.observe import Moment, Prefix, Stats, Timeline, prefixes
 from tierkv.sched.explain import Explanation
 from tierkv.tasks import deadline
-from tierkv.threads import aside
 from tierkv.transfer.tier import StoreState
 
 
@@ -293,7 +290,6 @@ _FIGURES = frozenset(
     )
 )
 _MOST_DIGITS = 18  # of a request's number; Python refuses numbers of thousands of digits
-_SHOWN_TOKENS = 256  # at the beginning and at the end of a prompt's text
 _MOST_TOLD = 24  # requests in one event of the page; see _chosen
 _RUN_S = 0.0004  # pause per run of blocks read, 200 times its reading time
 
@@ -327,24 +323,6 @@ class NodeLiveRoutes(Routes):
         """Explain the cached part of a recent request's prompt."""
         async with self._node.call():
             return await explained(self._node, principal_of(request), self._past_prompt(request))
-
-    @Route("GET", "/live/requests/{number}/text", Access.WRITE, answer=PromptTextAnswer)
-    async def text(self, request: web.BaseRequest) -> PromptTextAnswer:
-        """Return the text of a recent request's prompt, shortened in the middle.
-
-        A caller with the role `read` receives only the numbers of tokens.
-        """
-        async with self._node.call():
-            prompt = self._past_prompt(request)
-            tokenizer = self._node.spec.tokenizer
-            tokens = np.frombuffer(prompt.tokens, "<i4")
-            if len(tokens) <= 2 * _SHOWN_TOKENS:
-                return PromptTextAnswer(await aside(tokenizer.decode, tokens), "", 0)
-            return PromptTextAnswer(
-                await aside(tokenizer.decode, tokens[:_SHOWN_TOKENS]),
-                await aside(tokenizer.decode, tokens[-_SHOWN_TOKENS:]),
-                len(tokens) - 2 * _SHOWN_TOKENS,
-            )
 
     def _past_prompt(self, request: web.BaseRequest) -> Prompt:
         """Return the prompt of the request in the path.

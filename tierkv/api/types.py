@@ -484,20 +484,6 @@ class LookupAnswer(msgspec.Struct, frozen=True, kw_only=True):
         return LookupAnswer(request_id=request_id, **asdict(found))
 
 
-class PromptTextAnswer(msgspec.Struct, frozen=True):
-    """The text of a prompt.
-
-    Attributes:
-        beginning: Text of the first tokens, or of all.
-        end: Text of the last tokens; "" if `beginning` is the whole text.
-        hidden_tokens: Number of tokens between them.
-    """
-
-    beginning: str
-    end: str
-    hidden_tokens: int
-
-
 class VerifyAnswer(msgspec.Struct, frozen=True):
     """The result of a check of the node's books.
 

@@ -299,8 +299,7 @@ function timeline() {
     row.detail = null;
     if (open !== number) return;
     const explained = el("div", { role: "status" }, el("h3", {}, "What of its prompt is cached now"), el("p", {}, "asking …"));
-    const text = el("div", {}, el("button", { type: "button", onclick: async () => text.replaceChildren(...await textOf(number)) }, "Show the prompt's text"));
-    row.detail = el("div", { class: "detail" }, moments(one), story(one), explained, text);
+    row.detail = el("div", { class: "detail" }, moments(one), story(one), explained);
     row.box.append(row.detail);
     const words = await explain(number);
     explained.replaceChildren(explained.firstChild, ...words.map((line) => el("p", {}, line)));
@@ -368,18 +367,6 @@ async function explain(number) {
     return [...lines, `Block ${body.first_miss} is missing: ${body.reason}${body.tier ? ` (${body.tier})` : ""}${when}${body.detail ? `. ${body.detail}` : ""}`];
   } catch (error) {
     return [`It could not be asked: ${error.message}`];
-  }
-}
-
-// Only callers that may do work in the tenant (role write) get the text.
-async function textOf(number) {
-  try {
-    const answer = await ask(`live/requests/${number}/text`), body = await answer.json();
-    if (!answer.ok) return [el("p", {}, body.detail ?? body.title)];
-    const between = body.hidden_tokens ? [el("p", { class: "quiet" }, `${plural(body.hidden_tokens, "token")} between`), el("pre", {}, body.end)] : [];
-    return [el("h3", {}, "Text of the prompt"), el("pre", {}, body.beginning), ...between];
-  } catch (error) {
-    return [el("p", {}, `It could not be asked: ${error.message}`)];
   }
 }
 
