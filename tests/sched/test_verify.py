@@ -131,7 +131,7 @@ def running_that_ended(here: World, request: Request) -> Undo:
 
 def uncounted_tenant(here: World, _: Request) -> Undo:
     running = here.service.scheduler._running
-    return put(running, "_of_tenant", {"": TenantUse(1, 99)})
+    return put(running, "_of_tenant", {"": TenantUse(9)})
 
 
 def uncounted_private_blocks(here: World, _: Request) -> Undo:
@@ -212,7 +212,7 @@ BROKEN: dict[Callable[[World, Request], Undo], str] = {
     preempted_lost: "differs from the number of pins",
     preempted_in_another_state: "is listed as preempted, but ended",
     running_that_ended: "lists refused blocks beyond its lease",
-    uncounted_tenant: "num_blocks=99",
+    uncounted_tenant: "num_with_blocks=9",
     uncounted_private_blocks: "num_private=99",
     claim_over: "is over but still listed",
     claim_lost: "are counted",
