@@ -88,7 +88,7 @@ class Sampling:
         return [name for name in names if self._value(name) != usual[name].default]
 
     def check_only(self, names: Sequence[str]) -> None:
-        """Check that only supported fields are used, beside temperature and seed.
+        """Check that only supported fields are used, apart from temperature and seed.
 
         Args:
             names: Further fields that the engine supports.
@@ -265,7 +265,7 @@ class NodeEngine(Protocol):
     """An engine that computes for a node. Use it inside `running()`, within that of the service.
 
     Every method may be cancelled: it then ends when no kernel uses the request's blocks any more,
-    and these have been given back.
+    and these have been released.
     """
 
     @property

@@ -236,7 +236,7 @@ class SessionEngine(ABC):
     """Generates, prefills and decodes over `service`; a subclass has the model.
 
     Use it inside `running()`, within that of the service. Every method may be cancelled: it then
-    ends when the model has left the request's blocks, and these have been given back.
+    ends when the model has left the request's blocks, and these have been released.
 
     Args:
         service: The service of the node.

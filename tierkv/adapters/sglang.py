@@ -70,7 +70,7 @@ _ARGUMENTS = (
 
 
 class HiCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Keys of the extra config beside SGLang's own.
+    """Keys of the extra config, apart from SGLang's own.
 
     Attributes:
         store: URL of the store (docs/storage.md).
@@ -173,7 +173,7 @@ class TierKVHiCache(HiCacheStorage):
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        """Return how many pages in a row, from the first on, the store has whole."""
+        """Return the number of leading pages that the store has whole."""
         names = _names(keys)
         asked = [pool.count(names) for pool in self._pools(PoolName.KV)]
         return min([_answer(future, 0) for future in asked], default=len(keys))

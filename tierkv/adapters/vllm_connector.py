@@ -227,7 +227,7 @@ class StepPlans(KVConnectorMetadata):
         saves: the plan of all saves, which saves of `saving` are part of; None without saves.
         saving: names of the requests that save, one for each of their saves.
         lost: requests with a promised load that cannot be done, and the blocks that are wrong.
-        over: requests that have ended; their blocks are given back when their saves are done.
+        over: requests that have ended; their blocks are released when their saves are done.
     """
 
     must_wait: bool = False
@@ -920,7 +920,7 @@ class _SchedulerSide:
     # A step
 
     def plan(self, step: SchedulerOutput) -> StepPlans:
-        """Return the tasks of this step's workers beside computing."""
+        """Return the loads and saves of this step's workers."""
         self._step += 1
         computes_much = step.total_num_scheduled_tokens > _MUCH
         self._is_turn = computes_much or self._step % _SAVES_EVERY == 0
@@ -1337,7 +1337,7 @@ class _SchedulerSide:
             return False, None
         self._filling.pop(name, None)
         tracked.due = None
-        if tracked.is_loading:  # the blocks are given back when that is over
+        if tracked.is_loading:  # the blocks are released when that is over
             self.cache.release(name)
             return False, None
         params = None

@@ -534,7 +534,7 @@ class StoredKey:
 class KeyRun(Sequence[StoredKey]):
     """The keys of blocks of a prompt in a row, and perhaps, last, of its tail.
 
-    A digest is computed when somebody asks for it, or for one behind it; a part of a run shares
+    A digest is computed at its first use, or at that of one behind it; a part of a run shares
     what the whole one knows. So a run of which only the first key is looked at costs as much as one
     key. Safe from several threads.
     """

@@ -364,7 +364,7 @@ class TierCopies:
         return found
 
     def leading(self, state: CopyState, start: int, stop: int) -> int:
-        """Return how many blocks in a row from `start` on, up to `stop`, are in `state`."""
+        """Return the number of leading blocks of [start, stop) that are in `state`."""
         if self._states is None:
             return stop - start if self.uniform is state else 0
         other = np.flatnonzero(self._states[start:stop] != state)

@@ -458,7 +458,7 @@ class EngineCache:
             raise
 
     def close(self) -> None:
-        """Wait for the copies under way, give everything back, and close. May be called again.
+        """Wait for the copies under way, release everything, and close. May be called again.
 
         Copies that ranks have finished are kept, and stored if the store takes them soon.
         """

@@ -127,7 +127,7 @@ class Call(Generic[T]):
             self.run_callbacks()
 
     def cancel(self) -> None:
-        """Give the call up, unless it is done. Everything the call holds is given back."""
+        """Cancel the call, unless it is done. Everything the call holds is released."""
         self._exchange.cancel(self)
 
     def settle(self, result: T | None, error: TierKVError | None) -> None:

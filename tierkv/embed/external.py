@@ -4,7 +4,7 @@
     EngineCache(node=NodeHost(path))     -- hello ---> the first one says what a block is
     its ranks map the same memory        <- memory --- one host tier, one store
     lookup, load, save: as ever          -- calls ---> promises, slots for saves, tickets
-    its end, or death                    -- EOF -----> what it held is given back
+    its end, or death                    -- EOF -----> what it held is released
 
 What an engine asks of its `HostSide` goes over a Unix socket; all else of an `EngineCache` stays in
 the engine's process, and so do its ranks. Each process that may copy holds one end of a pair of

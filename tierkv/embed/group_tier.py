@@ -1,6 +1,6 @@
 """One group of an engine's blocks on the host and in storage, found by key.
 
-The group lies beside the radix tree, which has the blocks of the first group of full attention. All
+The radix tree has only the blocks of the first group of full attention. All
 code here runs on the service's loop.
 """
 

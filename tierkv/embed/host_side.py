@@ -268,7 +268,7 @@ class HostPromise:
 
     @property
     def is_over(self) -> bool:
-        """True if the promise was loaded, given back, or has expired."""
+        """True if the promise was loaded, released, or has expired."""
         return not self.owner
 
     def take(self) -> bool:
@@ -628,7 +628,7 @@ class HostSide:
             tier.note_answer(look, some, there)
 
     async def _longest(self, looks: dict[int, GroupLook], bound: int) -> int:
-        """Return the longest length that host and storage have in the groups beside the index.
+        """Return the longest length that host and storage have in the groups outside the index.
 
         The length is at most `bound` tokens. Storage is asked for all groups at once, in batches
         that grow.
@@ -651,7 +651,7 @@ class HostSide:
             most *= _MORE_ASKED
 
     def _longest_here(self, looks: dict[int, GroupLook], bound: int) -> int:
-        """Return the longest length that the host alone has in the groups beside the index."""
+        """Return the longest length that the host alone has in the groups outside the index."""
         valid = [
             (self._groups[number], self._tiers[number].valid(look, bound))
             for number, look in looks.items()
@@ -1297,7 +1297,7 @@ class HostSide:
         return lease is not None and self._service.index.spaces.is_retired(lease.node)
 
     async def store_groups(self, promise: HostPromise) -> None:
-        """Store the blocks that `promise` holds of the groups beside the index.
+        """Store the blocks that `promise` holds in the groups outside the index.
 
         Raises:
             StoreUnavailableError: a block was not stored.

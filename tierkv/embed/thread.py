@@ -32,7 +32,7 @@ class ForkedError(TierKVError):
 class CloseTimeoutError(TierKVError):
     """Opening or closing takes longer than its deadline, and goes on in the service's thread.
 
-    The memory of copies in flight is given back once the copies are done.
+    The memory of copies in flight is released once the copies are done.
     """
 
 

@@ -66,7 +66,7 @@ class BackendNode:
                 return self._trouble
 
     def note_failure(self, now: float) -> None:
-        """Give it no work for a while, twice as long for each failure in a row."""
+        """Give the node no work for a time, twice as long after each consecutive failure."""
         self.num_failures += 1
         self._is_ready = True  # what it said before counts no more
         longest = self._settings.eject_most_s

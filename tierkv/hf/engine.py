@@ -132,7 +132,7 @@ class TransformersEngine(SessionEngine):
         return call.outcome.result()
 
     async def _wait_for_loads(self, run: ModelRun) -> None:
-        """Wait until all cached tokens of `run` are there, beside other requests' steps.
+        """Wait until all cached tokens of `run` are on the device; other requests' steps continue.
 
         Without other requests the run's own step waits, layer by layer.
         """

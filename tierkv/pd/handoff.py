@@ -85,7 +85,7 @@ def groups_of(start: int, stop: int) -> Iterator[range]:
 
 
 class Group:
-    """Host slots lent to one step of one publish or claim."""
+    """Host slots reserved for one step of one publish or claim."""
 
     def __init__(self, slots: Ids) -> None:
         self.slots = slots
@@ -370,7 +370,7 @@ class Handoff:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the hand-off in the body; at the end give up this node's open tickets at once."""
+        """Run the hand-off in the body; at its end fail this node's open tickets."""
         async with (
             self.tickets.notifier.running(),
             self.tickets.lease.running(),

@@ -45,7 +45,7 @@ class Supply(Protocol):
     async def failure(self) -> str:
         """Return the reason why the producer gave the ticket up; "" if it did not say so.
 
-        A call may run beside `ask`.
+        A call may run at the same time as `ask`.
         """
 
 

@@ -54,7 +54,7 @@ from tierkv.transfer.storage_io import StorageIO
 #
 # open ticket        "a ticket will come": its keys are known, its blocks are on their way
 # ticket             every block is stored; the first tokens
-# acknowledgement    somebody claimed it
+# acknowledgement    the ticket was claimed
 
 _VERSION = 1
 _TICKET, _OPEN, _ACKNOWLEDGED = b"TKVT", b"TKVO", b"TKVA"
@@ -986,7 +986,7 @@ class Standing(Enum):
     NOT_YET = "not_yet"  # nothing is known of it
     OPEN = "open"  # its prompt is being computed
     WHOLE = "whole"  # every block was stored, it can be claimed
-    ACKNOWLEDGED = "acknowledged"  # somebody claimed it; it may still be there for a while
+    ACKNOWLEDGED = "acknowledged"  # a node claimed it; the ticket may still be stored for a while
     EXPIRED = "expired"
     DAMAGED = "damaged"
     INCOMPATIBLE = "incompatible"  # of a node with KV that cannot be used here

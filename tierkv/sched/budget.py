@@ -61,7 +61,7 @@ class Budget:
         return self._time() + self._deadline_s - self._spent()
 
     def restrict(self, tokens: int, *, is_answered: bool = False) -> Decision:
-        """Apply the rule to `tokens` that are missing. Time that was spent is not given back.
+        """Apply the rule to `tokens` that are missing. Spent time is not restored.
 
         Args:
             tokens: how many of the prompt's tokens are missing.

@@ -549,7 +549,7 @@ class Scheduler:
                 end = tail or request.lease.node
                 request.pinned = self.index.pin_softly(end, end.end)
                 self.tiers.copies.save(end, end.end)
-        finally:  # whatever is not cached by a bug is given back
+        finally:  # whatever is not cached by a bug is released
             self._give_back(request)
 
     def _give_back(self, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""Tenants and other fingerprints beside the service's own: opened, bounded, closed again."""
+"""Tenants and further fingerprints of a service: opening, bounds, and closing."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Memory:
     async def running(self, device_blocks: int, host_slots: int) -> AsyncIterator[None]:
         """Allocate the memory in a thread, since pinning takes 0.1 s and more.
 
-        A cancel waits for the thread, so that allocated memory is given back.
+        A cancel waits for the thread, so that allocated memory is released.
         """
         with ExitStack() as stack:
             memory = self._taken(device_blocks, host_slots)

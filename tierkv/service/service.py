@@ -353,7 +353,7 @@ class Service:
         *,
         quota: tuple[int | None, int | None] = (None, None),
     ) -> str:
-        """Serve another tenant or adapter beside the service's own; they share no blocks.
+        """Serve a further tenant or adapter, which shares no blocks with the service's own.
 
         Args:
             fingerprint: its fingerprint, with the layout of the service.

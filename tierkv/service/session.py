@@ -88,7 +88,7 @@ class Session:
 
     @property
     def has_ended(self) -> bool:
-        """True if everything the session held has been given back; `over` is resolved then."""
+        """True if everything the session held has been released; `over` is resolved then."""
         return self.over.done()
 
     @property

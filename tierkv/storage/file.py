@@ -91,7 +91,7 @@ _MAX_EVICTIONS = 3
 
 
 class ValueFiles:
-    """Values as files. Methods block, and are safe from several threads and beside other processes.
+    """Values as files. Methods block. Several threads and processes may use them at the same time.
 
     A file holds a value's bytes and nothing else. Its modification time is the time of expiry, 0
     (1970) for never, so a listing need not open files; a file copied without its times counts as

@@ -641,7 +641,7 @@ class Room:
 class UsedBytes:
     """The total bytes of the values in one directory, counted by all processes that use it.
 
-    Methods block; they are not safe from several threads, but beside other processes.
+    Methods block. Several processes may use them at the same time, several threads may not.
 
         .writers / 3f9c... / added      bytes that this process has added since it began
 

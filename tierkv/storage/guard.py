@@ -332,7 +332,7 @@ class GuardedStore(StoreWrapper):
         return outcomes
 
     async def _take_slot(self) -> None:
-        """Take one of `max_reads` slots, which the caller gives back.
+        """Take one of `max_reads` slots, which the caller releases.
 
         Raises:
             StoreUnavailableError: too many operations wait for a slot, or the breaker is open.
