@@ -111,7 +111,7 @@ class EngineNode:
     async def do(self, work: dict[str, Any]) -> dict[str, float]:
         marks: list[float] = []
         tokens = pack(prompt_of(work["seed"], work["num_tokens"]))
-        job = GenerateRequest(work["id"], tokens, 2, on_tokens=lambda _: marks.append(now_s()))
+        job = GenerateRequest(work["id"], tokens, 2, on_tokens=lambda *_: marks.append(now_s()))
         if work["do"] == "prefill":
             await self.engine.prefill(job, work["id"])
         else:

@@ -130,7 +130,7 @@ class Serving:
     ) -> Generation:
         """Answer a prompt; `times` gets the moment of each token."""
         self._count += 1
-        told = None if times is None else lambda _: times.append(time.perf_counter())
+        told = None if times is None else lambda *_: times.append(time.perf_counter())
         job = GenerateRequest(f"r{self._count}", pack(prompt), num_new, on_tokens=told)
         generation: Generation = await self.engine.generate(job)
         return generation

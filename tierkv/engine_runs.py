@@ -172,11 +172,12 @@ class ModelRun:
 
     def tell(self) -> None:
         """Report all tokens so far to the listener of the job."""
-        if self.job.on_tokens is not None:
-            self.job.on_tokens(self.tokens, self._wanted_logprobs())
-
-    def _wanted_logprobs(self) -> Sequence[TokenLogprobs | None]:
-        return () if self.job.num_logprobs is None else self._logprobs
+        if self.job.on_tokens is None:
+            return
+        if self.job.num_logprobs is None:
+            self.job.on_tokens(self.tokens)
+        else:
+            self.job.on_tokens(self.tokens, self._logprobs)
 
     @property
     def has_stopped(self) -> bool:
@@ -209,7 +210,7 @@ class ModelRun:
             first_token_s=first - self.started,
             total_s=now - self.started,
             finish_reason=finish,
-            logprobs=tuple(self._wanted_logprobs()),
+            logprobs=() if self.job.num_logprobs is None else tuple(self._logprobs),
         )
 
 
