@@ -29,7 +29,7 @@ from tierkv.storage.protocol import (
 from tierkv.storage.redis.cluster import slot_of
 from tierkv.storage.redis.store import RedisSettings
 
-NAMES = [f"t:f:{index:03}:0" for index in range(150)]
+NAMES = [f"t:f:{index:03}:0" for index in range(50)]
 
 
 @pytest.fixture(scope="module")
