@@ -201,7 +201,7 @@ class ModelTokenizer:
         self._template = None if template is None else _template(path, template)
 
     def encode(self, text: str) -> bytes:
-        """See Tokenizer.encode; names of special tokens in `text` become these tokens."""
+        """Return the tokens of `text`; names of special tokens in the text become these tokens."""
         return self._encode(text, adds_special=True)
 
     def encode_chat(self, messages: Messages) -> bytes:

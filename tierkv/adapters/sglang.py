@@ -275,7 +275,7 @@ class TierKVHiCache(HiCacheStorage):
         return metrics
 
     def close(self) -> None:
-        """Let what is under way end, and close the store."""
+        """Wait for running operations, and close the store."""
         self._storage.close()
 
     def _pages_of(self, host_pool: HostKVCache, name: str) -> _HostPages:

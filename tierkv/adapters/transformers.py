@@ -309,7 +309,7 @@ _NO_HIT = PromptHit()
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """A layer's keys and values in device blocks that lie in a row; attention gets views of them.
+    """A layer's keys and values in contiguous device blocks; attention gets views of the blocks.
 
     wait: called before its blocks are read or written, with the layer's number and how many tokens
         it is to have then.

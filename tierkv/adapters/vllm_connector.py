@@ -1532,7 +1532,7 @@ def _digest_of_adapter(path: str) -> bytes:
 def _fingerprint(
     config: VllmConfig, settings: ConnectorSettings, layout: Layout, backends: str, num_ranks: str
 ) -> Fingerprint:
-    """Return everything that shapes a block's bytes: instances must agree on it to share blocks."""
+    """Return the fingerprint: all settings that instances must have in common to share blocks."""
     model, cache = config.model_config, config.cache_config
     text = model.hf_text_config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)

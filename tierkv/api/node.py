@@ -182,7 +182,7 @@ class Node:
         )
 
     async def verify(self) -> list[str]:
-        """Return the faults of Service.verify, also in blocks of engines in other processes."""
+        """Return the faults that Service.verify finds, those of attached engines included."""
         return self.service.verify() if self._external is None else await self._external.verify()
 
     def check_started(self) -> None:

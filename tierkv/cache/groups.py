@@ -303,7 +303,7 @@ class FlatBlocks:
         self._pool.release(slots)
 
     def put(self, block: FlatBlock) -> bool:
-        """Give a taken slot to this block.
+        """Assign an allocated slot to a block.
 
         Returns:
             False if the block is cached already; the slot then stays the caller's.

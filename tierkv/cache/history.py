@@ -99,11 +99,11 @@ class History:
         self._packed = b""  # of the newest run
 
     def __len__(self) -> int:
-        """Return the number of blocks with an event."""
+        """Return the number of blocks with a recorded eviction or loss."""
         return len(self._events.keys() | self._older_events.keys())
 
     def evicted(self, node: TreeNode, first: int, stop: int, tier: Tier, at_s: float) -> None:
-        """Run blocks [first, stop) of `node` went from `tier`; before they are dropped."""
+        """Record that blocks [first, stop) of a run leave `tier`. Call this before that."""
         width = node.token_bytes // node.num_blocks
         name = "host" if tier is HOST else "device"
         event = HistoryEvent(MissCause.EVICTED, name, at_s)

@@ -154,7 +154,7 @@ def _first(node: TreeNode) -> bytes:
 
 
 def _memory_findings(node: TreeNode) -> list[str]:
-    """Return what is wrong with lengths, digests, uses and relations of `node`."""
+    """Return the faults of a node's lengths, digests, use counts and links, as sentences."""
     parent = node.parent
     assert parent is not None, "the root is not listed"
     wrong = []

@@ -178,7 +178,7 @@ class BlockPool:
         return (taken + first).astype(np.int32)
 
     def take_from(self, first: int) -> Ids:
-        """Take every free id from `first` on, so that none is given out before a shrink."""
+        """Allocate every free id from `first` on, so that no request gets one before a shrink."""
         free = self._free[: self.num_free]
         given: Ids = free[free >= first].copy()
         rest = free[free < first].copy()

@@ -218,7 +218,7 @@ class AsyncClient:
         return self._node.stream("/v1/decode", DecodeAnswer, replace(body, stream=True))
 
     async def abort(self, name: str) -> AbortAnswer:
-        """Abort the request of this id, whatever the node does for it."""
+        """Abort the request of this id in any state."""
         return await self._node.ask("DELETE", "/v1/requests/{id}", AbortAnswer, name)
 
     # What is cached: prefetches, pins, tickets

@@ -32,7 +32,7 @@ _CALL_TIMEOUT_S = 300.0
 
 
 class DemoError(TierKVError):
-    """The demo cannot go on; the sentence says why."""
+    """The demo has failed; the sentence has the reason."""
 
 
 def _die_with_parent() -> None:

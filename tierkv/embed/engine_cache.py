@@ -906,7 +906,7 @@ class EngineCache:
         return first + len(block_ids[main]) >= prompt.num_blocks + bool(prompt.tail_tokens)
 
     def cancel(self, plan: Plan) -> None:
-        """Drop a plan that was given to no rank. The blocks of a load may be looked up again."""
+        """Cancel a plan that no rank has received. The blocks of a load may be looked up again."""
         step = self._steps.pop(plan.number, None)
         if step is None:
             return
@@ -1092,7 +1092,7 @@ class EngineCache:
             raise DeviceFailedError(failure)
 
     def _fail_lost(self, lost: dict[int, str]) -> None:
-        """Report the plans that lost ranks owe as failed; other ranks still report theirs."""
+        """Report plans as failed that a lost rank cannot finish."""
         for step in list(self._steps.values()):
             for rank in step.missing & lost.keys():
                 self._report(Finished(step.plan.number, rank, lost[rank]))

@@ -637,7 +637,7 @@ def _difference(mine: Fingerprint, theirs: Fingerprint) -> str:
 
 
 class _Engine:
-    """One engine: its calls, and what it holds of the tier.
+    """One attached engine: its running calls, and the blocks and slots that it holds.
 
     Args:
         number: number of the connection.

@@ -311,7 +311,7 @@ class Gateway:
         self.is_draining = True
 
     def hurry(self) -> None:
-        """Do not wait for work under way any more."""
+        """Cancel running work instead of waiting for it."""
         self._working.hurry()
 
     async def idle(self, *, grace_s: float) -> None:

@@ -159,7 +159,7 @@ class Nodes:
             )
 
     def compare(self, node: BackendNode, fingerprint: dict[str, str] | None, model: str) -> None:
-        """Note what `node` computes.
+        """Record the fingerprint of `node` and compare it with the other nodes' fingerprints.
 
         A node receives no requests while its fingerprint differs from the most frequent one; of
         equally frequent fingerprints the first counts.

@@ -92,7 +92,7 @@ class CpuEvent:
             raise self._error.with_traceback(None)
 
     def reach(self, error: TransferError | None = None) -> None:
-        """Mark the event as done or failed. The worker that owns the event calls this once."""
+        """Set the event done or failed. Its worker calls this once."""
         self._error = error
         self._is_reached = True
         while self._waiting:

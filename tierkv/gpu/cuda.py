@@ -415,7 +415,7 @@ class Kernel:
     def launch(
         self, argument: Argument, *, num_ctas: int, num_threads: int, stream: CudaStream
     ) -> None:
-        """Launch; the argument may be changed as soon as this returns. The GPU must be bound."""
+        """Launch the kernel; the argument may be reused at once. The GPU must be bound."""
         cupy_driver.launchKernel(
             self._function.ptr,
             *(num_ctas, 1, 1),

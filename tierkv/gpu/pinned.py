@@ -176,7 +176,7 @@ class PinnedSlots:
                 pin.cancel()  # no copy waits any more
 
     def _next(self) -> int | None:
-        """Return the chunk to pin now; None if none is left, or these slots close."""
+        """Return the next chunk to pin; None if all are pinned, or the slots are being closed."""
         with self._lock:
             index = next(iter(self._left), -1)
             while self._wanted:

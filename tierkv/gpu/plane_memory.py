@@ -64,7 +64,7 @@ class _Place:
 def rectangles_of(
     layout: Layout, memory: Sequence[PlaneMemory], num_blocks: int
 ) -> tuple[Rectangle, ...]:
-    """Return the few rectangles, each within one allocation, that hold any block of the layout.
+    """Return rectangles, each within one allocation, that together contain every block.
 
     Args:
         layout: the planes' layout.

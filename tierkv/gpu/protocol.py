@@ -189,7 +189,7 @@ class Lane(Protocol):
 
 
 class Device(Protocol):
-    """One accelerator (or the CPU), and everything bound to it. Closed after all it has made."""
+    """One accelerator (or the CPU) and its memory. Close it after all objects that it has made."""
 
     @property
     def name(self) -> str: ...

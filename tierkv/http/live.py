@@ -47,7 +47,7 @@ News = Callable[[], Iterable[tuple[str, bytes]]]
 
 
 def figures_of(metrics: Iterable[Metric], families: Collection[str]) -> dict[str, float]:
-    """Return the samples of `families`, by their names at /metrics, labels included."""
+    """Return the values of metrics by name, labels included, as /metrics has them."""
     return {
         _name(sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in metrics

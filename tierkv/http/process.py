@@ -200,7 +200,7 @@ class Working:
         self._changed.set()
 
     def hurry(self) -> None:
-        """Make `idle` cut off all calls at once."""
+        """Make `idle` cancel all running calls at once."""
         self._is_hurried = True
         self.changed()
 

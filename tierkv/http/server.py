@@ -451,7 +451,7 @@ class _Http(web.RequestHandler):
         return framing_problem(status, request_id)
 
     def log_exception(self, *args: object, **kw: object) -> None:
-        """Log a client's fault in one line, anything else with its traceback."""
+        """Log an error: one line for a client's fault, otherwise with the traceback."""
         error = kw.get("exc_info")
         if isinstance(error, (HttpProcessingError, web.RequestPayloadError, ConnectionError)):
             log.info("a connection ended within a malformed body: %s", type(error).__name__)

@@ -352,7 +352,7 @@ _ALWAYS_REFUSED = (HandoffProblem.INCOMPATIBLE.value, HandoffProblem.OTHER_PROMP
 
 
 class ClaimPolicy(Enum):
-    """The reaction of a decode node to missing tokens of a claimed prompt.
+    """The rule for tokens of a claimed prompt that cannot be fetched.
 
     Without a ticket there are no first tokens: policies that may compute the prompt compute them
     too.

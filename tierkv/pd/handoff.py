@@ -507,7 +507,7 @@ class Handoff:
         return present
 
     async def count_present(self, keys: Sequence[StoredKey]) -> int:
-        """Return the number of `keys` that storage has, from the first on without a gap.
+        """Return the number of leading `keys` that storage has.
 
         Raises:
             StoreUnavailableError: The store does not answer.

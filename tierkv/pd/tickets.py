@@ -355,7 +355,7 @@ class ProducerLease:
                 self._wanted.clear()
 
     async def is_said(self) -> None:
-        """Return once the lease was written, or an attempt has failed. Call it inside `held`."""
+        """Wait until the lease was written, or an attempt has failed. Call this inside `held`."""
         await self._beaten.wait()
 
     async def is_alive(self, incarnation: str) -> bool:

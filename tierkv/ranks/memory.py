@@ -51,7 +51,7 @@ class SharedSlots(CpuHostSlots):
     """
 
     def __init__(self, descriptor: int, num_slots: int, block_bytes: int, piece: slice) -> None:
-        """Own `descriptor`, and map the file.
+        """Map the file of `descriptor`, and close the descriptor at the end.
 
         Args:
             descriptor: of a file of `num_slots * block_bytes` bytes or more; closed on errors, too.

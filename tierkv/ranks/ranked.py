@@ -194,7 +194,7 @@ class RankedPlanes:
 
 
 class RankedHost:
-    """Slots with a part for each rank, in memory of its own."""
+    """Host slots of several ranks: each rank has its part of a slot in memory of its own."""
 
     def __init__(self, num_slots: int, parts: Sequence[HostSlots]) -> None:
         self.num_slots = num_slots

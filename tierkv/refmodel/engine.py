@@ -181,7 +181,7 @@ class ReferenceSpec:
         return self._config.shards(self._cache.block_size)
 
     def fingerprint(self, tenant: str) -> Fingerprint:
-        """See EngineSpec.fingerprint."""
+        """Return the fingerprint of the model's KV; see EngineSpec.fingerprint."""
         return Fingerprint(
             model=self._config.name,
             revision=self._config.weights_id,

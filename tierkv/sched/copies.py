@@ -99,7 +99,7 @@ async def stored_beyond(index: Index, storage: StorageIO, prompt: Prompt, match:
 async def count_stored(
     storage: StorageIO, keys: KeyRun, *, piece_blocks: int = PIECE_BLOCKS
 ) -> int:
-    """Return the number of `keys` that storage has, from the first on without a gap.
+    """Return the number of leading `keys` that storage has.
 
     Args:
         storage: the storage tier.

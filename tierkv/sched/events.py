@@ -277,7 +277,7 @@ class CacheEvents:
     # Blocks in storage are published once, until they are lost; `stored` lists them.
 
     def now(self) -> EventPoint:
-        """Return the present point in the order of events."""
+        """Return the point in the order of events after the newest event."""
         return EventPoint(self._number, self._num_clears)
 
     def publish_stored(self, runs: Iterable[BlockRun], since: EventPoint) -> None:
@@ -334,7 +334,7 @@ class CacheEvents:
         return missing
 
     def publish_not_stored(self, node: TreeNode, start: int, stop: int) -> None:
-        """Publish that path blocks [start, stop) are no longer known to be in storage."""
+        """Publish that blocks [start, stop) of a path are no longer known to be in storage."""
         if self._stored:
             for run in self.runs(node, start, stop):
                 self._lose([digest for digest in run.digests if digest in self._stored])

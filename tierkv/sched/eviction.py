@@ -218,7 +218,7 @@ class Eviction:
         return before - excess < space.used[tier] < before
 
     def available(self, tier: Tier, space: Space | None = None, *, reserved: int = 0) -> int:
-        """Return the number of slots that `take` could give, now or after copies it would start.
+        """Return the number of free slots and of slots that eviction can free.
 
         Args:
             tier: the tier.

@@ -52,7 +52,7 @@ class Waiting:
         return self.spec.priority
 
     def park(self, wait: PromiseWait, now: float, on_timeout: Callable[[], None]) -> None:
-        """Leave the queue until the wait is over."""
+        """Remove the request from the queue until its wait has ended."""
         if self.give_up_at is None:
             self.give_up_at = now + wait.patience_s
         self.wait, self.parked_at = wait, now
@@ -61,7 +61,7 @@ class Waiting:
         self.timer = asyncio.get_running_loop().call_later(max(left_s, 0.0), on_timeout)
 
     def unpark(self) -> PromiseWait | None:
-        """Stop standing aside; return the wait that has ended, None if there was none."""
+        """End the wait beside the queue, and return it; None if there was none."""
         wait, self.wait = self.wait, None
         if wait is not None:
             wait.promise.num_waiting -= 1
@@ -238,7 +238,7 @@ class WaitingLine:
         heapq.heappush(self._aside.setdefault(wait.promise, []), (wait.stop, waiting.number))
 
     def come_back(self, waiting: Waiting) -> PromiseWait | None:
-        """Return the request to its old place.
+        """Put the request back to its previous place in the queue.
 
         Return the wait that has ended, None if there was none.
         """

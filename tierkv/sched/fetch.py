@@ -455,7 +455,7 @@ class Fetcher:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """Keys of one fetch: `keys` are those from block `start` of its prompt on."""
+    """Consecutive keys of one fetch, from block `start` of the prompt on."""
 
     start: int
     keys: Sequence[StoredKey]

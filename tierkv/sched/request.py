@@ -82,7 +82,7 @@ class Promise(msgspec.Struct, eq=False):
 
 @dataclass(frozen=True, slots=True)
 class PromiseWait:
-    """A wait for a promise to reach block `stop`, of at most `patience_s` seconds.
+    """A wait of at most `patience_s` seconds until a promise has reached block `stop`.
 
     Attributes:
         is_sooner: True if the wait is expected to be no longer than `compute_s`.

@@ -196,7 +196,7 @@ class PrefillSpeed:
 
     @property
     def seconds_of_one_more(self) -> float:
-        """Seconds that one more token adds to a prompt, averaged over many tokens."""
+        """Mean seconds by which one more token lengthens the computing of a prompt."""
         return max(self.seconds(2 * _MANY_TOKENS) - self.seconds(_MANY_TOKENS), 0.0) / _MANY_TOKENS
 
     def sample_tokens(self, tokens: int, fetch_s: float) -> int:

@@ -758,7 +758,7 @@ class Service:
     async def explain_with_storage(
         self, prompt: Prompt, *, deadline_s: float, names_fields: bool = False
     ) -> Explanation:
-        """Explain the prompt as `explain` does, with the blocks that storage has beyond that.
+        """Explain the prompt as `explain` does, and ask storage for the blocks that are not cached.
 
         Args:
             prompt: the prompt.

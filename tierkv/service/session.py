@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 class Session:
     """One request of `service`. Use it from the service's loop.
 
-    One operation runs at a time, but for `end`, `abort` and the wait for a publish.
+    One operation runs at a time; `end`, `abort` and the wait for a publish may run beside it.
 
     Attributes:
         ticket: the claimed ticket; None without one.

@@ -388,7 +388,7 @@ class LayerTimes(msgspec.Struct, frozen=True):
     longest_s: tuple[float, ...]
 
     def and_one(self, ready_s: Sequence[float]) -> LayerTimes:
-        """Return these times with those of one more load added."""
+        """Return a copy with the times of one more load added."""
         return LayerTimes(
             self.num_loads + 1,
             tuple(map(add, self.total_s, ready_s)),

@@ -147,7 +147,7 @@ class Replies:
     def expect(
         self, into: tuple[memoryview, ...] | int = _MAX_VALUE_BYTES, digest: Digest | None = None
     ) -> None:
-        """Expect one more reply.
+        """Register one more request; its reply comes after those of earlier requests.
 
         Args:
             into: buffers for a value; or the largest size in bytes of a value that is returned.
@@ -210,7 +210,7 @@ class Replies:
         return num_bytes
 
     def _take_bits(self, replies: list[Reply]) -> None:
-        """Parse a run of the replies 0 and 1 at once, as long pipelines of questions get them."""
+        """Parse consecutive replies 0 and 1 together: EXISTS in long pipelines gets these."""
         if self._state is not _State.LINE or self._scratch[self._start] != _COLON:
             return
         run = _BITS.match(self._scratch, self._start, self._end)

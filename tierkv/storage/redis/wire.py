@@ -298,7 +298,7 @@ Outcome = list[Reply] | Unanswered
 
 
 class Batch:
-    """The requests of one caller, which wakes when all have ended.
+    """The requests of one caller. The caller is woken when all have ended.
 
     One future per request would take as long as all the rest of its work.
     """
