@@ -111,9 +111,12 @@ async def test_a_stop_text_ends_an_answer_and_is_no_part_of_its_text() -> None:
         answer = (await on.client.post("/v1/generate", BODY | max_tokens | {"stop": [stop]})).body
         assert (answer["text"], answer["finish_reason"]) == (whole[:end], "stop")
         assert answer["tokens"] == list(expected[: end + len(stop)])
-        late = BODY | max_tokens | {"stop": [stop], "min_tokens": end + len(stop)}
-        kept = (await on.client.post("/v1/generate", late)).body["text"]
-        assert kept.startswith(whole[: end + len(stop)])
+        letter, at = whole[5], whole.index(whole[5]) + 1
+        early, late = (
+            BODY | max_tokens | {"stop": [letter], "min_tokens": least} for least in (at - 1, at)
+        )
+        assert (await on.client.post("/v1/generate", early)).body["text"] == whole[: at - 1]
+        assert (await on.client.post("/v1/generate", late)).body["text"].startswith(whole[:at])
         streamed = BODY | max_tokens | {"stop": [stop], "stream": True}
         raw = (await on.client.post("/v1/generate", streamed)).body.decode()
         *events, done = [json.loads(line[6:]) for line in raw.splitlines() if line[:5] == "data:"]

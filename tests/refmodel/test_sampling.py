@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.refmodel.paged_run import PROSE, PagedRun, model
 from tierkv.engine import Sampling
+from tierkv.engine_runs import logprobs_of
 from tierkv.errors import BadRequestError
 from tierkv.refmodel.model import sample
 
@@ -119,3 +120,16 @@ def test_a_seed_out_of_range_is_refused(seed: int) -> None:
 def test_a_negative_top_k_is_refused() -> None:
     with pytest.raises(BadRequestError):
         Sampling(top_k=-1)
+
+
+def test_log_probabilities_are_those_of_a_softmax_and_the_lower_of_equal_tokens_comes_first() -> (
+    None
+):
+    logits = np.array([np.log(0.1), np.log(0.4), -np.inf, np.log(0.4), np.log(0.1)], np.float32)
+    logits += 7
+    found = logprobs_of(logits, 4, 5)
+    assert np.exp(found.chosen) == pytest.approx(0.1)
+    assert [token for token, _ in found.top] == [1, 3, 0, 4]
+    assert [np.exp(score) for _, score in found.top] == pytest.approx([0.4, 0.4, 0.1, 0.1])
+    assert [token for token, _ in logprobs_of(logits, 0, 1).top] == [1]
+    assert logprobs_of(logits, 0, 0).top == ()
