@@ -126,7 +126,7 @@ class LoopThread:
         return True
 
     def ask_to_close(self) -> None:
-        """Begin to close, without the wait of `close`."""
+        """Begin to close, and return without waiting."""
         with self._lock:
             self._takes_work, self._is_close_asked = False, True
         self.call(self._closing.set)

@@ -864,7 +864,7 @@ class TreeNode:
             self.host.truncate(num_blocks)
 
     def cut(self, tier: Tier, num_blocks: int) -> None:
-        """Truncate a run that is ready throughout on `tier` and absent elsewhere.
+        """Truncate a run that has all its copies on `tier` and no others.
 
         The caller truncates the copies on `tier`.
         """

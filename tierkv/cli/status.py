@@ -30,7 +30,7 @@ _THOUSAND = 1000
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One look at a node or gateway.
+    """The state of a node or gateway at one time.
 
     Attributes:
         health: ok, degraded, not ready, or no answer.

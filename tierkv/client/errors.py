@@ -24,7 +24,7 @@ class BrokenOffError(CallError):
 
 
 class DeadlineError(CallError):
-    """The answer did not come in time."""
+    """The node did not answer within `timeout_s`."""
 
 
 class NotANodeError(CallError):

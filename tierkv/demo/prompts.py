@@ -60,7 +60,7 @@ class Prompts(Protocol):
         ...
 
     def unrelated(self, number: int) -> Fields:
-        """Return a prompt that pushes others off the device, different for each number."""
+        """Return a prompt that evicts other prompts from the device, one for each number."""
         ...
 
     @property

@@ -106,7 +106,7 @@ class DemoNodes:
             yield Fleet(front, {one.url: one for one in decode})
 
     async def check_books(self) -> None:
-        """Raise DemoError if a recount of its blocks finds anything wrong at a node that lives."""
+        """Raise DemoError if `verify` of a running node finds a fault."""
         for where in (self.prefill, self.decode, self.single, self.prefill_2, self.decode_2):
             if where.process.returncode is not None:
                 continue
@@ -260,7 +260,7 @@ class Play:
 
 
 async def _moved(node: NodeProcess) -> dict[str, int]:
-    """Return the bytes moved at that node so far, by leg."""
+    """Return the bytes that a node has moved so far, by direction."""
     stats = await node.client.stats()
     storage = stats.storage or StorageStats()
     return {

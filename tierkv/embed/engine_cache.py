@@ -669,7 +669,7 @@ class EngineCache:
     ) -> Plan | None:
         """Return the plan that copies promised blocks into the engine's blocks.
 
-        None if there is no promise any more, or nothing to load. One load uses a promise up. The
+        None if the promise has expired, or nothing is to be loaded. A promise serves one load. The
         block of a tail is a whole block with its first tokens right.
 
         Args:

@@ -508,7 +508,7 @@ class HostSide:
         return most
 
     async def count(self, prompt: Prompt) -> HostPromise:
-        """Return what `promise` would find now; nothing is held."""
+        """Return the promise that a lookup would make now, without holding blocks."""
         planned = await self._plan(prompt, self._looks(prompt), prompt.num_tokens)
         return HostPromise(planned.num_tokens, problem=planned.problem)
 

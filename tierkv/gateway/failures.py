@@ -131,7 +131,7 @@ class OpenAIError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Failure(Problem, frozen=True, kw_only=True):
-    """A problem with the error object that OpenAI's clients look for."""
+    """A problem that also contains OpenAI's `error` object."""
 
     error: OpenAIError
 

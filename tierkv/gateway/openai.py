@@ -299,7 +299,7 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
         return replace(self, messages=[])
 
     def prompts(self, *, most_prompts: int, most_tokens: int) -> list[Prompt]:
-        """Return the one prompt, the messages; see CompletionBody."""
+        """Return the messages as one prompt; see CompletionBody."""
         del most_prompts, most_tokens
         self.check()
         without_tools = self.tool_choice in ("none", "auto")

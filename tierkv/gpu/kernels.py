@@ -120,7 +120,7 @@ class PlaneKernels:
         return self._found[ends]
 
     def within(self, source_ids: Ids, target_ids: Ids, stream: CudaStream) -> None:
-        """Block source_ids[i] to target_ids[i]; no target may be a source."""
+        """Copy block source_ids[i] to block target_ids[i] for all i; no target may be a source."""
         most, pairs = MAX_BLOCKS // 2, self._pairs.values
         pairs["tiles"] = self._table.address
         pairs["num_tiles"] = self._num_tiles

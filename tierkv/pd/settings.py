@@ -18,7 +18,7 @@ _MAX_PORT = 65_535
 
 
 class DirectPath(Enum):
-    """The paths of blocks to a claimer other than through storage."""
+    """The direct paths by which blocks come to a claiming node without storage."""
 
     AUTO = "auto"  # the first of the ways below that this node has
     DEVICE = "device"  # processes of one user and machine read each other's planes (CUDA IPC)

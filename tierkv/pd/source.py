@@ -19,7 +19,7 @@ from tierkv.pd.tickets import OpenTicket, Ticket, TicketLedger
 class Supply(Protocol):
     """One claim's connection to the node that computes its prompt.
 
-    A problem here only means that blocks come from storage.
+    After a failure here, blocks come from storage.
     """
 
     @property

@@ -437,7 +437,7 @@ def check_id(ticket_id: str) -> None:
 
 
 class Tickets:
-    """The tickets of one node in storage.
+    """Reader and writer of tickets in storage, for one node.
 
     Args:
         storage: the storage tier.

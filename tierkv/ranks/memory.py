@@ -83,7 +83,7 @@ class SharedSlots(CpuHostSlots):
         self._array = whole[:, piece]
 
     def fill(self) -> None:
-        """Give the file its memory, from the first slot on, in the background.
+        """Allocate the file's memory in the background, from the first slot on.
 
         Slots can be used before they have memory: the first write to a page gives it some.
 

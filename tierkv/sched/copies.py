@@ -157,7 +157,7 @@ class ByteBudget:
 
     @asynccontextmanager
     async def room(self, num_bytes: int) -> AsyncIterator[None]:
-        """Wait for the turn of `num_bytes`; they are in flight until the body ends."""
+        """Wait until `num_bytes` may be in flight, and count them so until the body ends."""
         turn = _Turn(num_bytes, asyncio.get_running_loop().create_future())
         self._line.append(turn)
         self.look_again()
@@ -350,7 +350,7 @@ class Copies:
                     self._start_down(part, first + start, first + stop, to_storage=is_stored)
 
     def _cut(self, needed: Mask, room: int, *masks: Mask) -> int:
-        """Clear the blocks in `masks` that the host has no room for.
+        """Remove the blocks from `masks` that the host has no room for.
 
         Return the room that the rest needs.
 
@@ -697,7 +697,7 @@ class Copies:
         self._events.publish_stored(found, began)
 
     def note_stored(self, node: TreeNode, first: int, stop: int, began: EventPoint) -> None:
-        """Remember, and publish, that storage has path blocks [first, stop).
+        """Record and publish that storage has blocks [first, stop) of a path.
 
         Args:
             node: the end of a path.

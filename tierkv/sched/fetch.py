@@ -392,7 +392,7 @@ class Fetcher:
 
     @property
     def num_in_flight(self) -> int:
-        """Number of blocks that are being looked up or fetched."""
+        """Number of blocks in running lookups and fetches."""
         return sum(len(run.keys) for run in self._shared.in_flight)
 
     def findings(self) -> list[str]:

@@ -288,7 +288,7 @@ class Slots:
 
     @property
     def num_being_stored(self) -> int:
-        """Number of the index's host slots that a store reads."""
+        """Number of host slots in the index that a store is reading."""
         return self._num_reads - len(self._gone)
 
     def begin_reading(self, slots: Ids) -> None:

@@ -258,7 +258,7 @@ class PrefillSpeed:
 
 @dataclass(slots=True)
 class TierSpeed:
-    """Two moving averages of one tier, and the fetches under way.
+    """Speed of one tier as two moving averages, and the running fetches.
 
     Attributes:
         round_trip_s: seconds until a question is answered; 0 while unknown.
@@ -299,7 +299,7 @@ class TierSpeed:
         return self.round_trip_s + (num_bytes + self.queued_bytes) * self._seconds / self._bytes
 
     def note_answer(self, seconds: float, *, has_found: bool | None = None) -> None:
-        """Note that a question was answered.
+        """Record an answer of the store to a lookup.
 
         Args:
             seconds: time until the answer. A much shorter one than usual replaces the average: the

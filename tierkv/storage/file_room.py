@@ -351,7 +351,7 @@ class Scratch:
                 os.close(gone)
 
     def close(self) -> None:
-        """Remove the directory. Files that cannot be removed are left to a successor."""
+        """Remove the directory. Files that cannot be removed are left for the next process."""
         try:
             _clear(self._directory)
         finally:

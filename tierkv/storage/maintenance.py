@@ -287,7 +287,7 @@ async def remove(
     so_far: Callable[[int], object] = lambda _: None,
     is_meant: IsMeant = lambda _: True,
 ) -> int:
-    """Forget every value under `prefix`.
+    """Delete every value under `prefix`.
 
     Args:
         store: the store.

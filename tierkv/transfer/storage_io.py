@@ -947,7 +947,7 @@ class Values:
         return blocks
 
     def _decode(self, key: StoredKey, read: Read) -> None:
-        """Put the payload of a hit in its place.
+        """Decode the payload of a hit into its host slot.
 
         Raises:
             StoreCorruptError: the value is not the expected one.

@@ -83,7 +83,7 @@ class Login:
 
 @dataclass(frozen=True, slots=True)
 class Dialer:
-    """The parameters of a connection that is logged in."""
+    """The parameters for connecting and logging in."""
 
     locator: Locator
     login: Login
@@ -359,7 +359,7 @@ class ConnectionPool:
         self._put_back(again)
 
     def _put_back(self, requests: Sequence[WireRequest]) -> None:
-        """Put requests that no connection has carried out in front of the queue."""
+        """Put requests that no connection has executed at the front of the queue."""
         for request in reversed(requests):
             request.num_retries, request.was_sent = request.num_retries + 1, False
             self._waiting.appendleft(request)

@@ -25,7 +25,7 @@ _DB_CHARS = 9
 
 
 class Setup(Enum):
-    """The way in which the servers named in the URL form one store."""
+    """The kind of Redis that a URL names: one server, Sentinels, or a cluster."""
 
     SERVER = "server"
     SENTINEL = "sentinel"  # the URL names sentinels, which know the master of a service
