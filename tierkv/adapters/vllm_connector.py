@@ -898,10 +898,10 @@ class _SchedulerSide:
             self._plans.loads.append((name, plan))
 
     def _wait_for(self, block_ids: Iterable[Sequence[int]]) -> None:
-        """Have the workers wait before they write these blocks, if saves still read one of them.
+        """Let the workers wait before they write these blocks, if saves still read one of them.
 
-        Only blocks of windows and states are given away while they are saved: their requests go on
-        without them. The next owner may be of any group.
+        Only blocks of windows and states are reused during their save, since their requests no
+        longer need them. The next owner may belong to any group.
         """
         if self._has_windows or self._states:
             for ids in block_ids:

@@ -731,7 +731,7 @@ class ResizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class LifeAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of the node now."""
+    """The life-cycle state of the node."""
 
     is_draining: bool
     is_paused: bool

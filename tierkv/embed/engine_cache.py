@@ -458,7 +458,7 @@ class EngineCache:
             raise
 
     def close(self) -> None:
-        """Wait for the copies under way, release everything, and close. May be called again.
+        """Wait for running copies, release all blocks and memory, and close. May be called again.
 
         Copies that ranks have finished are kept, and stored if the store takes them soon.
         """
@@ -721,10 +721,10 @@ class EngineCache:
         """Return the plan that copies computed blocks of `prompt` to the host, the tail included.
 
         None if nothing is to be copied. Lookups find the blocks once the copies are done. Blocks
-        that this request has saved are left out, so it may give all its blocks in each step. A
-        block without a free host slot is not saved, nor are the blocks of its group after it. If
-        neither this prompt nor the one saved under the key begins with the other, it is another
-        request's: the key is released first.
+        that this request has saved are skipped, so all its blocks may be passed in each step. A
+        block without a free host slot is not saved, nor are the blocks of its group after it. A
+        prompt that neither continues nor begins the prompt saved under the key belongs to another
+        request: the key is then released first.
 
         Args:
             key: the request.
@@ -1039,10 +1039,10 @@ class EngineCache:
         return self._host.call(HostSide.stats)
 
     def reset(self) -> Call[int]:
-        """Forget all blocks on the host that are not held; the call's result is the copies left.
+        """Remove all blocks from the host that are not held; the result: copies left.
 
-        Storage keeps its values. Saves under way are not kept, nor are later saves of known
-        requests until they are released; their tickets are not published.
+        Storage keeps its values. Running saves are dropped, and so are later saves of known
+        requests until these are released; their tickets are not published.
         """
         self._keep_copied()  # the copied blocks are forgotten with the rest
         for known in [*self._known.values(), *(step.known for step in self._steps.values())]:

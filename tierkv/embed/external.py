@@ -667,7 +667,7 @@ class _Engine:
         self._last_number = 0
 
     async def answer_all(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer calls until the engine closes its end, or sends a frame that is no call."""
+        """Answer calls until the engine closes the connection, or sends an invalid frame."""
         async with task_group() as group:
             try:
                 while True:

@@ -593,8 +593,8 @@ class HostSide:
     def _first_asked(self, looks: dict[int, GroupLook], bound: int) -> dict[int, Sequence[int]]:
         """Return, by group, the positions of the first question to storage.
 
-        With a group of full attention, of which storage may have any part, a short prompt is asked
-        for whole: the answer then needs no second question.
+        With a group of full attention, all blocks of a short prompt are in the first question, so
+        that no second question is needed.
         """
         tiers = {n: self._tiers[n] for n in looks if self._tiers[n].storage is not None}
         whole = {n: range(-(-bound // tier.group.block_size)) for n, tier in tiers.items()}

@@ -157,7 +157,7 @@ class BlockCopy:
 
     @property
     def target_ids(self) -> Ids:
-        """Ids that are written: blocks of a load, slots of an offload."""
+        """Ids of the written places: device blocks of a load, host slots of an offload."""
         return self.block_ids if self.direction is Direction.LOAD else self.slot_ids
 
     def __len__(self) -> int:

@@ -288,7 +288,7 @@ class _PendingCopies:
 
 
 class RankedEvent:
-    """The event of all ranks, done once every rank's part is.
+    """One event for all ranks, done when the events of all ranks are done.
 
     Args:
         parts: One event per rank.

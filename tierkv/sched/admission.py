@@ -215,7 +215,7 @@ class HostLoads:
         return load
 
     def release(self, load: Load) -> None:
-        """Remove one user of the load: a request with its slots has ended."""
+        """Subtract one user of a load, since a request that uses its slots has ended."""
         load.num_users -= 1
         self._give_if_unused(load)
 

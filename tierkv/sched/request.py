@@ -380,9 +380,9 @@ class Arrival:
 
 @dataclass(slots=True)
 class Arrivals:
-    """Requests that wait for storage or another node, by id.
+    """Requests that wait for storage or for another node, before admission, by id.
 
-    Each can be aborted; a second request with the same id is refused.
+    A waiting request can be aborted. A second request with the same id is refused.
     """
 
     _by_id: dict[str, Arrival] = field(default_factory=dict)
@@ -428,7 +428,7 @@ class RequestSpec(msgspec.Struct, frozen=True):
             running request never waits for blocks of another one.
         needs_logits: leave at least one token to compute. A node needs that unless it got the next
             token from another node.
-        uses_cache: False computes everything, as a node without a cache would.
+        uses_cache: False computes all tokens and matches no cached block.
         priority: among waiting requests, a higher one is admitted first.
         most_cached_tokens: upper limit of cached tokens to use, set after loading the rest has
             failed.
@@ -512,10 +512,10 @@ class Request(msgspec.Struct, eq=False):
     Attributes:
         prompt: the committed tokens; before the first commit, the prompt of `spec`.
         block_table: int32 device blocks, in order, for the prompt and max_new_tokens more.
-        use: the counts of the request's tenant.
+        use: the counts of running requests and blocks of the request's tenant.
         cached_tokens: number of first tokens that have KV in the table once `gate` is open.
         written: events of the kernels that write committed tokens, not done when last checked.
-        is_damaged: True if such a kernel failed; nothing more of the request is cached then.
+        is_damaged: True if such a kernel failed; later tokens of the request are not cached.
         pinned: the end of the request's path while it is preempted.
         refused: indices of table blocks before the end of the lease that are private, since the
             index already had blocks of other requests there.

@@ -186,9 +186,8 @@ class PrefillSpeed:
     def at_least(self, tokens: int) -> float:
         """Return the lower bound of `seconds` (see `Line.at_least`).
 
-        A prompt much longer than all observed ones takes at least as long as a somewhat longer one,
-        and half of that counts: the last tokens, which attend to all before them, take up to twice
-        as long as the first.
+        For a prompt much longer than all observed ones, half of the extrapolated time counts: the
+        last tokens of a prompt take up to twice as long as the first.
         """
         known = self.most_tokens
         seconds = self._line.at_least(min(tokens, _REACH * known))
@@ -200,12 +199,11 @@ class PrefillSpeed:
         return max(self.seconds(2 * _MANY_TOKENS) - self.seconds(_MANY_TOKENS), 0.0) / _MANY_TOKENS
 
     def sample_tokens(self, tokens: int, fetch_s: float) -> int:
-        """Return the number of `tokens` to compute although storage has them, mostly 0.
+        """Return the number of stored tokens to compute all the same, as a sample; usually 0.
 
-        A node that finds all of its prompts in storage would not learn the speed of its engine, or
-        wait too long for a tier that is slower than estimated. The first samples are a few tokens.
-        A larger one is chosen only while `fetch_s` lies between the lower bound and the estimate of
-        computing.
+        A node that finds all of its prompts in storage could not measure its engine otherwise. The
+        first samples are a few tokens. A larger sample is chosen only while `fetch_s` lies between
+        the lower bound and the estimate of computing.
 
         Args:
             tokens: number of missing tokens that storage has.

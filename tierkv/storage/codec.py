@@ -468,7 +468,7 @@ _FORGED = "the value was written with another key than this tenant's, or was cha
 
 
 class Trust(Enum):
-    """The trust in other writers of the store."""
+    """The protection of values against other writers of the store."""
 
     TRUSTED = "trusted"  # values are checked for accidents
     SIGNED = "signed"  # and for forgeries

@@ -1,4 +1,4 @@
-"""Mooncake's Python package: types for the part that is used (it has none), and settings."""
+"""Types for the used part of Mooncake's Python package, which has no types, and settings."""
 
 from __future__ import annotations
 
