@@ -1039,9 +1039,10 @@ class EngineCache:
         return self._host.call(HostSide.stats)
 
     def reset(self) -> Call[int]:
-        """Remove all blocks from the host that are not held; the result: copies left.
+        """Remove all blocks from the host that are not held.
 
-        Storage keeps its values. Running saves are dropped, and so are later saves of known
+        The call's result is the number of copies left. Storage keeps its values. Running saves are
+        dropped, and so are later saves of known
         requests until these are released; their tickets are not published.
         """
         self._keep_copied()  # the copied blocks are forgotten with the rest

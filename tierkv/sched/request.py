@@ -426,8 +426,8 @@ class RequestSpec(msgspec.Struct, frozen=True):
         prompt: the tokens, at least one.
         max_new_tokens: number of generated tokens to reserve room for at admission, so that a
             running request never waits for blocks of another one.
-        needs_logits: leave at least one token to compute. A node needs that unless it got the next
-            token from another node.
+        needs_logits: True leaves at least one token to compute, for its logits. A decode node that
+            has the first token from a ticket needs none.
         uses_cache: False computes all tokens and matches no cached block.
         priority: among waiting requests, a higher one is admitted first.
         most_cached_tokens: upper limit of cached tokens to use, set after loading the rest has
@@ -521,8 +521,7 @@ class Request(msgspec.Struct, eq=False):
             index already had blocks of other requests there.
         has_given_tail: True if the first block after the lease belongs to the index.
         room: the array that `block_table` is a prefix of, once it has grown.
-        is_aborted: True if the result is not wanted any more; the engine ends the request as soon
-            as its kernels allow.
+        is_aborted: True after an abort; the engine ends the request when its kernels are done.
         promise: the blocks that it computes and other requests may wait for.
         missed: the reason why not all of its prompt was found at admission (see
             `admission.MISS_REASONS`), "" if all was.
