@@ -131,6 +131,10 @@ async def publishing(
             await here.run(tokens(5, base))
             base += 5
             await asyncio.sleep(0.01)
+        await here.run(tokens(14, 90_000))  # the last blocks: three at once
+        await here.settle()
+        while not any(len(event.block_hashes) == 3 for event in reader.stored):
+            await reader.read()
         while here.service.stats().device.used:
             await here.service.forget()
         await reader.until("GPU", 0)
