@@ -297,7 +297,7 @@ async def test_a_client_that_goes_in_the_middle_of_its_body_leaves_nothing() -> 
 
 
 def test_every_code_is_documented() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "errors.md").read_text()
     codes = {code for _, _, code, _ in ERRORS} | set(HTTP_CODES.values())
     codes |= {code for code, _, _ in PROBLEMS.values()}
     assert not [code for code in codes if f"`{code}`" not in text]

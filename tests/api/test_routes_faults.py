@@ -198,12 +198,12 @@ async def test_ten_megabytes_of_json_do_not_stop_the_loop() -> None:
 def test_the_fields_beside_packed_tokens_can_all_be_query_parameters(
     kind: type[PromptBody],
 ) -> None:
-    """Packed tokens come alone in their body, so every other field but media, which ask for
-    JSON or msgpack, must be a plain value."""
+    """Packed tokens come alone in their body, so every other field must be a plain value, but for
+    media and stop texts, which ask for JSON or msgpack."""
     simple = (str, int, float, bool, Enum)
     required = {"ticket_id": "t"} if kind is DecodeBody else {}
     body = msgspec.convert({"tokens": [1], **required}, kind)
     for name in kind.__struct_fields__:
-        if name not in ("tokens", "media"):
+        if name not in ("tokens", "media", "stop"):
             default = getattr(body, name)
             assert default is None or isinstance(default, simple), name

@@ -156,11 +156,11 @@ class Stubborn:
 
 
 async def test_work_that_does_not_end_when_it_is_cut_off_does_not_keep_a_process() -> None:
-    closing, told = asyncio.Event(), asyncio.Event()
-    told.set()
+    closing, stop = asyncio.Event(), asyncio.Event()
+    stop.set()
     listening, url = nullcontext("http://node"), list[str]()
     serving = process.serve(
-        Stubborn(), "it", listening, url.append, grace_s=0.01, on_closing=closing.set, told=told
+        Stubborn(), "it", listening, url.append, grace_s=0.01, on_closing=closing.set, stop=stop
     )
     task = asyncio.create_task(serving)
     await finish(closing.wait())
