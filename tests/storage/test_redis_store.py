@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import os
 import random
+import re
 import shutil
 import socket
 import ssl
@@ -345,7 +346,8 @@ async def test_who_wrote_a_value_that_must_be_new_is_not_told_that_it_existed(
                 num_sets += 1
                 if num_sets == 1:
                     break
-            writer.write(b"$-1\r\n" if is_set else b"+PONG\r\n")
+            num_commands = len(re.findall(rb"^\*", command, re.MULTILINE))
+            writer.write(b"$-1\r\n" if is_set else b"+PONG\r\n" * num_commands)
         writer.close()
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:

@@ -41,7 +41,7 @@ from tierkv.sched.copies import HASHED_BLOCKS
 from tierkv.sched.fetch import NO_ROOM, Fetched, Fetcher
 from tierkv.sched.request import Arrivals, Request, RequestSpec
 from tierkv.sched.scheduler import Scheduler
-from tierkv.sched.worth import Estimator
+from tierkv.sched.worth import SILENT_S, Estimator
 from tierkv.storage.protocol import GetOutcome, GetStatus
 from tierkv.tasks import both, deadline, expected, supervised
 from tierkv.transfer.mover import Movement
@@ -99,6 +99,7 @@ class Watch:
         self._patience_s = 0.0  # until it is believed
         self._problem: StoreUnavailableError | None = None
         self._has_answered = self._is_in_vain = False
+        self._heard_at = 0.0  # of the store, or since when it is asked
         # A store that was flushed or restarted has lost the lease until the next beat.
         self._lost_after_s = self._lease.beat_s + _GRACE_S
 
@@ -107,7 +108,7 @@ class Watch:
 
         A store that is silent, or takes long to answer, costs the budget. The wait for a producer
         costs nothing: it ends at the deadline. A store that is known not to answer is not waited
-        for, unless it has answered before.
+        for, unless it has answered before; a claim that may recompute takes SILENT_S of errors.
 
         Args:
             budget: of the claim.
@@ -118,6 +119,7 @@ class Watch:
         """
         loop = asyncio.get_running_loop()
         give_up_at, pause = loop.time() + deadline_s, _FIRST_LOOK_S
+        self._heard_at = loop.time()
         verdict = budget.restrict(self._prompt.num_tokens)
         if not verdict.is_asked:
             raise HandoffError(HandoffProblem.UNAVAILABLE.value, verdict.reason)
@@ -176,7 +178,9 @@ class Watch:
                 found = await self._look()
         except StoreUnavailableError as error:
             self._problem = error
-            self._is_in_vain = isinstance(error, StoreDownError) and not self._has_answered
+            is_down = isinstance(error, StoreDownError) and not self._has_answered
+            is_silent = budget.may_compute and loop.time() - self._heard_at >= SILENT_S
+            self._is_in_vain = is_down or is_silent
             # Leases may have expired; live producers need time to renew them.
             self._lost_after_s = max(self._lost_after_s, self._lease.lease_s)
             return None
@@ -184,7 +188,7 @@ class Watch:
             tier.note_silence(loop.time() - began)
             self._is_in_vain = budget.may_compute
             return None
-        self._problem, self._has_answered = None, True
+        self._problem, self._has_answered, self._heard_at = None, True, loop.time()
         budget.restart()
         return found
 
