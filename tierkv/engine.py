@@ -10,8 +10,12 @@
 
 An engine drives one `Session` per request: it admits or claims, computes all tokens that are not
 cached, waits at the request's `LayerGate` before each layer that still loads cached KV, commits the
-computed tokens, publishes, and ends. Batching, sampling and CUDA graphs are the engine's own. A new
-engine is a module with an `EngineSpec` and a row in `tierkv/engines.py`.
+computed tokens, publishes, and ends. Batching, sampling and CUDA graphs are the engine's own.
+
+A new engine is a module with an `EngineSpec` and a row in `tierkv/engines.py`; nodes take none from
+another package today. Subclass `SessionEngine` (`tierkv/engine_runs.py`): it admits, claims,
+commits, publishes, preempts and recovers, and leaves `forward`, `check`, `running` and
+`max_positions`. `tierkv/refmodel/engine.py` is the shortest whole example.
 """
 
 from __future__ import annotations

@@ -23,6 +23,14 @@ NO_BLOCK: Final = -1  # in a list of an engine's blocks: it has none at this pla
 
 
 class GroupKind(Enum):
+    """The rule by which a group needs blocks.
+
+    The text is part of every key of an engine, unless its only group is FULL: see
+    `embed.host_side.whole_fingerprint`. Code that tells kinds apart: `CacheGroup` and `main_group`
+    here, `embed/group_tier.py`, `embed/host_side.py`, `embed/engine_cache.py`, and
+    `adapters/vllm_connector.py`.
+    """
+
     FULL = "full attention"
     WINDOW = "sliding window"
     STATE = "state"

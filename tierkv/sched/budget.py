@@ -15,9 +15,10 @@ _AT_ONCE = Decision(math.inf, 0.0, math.inf, "it waits for all there is")
 class Budget:
     """The seconds that one request, claim or lookup may still wait for storage.
 
-    Every wait for storage runs inside `limit`, which ends it when nothing is left and counts its
-    seconds. No store, guard or caller has another allowance. A wait may end while its work goes on:
-    an operation at the store belongs to a task of its own.
+    Its waits for storage run inside `limit`, which ends them when nothing is left and counts their
+    seconds. Stores and guards have no other allowance; the exceptions of claims are in
+    docs/handoff.md, "When the store is slow". A wait may end while its work goes on: an operation
+    at the store belongs to a task of its own.
 
     Args:
         deadline_s: seconds of waiting, in any case.

@@ -21,8 +21,7 @@ from tierkv.storage.mooncake.store import MooncakeStore
 from tierkv.storage.protocol import Store
 from tierkv.storage.redis.url import REDIS_SCHEMES, RedisSettings, parse_redis_url
 
-# In this group a package names a StoreKind by the scheme of its URLs: see "A store of your own" in
-# docs/storage.md.
+# In this group a package names a StoreKind by the scheme of its URLs: see docs/own-store.md.
 ENTRY_POINTS = "tierkv.stores"
 
 Settings = TypeVar("Settings")

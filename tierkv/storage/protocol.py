@@ -451,7 +451,8 @@ class Capabilities:
     Attributes:
         is_shared: other processes see the same values.
         is_durable: values outlive the process.
-        has_ttl: values expire; if False, they are removed when the store needs their room.
+        has_ttl: values expire; if False, `ttl_s` has no effect, and values stay until the store or
+            its owner removes them: for room (Mooncake), or by a bucket's lifecycle rule.
         has_listing: `list` and `usage` work; if False, they raise StoreUnavailableError.
         has_cheap_questions: asking for a value costs less than reading it; if False, a lookup
             reads.
