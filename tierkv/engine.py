@@ -98,7 +98,7 @@ class Sampling:
             names: Further fields that the engine supports.
 
         Raises:
-            BadRequestError: Another field is used; the sentence names it.
+            BadRequestError: Another field is used; the error names it.
         """
         others = [name for name in ("top_k", *_SHARES, *_PENALTIES) if name not in names]
         if used := self.unusual(others):

@@ -22,7 +22,7 @@ class DuplicateRequestError(BadRequestError):
 
 
 class RequestAbortedError(TierKVError):
-    """Another call aborted the request: end it, and do not repeat it."""
+    """Another call aborted the request: do not repeat it, since its result is not wanted."""
 
 
 class ShuttingDownError(TierKVError):
@@ -79,7 +79,7 @@ class GateTimeoutError(TransferError):
 
 
 class StoreError(TierKVError):
-    """The storage tier failed: check the store that the sentence names."""
+    """The storage tier failed: check the store that the error's text names."""
 
 
 class StoreUnavailableError(StoreError):

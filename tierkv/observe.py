@@ -101,7 +101,11 @@ class Timeline:
 
 
 class Timelines:
-    """The last `most` requests, with at most `most_bytes` bytes of tokens of their prompts."""
+    """The moments of the last `most` requests, and the prompts of the newest of them.
+
+    Prompts are kept up to `most_bytes` bytes of tokens in total; older requests lose their prompt,
+    not their moments.
+    """
 
     def __init__(self, most: int = 128, most_bytes: int = 16 << 20) -> None:
         self.version = 0

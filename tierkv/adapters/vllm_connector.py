@@ -900,8 +900,8 @@ class _SchedulerSide:
     def _wait_for(self, block_ids: Iterable[Sequence[int]]) -> None:
         """Let the workers wait before they write these blocks, if saves still read one of them.
 
-        Only blocks of windows and states are reused during their save, since their requests no
-        longer need them. The next owner may belong to any group.
+        During a save vLLM reuses only blocks of sliding windows and recurrent states, since their
+        requests go on without them. The next owner of such a block may be in any cache group.
         """
         if self._has_windows or self._states:
             for ids in block_ids:
@@ -920,7 +920,7 @@ class _SchedulerSide:
     # A step
 
     def plan(self, step: SchedulerOutput) -> StepPlans:
-        """Return the loads and saves of this step's workers."""
+        """Return the work of this step's workers besides the model: loads, saves and waits."""
         self._step += 1
         computes_much = step.total_num_scheduled_tokens > _MUCH
         self._is_turn = computes_much or self._step % _SAVES_EVERY == 0
@@ -1065,9 +1065,9 @@ class _SchedulerSide:
         return stop
 
     def _stops(self, tracked: _Tracked, num_tokens: int) -> list[int]:
-        """Return for each group how many blocks the first `num_tokens` tokens fill.
+        """Return, by cache group, how many blocks the first `num_tokens` tokens fill.
 
-        States are not found by their positions: saved states do not change.
+        For a group of recurrent states, this is the number that is saved already.
         """
         stops = [num_tokens // group.block_size for group in self._groups]
         for at in self._states:
@@ -1385,7 +1385,11 @@ class _SchedulerSide:
         return self._findable(num_tokens) if tracked.publishes is not None else tracked.boundary
 
     def _last_stops(self, tracked: _Tracked, num_tokens: int) -> list[int]:
-        """Return for each group how many blocks of an ended request are saved."""
+        """Return, by cache group, how many first blocks of an ended request to save.
+
+        These blocks hold its first `num_tokens` tokens. Partial last blocks count, except in models
+        with recurrent states.
+        """
         if self._states:
             return self._stops(tracked, num_tokens)
         return [-(-num_tokens // group.block_size) for group in self._groups]

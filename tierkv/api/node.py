@@ -259,7 +259,7 @@ class Node:
         self._working.hurry()
 
     async def idle(self, *, grace_s: float) -> None:
-        """Return when no work is left: all done, or cut off after `grace_s` or a `hurry`."""
+        """Return when no work is left: all calls ended, or were cut off (`grace_s`, `hurry`)."""
         await self._working.idle(grace_s=grace_s)
 
 

@@ -32,8 +32,9 @@ class Plane:
     block_bytes: bytes of this plane in one block.
     token_bytes: bytes of one token, if token t lies at [t * token_bytes, (t + 1) * token_bytes);
         None if the inside of the plane is private to the attention backend.
-    has_prefixes: whether a block of n tokens can serve as one of its first tokens, as that of every
-        attention can: what is private is where they lie. A recurrent state cannot.
+    has_prefixes: True if a block also serves prompts that share only its first tokens, as the KV of
+        any attention does, even if the place of a token in the block is private. False for a
+        recurrent state, which is valid only after all tokens of its block.
     """
 
     layer: int
@@ -120,7 +121,7 @@ class Layout:
 
     @cached_property
     def has_prefixes(self) -> bool:
-        """True if a block can serve as a shorter block of its first tokens, copied whole or cut."""
+        """True if a block also serves prompts that share only its first tokens: see `Plane`."""
         return all(plane.has_prefixes for plane in self.planes)
 
     @cached_property
@@ -156,9 +157,8 @@ class Layout:
     def cut_tail(self, slot: Bytes1D, num_tokens: int) -> Bytes1D:
         """Return the first tokens of a host slot, as one contiguous payload.
 
-        Nothing of the slot's former contents leaves with a tail. For layouts that keep a token's
-        place private
-        the whole opaque block is the payload.
+        The payload has no bytes of the slot's other tokens. If the place of a token in a plane is
+        private to the attention backend, the payload is the whole block.
 
         Args:
             slot: uint8 [block_bytes].

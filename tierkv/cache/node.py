@@ -840,9 +840,9 @@ class TreeNode:
     # The shape of the run
 
     def append(self, tier: Tier, slots: Ids) -> None:
-        """Add blocks at the end of the run, ready in `slots` of `tier`.
+        """Append blocks to this node's run, ready in `slots` of `tier`.
 
-        The caller adds their tokens.
+        The caller must append the tokens of these blocks to the node.
         """
         ready, num_blocks = self.on(tier), len(slots)
         self.num_blocks += num_blocks

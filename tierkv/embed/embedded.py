@@ -479,7 +479,7 @@ def check_integer(**values: int) -> None:
     """Check that named arguments are integers.
 
     Raises:
-        BadRequestError: An argument is no integer; the sentence names it.
+        BadRequestError: An argument is not an integer; the error names it.
     """
     for name, value in values.items():
         if not isinstance(value, Integral):
@@ -494,7 +494,7 @@ def check_choice(kind: type[Enum], **values: Enum) -> None:
         **values: Arguments by name.
 
     Raises:
-        BadRequestError: An argument is no member; the sentence names it.
+        BadRequestError: An argument is not a member; the error names it.
     """
     for name, value in values.items():
         if not isinstance(value, kind):

@@ -591,10 +591,10 @@ class HostSide:
         return _Planned(length, problem or _problem_of(looks), None if problem else known)
 
     def _first_asked(self, looks: dict[int, GroupLook], bound: int) -> dict[int, Sequence[int]]:
-        """Return, by group, the positions of the first question to storage.
+        """Return, by cache group, the positions of the blocks in the first lookup in storage.
 
-        With a group of full attention, all blocks of a short prompt are in the first question, so
-        that no second question is needed.
+        If there is a group of full attention, these are all blocks of a short prompt, so that no
+        second lookup is needed.
         """
         tiers = {n: self._tiers[n] for n in looks if self._tiers[n].storage is not None}
         whole = {n: range(-(-bound // tier.group.block_size)) for n, tier in tiers.items()}
@@ -1243,10 +1243,10 @@ class HostSide:
         return [] if self._main is None else self._service.tiers.copies.prompt_keys(prompt)
 
     def hold_saved(self, promise: HostPromise, prompt: Prompt) -> int:
-        """Hold for `promise` the full blocks of `prompt` that the index has on the host by now.
+        """Lease for `promise` the full blocks of `prompt` that the index has on the host by now.
 
         Returns:
-            Number of tokens held, which does not shrink.
+            Number of tokens in leased blocks; no call returns less than the call before.
         """
         size, before = prompt.block_size, promise.lease
         held = before.num_blocks if before is not None else 0
@@ -1260,10 +1260,10 @@ class HostSide:
         return num_blocks * size
 
     def hold_whole(self, promise: HostPromise, prompt: Prompt) -> None:
-        """Hold for `promise` everything that `prompt` needs in every group.
+        """Lease for `promise` the host blocks that `prompt` needs in every cache group.
 
         Raises:
-            HandoffError: the host does not have all of it.
+            HandoffError: a block is not on the host.
         """
         looks, whole = self._looks(prompt), prompt.num_tokens
         found = self._longest_here(looks, self._on_host(prompt, whole).num_tokens)
@@ -1370,7 +1370,7 @@ class HostSide:
 class SavedPrompt:
     """The blocks of a prompt that an engine saves, for their publisher: see PromptBlocks.
 
-    promise: Holds what is on the host of the prompt until it is published.
+    promise: the leases of the prompt's host blocks, until the prompt is published.
     """
 
     def __init__(self, side: HostSide, prompt: Prompt, promise: HostPromise) -> None:
@@ -1390,14 +1390,14 @@ class SavedPrompt:
         return self._side.was_deleted(self._promise)
 
     def grow(self) -> int:
-        """Hold what was saved by now; return the number of tokens in full blocks."""
+        """Lease the full blocks that are saved by now; return the number of their tokens."""
         return self._side.hold_saved(self._promise, self.prompt)
 
     def check_whole(self) -> None:
-        """Hold all of the prompt.
+        """Lease all blocks of the prompt on the host, the tail too.
 
         Raises:
-            HandoffError: the host does not have all of it.
+            HandoffError: a block is not on the host.
         """
         self._side.hold_whole(self._promise, self.prompt)
 

@@ -300,7 +300,7 @@ class CpuLane:
                 slots[copy.slot_ids] = plane[copy.block_ids]
 
     def close(self) -> None:
-        """Wait for what was submitted. Any number of times."""
+        """Wait for the submitted copies, then end the thread. Further calls do nothing."""
         if not self._is_closed:
             self._is_closed = True
             self._copies.put(None)

@@ -276,7 +276,7 @@ class CudaDevice:
         return pinned, partial(self._unpin, address)
 
     def _is_computing(self) -> bool:
-        """Return whether the engine's stream has work that is not done at once. Takes 0.5 ms."""
+        """Return whether the engine's stream has work that lasts 0.5 ms more; takes as long."""
         try:
             event = self.compute_stream.record()
             time.sleep(_AT_ONCE_S)

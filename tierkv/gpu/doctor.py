@@ -207,7 +207,7 @@ _COPY_BYTES = 64 << 20
 
 
 def copy_finding() -> Finding:
-    """Measure copies within host memory on one thread: the speed of the device `cpu`."""
+    """Measure a copy within host memory on one thread: the device named `cpu` copies like that."""
     source, target = np.ones(_COPY_BYTES, np.uint8), np.zeros(_COPY_BYTES, np.uint8)
     took = []
     for _ in range(3):

@@ -20,9 +20,11 @@ _MOST_RECTANGLES = 4  # of a block: each is a call
 
 @dataclass(frozen=True, slots=True)
 class PlaneMemory:
-    """The place of a plane on its GPU: block b lies at address + b * stride, in bytes.
+    """The place of a plane on its GPU: block b lies at address + b * stride.
 
     Attributes:
+        address: address of block 0.
+        stride: bytes from one block to the next.
         allocation: addresses of the allocation that holds the plane; empty if the driver knows
             none.
     """
@@ -32,18 +34,21 @@ class PlaneMemory:
     allocation: range
 
     def of_block(self, block: int) -> int:
-        """Return the address of the block's part."""
+        """Return the address of block `block` in this plane."""
         return self.address + block * self.stride
 
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """`rows` rows of `row_bytes`: a block's part of as many planes.
+    """Planes at equal distances, of which the copy engine copies one block in one command.
 
     Attributes:
-        memory: place of the first plane; the next planes are `pitch` bytes apart.
-        block_byte: start of the block's part in a slot; the next parts are `slot_pitch` bytes
-            apart.
+        memory: place of the first plane.
+        pitch: bytes from one plane to the next on the GPU.
+        block_byte: offset of the first plane in a host slot.
+        slot_pitch: bytes from one plane to the next in a host slot.
+        row_bytes: bytes of one block in each plane.
+        rows: number of planes.
     """
 
     memory: PlaneMemory

@@ -298,7 +298,7 @@ class PeerPlanes(Protocol):
         """
 
     def close(self) -> None:
-        """Release the other process's planes. No copy may be in flight."""
+        """Unmap the other process's planes, which it still owns. No copy may be in flight."""
 
 
 class Sharing(Protocol):

@@ -44,32 +44,36 @@ class Order(Enum):
 class UnitSizes:
     """Sizes of a copy's units, in bytes. Figures were measured on an H200.
 
-    A unit aims at a `share` of the copy, within [2 * least, most]. The first has at most `first`,
-    so that the pipeline fills, and the first layer arrives, early; at the end units halve down to
-    `last`, so that little is left to scatter, and to compute, when the last byte is across. Copies
-    of up to 2 * `least` are one unit: for a few blocks another kernel costs more than it hides.
+    A unit has 1 / `share` of the copy's bytes, but at least 2 * `least` and at most `most`. Copies
+    of up to 2 * `least` are one unit, since another kernel would cost more than it hides. The first
+    unit is smaller (`first`), so that the first layer arrives early; the units at the end halve
+    down to `last`, so that little is left to scatter and compute after the last byte.
 
     Attributes:
-        first: size of a first unit of at most FIRST_BLOCKS blocks. The submitting thread submits
-            it; it must keep the copy engine busy until the lane's thread continues, after 0.5 to
-            0.7 ms. PCIe 5 moves 32 MiB in 0.6 ms.
-        most: a kernel has the GPU to itself while its unit takes, 90 us for 128 MiB, and the
-            model's next kernel waits for it. Decoder layers beside a load lose 1.7 % with 128 MiB
-            and 0.5 % with 64 MiB; the load keeps 98.5 % of the limit with either.
-        last: smaller units wait for kernels of the model just as long: with 8 MiB a load beside
-            decoder layers keeps 97.7 % of the limit instead of 98.5 %.
-        last_share: smallest share of a small copy. An 8B model computes a layer as fast as 256 MiB
+        first: size of the first unit, which has at most FIRST_BLOCKS blocks. The caller's thread
+            submits this unit; its bytes keep the copy engine busy until the lane's thread
+            continues, after 0.5 to 0.7 ms. PCIe 5 moves 32 MiB in 0.6 ms.
+        least: half of the smallest size of a unit that is neither the first nor near the end.
+        most: largest size of a unit. The model's next kernel waits for the unit's kernel, 90 us
+            for 128 MiB. During a load, decoder layers lose 1.7 % with 128 MiB and 0.5 % with
+            64 MiB; the load keeps 98.5 % of the limit with either.
+        last: size down to which units halve at the end. With 8 MiB, a load during decoder layers
+            keeps 97.7 % of the limit instead of 98.5 %: smaller units wait for kernels of the model
+            just as long.
+        last_share: in a small copy the last unit has 1 / `last_share` of the bytes, if that is
+            less than `last`, but at least `least`. An 8B model computes a layer as fast as 256 MiB
             bring one: four layers in the last unit cost 0.3 ms of 5 ms.
-        piece: smallest piece of a copy engine, reached by joining layers: 256 KiB pieces reach 98 %
-            of a contiguous copy, 1 MiB 98.6 %.
-        most_piece: bytes that a load joins between its first and last layers, where a model is
-            behind; a piece costs the submitting thread 1 to 4 us. Small loads, with which a model
-            keeps up, join no more than a unit.
-        offload_piece: as `piece`, towards the host, where a piece costs more: 256 KiB pieces reach
+        share: number of units of a copy, if neither limit applies.
+        piece: smallest piece for the copy engine; layers are joined to reach it. 256 KiB pieces
+            reach 98 % of a contiguous copy, 1 MiB 98.6 %.
+        most_piece: largest piece of joined layers in the middle of a load, where the model computes
+            earlier layers anyway; a piece costs the submitting thread 1 to 4 us. Pieces of a small
+            load are no larger than a block's part of a unit.
+        offload_piece: smallest piece of an offload, where a piece costs more: 256 KiB pieces reach
             92 to 94 %, 512 KiB 95 to 96 %, 1 MiB 97 %, 2 MiB 98 %.
-        straight_row: where blocks are rectangles of rows of this size, a copy of whole blocks
-            begins with units that need no staging: 2 GiB to the host reach 99.2 % instead of 98.8 %
-            with rows of 128 KiB. Rows of 32 KiB win nothing.
+        straight_row: smallest row of a rectangle of planes with which a copy of whole blocks begins
+            without staging. With rows of 128 KiB, 2 GiB to the host reach 99.2 % instead of 98.8 %;
+            with rows of 32 KiB no more.
     """
 
     first: int = 32 << 20

@@ -186,7 +186,7 @@ def read(path: Path) -> AuthFile:
 
     Raises:
         ConfigError: The file cannot be read, is not valid, or can be written by other users than
-            its owner; the sentence names the file.
+            its owner; the error names the file.
     """
     try:
         with path.open("rb") as file:

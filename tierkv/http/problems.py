@@ -45,7 +45,7 @@ class UnknownIdError(BadRequestError):
 
 
 class WrongStateError(BadRequestError):
-    """The state of the node or object does not allow this now: change the state first."""
+    """The node or object is in a state that does not allow this call: change the state first."""
 
 
 class TooManyError(BadRequestError):

@@ -205,7 +205,7 @@ class Working:
         self.changed()
 
     async def idle(self, *, grace_s: float) -> None:
-        """Return when no call is left: all done, or cut off after `grace_s` or a `hurry`."""
+        """Return when no call is left: calls are cut off after `grace_s` seconds or `hurry`."""
         try:
             async with asyncio.timeout(grace_s):
                 while self.calls and not self._is_hurried:

@@ -175,7 +175,7 @@ class OpenTicket(_Handed, frozen=True, kw_only=True):
     """The announcement of a ticket, valid while the lease of `incarnation` is alive.
 
     Attributes:
-        incarnation: the producer's identity from its start to its end.
+        incarnation: random id of the producer's process, new at each start.
         failure: the reason why no ticket will come after all; "" while one may.
     """
 
@@ -289,7 +289,7 @@ def _until(until: float, incarnation: str) -> bytes:
 
 
 def _is_of(value: bytes, incarnation: str) -> bool:
-    """Return whether the lease is this producer's, and not another one's under its name.
+    """Return whether the lease is this producer's, not another producer's under its name.
 
     A value that ends after the third decimal, as older nodes write it, is accepted.
     """
@@ -755,21 +755,24 @@ class Tickets:
     # The decode node's side
 
     def read(self, ticket_id: str) -> Awaitable[Ticket | None]:
-        """Return the ticket of this id, None if there is none.
+        """Return the ticket of this id; None if the store has none.
 
         Raises:
-            HandoffError: the ticket is damaged, or another one's.
-            BadRequestError: the id is not valid UTF-8.
+            HandoffError: the ticket is damaged, or contains another id.
+            BadRequestError: the id cannot be encoded as UTF-8.
             StoreUnavailableError: the store does not answer.
         """
         return self._read(ticket_id, self.names.ticket, Ticket)
 
     def read_open(self, ticket_id: str) -> Awaitable[OpenTicket | None]:
-        """Return the open ticket of this id, None if there is none.
+        """Return the open ticket of this id; None if the store has none.
+
+        An open ticket announces a ticket while the prompt is still computed, or says why the ticket
+        will not come.
 
         Raises:
-            HandoffError: the open ticket is damaged, or has another id.
-            BadRequestError: the id is not valid UTF-8.
+            HandoffError: the open ticket is damaged, or contains another id.
+            BadRequestError: the id cannot be encoded as UTF-8.
             StoreUnavailableError: the store does not answer.
         """
         return self._read(ticket_id, self.names.open_ticket, OpenTicket)
@@ -1084,8 +1087,9 @@ _LOOK_EVERY_S = 5.0
 class TicketView(msgspec.Struct, frozen=True, kw_only=True):
     """The state of one ticket that this node publishes. Times are Unix seconds.
 
-    ready_blocks: number of blocks that are stored, of num_blocks. claimer: name of the node that
-    acknowledged the ticket. failure: the reason why the ticket cannot come, "" for none.
+    ready_blocks: how many of the ticket's `num_blocks` blocks are stored. claimer: name of the node
+    that has claimed and acknowledged the ticket. failure: the reason why the ticket will not come;
+    "" if there is none.
     """
 
     ticket_id: str

@@ -222,7 +222,7 @@ class Span:
 
     @property
     def context_rows(self) -> int:
-        """Number of positions from the prompt's start to the end of the last tile's chunk."""
+        """Number of positions from the prompt's start to the last tile's end, in whole chunks."""
         return -(-self.padded_end // CHUNK) * CHUNK
 
     def stacks(self, height: int) -> Iterator[slice]:
@@ -279,11 +279,12 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All weights. RMSNorm's gains are in the matrices.
+    """All weights. RMSNorm's gains are multiplied into the matrices.
 
     Attributes:
         embedding: [vocab_size, hidden].
-        unembedding: [hidden, vocab_size], or its panels.
+        unembedding: [hidden, vocab_size], or as `in_panels` returns it: [vocab_size / PANEL,
+            hidden, PANEL].
     """
 
     embedding: Floats

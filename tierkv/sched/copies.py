@@ -1,4 +1,8 @@
-"""Copies down, by rule and before evictions, the bytes they may use, and lookups in storage."""
+"""Copies of blocks to a lower tier, limits on their bytes in flight, and lookups in storage.
+
+A block is copied from device to host or from host to storage early, by the write rules, or because
+an eviction needs the copy.
+"""
 
 from __future__ import annotations
 

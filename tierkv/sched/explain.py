@@ -30,7 +30,10 @@ class Miss(Enum):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """Blocks [start, stop) of the prompt, all in the same place; a stored tail counts as one."""
+    """Consecutive blocks [start, stop) of the prompt, all found in the place `where`.
+
+    A stored tail counts as a block.
+    """
 
     start: int
     stop: int

@@ -28,14 +28,15 @@ class Step:
 
 
 def plan_eviction(order: EvictionOrder, tier: Tier, missing: int, rule: WriteRule) -> list[Step]:
-    """Return the steps after which `order` has `missing` copies fewer; [] for none.
+    """Return the steps that evict `missing` copies from a tier, or fewer if no more can go.
 
-    Leaves that need no plan can be evicted without this call: see `EvictionOrder.leaf_to_go`.
+    Blocks at the end of a leaf, whose eviction copies nothing, can be evicted without a plan: see
+    `EvictionOrder.leaf_to_go`.
 
     Args:
         order: the order of eviction.
         tier: the tier to evict from.
-        missing: number of copies to evict.
+        missing: number of copies that must go; 0 or less: no steps.
         rule: the rule for copies to the tier below.
     """
     if missing <= 0:

@@ -509,6 +509,9 @@ class TenantUse(msgspec.Struct):
 class Request(msgspec.Struct, eq=False):
     """An admitted request. The scheduler owns it; engines read it.
 
+    The index owns the first blocks of the table, as many as `lease` covers; the blocks after them,
+    and those in `refused`, are private: they belong to the request alone.
+
     Attributes:
         prompt: the committed tokens; before the first commit, the prompt of `spec`.
         block_table: int32 device blocks, in order, for the prompt and max_new_tokens more.
@@ -516,11 +519,13 @@ class Request(msgspec.Struct, eq=False):
         cached_tokens: number of first tokens that have KV in the table once `gate` is open.
         written: events of the kernels that write committed tokens, not done when last checked.
         is_damaged: True if such a kernel failed; later tokens of the request are not cached.
-        pinned: the end of the request's path while it is preempted.
-        refused: indices of table blocks before the end of the lease that are private, since the
-            index already had blocks of other requests there.
-        has_given_tail: True if the first block after the lease belongs to the index.
-        room: the array that `block_table` is a prefix of, once it has grown.
+        pinned: last node of a preempted request's blocks in the index, which are evicted after all
+            other blocks until the request is resumed; None for a request that is not preempted.
+        refused: positions in `block_table` inside the lease whose blocks stayed private, since the
+            index already had blocks of another request for the same tokens.
+        has_given_tail: True if the tail, the first block after the lease, belongs to the index.
+        room: array with spare capacity, of which `block_table` is the beginning; None until the
+            table grows.
         is_aborted: True after an abort; the engine ends the request when its kernels are done.
         promise: the blocks that it computes and other requests may wait for.
         missed: the reason why not all of its prompt was found at admission (see

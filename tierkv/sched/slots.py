@@ -271,7 +271,7 @@ class Slots:
         self.leaving[tier].slots.append(slots)
 
     def num_lent(self) -> tuple[int, int]:
-        """Return the numbers of lent slots of the device and of the host."""
+        """Return how many device and host slots movements hold outside the index."""
         return len(self.lent(Tier.DEVICE)), len(self.lent(Tier.HOST))
 
     def lent(self, tier: Tier) -> Ids:

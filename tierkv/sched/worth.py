@@ -127,7 +127,7 @@ class Line:
         return self.weight > 0
 
     def seconds(self, units: float) -> float:
-        """Return the seconds that `units` are expected to take; 0 as long as nothing is known."""
+        """Return the estimated seconds of work of size `units`; 0 while there is no sample."""
         if not self.weight:
             return 0.0
         mean_x, mean_y = self.x / self.weight, self.y / self.weight
@@ -142,10 +142,11 @@ class Line:
         return fixed + slope * units if fixed > 0 else units * mean_y / mean_x
 
     def at_least(self, units: float) -> float:
-        """Return the lower bound of `seconds`.
+        """Return a lower bound of the true seconds of work of size `units`.
 
-        While the samples do not separate the fixed part from the rest, the bound is the lesser of
-        the values with all and with nothing of it.
+        Samples of one size do not show how much of their time is fixed. The bound is then the
+        lesser of two estimates: all of the time is fixed, or none of it. Otherwise the bound is
+        `seconds`.
         """
         expected = self.seconds(units)
         is_open = self.is_known and self.is_of_one_size
@@ -180,14 +181,15 @@ class PrefillSpeed:
         return bool(self._observed) or self._fitted.is_known
 
     def seconds(self, tokens: int) -> float:
-        """Return the seconds that `tokens` are expected to take; 0 as long as nothing is known."""
+        """Return the estimated seconds to compute `tokens` tokens; 0 while no speed is known."""
         return self._line.seconds(tokens)
 
     def at_least(self, tokens: int) -> float:
-        """Return the lower bound of `seconds` (see `Line.at_least`).
+        """Return a lower bound of the seconds to compute `tokens` tokens.
 
-        For a prompt much longer than all observed ones, half of the extrapolated time counts: the
-        last tokens of a prompt take up to twice as long as the first.
+        The bound is `Line.at_least`, up to _REACH / 2 times the longest measured prompt. Beyond
+        that the bound is half of the extrapolated time, since the last tokens of a prompt, which
+        may be the measured ones, take up to twice as long as the first.
         """
         known = self.most_tokens
         seconds = self._line.at_least(min(tokens, _REACH * known))

@@ -426,7 +426,7 @@ class Session:
     # Publishing
 
     async def check_ticket(self, ticket_id: str) -> None:
-        """Raise DuplicateRequestError if another prompt's ticket of this id can be claimed."""
+        """Raise DuplicateRequestError if this id names a claimable ticket of another prompt."""
         await self._service.check_ticket_is_free(ticket_id, self.spec.prompt)
         self._free_tickets.add(ticket_id)
 
@@ -495,16 +495,17 @@ class Session:
     async def published(
         self, publishing: Publishing, first_tokens: Sequence[int], sampling: Mapping[str, str]
     ) -> Published:
-        """Return the outcome of a publish.
+        """Wait until the ticket is published, and return it with its counts.
+
+        An earlier call may have started the publication, with its own first tokens and sampling.
 
         Args:
-            publishing: the publish.
-            first_tokens: the first tokens that this call publishes.
-            sampling: sampling parameters that this call publishes.
+            publishing: the publication of the ticket.
+            first_tokens: the first tokens that the ticket must have.
+            sampling: the sampling parameters that the ticket must have.
 
         Raises:
-            DuplicateRequestError: an earlier call published the ticket with other first tokens or
-                sampling.
+            DuplicateRequestError: the published ticket has other first tokens or sampling.
         """
         published = await publishing.published()
         said = published.ticket

@@ -479,7 +479,7 @@ def codec_for(trust: Trust, key: bytes | None, payloads: PayloadCodecs = PAYLOAD
     """Make the codec of one tenant's blocks.
 
     Args:
-        trust: trust in the store's other writers.
+        trust: the protection against other writers of the store.
         key: the tenant's key of 32 bytes; None where `trust` needs none.
         payloads: payload codecs that are read, and the one that writes.
 
@@ -496,8 +496,8 @@ def check_key(trust: Trust, key: bytes | None) -> bytes:
     """Return the key that a store that is not trusted needs.
 
     Args:
-        trust: the trust, for the error message.
-        key: the key.
+        trust: the protection that needs the key, named by the error.
+        key: the deployment's or a tenant's key; None for none.
 
     Raises:
         ConfigError: the key is missing or has another length.
@@ -744,7 +744,7 @@ class SmallCodec:
         """Choose the form of values.
 
         Args:
-            trust: trust in the store's other writers.
+            trust: the protection against other writers of the store.
             key: 32 bytes that every node of the deployment has; None if none is needed.
 
         Raises:

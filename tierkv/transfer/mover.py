@@ -374,9 +374,9 @@ _TIMED_EVERY_S = 0.25
 class LayerTimes(msgspec.Struct, frozen=True):
     """Arrival times of layers in loads, in seconds after the request for the load.
 
-    Times are measured on the event loop and include the wait for earlier copies of the lane. One
-    load at a time is measured, at most four in a second. A layer itself takes the difference
-    between its mean and the mean of the layer before.
+    Times are measured on the event loop and include the wait for earlier loads. One load at a time
+    is measured, at most four in a second. Layers arrive one after the other: a layer's own time is
+    its mean less the mean of the layer before.
 
     Attributes:
         num_loads: number of measured loads.
@@ -533,8 +533,8 @@ class Mover:
         """Copy host slots to device blocks.
 
         Args:
-            slot_ids: int32 [n]; leased until the movement has ended.
-            block_ids: int32 [n]; leased until the movement has ended.
+            slot_ids: int32 [n]; the caller must keep these slots until the movement has ended.
+            block_ids: int32 [n]; the caller must keep these blocks until then, too.
             after: events that must be done before the copy starts.
         """
         return self._move(BlockCopy(Direction.LOAD, slot_ids, block_ids, tuple(after)))
@@ -543,8 +543,8 @@ class Mover:
         """Copy device blocks to host slots, after the events of the kernels that write the blocks.
 
         Args:
-            slot_ids: int32 [n]; leased until the movement has ended.
-            block_ids: int32 [n]; leased until the movement has ended.
+            slot_ids: int32 [n]; the caller must keep these slots until the movement has ended.
+            block_ids: int32 [n]; the caller must keep these blocks until then, too.
             after: events that must be done before the copy starts.
         """
         return self._move(BlockCopy(Direction.OFFLOAD, slot_ids, block_ids, tuple(after)))

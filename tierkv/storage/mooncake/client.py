@@ -1,4 +1,7 @@
-"""Types for the used part of Mooncake's Python package, which has no types, and settings."""
+"""Types for the functions of Mooncake's Python package that tierkv calls, and their settings.
+
+The package itself has no type hints.
+"""
 
 from __future__ import annotations
 

@@ -542,8 +542,9 @@ class Wire:
 
         Args:
             request: the request; its buffers are in use until its outcome.
-            since: time of the loop at which the request could have been sent, had there been a
-                connection. Connecting takes at most half of the request's time limit.
+            since: time of the loop from which the request's time limit counts: the request was
+                ready then, even if no connection was open. At least half of the limit remains
+                after this call, however long connecting took.
         """
         assert not self.is_lost, "the caller checks this before"
         if not self._in_flight:
