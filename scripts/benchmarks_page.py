@@ -26,11 +26,11 @@ _THOUSAND = 1000
 
 _INTRO = """# Benchmarks
 
-Each script in `benchmarks/` measures one claim beside its limit and its alternatives, in turns in
-one run. `--quick` takes about a minute; `--json` prints one object with `rows`.
+Each script in `benchmarks/` tests one claim: in one run it measures tierkv, alternatives and often
+a limit, in turn. `--quick` takes about a minute; `--json` prints one object with `rows`.
 
 - A figure is a median; *spread* is (largest - smallest) / median of the repetitions.
-- *ratio* is the figure to that of the row *compared with*, from the same run.
+- *ratio* is the row's figure divided by that of the row *compared with*, from the same run.
 - *target* is the largest ratio, or figure where there is no ratio, that the claim allows.
 
 `scripts/benchmarks_page.py` makes this page from `docs/results/`."""
