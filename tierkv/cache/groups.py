@@ -27,8 +27,8 @@ class GroupKind(Enum):
 
     The text is part of every key of an engine, unless its only group is FULL: see
     `embed.host_side.whole_fingerprint`. Code that tells kinds apart: `CacheGroup` and `main_group`
-    here, `embed/group_tier.py`, `embed/host_side.py`, `embed/engine_cache.py`, and
-    `adapters/vllm_connector.py`.
+    here, `embed/group_tier.py`, `embed/host_side.py`, `embed/engine_cache.py`,
+    `adapters/vllm_connector.py`, and `_KIND` in `service/kv_events.py`, by the member's name.
     """
 
     FULL = "full attention"

@@ -722,9 +722,9 @@ class EngineCache:
 
         None if nothing is to be copied. Lookups find the blocks once the copies are done. Blocks
         that this request has saved are skipped, so all its blocks may be passed in each step. A
-        block without a free host slot is not saved, nor are the blocks of its group after it. A
-        prompt that neither continues nor begins the prompt saved under the key belongs to another
-        request: the key is then released first.
+        block without a free host slot is not saved, nor are the blocks of its group after it. If
+        the prompt saved under the key before is neither a beginning nor a continuation of this one,
+        this is a new request, and the key is released first.
 
         Args:
             key: the request.
@@ -1039,11 +1039,11 @@ class EngineCache:
         return self._host.call(HostSide.stats)
 
     def reset(self) -> Call[int]:
-        """Remove all blocks from the host that are not held.
+        """Remove all blocks from the host that nothing holds.
 
-        The call's result is the number of copies left. Storage keeps its values. Running saves are
-        dropped, and so are later saves of known
-        requests until these are released; their tickets are not published.
+        The call's result is the number of host copies left. Storage keeps its values. Running saves
+        are dropped, and so is every later save of a request that has looked up or saved before,
+        until the engine releases that request. Tickets of such requests are not published.
         """
         self._keep_copied()  # the copied blocks are forgotten with the rest
         for known in [*self._known.values(), *(step.known for step in self._steps.values())]:

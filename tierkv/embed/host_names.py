@@ -33,7 +33,7 @@ class HostNames:
 
     @property
     def digests(self) -> set[bytes]:
-        """The keys of all named blocks, for `verify`."""
+        """The keys of the host blocks that the engine has named (`external_ids`), for `verify`."""
         return set(self._names)
 
     def put(self, event: CacheEvent) -> None:

@@ -63,7 +63,7 @@ class DeviceMemory:
         return array
 
     def write(self, data: npt.NDArray[np.void]) -> None:
-        """Put `data` at the start; blocks until it is there. The GPU must be bound."""
+        """Copy `data` to the start of this memory and wait for it, inside `gpu.bound()`."""
         assert data.nbytes <= self.num_bytes, "fits"
         runtime.memcpy(self.address, data.ctypes.data, data.nbytes, runtime.memcpyHostToDevice)
 

@@ -813,8 +813,8 @@ def check_fits(tiers: Tiers, spec: RequestSpec) -> None:
 class Admissions:
     """Admits waiting requests in turn. Running requests that want more blocks go first.
 
-    The first in line is never overtaken because it is large: while there is no room for it, no
-    request is admitted.
+    A large request at the head of the queue blocks the queue: smaller requests behind it wait until
+    it is admitted.
     """
 
     def __init__(

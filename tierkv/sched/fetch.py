@@ -268,7 +268,7 @@ class SharedTails:
         return self.of_use(prompt, at, found)
 
     def of_use(self, prompt: Prompt, at: Lease, found: SharedTail | None) -> SharedTail | None:
-        """Return `found` if it has more tokens behind `at` than the cache has, else None."""
+        """Return `found` if it has more tokens of the block after `at` than the cache, or None."""
         here = self._cached_tokens(prompt, at.num_blocks)
         return found if found is not None and found.num_shared > here else None
 

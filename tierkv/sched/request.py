@@ -1,7 +1,7 @@
 """One request from its specification to its end, and its promise to compute blocks.
 
-A request is on its way, in line, or admitted with blocks. Other requests can wait for the blocks
-that it promises to compute.
+A request first waits for storage or another node (`Arrivals`), then in the queue for room, and is
+then admitted with its blocks. Other requests can wait for the blocks that it promises to compute.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ class Work:
         return end
 
     def begin_storing(self, space: str) -> Callable[[], None]:
-        """Count a write to a store that frees slots at its end; return the function to call then.
+        """Count a write to a store, which reads host slots; return the function for its end.
 
         Requests wait for the write at most STORE_PATIENCE_S; a slower write counts in `num_late`.
         """

@@ -1,9 +1,10 @@
 """Storage or compute: the speeds of a tier and the engine, and the rule about waiting.
 
 A request waits for storage only if computing the missing tokens is estimated to take longer than
-the fetch. The wait is at most as long as computing, or twice the estimate, and a small slack. The
-speed of a tier is two moving averages: the seconds of a round trip and the bytes a second. Failures
-of a store are handled by the breaker (`storage/guard.py`).
+the fetch. The wait ends after the time of computing or twice the estimated fetch, whichever is
+shorter, but not before the estimate itself, plus a small slack. The speed of a tier is two moving
+averages: the seconds of a round trip and the bytes a second. Failures of a store are handled by the
+breaker (`storage/guard.py`).
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class Landing:
         return bool(self._planes.num_open)
 
     def can_reach(self, place: str) -> bool:
-        """Return False if planes in `place` are known to be unreadable from this process."""
+        """Return False if planes in `place` (see SharedPlanes) are known to be unreadable here."""
         return bool(place) and place not in self._unreachable
 
     async def land(

@@ -183,7 +183,7 @@ class _Read:
 class Offers:
     """The source that a `Fetcher` reads: producers while they offer blocks, otherwise storage.
 
-    Nodes with several slices per block cannot use it.
+    Nodes with tensor parallelism, which store a block as several slices, cannot use it.
 
     Attributes:
         reads_memory: True if the kernel may copy from another process of this machine.
