@@ -48,7 +48,7 @@ from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.pd.tickets import HandoffStats, OpenTicket, Ticket, TicketLedger
 from tierkv.sched.tiers import Tiers
 from tierkv.storage.base import WorkerThreads
-from tierkv.storage.codec import Codec, PlainCodec
+from tierkv.storage.codec import Codec, PayloadCodecs, PlainCodec
 from tierkv.tasks import supervised, task_group
 from tierkv.threads import aside
 from tierkv.transfer.storage_io import Slices, StorageIO
@@ -60,7 +60,7 @@ _FIRST_WORD_S = 2.0
 _SEND_S = 5.0
 _MAX_FAILURES = 1024
 
-_PLAIN = PlainCodec()
+_PLAIN = PlainCodec(PayloadCodecs())  # the bytes travel as they lie in memory
 
 
 @dataclass(slots=True)

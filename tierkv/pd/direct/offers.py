@@ -27,7 +27,7 @@ from tierkv.pd.direct.address import DirectAddress
 from tierkv.pd.settings import DirectPath
 from tierkv.pd.tickets import HandoffStats
 from tierkv.storage.base import WorkerThreads
-from tierkv.storage.codec import PlainCodec
+from tierkv.storage.codec import PayloadCodecs, PlainCodec
 from tierkv.storage.protocol import GetOutcome, GetStatus
 from tierkv.transfer.storage_io import StorageIO
 
@@ -145,7 +145,7 @@ log = logging.getLogger(__name__)
 
 _HIT = GetOutcome(GetStatus.HIT, is_direct=True)
 _ABSENT = GetOutcome(GetStatus.MISS)
-_PLAIN = PlainCodec()
+_PLAIN = PlainCodec(PayloadCodecs())  # the bytes travel as they lie in memory
 
 
 Read = Callable[[Sequence[RemotePiece]], None]  # of one producer's host tier, in a thread
