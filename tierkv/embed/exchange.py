@@ -267,9 +267,9 @@ class Exchange:
         """Answer a call from any thread; only the first answer counts.
 
         Args:
-            call: the call.
-            result: its result.
-            error: its error; None for success.
+            call: the call to answer.
+            result: the result, if the call succeeded.
+            error: the error of a failed call; None for success.
         """
         if self._pending.pop(call.number, None) is None:
             return

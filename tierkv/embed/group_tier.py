@@ -117,9 +117,9 @@ class GroupTier:
     """The blocks of one group, in memory of its own.
 
     Args:
-        service: the service.
-        number: number of the group.
-        group: the group.
+        service: the service that the group's blocks are stored and published through.
+        number: number of the cache group.
+        group: layout and rule of the cache group.
         memory: the group's host slots and its way to storage.
         is_bad: returns True for the digest of a block whose loads failed too often.
     """

@@ -561,7 +561,7 @@ class HostSide:
 
         Args:
             prompt: the prompt.
-            looks: what each group has on the host, by group number.
+            looks: the blocks that each cache group has on the host, by group number.
             bound: largest number of tokens.
             num_promised: first blocks of the index's group that a ticket lists as stored; storage
                 is not
@@ -981,7 +981,7 @@ class HostSide:
         The ticket of a prompt that loaded whole is acknowledged.
 
         Args:
-            promise: the promise.
+            promise: the promise whose blocks the engine has loaded.
             failed: by group, positions of blocks that did not load; each counts against its block.
         """
         for number, positions in enumerate(failed):

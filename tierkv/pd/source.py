@@ -68,8 +68,8 @@ class PeerSource(Protocol):
         """Offer the blocks of a prompt until `ledger` releases the ticket.
 
         Args:
-            ticket_id: name of the ticket.
-            prompt: the prompt.
+            ticket_id: id of the ticket.
+            prompt: the prompt whose blocks are offered.
             ledger: calls back at the end of the ticket.
 
         Returns:

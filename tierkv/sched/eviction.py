@@ -86,8 +86,8 @@ class Eviction:
         """Return `count` slots of `tier`, after evicting blocks if necessary.
 
         Args:
-            tier: the tier.
-            count: number of slots.
+            tier: the tier of the slots.
+            count: number of slots to acquire.
             space: the space whose quota the slots count in. A space over its quota evicts its own
                 blocks.
             reserved: number of slots of the space that are not in the index yet, but count too.
@@ -221,7 +221,7 @@ class Eviction:
         """Return the number of free slots and of slots that eviction can free.
 
         Args:
-            tier: the tier.
+            tier: the tier of the slots.
             space: the space whose quota limits the number; None for no quota.
             reserved: number of slots of the space that are not in the index yet, but count too.
         """

@@ -28,7 +28,7 @@ class Lifecycle:
     """Changes of the tiers' sizes and contents at run time.
 
     Args:
-        tiers: the tiers.
+        tiers: the tiers whose size or content changes.
         slots: numbers of device and host slots that there is memory for.
     """
 
@@ -81,8 +81,8 @@ class Lifecycle:
         capacity as it was.
 
         Args:
-            tier: the tier.
-            capacity: number of slots.
+            tier: the tier to resize.
+            capacity: number of slots that the tier will have.
 
         Raises:
             ConfigError: there is no memory for `capacity` slots.
@@ -155,8 +155,8 @@ class Lifecycle:
         """Remove leaving slots as they become free, also in calls of `take`.
 
         Args:
-            tier: the tier.
-            leaving: the slots to take.
+            tier: the tier that becomes smaller.
+            leaving: the slots that the tier loses.
             keeps_blocks: True to copy device blocks to the host first, if it has room.
         """
         tiers, pool, first = self._tiers, self._tiers.slots.pools[tier], leaving.first

@@ -73,9 +73,9 @@ class Pins:
 
         Args:
             name: name of the pin.
-            prompt: the prompt.
+            prompt: the prompt whose cached blocks are pinned.
             ttl_s: seconds until the pin ends, above 0.
-            is_soft: True for a soft pin.
+            is_soft: True for a soft pin: its blocks are evicted after all blocks without a pin.
 
         Raises:
             BadRequestError: `ttl_s` is not above 0.

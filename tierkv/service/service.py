@@ -415,7 +415,7 @@ class Service:
 
         Args:
             name: name of the pin; a pin of the same name is replaced.
-            prompt: the prompt.
+            prompt: the prompt whose cached blocks are pinned.
             ttl_s: seconds until the pin ends.
             is_soft: True lets the blocks be evicted after all blocks without a pin.
         """
@@ -732,7 +732,7 @@ class Service:
         """Return where each block of `prompt` is on this node, which is missing first, and why.
 
         Args:
-            prompt: the prompt.
+            prompt: the prompt to look up.
             names_fields: True to name the fields in which a fingerprint that the prompt is cached
                 under differs. For operators alone: it shows a tenant's data to another tenant.
             stored: blocks that storage has beyond the local match; None if it was not asked.
@@ -761,8 +761,8 @@ class Service:
         """Explain the prompt as `explain` does, and ask storage for the blocks that are not cached.
 
         Args:
-            prompt: the prompt.
-            deadline_s: seconds after which the answer goes without storage.
+            prompt: the prompt to look up.
+            deadline_s: seconds after which the answer is given without storage's.
             names_fields: see `explain`.
         """
         storage, match, stored = self.tiers.copies.storage, self.index.match(prompt), None

@@ -707,7 +707,7 @@ class NegativeCache:
 
     Args:
         ttl_s: seconds for which a name counts as missing.
-        clock: the clock.
+        clock: the clock that counts these seconds.
     """
 
     def __init__(self, ttl_s: float, clock: Clock) -> None:

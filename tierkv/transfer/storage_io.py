@@ -423,10 +423,10 @@ class StorageIO:
     The store limits the time of single operations itself.
 
     Args:
-        store: the store.
-        names: the names of the blocks.
+        store: the store to read and write.
+        names: makes the stored names of blocks.
         layout: the layout of whole blocks.
-        host: the host slots.
+        host: the host slots that blocks are read into and written from.
         block_ttl_s: seconds to live of a stored block; None for as long as the store keeps it.
         touches_per_ttl: renewals of a used block's time to live within one such time; 0 for none.
         codecs: returns the codec of a fingerprint, by its short form; None for a plain checksum.

@@ -148,7 +148,7 @@ class DirectServer:
 
         Args:
             offer: a name that no other prompt has.
-            prompt: the prompt.
+            prompt: the prompt whose blocks are offered.
 
         Raises:
             ConfigError: this node cannot listen.

@@ -187,7 +187,7 @@ class Landing:
         A cancel is raised at once; the copy continues, and its slots are free at its end.
 
         Args:
-            prompt: the prompt.
+            prompt: the prompt whose blocks the producer has.
             first: first block to copy.
             shared: the producer's planes.
             source_ids: int32 [n], the producer's blocks.

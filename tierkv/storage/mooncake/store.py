@@ -91,7 +91,7 @@ class MooncakeValues:
         Args:
             address: host and port of the master.
             url: URL of the store, for errors.
-            settings: the settings.
+            settings: addresses, protocol, replicas and time limits of the client.
             pools: memory with most values, registered for RDMA.
 
         Raises:
