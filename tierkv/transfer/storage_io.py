@@ -424,7 +424,7 @@ class StorageIO:
 
     Args:
         store: the store to read and write.
-        names: makes the stored names of blocks.
+        names: makes the stored names of one fingerprint's blocks.
         layout: the layout of whole blocks.
         host: the host slots that blocks are read into and written from.
         block_ttl_s: seconds to live of a stored block; None for as long as the store keeps it.
