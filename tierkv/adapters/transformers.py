@@ -893,7 +893,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
             self._moves.wait_layer(self._load, layer)
 
     def _keep(self) -> None:
-        """Keep the room's content as the last sequence; new blocks go to the host soon."""
+        """Remember the sequence whose KV this memory has; begin to copy new blocks to the host."""
         self._kept()
         if not self._is_whole:
             self._start_anew()

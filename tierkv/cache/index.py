@@ -716,7 +716,7 @@ class Index:
     def digests(self, node: TreeNode, stop: int, *, start: int = 0) -> list[bytes]:
         """Return the keys of full blocks [start, stop) of the path to `node`.
 
-        Each key is computed once and remembered on its run.
+        Each key is computed once; the tree node that holds the block remembers it.
         """
         found: list[bytes] = []
         digest = node.space.root_digest

@@ -544,7 +544,7 @@ class HostSide:
             return problem is None
 
     async def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """See Service.note_prefill."""
+        """Record the speed of a prefill: fetching is weighed against it (Service.note_prefill)."""
         self._service.note_prefill(num_tokens, seconds)
 
     # What can be had in all groups

@@ -436,7 +436,7 @@ class Starts:
         return self._made(spec, lease, table, matched, tuple(movements))
 
     def _give_back(self, held: _Held) -> None:
-        """Return what a failed start holds; slots that a copy still writes follow at its end."""
+        """Release what a failed start holds; slots that a copy still writes follow at its end."""
         pool, slots = self._tiers.slots.pools[Tier.DEVICE], held.slots
         if held.source is not None:
             self._index.release(held.source)

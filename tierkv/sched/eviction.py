@@ -182,7 +182,13 @@ class Eviction:
         return max(0, unheld)
 
     def _stay_within_quota(self, tier: Tier, space: Space, count: int, reserved: int) -> None:
-        """Evict blocks of `space` so that its quota allows `count` more.
+        """Evict blocks of one fingerprint until its quota allows `count` more slots of `tier`.
+
+        Args:
+            tier: the tier.
+            space: the blocks of the fingerprint.
+            count: slots wanted.
+            reserved: slots that the fingerprint has taken and that are not in the index yet.
 
         Raises:
             OverQuotaError: held blocks prevent it.

@@ -672,7 +672,7 @@ class UsedBytes:
                 os.close(fd)
 
     def counts(self) -> Mapping[str, int]:
-        """Return the bytes that each process has added.
+        """Return the bytes of values that each process has added, by the process's directory.
 
         Raises:
             OSError: the directory cannot be read.
