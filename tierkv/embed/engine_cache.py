@@ -993,7 +993,7 @@ class EngineCache:
     # What is known of all
 
     def hold_calls(self) -> None:
-        """Let later calls to the service's thread wait for `flush`."""
+        """Collect later calls to the service's thread; `flush` sends them (and stores no block)."""
         self._host.calls.holds = True
 
     def flush(self) -> None:
@@ -1172,7 +1172,7 @@ class EngineCache:
             self._polled.saved.append(step.key)
 
     def _finish_if_saved(self, known: _RequestState) -> None:
-        """Write the ticket once the last save is kept: calls are carried out in order."""
+        """Write the ticket of a request without saves under way; earlier calls are done before."""
         publish = known.publish
         if publish is None or publish.first_tokens is None or known.num_saves:
             return

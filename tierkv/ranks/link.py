@@ -75,7 +75,7 @@ class SharedMemory(msgspec.Struct, frozen=True, tag="memory"):
 
 
 class NotTaken(msgspec.Struct, frozen=True, tag="not_taken"):
-    """The refusal of a worker, which is final; sent without a descriptor."""
+    """The final answer to a worker that the scheduler refuses; no memory descriptor follows."""
 
     reason: str
 

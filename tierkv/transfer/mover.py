@@ -510,7 +510,7 @@ class Mover:
         return self._planes
 
     async def suspend(self) -> None:
-        """Release the lanes, and with them the planes, until `reopen`. No copy may be in flight."""
+        """Close both lanes of copies and drop the planes, until `reopen`. None is in flight."""
         assert not self.num_in_flight, "suspended only when idle"
         lanes = list(self._lanes.values())
         self._lanes.clear()
