@@ -1,5 +1,6 @@
 """Causal language models of Hugging Face transformers as the engine of a node.
 
-The device tier's planes are the model's KV memory: attention writes and reads the blocks of each
-request's block table. Importing this package needs neither torch nor transformers.
+The model has no KV cache of its own. Its attention writes and reads the planes of the device tier
+(for each layer one array of keys and one of values, cut into blocks), through the block table of
+each request. Importing this package needs neither torch nor transformers.
 """

@@ -1,9 +1,12 @@
-"""A transformers model as the engine of a node: continuous batching over the cache's blocks.
+"""A transformers model as the engine of a node, with continuous batching over the cache's blocks.
+
+A step is one forward pass. It computes one token for each request that generates, and chunks of
+prompts:
 
 requests --> forward(run, chunk) --> queue
                                        |  one step at a time, on the compute thread
                                        v
-             every request that generates, one token each, and chunks of prompts
+                                  PagedModel.forward
 """
 
 from __future__ import annotations
@@ -50,10 +53,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A chunk of a request that waits for a step, or is in one.
+    """A chunk of one request's tokens that is queued for a step, or is being computed in one.
 
     Attributes:
-        outcome: The token that follows, None where the chunk is not the last one.
+        run: The request that the tokens belong to.
+        chunk: int32 [n], tokens of the prompt, or the last generated token.
+        outcome: The future of the token that follows the chunk; None as its result if more known
+            tokens follow, so that none was chosen.
     """
 
     run: ModelRun
@@ -62,17 +68,18 @@ class _Call:
 
     @property
     def is_prompt(self) -> bool:
+        """True for tokens of a prompt; a chunk of one token counts as generation."""
         return len(self.chunk) > 1
 
 
 class TransformersEngine(SessionEngine):
-    """Generates, prefills and decodes with a transformers model; see SessionEngine.
+    """A `SessionEngine` that computes all requests with one transformers model.
 
     Args:
-        service: The service of the node.
-        model: The model.
+        service: The node's cache service, which has the blocks and the block tables.
+        model: The model that computes.
         tokenizer: The tokenizer of the model.
-        settings: The settings of the engine.
+        settings: Sizes of chunks and reservations, and the time limit of loads.
     """
 
     def __init__(
@@ -102,14 +109,20 @@ class TransformersEngine(SessionEngine):
         return self._model.max_positions
 
     def check(self, job: GenerateRequest) -> None:
-        """See SessionEngine.check; the tokenizer of some models has more tokens than the model."""
+        """See `SessionEngine.check`.
+
+        Tokens that only the tokenizer has, not the model, are refused.
+        """
         most = self._model.vocab_size - 1
         if job.tokens and int(unpack(job.tokens).max()) > most:
             raise BadRequestError(f"a token of this model must be in 0..{most}")
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run steps within `running()` of the service."""
+        """Run the compute thread and its steps while the context is open.
+
+        The service must be running, and must keep running until this context has closed.
+        """
         for num_tokens, seconds in self._model.speeds:
             self._service.note_prefill(num_tokens, seconds)
         self._thread = Threads(1, "tierkv-compute")
@@ -120,7 +133,7 @@ class TransformersEngine(SessionEngine):
             self._thread.shutdown(wait=True)  # idle: every step was waited for
 
     async def forward(self, run: ModelRun, chunk: Tokens1D) -> int | None:
-        """See SessionEngine.forward; the chunk takes part in one of the next steps."""
+        """See `SessionEngine.forward`. The chunk is computed in one of the next steps."""
         if not run.is_loaded:
             await self._wait_for_loads(run)
         if self._thread is None or self._service.failure is not None:
@@ -144,7 +157,10 @@ class TransformersEngine(SessionEngine):
             run.is_loaded = True
 
     def _withdraw(self, call: _Call) -> None:
-        """Cancel a call that no step has begun; one that is under way ends by itself."""
+        """Cancel a call that is still queued.
+
+        A call in the current step continues to the step's end.
+        """
         if call in self._queue:
             self._queue.remove(call)
             call.outcome.cancel()
@@ -152,7 +168,10 @@ class TransformersEngine(SessionEngine):
     # Steps
 
     async def _work(self) -> None:
-        """Run steps until a cancel, which waits for the step under way."""
+        """Run steps until this task is cancelled; the cancel takes effect after the current step.
+
+        Calls without an outcome then fail with ShuttingDownError.
+        """
         try:
             while True:
                 await self._has_calls.wait()
@@ -170,10 +189,11 @@ class TransformersEngine(SessionEngine):
             self._queue.clear()
 
     def _next_calls(self) -> Sequence[_Call]:
-        """Take the calls of the next step: generated tokens, and prompts in order of arrival.
+        """Remove the calls of the next step from the queue, and return them.
 
-        A request whose cached tokens still load has a step of its own, so that others neither wait
-        for the load nor fail with it.
+        A step has one token of each request that generates, and prompt chunks in order of arrival,
+        up to `chunk_tokens` together. A request whose cached tokens are still being loaded gets a
+        step for itself, so that other requests neither wait for the load nor fail with it.
         """
         alone = next((call for call in self._queue if not call.run.is_loaded), None)
         if alone is not None:
@@ -243,7 +263,10 @@ class TransformersEngine(SessionEngine):
         return [next(chosen) if piece.wants_logits else None for piece in pieces]
 
     def _bound_pages(self) -> Pages:
-        """Return pages over the service's planes, which a resize replaces."""
+        """Return the model's view of the device planes.
+
+        Made again after a resize of the device tier.
+        """
         if self._pages is None or self._planes is not self._service.planes:
             self._planes = self._service.planes
             self._pages = self._model.pages([_tensor(one) for one in self._planes.arrays])
@@ -258,7 +281,7 @@ def _choice(run: ModelRun) -> TokenChoice:
 
 
 def _tensor(array: object) -> torch.Tensor:
-    """Return a tensor over the memory of a NumPy or CuPy array."""
+    """Return a tensor that shares the memory of a NumPy or CuPy array."""
     found: torch.Tensor = (
         torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array)
     )
@@ -282,13 +305,18 @@ def _translated(error: Exception) -> Exception:
 
 
 class TransformersSpec:
-    """A transformers model as an EngineSpec; the model is loaded when it is first asked about.
+    """The `EngineSpec` of a transformers model: its layout, tokenizer and identity.
+
+    The model is loaded at the first use of an attribute that needs the model.
 
     Args:
-        path: A directory or a GGUF file.
+        path: A directory or a GGUF file with the model.
         settings: The settings of the engine.
-        cache: The settings of the cache.
+        cache: The settings of the cache; the block size and the tensor parallelism are read.
         device: The device of the node, `cpu`, `cuda` or `cuda:N`.
+
+    Raises:
+        ConfigError: The path is empty, or `cache` asks for tensor parallelism.
     """
 
     takes_media = False
@@ -314,7 +342,7 @@ class TransformersSpec:
 
     @cached_property
     def model(self) -> PagedModel:
-        """The model, with its weights on the device."""
+        """The model, loaded onto the device at the first access."""
         model = load_model(self._path, self._settings.dtype, self._device)
         return PagedModel(model, self._block_size, self._settings.max_context)
 
@@ -333,9 +361,9 @@ class TransformersSpec:
         return ShardScheme(self.layout, {})
 
     def fingerprint(self, tenant: str) -> Fingerprint:
-        """See EngineSpec.fingerprint."""
+        """See `EngineSpec.fingerprint`."""
         return self.model.fingerprint(tenant)
 
     def open(self, service: Service) -> TransformersEngine:
-        """See EngineSpec.open."""
+        """See `EngineSpec.open`."""
         return TransformersEngine(service, self.model, self.tokenizer, self._settings)

@@ -1,4 +1,4 @@
-"""A causal language model of transformers: files, identity, and forward passes over planes."""
+"""A causal language model of transformers: files, identity, and forward passes over blocks."""
 
 from __future__ import annotations
 
@@ -43,16 +43,17 @@ _ROUNDING, _LEAST_ROUNDING = 32, 1e-3  # of a dtype's last digit; relative, of l
 
 
 def load_model(path: Path, dtype: str, device: torch.device) -> PreTrainedModel:
-    """Return a model in evaluation mode.
+    """Load a model onto `device`, in evaluation mode.
 
     Args:
-        path: A directory or a GGUF file.
-        dtype: The type of the weights; "auto" is that of the files, float32 for GGUF.
+        path: A directory with a config.json, or a GGUF file.
+        dtype: The type of the weights; "auto" is the type in the files, float32 for GGUF.
         device: The device of the weights.
 
     Raises:
-        ConfigError: There is no such model, its files cannot be read, or the machine has no room
-            for its weights.
+        ConfigError: There is no such model, its files cannot be read, a library is missing, or the
+            memory has no room for the weights.
+        LayoutError: The model is an encoder-decoder.
     """
     source = path
     named: dict[str, Any] = {"local_files_only": True}
@@ -95,11 +96,11 @@ def load_model(path: Path, dtype: str, device: torch.device) -> PreTrainedModel:
 
 
 def _weight_bytes(path: Path, dtype: str) -> int:
-    """Return the bytes of a model's weights in memory.
+    """Return the number of bytes that a model's weights will take in memory.
 
     Args:
         path: A directory or a GGUF file.
-        dtype: The type of the weights, "auto" for that of the files.
+        dtype: The type of the weights; "auto" is the type in the files.
     """
     if path.is_file():
         num_items = sum(math.prod(shape) for shape in GGUFFile(path).tensors.values())
@@ -117,20 +118,26 @@ def _weight_bytes(path: Path, dtype: str) -> int:
 
 
 class PagedModel:
-    """A model that has its keys and values in planes alone.
+    """A transformers model whose keys and values live only in the planes of the device tier.
+
+    On construction the model computes a short text with its own attention and over blocks. A model
+    with different logits is refused.
 
     Args:
-        model: The model, in evaluation mode; it is used for nothing else from now on.
+        model: The model, in evaluation mode. Its attention is replaced, so the caller cannot use
+            the model for anything else.
         block_size: Tokens per block.
-        max_context: Most tokens of a request; 0 is the model's own limit.
+        max_context: Largest number of tokens of a request, prompt and answer together; 0 for the
+            model's own limit.
 
     Attributes:
-        pads: True where all requests that generate attend in one call, padded.
+        pads: True if all requests that generate attend in one call, padded to the longest; False if
+            each request attends in a call of its own.
 
     Raises:
-        LayoutError: The model's cache is not keys and values of every token, or its attention
-            cannot be served.
-        ConfigError: The model cannot be used.
+        LayoutError: The model's cache is something else than keys and values of every token, or its
+            attention does not work over blocks.
+        ConfigError: `max_context` is above the model's own limit.
     """
 
     def __init__(self, model: PreTrainedModel, block_size: int, max_context: int = 0) -> None:
@@ -172,7 +179,13 @@ class PagedModel:
         return size
 
     def fingerprint(self, tenant: str) -> Fingerprint:
-        """Return the identity of the model's KV, which `TierKVCache` of the same model shares."""
+        """Return the identity of the model's KV: equal fingerprints share cached blocks.
+
+        `TierKVCache` has the same fingerprint for the same model.
+
+        Args:
+            tenant: The tenant, whose blocks no other tenant can use.
+        """
         return Fingerprint(
             f"{type(self._model).__name__} of {FORMAT}",
             self.layout,
@@ -182,7 +195,12 @@ class PagedModel:
         )
 
     def pages(self, planes: Sequence[torch.Tensor]) -> Pages:
-        """Return pages over uint8 planes [num_blocks, block_bytes]."""
+        """Return a view of the device planes for `forward`.
+
+        Args:
+            planes: uint8 [num_blocks, block_bytes] each: the layers' keys and values, in the
+                layout's order.
+        """
         pages = Pages(planes, self.layout, self._shapes, self._dtype)
         pages.returns_all = self._returns_all
         return pages
@@ -190,13 +208,14 @@ class PagedModel:
     def forward(
         self, pages: Pages, runs: Sequence[TokenRun], before_layer: Callable[[int], None]
     ) -> torch.Tensor:
-        """Write the KV of the runs' tokens, and return the logits that runs want.
+        """Run one forward pass, which writes the KV of all given tokens; return the wanted logits.
 
         Args:
-            pages: The pages, of which the runs use disjoint blocks.
-            runs: The runs.
-            before_layer: Called with the number of each layer before its planes are used; an error
-                passes through, and the layers before are written then.
+            pages: The view of the planes that is written and read.
+            runs: The tokens of each request; no two requests write to the same block.
+            before_layer: Called with the number of each layer before the layer's planes are used.
+                If it raises, the error passes to the caller, and only the earlier layers are
+                written.
 
         Returns:
             [number of runs that want logits, vocab_size].
@@ -258,7 +277,7 @@ class PagedModel:
 
 
 def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """Return the tokens that end a text, as `generate` reads them."""
+    """Return the tokens that end a text, from the generation config or else the model's config."""
     for config in (model.generation_config, model.config):
         found = getattr(config, "eos_token_id", None)
         if found is not None:

@@ -1,6 +1,7 @@
 """Attention of a transformers model over the planes of the device tier.
 
-One forward pass computes tokens of several requests, side by side in one row:
+A plane is the array of one layer's keys, or of its values, for all blocks. One forward pass
+computes tokens of several requests, side by side in one row:
 
     request    A A A A A B C          (a chunk of A's prompt, one token of B, one of C)
     position   0 1 2 3 4 9 7
@@ -9,7 +10,8 @@ One forward pass computes tokens of several requests, side by side in one row:
     PlaneLayer.update      writes each token's K and V to its place in the planes
     paged_attention        attends for each request over its own blocks
 
-The two seams are transformers' own: a cache layer, and a registered attention function.
+Both are plugged in through interfaces of transformers: a cache layer, and a registered attention
+function.
 """
 
 from __future__ import annotations
@@ -33,13 +35,14 @@ _MOST_GQA_DIM = 256  # of a head that kernels of grouped queries take
 
 @dataclass(frozen=True, slots=True)
 class TokenRun:
-    """The tokens of one request in a step, at positions in a row.
+    """Consecutive tokens of one request that a step computes.
 
     Attributes:
         tokens: int32 [n], at positions start, start + 1, ...
-        start: Number of tokens before them, with KV in the blocks.
-        block_table: int [m], the blocks of tokens 0, 1, ...; those beyond the run are ignored.
-        wants_logits: True for the logits of the token after the last one.
+        start: Number of the request's earlier tokens, whose KV is in the blocks already.
+        block_table: int [m], the blocks of the request in order of position; blocks after the last
+            token are ignored.
+        wants_logits: True to compute the logits of the token that follows the last one.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -49,18 +52,24 @@ class TokenRun:
 
     @property
     def stop(self) -> int:
+        """Position behind the last token, which is also the number of keys that it sees."""
         return self.start + len(self.tokens)
 
 
 class _Part:
-    """Runs that attend in one call: a run alone, or several of one token each, padded.
+    """The runs that attend in one call: one run alone, or several runs of one token each, padded.
 
     Attributes:
-        num_tokens: Number of tokens of the runs.
+        num_tokens: Number of tokens of all runs.
         length: Number of keys of each run, padding included.
-        num_rows: Number of keys of all runs.
-        mask: bool, broadcast to [runs, heads, tokens, keys]: True where a token sees a key; None
-            where a lone run sees all keys up to each of its tokens.
+        num_rows: Number of keys of all runs together, padding included.
+        mask: bool, broadcast to [runs, heads, tokens, keys]: True if a token sees a key. None for a
+            run alone with plain causal attention, or with one token.
+
+    Args:
+        runs: The runs of the call.
+        block_size: Tokens per block.
+        device: The device of the planes.
     """
 
     def __init__(self, runs: Sequence[TokenRun], block_size: int, device: torch.device) -> None:
@@ -92,10 +101,10 @@ class _Part:
         self.num_rows = self._num_runs * self.length
 
     def read(self, plane: torch.Tensor) -> torch.Tensor:
-        """Return the tokens of the runs' requests, [runs, heads, length, dim].
+        """Return the keys or values of the runs' requests, [runs, heads, length, dim].
 
         Args:
-            plane: [num_blocks, block_size, heads, dim].
+            plane: [num_blocks, block_size, heads, dim], a layer's keys or values.
         """
         if isinstance(self._table, slice):
             blocks = plane[self._table]
@@ -107,13 +116,13 @@ class _Part:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
-        """Return the attention, [1, heads, tokens, dim].
+        """Return the attention of the runs' tokens, [1, heads, tokens, dim].
 
         Args:
             query: [1, heads, tokens, dim].
             key: [runs, kv_heads, length, dim].
-            value: As `key`.
-            scaling: Factor of the scores.
+            value: [runs, kv_heads, length, dim]; the last size may differ from the one of `key`.
+            scaling: Factor of the scores before the softmax; None for 1 / sqrt(dim).
         """
         runs, groups = self._num_runs, query.shape[1] // key.shape[1]
         if self.num_tokens == runs:  # the query heads of a KV head lie where queries do
@@ -137,20 +146,20 @@ class _Part:
 
 
 class PagedStep:
-    """The runs of one forward pass, and where their tokens lie.
+    """The runs of one forward pass, and the places of their tokens in the planes.
 
     Attributes:
-        ids, positions: int64 [1, tokens].
-        blocks, offsets: int64 [tokens], the place of each token.
-        wanted: int64 [n], the tokens whose logits are wanted.
-        parts: The runs by calls of attention, in order.
+        ids, positions: int64 [1, tokens], the tokens of all runs and their positions.
+        blocks, offsets: int64 [tokens], the block of each token and its place within the block.
+        wanted: int64 [n], indices into `ids` of the tokens whose logits are wanted.
+        parts: The runs in order, grouped by the calls of attention.
 
     Args:
         runs: The runs, each of another request.
         block_size: Tokens per block.
         device: The device of the planes.
-        before_layer: Called with the number of each layer before its planes are used.
-        pads: True lets the first runs, as far as they have one token each, attend in one call.
+        before_layer: Called with the number of each layer before the layer's planes are used.
+        pads: True to let all leading runs of one token attend in one padded call.
     """
 
     def __init__(
@@ -192,11 +201,15 @@ class PagedStep:
 
 
 class PlaneLayer(CacheLayerMixin):  # type: ignore[misc]
-    """The keys and values of one layer in the planes.
+    """The cache of one layer as transformers sees it; the keys and values are in the planes.
+
+    Attributes:
+        given: The keys that `update` returned last; attention that gets other keys has changed
+            them.
 
     Args:
         number: Number of the layer.
-        pages: The pages of all layers.
+        pages: The planes of all layers.
     """
 
     is_sliding = False
@@ -211,7 +224,10 @@ class PlaneLayer(CacheLayerMixin):  # type: ignore[misc]
         self.given: torch.Tensor | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the planes are there before."""
+        """Do nothing: the planes exist before the first token.
+
+        See `CacheLayerMixin.lazy_initialization`.
+        """
 
     def update(
         self,
@@ -220,11 +236,16 @@ class PlaneLayer(CacheLayerMixin):  # type: ignore[misc]
         *_: object,
         **__: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the step's keys and values to their places.
+        """Write the step's keys and values to their places in the planes.
+
+        Args:
+            key_states: [1, kv_heads, tokens, dim], the keys of the step's tokens.
+            value_states: [1, kv_heads, tokens, dim], their values.
 
         Returns:
-            The new keys and values alone, where attention reads the planes itself; those of all
-            runs one after the other, where the model changes them first (latents of MLA).
+            The new keys and values as given, if attention reads the planes itself. If the model
+                changes keys and values before it attends (latents of MLA): those of all earlier
+                tokens too, run after run, [1, kv_heads, keys of all runs, dim] each.
         """
         pages = self._pages
         step = pages.step
@@ -245,7 +266,7 @@ class PlaneLayer(CacheLayerMixin):  # type: ignore[misc]
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return sizes that no mask is made with: `paged_attention` has its own."""
+        """Return sizes that no mask is made from: `paged_attention` has masks of its own."""
         return query_length, 0
 
     def get_seq_length(self) -> int:
@@ -259,17 +280,19 @@ class PlaneLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class Pages:
-    """The planes of a model as tensors, and the step that is computed now.
+    """The planes of a model as tensors, and the step that is being computed.
 
     Attributes:
-        cache: The cache to pass to the model.
-        returns_all: True where the cache returns the keys and values of whole requests, which the
-            model changes before it attends; False where attention reads the planes.
-        reads_planes: False once attention was given other keys than the cache had returned.
+        cache: The cache object to pass to the model.
+        layers: One `PlaneLayer` per layer.
+        step: The step that is being computed; None between steps.
+        returns_all: True if `PlaneLayer.update` returns the keys and values of whole requests,
+            since the model changes them before it attends; False if attention reads the planes.
+        reads_planes: True until attention is given other keys than `PlaneLayer.update` returned.
 
     Args:
         planes: uint8 [num_blocks, block_bytes] each, in the layout's order.
-        layout: The layout.
+        layout: The block size, and the planes of each layer.
         shapes: (heads, dim) of each plane.
         dtype: The type of keys and values.
     """
@@ -309,24 +332,27 @@ def paged_attention(  # noqa: PLR0913, PLR0917 - transformers' own signature
     pages: Pages | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attend for each run of the step over the keys and values of its request.
+    """Compute the attention of one layer, for each run over the keys and values of its own request.
+
+    The function is registered in transformers under the name `ATTENTION`.
 
     Args:
-        module: The attention layer.
-        query: [1, heads, tokens, dim].
-        key: [1, kv_heads, n, dim]; what `PlaneLayer.update` returned, or made of it.
-        value: As `key`.
-        attention_mask: None.
-        dropout: Without effect.
-        scaling: Factor of the scores.
-        pages: The pages, passed through the model.
-        others: Options of attention that the model asks for.
+        module: The attention layer; its number is read.
+        query: [1, heads, tokens, dim], of the tokens of all runs.
+        key: [1, kv_heads, n, dim], returned by `PlaneLayer.update` or computed by the model from
+            it.
+        value: [1, kv_heads, n, dim], likewise.
+        attention_mask: Ignored; the masks are those of the step.
+        dropout: Ignored, as the model is in evaluation mode.
+        scaling: Factor of the scores before the softmax; None for 1 / sqrt(dim).
+        pages: The planes, which the model passes on from its own keyword arguments.
+        others: Further options of attention that the model asks for.
 
     Returns:
-        [1, tokens, heads, dim], and None.
+        [1, tokens, heads, dim], and None for the attention weights.
 
     Raises:
-        LayoutError: The model asks for attention of another kind.
+        LayoutError: `pages` did not arrive, or the model asks for an unsupported option.
     """
     if pages is None or pages.step is None:
         raise LayoutError(

@@ -1,8 +1,8 @@
-"""The choice of the next token among logits, with transformers' own processors.
+"""The choice of the next token from the logits, with transformers' own processors.
 
-A choice depends only on logits, sampling, tokens and position: the random number is word `position`
-of the Philox stream keyed by the seed (Salmon et al. 2011). Another node that knows the tokens goes
-on exactly where the first one stopped.
+A choice depends only on logits, sampling parameters, earlier tokens and position: the random number
+is word `position` of the Philox stream whose key is the seed (Salmon et al. 2011). Another node
+that knows these continues an answer with the same tokens.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from tierkv.engine import Sampling
 
 @dataclass(frozen=True, slots=True)
 class TokenChoice:
-    """One choice to make.
+    """The next token of one request, to be chosen.
 
     Attributes:
-        sampling: The sampling of the request.
-        prompt: int32 [n], the prompt.
+        sampling: The sampling parameters of the request.
+        prompt: int32 [n], the tokens of the prompt.
         answer: The tokens of the answer so far.
-        excluded: Tokens that may not be chosen.
+        excluded: Tokens that may not be chosen, such as end tokens of an answer that is still too
+            short.
     """
 
     sampling: Sampling
@@ -43,26 +44,27 @@ class TokenChoice:
 
     @property
     def position(self) -> int:
-        """The position of the chosen token."""
+        """Position of the chosen token, counted from the start of the prompt."""
         return len(self.prompt) + len(self.answer)
 
     @property
     def is_plain(self) -> bool:
-        """True if the largest logit decides."""
+        """True if the token with the largest logit is chosen, without any change to the logits."""
         return self.sampling.is_greedy and not (self.has_penalty or self.excluded)
 
     @property
     def has_penalty(self) -> bool:
+        """True if the sampling changes the logits of tokens that occurred before."""
         names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
         return bool(self.sampling.unusual(names))
 
 
 def choose(logits: torch.Tensor, choices: Sequence[TokenChoice]) -> list[int]:
-    """Return the next token of each choice.
+    """Return the next token of each request; of equal logits the lowest token id wins.
 
     Args:
         logits: [number of choices, vocab_size].
-        choices: The choices; of equal logits the lowest token wins.
+        choices: The sampling and the earlier tokens of each request, in the order of the rows.
     """
     found: list[int] = logits.argmax(dim=-1).tolist()
     for number, choice in enumerate(choices):
