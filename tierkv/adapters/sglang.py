@@ -1,9 +1,9 @@
-r"""SGLang's third cache level in a tierkv store: a dynamic storage backend of HiCache.
+r"""A storage backend for SGLang's HiCache that keeps pages in a tierkv store.
 
-SGLang copies pages between GPU and its own host memory; this backend keeps the host memory's pages
-in Redis, files or Mooncake, so that they outlive the process and other instances find them. Made
-for SGLang 0.5.23 (`sglang.srt.mem_cache.hicache_storage.HiCacheStorage`), its interfaces v1 and,
-for models with several pools, v2:
+SGLang copies pages (its blocks) between GPU and its own host memory. This backend copies pages from
+that host memory to Redis, files or Mooncake and back, so that they outlive the process and other
+instances find them. Made for SGLang 0.5.23 (`sglang.srt.mem_cache.hicache_storage.HiCacheStorage`),
+for its interface v1 and, for models with several pools, v2:
 
     python -m sglang.launch_server --model-path ... --enable-hierarchical-cache \
         --hicache-mem-layout page_first_direct --hicache-storage-backend dynamic \
@@ -76,10 +76,10 @@ class HiCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
         store: URL of the store (docs/storage.md).
         ttl_s: seconds that a page lives there after its last use; None for as long as the store
             keeps it.
-        deadline_s: seconds after which a question counts as "not there".
+        deadline_s: seconds after which an unanswered lookup counts as "not there".
         revision: revision of the weights, if instances with other weights share the store under the
             same name.
-        tenant: instances of different tenants never find each other's pages.
+        tenant: owner of the pages; instances of different tenants never find each other's pages.
         prefix: prefix of all names in the store.
         trust, key_file: signing or sealing of values (docs/security.md).
         settings: settings of the store, the tables of docs/storage.md, such as {"redis":
@@ -100,9 +100,14 @@ class HiCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
 class TierKVHiCache(HiCacheStorage):
     """Pages of SGLang's host pools in a tierkv store; `HiCacheSettings` lists the settings.
 
-    SGLang calls from several threads of its own, which may wait. A failure is a miss and is
-    computed: no call here raises for a store that does not answer. Each rank keeps the pages of its
-    own heads; pools with the same bytes on all ranks (MLA) are stored once, by SGLang's rank 0.
+    A host pool is SGLang's host memory for one kind of layer. SGLang calls from several threads of
+    its own, and a call may block its thread. If the store fails or does not answer, pages count as
+    missing and SGLang computes them; no error is raised. Each rank stores the pages of its own
+    heads. Pools with the same bytes on all ranks (MLA) are stored once, by SGLang's rank 0.
+
+    Args:
+        storage_config: model, ranks and extra config, from SGLang.
+        kwargs: ignored.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, object]) -> None:
@@ -143,7 +148,7 @@ class TierKVHiCache(HiCacheStorage):
         log.info("SGLang's pages are kept in %s", self._storage.url)
 
     def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
-        """Register SGLang's host pool.
+        """Register SGLang's host pool of the layers with full attention.
 
         Raises:
             LayoutError: the pool's pages cannot be stored; the message says what to do.
@@ -155,8 +160,8 @@ class TierKVHiCache(HiCacheStorage):
         """Register one of SGLang's host pools under a name.
 
         Args:
-            host_pool: the pool.
-            host_pool_name: SGLang's name of the pool.
+            host_pool: the pool whose pages are stored and loaded.
+            host_pool_name: SGLang's name of the pool, by which later calls choose it.
 
         Raises:
             LayoutError: the pool's pages cannot be stored; the message says what to do.
@@ -173,7 +178,10 @@ class TierKVHiCache(HiCacheStorage):
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        """Return the number of leading pages that the store has whole."""
+        """Return the number of leading pages that the store has completely.
+
+        See `HiCacheStorage.batch_exists`.
+        """
         names = _names(keys)
         asked = [pool.count(names) for pool in self._pools(PoolName.KV)]
         return min([_answer(future, 0) for future in asked], default=len(keys))
@@ -184,7 +192,11 @@ class TierKVHiCache(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Return for how many pages, from the first on, every pool has the pages it needs."""
+        """Return the number of leading pages that can be restored from all pools together.
+
+        See `HiCacheStorage.batch_exists_v2`. Some pools need every page of the prefix, others only
+        its last pages.
+        """
         num_pages = self.batch_exists(keys)
         hits: dict[str, int] = {PoolName.KV: num_pages} if num_pages else {}
         restorable = set(range(1, num_pages + 1))
@@ -205,6 +217,7 @@ class TierKVHiCache(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
+        """See `HiCacheStorage.batch_get_v1`."""
         transfer = PoolTransfer(PoolName.KV, host_indices, keys=keys)
         return self.batch_get_v2([transfer])[PoolName.KV]
 
@@ -214,28 +227,45 @@ class TierKVHiCache(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
+        """See `HiCacheStorage.batch_set_v1`."""
         transfer = PoolTransfer(PoolName.KV, host_indices, keys=keys)
         return self.batch_set_v2([transfer])[PoolName.KV]
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
+        """See `HiCacheStorage.batch_get_v2`."""
         return self._move(transfers, PagePool.load, "prefetch")
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
+        """See `HiCacheStorage.batch_set_v2`."""
         return self._move(transfers, PagePool.store, "backup")
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
     def get(self, key: str, target_location: object = None, target_sizes: object = None) -> None:
+        """Refuse the call, which SGLang makes only without its interface v1.
+
+        See `HiCacheStorage.get`.
+
+        Raises:
+            ConfigError: always.
+        """
         raise ConfigError(_NOT_V1)
 
     def batch_get(
         self, keys: list[str], target_locations: object = None, target_sizes: object = None
     ) -> int:
+        """Refuse the call, which SGLang makes only without its interface v1.
+
+        See `HiCacheStorage.batch_get`.
+
+        Raises:
+            ConfigError: always.
+        """
         raise ConfigError(_NOT_V1)
 
     def set(
@@ -245,6 +275,13 @@ class TierKVHiCache(HiCacheStorage):
         target_location: object = None,
         target_sizes: object = None,
     ) -> bool:
+        """Refuse the call, which SGLang makes only without its interface v1.
+
+        See `HiCacheStorage.set`.
+
+        Raises:
+            ConfigError: always.
+        """
         raise ConfigError(_NOT_V1)
 
     def batch_set(
@@ -254,10 +291,17 @@ class TierKVHiCache(HiCacheStorage):
         target_locations: object = None,
         target_sizes: object = None,
     ) -> bool:
+        """Refuse the call, which SGLang makes only without its interface v1.
+
+        See `HiCacheStorage.batch_set`.
+
+        Raises:
+            ConfigError: always.
+        """
         raise ConfigError(_NOT_V1)
 
     def clear(self) -> bool:
-        """Delete every stored page of this model, layout and rank, of all instances.
+        """Delete every stored page of this model, layout and rank, also pages of other instances.
 
         Returns:
             False if the store does not answer; some pages may then remain.
@@ -266,7 +310,7 @@ class TierKVHiCache(HiCacheStorage):
         return -1 not in [_answer(future, -1) for future in futures]
 
     def get_stats(self) -> StorageMetrics:
-        """Return pages and GB/s of each call since the last call of this method.
+        """Return the pages and GB/s of each transfer since the last call of this method.
 
         The result is empty unless SGLang was started with metrics.
         """
@@ -289,7 +333,13 @@ class TierKVHiCache(HiCacheStorage):
         return pages
 
     def _pools(self, name: str) -> list[PagePool]:
-        """Return the page pools of SGLang's pool `name`; empty for a pool without bytes."""
+        """Return the tierkv pools in which SGLang's pool `name` is stored, one per head shard.
+
+        The list is empty for a pool without bytes.
+
+        Raises:
+            ConfigError: SGLang has not registered the pool.
+        """
         if name not in self._pages:
             raise ConfigError(
                 f"SGLang used the host pool {str(name)!r} without registering it: report "
@@ -303,10 +353,17 @@ class TierKVHiCache(HiCacheStorage):
         act: Callable[[PagePool, Sequence[bytes], Sequence[int]], Future[list[bool]]],
         kind: str,
     ) -> dict[str, list[bool]]:
-        """Move pages of all pools at once; return when the store no longer touches any page.
+        """Load or store pages of several pools at once, and wait until all transfers have ended.
 
-        An earlier answer would let SGLang use a page for something else while it is read or
-        written.
+        An earlier return would let SGLang reuse a page that the store still reads or writes.
+
+        Args:
+            transfers: pool, keys and host indices of the pages.
+            act: `PagePool.load` or `PagePool.store`.
+            kind: SGLang's name of the direction in its metrics, "prefetch" or "backup".
+
+        Returns:
+            By pool, True for each page that was transferred.
         """
         began_at = time.perf_counter()
         started: list[tuple[PoolTransfer, list[Future[list[bool]]] | None]] = []
@@ -342,15 +399,24 @@ class TierKVHiCache(HiCacheStorage):
 
 
 class _HostPages:
-    """The places of the pages of one of SGLang's host pools.
+    """The addresses of the pages of one of SGLang's host pools.
 
-    Part p of page n lies `strides[p]` bytes behind part p of page n - 1.
+    A page consists of parts, such as keys and values. Page n of part p begins at first[p] + n *
+    strides[p].
 
     Attributes:
-        pools: page pools of the parts of each of `num_ranks` ranks, for pages split by heads.
+        pools: tierkv pools in which the pages are stored, one for each of `num_ranks` ranks.
+        parts_by_rank: memory of the parts, uint8 [number of pages, bytes of the part] each, grouped
+            by rank.
+        page_bytes: bytes of a page, all parts together; 0 for a pool without bytes.
+
+    Args:
+        pool: SGLang's host pool.
+        num_ranks: number of ranks by which pages are split into heads, so that instances with more
+            ranks find the pages; 1 for no split.
 
     Raises:
-        LayoutError: the pool does not say where its pages lie; the message says what to do.
+        LayoutError: the pool's addresses are unknown or uneven; the message says what to do.
     """
 
     def __init__(self, pool: HostKVCache, num_ranks: int) -> None:
@@ -380,7 +446,11 @@ class _HostPages:
         self.parts_by_rank = [parts[at : at + per_rank] for at in range(0, len(parts), per_rank)]
 
     def rows(self, host_indices: torch.Tensor | None, num_pages: int) -> list[int]:
-        """Return the page numbers of `host_indices`.
+        """Return the page numbers that SGLang's token indices stand for.
+
+        Args:
+            host_indices: int64 [num_pages * page_size], places of tokens in the host pool.
+            num_pages: number of pages expected.
 
         Raises:
             LayoutError: the indices are not those of `num_pages` whole pages.
@@ -409,9 +479,12 @@ class _HostPages:
         return self._meta(torch.arange(page * size, (page + 1) * size))
 
     def _meta(self, host_indices: torch.Tensor) -> tuple[_Ints, _Ints]:
-        """Return address and bytes of each part of each page.
+        """Return the address and the number of bytes of each part of each page.
 
-        SGLang's pools without bytes return neither.
+        Both arrays are empty for SGLang's pools without bytes.
+
+        Args:
+            host_indices: int64, places of the pages' tokens in the host pool.
         """
         if self._num_ranks > 1:
             meta = self._pool.get_split_heads_page_buffer_meta(host_indices, self._num_ranks)
@@ -430,9 +503,15 @@ class _HostPages:
 
 
 def _memory(address: int, count: int, stride: int, size: int) -> Pages:
-    """Return SGLang's memory from `address` as pages: uint8 [count, size], without a copy.
+    """Return SGLang's memory as an array of pages, uint8 [count, size], without a copy.
 
-    SGLang owns the memory. Pages begin `stride` bytes apart.
+    SGLang owns the memory.
+
+    Args:
+        address: address of the first page.
+        count: number of pages.
+        stride: bytes from the start of a page to the start of the next one.
+        size: bytes of a page.
     """
     memory = (ctypes.c_uint8 * ((count - 1) * stride + size)).from_address(address)
     return np.ndarray((count, size), np.uint8, memoryview(memory), strides=(stride, 1))
@@ -451,7 +530,7 @@ def _answer(future: Future[_T], failed: _T) -> _T:
 
 
 def _all_of(futures: Sequence[Future[list[bool]]], num_pages: int) -> list[bool]:
-    """Return for each page whether it is good in all of `futures`."""
+    """Return for each page True if it is True in the results of all `futures`."""
     none = [False] * num_pages
     answers = [_answer(future, none) for future in futures]
     return (
@@ -460,7 +539,14 @@ def _all_of(futures: Sequence[Future[list[bool]]], num_pages: int) -> list[bool]
 
 
 def _ends(there: Sequence[bool], transfer: PoolTransfer) -> set[int]:
-    """Return the lengths, in pages, at which one pool lets a prefix end."""
+    """Return the lengths, in pages, of prefixes that one pool can restore.
+
+    A pool with windows needs only the last pages of a prefix, other pools need all pages.
+
+    Args:
+        there: True for each page that the store has.
+        transfer: SGLang's request for this pool, with its rule and the size of its window.
+    """
     is_window = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
     window = max(1, len(transfer.keys or ())) if is_window else len(there)
     ends, run = set(), 0
@@ -472,10 +558,16 @@ def _ends(there: Sequence[bool], transfer: PoolTransfer) -> set[int]:
 
 
 def _ranks_of(config: HiCacheStorageConfig, pool: HostKVCache, name: str) -> list[str]:
-    """Return the ranks that this rank's pages belong to.
+    """Return the names of the ranks under which this rank's pages of a pool are stored.
 
-    That is the rank itself; several ranks where SGLang splits pages by heads, so that another
-    number of ranks finds them; "any" where all ranks hold the same bytes.
+    The list has one name as a rule. If SGLang splits pages by heads, there is one name for each
+    part, so that instances with more ranks find them. The name is "any" if all ranks have the same
+    bytes.
+
+    Args:
+        config: model and ranks, from SGLang.
+        pool: the host pool.
+        name: SGLang's name of the pool.
     """
     has_heads = isinstance(pool, MHATokenToKVPoolHost)
     if config.is_mla_model and not has_heads and name != PoolName.MAMBA:
@@ -490,9 +582,15 @@ def _ranks_of(config: HiCacheStorageConfig, pool: HostKVCache, name: str) -> lis
 def _identity(
     config: HiCacheStorageConfig, own: HiCacheSettings, pool: HostKVCache, name: str
 ) -> dict[str, str]:
-    """Return everything that shapes a page's bytes: instances must agree on it to share pages.
+    """Return all settings that decide on a page's bytes: instances with equal ones share pages.
 
-    Namespaces of prompts (cache_salt, LoRA) are in SGLang's keys.
+    Namespaces of prompts (cache_salt, LoRA) are in SGLang's keys of pages.
+
+    Args:
+        config: model and ranks, from SGLang.
+        own: revision of the weights, and tenant.
+        pool: the host pool.
+        name: SGLang's name of the pool.
     """
     return (
         {
@@ -518,14 +616,14 @@ def _identity(
 
 
 def _overrides() -> dict[str, str]:
-    """Return the options that make SGLang compute otherwise with the same weights."""
+    """Return SGLang's overrides of the model's configuration; empty if there are none."""
     name = "json_model_override_args"
     value = _argument(name)
     return {} if value in {"", "{}"} else {name: value}
 
 
 def _argument(name: str) -> str:
-    """Return an argument of SGLang's command line; "" in a process without one."""
+    """Return the value of one of SGLang's command-line arguments; "" in a process without them."""
     try:
         return str(get_context().config_leaf(name))
     except ValueError:

@@ -1,18 +1,18 @@
-"""Hugging Face transformers on tierkv: a cache for `generate` with prefixes that outlive it.
+"""Caches for Hugging Face transformers, whose prefixes outlive a call of `generate`.
 
-`TierKVCache` is passed as `past_key_values`. It owns device memory for one sequence, as blocks that
-lie in a row, so that attention reads them where a load has put them:
+`TierKVCache` is passed as `past_key_values`. It owns device memory for one sequence. The blocks are
+contiguous there, so that attention reads loaded blocks in place:
 
-    generate -> begin               finds the prefix: device, host, storage; loads start, and
-                                    `generate` makes itself ready meanwhile
-             -> forward: prepare    the model is given the rest of the tokens
+    generate -> begin               finds the prefix: device, host, storage; loads start while
+                                    `generate` prepares itself
+             -> forward: prepare    the model is given only the tokens that are not cached
                 layer.update        waits for this layer's load, appends, returns a view
-                settle              a load that failed? compute it again
+                settle              after a failed load: runs the model on the lost tokens
              -> end                 new blocks are copied to the host and stored in the background
 
-`PagedCache` is for engines: transformers keeps the KV of a layer as one tensor [batch, heads,
-tokens, dim] that grows; tierkv as blocks of tokens, [block_size, heads, dim] each, at the places
-that the block table names.
+`PagedCache` is for engines. It converts between the form of transformers, one growing tensor
+[batch, heads, tokens, dim] per layer, and tierkv's blocks of [block_size, heads, dim] at the places
+that a block table names.
 """
 
 from __future__ import annotations
@@ -82,7 +82,13 @@ Ids = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """One of the two tensors of a layer, for one token: [heads, dim]."""
+    """Shape of a layer's keys or values for one token: [heads, dim].
+
+    Attributes:
+        role: "key" or "value".
+        heads: number of KV heads.
+        dim: number of elements of a head.
+    """
 
     role: str
     heads: int
@@ -90,10 +96,16 @@ class _Shape:
 
 
 class PagedCache:
-    """Conversion between the caches of one model and blocks of `block_size` tokens.
+    """Conversion between the transformers caches of one model and blocks of `block_size` tokens.
+
+    Args:
+        config: the model's configuration.
+        block_size: tokens of a block.
+        dtype: type of the cached tensors, usually the model's.
 
     Attributes:
-        dtype: type of the cached tensors, usually the model's.
+        dtype: type of the cached tensors.
+        layout: the planes of a block: for each layer one of keys and one of values.
 
     Raises:
         LayoutError: a layer of the model does not keep keys and values of every token (sliding
@@ -122,11 +134,11 @@ class PagedCache:
         )
 
     def fingerprint(self, model: str, *, revision: str = "", tenant: str = "") -> Fingerprint:
-        """Return the fingerprint of this cache's blocks.
+        """Return the fingerprint of this cache's blocks: only caches with equal ones share blocks.
 
         Args:
             model: name of the model.
-            revision: name of its weights; caches with the same names share blocks.
+            revision: name of the model's weights.
             tenant: name of the owner of the blocks.
         """
         return Fingerprint(
@@ -134,12 +146,12 @@ class PagedCache:
         )
 
     def load(self, planes: Planes, block_table: Ids, num_tokens: int) -> DynamicCache:
-        """Return a copy of blocks as a cache of batch size 1.
+        """Return a copy of a prompt's blocks as a transformers cache of batch size 1.
 
         Args:
-            planes: The planes of the device.
+            planes: the device tier's planes, uint8 [num_blocks, block_bytes] each.
             block_table: int32 [n], block ids of the prompt in order.
-            num_tokens: Number of tokens to copy, from the first on.
+            num_tokens: number of tokens to copy, from the first on.
         """
         cache = DynamicCache(config=self._config)
         if not num_tokens:
@@ -157,14 +169,14 @@ class PagedCache:
     def store(
         self, cache: DynamicCache, planes: Planes, block_table: Ids, start: int, stop: int
     ) -> None:
-        """Copy tokens [start, stop) of the cache, of batch size 1, into their blocks.
+        """Copy tokens [start, stop) of a transformers cache of batch size 1 into a prompt's blocks.
 
         Args:
             cache: the cache with the tokens.
-            planes: the planes that hold the blocks.
-            block_table: int32 [n], the prompt's blocks in order.
-            start: first token.
-            stop: end of the tokens.
+            planes: the device tier's planes, uint8 [num_blocks, block_bytes] each.
+            block_table: int32 [n], block ids of the prompt in order.
+            start: position of the first token to copy.
+            stop: position after the last token to copy.
 
         Raises:
             LayoutError: the cache is not of this model or dtype, or has fewer tokens; nothing was
@@ -178,7 +190,17 @@ class PagedCache:
     def _bytes(
         self, cache: DynamicCache, plane: int, start: int, stop: int
     ) -> npt.NDArray[np.uint8]:
-        """Return one plane's bytes of tokens [start, stop), uint8 [stop - start, token_bytes]."""
+        """Return tokens [start, stop) of one plane as bytes, uint8 [stop - start, token_bytes].
+
+        Args:
+            cache: the cache to read.
+            plane: number of the plane in the layout: a layer's keys or values.
+            start: position of the first token.
+            stop: position after the last token.
+
+        Raises:
+            LayoutError: the cache has other shapes, another dtype or fewer tokens.
+        """
         layer, which = divmod(plane, len(self._shapes))
         shape = self._shapes[which]
         states = _states(cache, layer)[which]
@@ -200,21 +222,21 @@ class PagedCache:
         return flat
 
     def _rows(self, block_table: Ids, start: int, stop: int) -> tuple[Ids, npt.NDArray[np.int64]]:
-        """Return the block of each token and the token's place in the block."""
+        """Return for each token in [start, stop) the id of its block and its place in the block."""
         blocks, places = np.divmod(np.arange(start, stop), self.layout.block_size)
         return block_table[blocks], places
 
     def _by_token(self, planes: Planes, plane: int) -> npt.NDArray[np.uint8]:
-        """Return a view of the plane, uint8 [num_blocks, block_size, token_bytes]."""
+        """Return a view of plane number `plane`, uint8 [num_blocks, block_size, token_bytes]."""
         array = planes[plane]
         return array.reshape(array.shape[0], self.layout.block_size, -1)
 
 
 def _shapes(config: PretrainedConfig) -> tuple[_Shape, _Shape]:
-    """Return the shapes that the cache keeps per token.
+    """Return the shapes of keys and values that the model caches per token.
 
-    For multi-head latent attention transformers 5 keeps the latent as the key and the rotary part
-    as the value; `store` refuses any other layout.
+    For multi-head latent attention, transformers 5 keeps the latent as the key and the rotary part
+    as the value; `PagedCache.store` refuses any other form.
     """
     if getattr(config, "kv_lora_rank", None):
         return _Shape("key", 1, config.kv_lora_rank), _Shape("value", 1, config.qk_rope_head_dim)
@@ -274,13 +296,14 @@ _ONE_ROW = (
 
 @dataclass(frozen=True, slots=True)
 class PromptHit:
-    """Origins of the KV of a prompt's tokens, as numbers of tokens.
+    """Number of a prompt's tokens by the place that their KV came from.
 
     Attributes:
         device: tokens that were still in the model's cache.
-        host, storage: tokens that came from that tier.
+        host: tokens that were loaded from host memory.
+        storage: tokens that were fetched from the store.
         computed: tokens that the model computed.
-        problem: reason why fewer tokens were found than stored, None without one.
+        problem: reason why fewer tokens were loaded than are cached; None without a problem.
     """
 
     device: int = 0
@@ -309,10 +332,15 @@ _NO_HIT = PromptHit()
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """A layer's keys and values in contiguous device blocks; attention gets views of the blocks.
+    """A layer of `TierKVCache`: attention gets views of the layer's contiguous device blocks.
 
-    wait: called before its blocks are read or written, with the layer's number and how many tokens
-        it is to have then.
+    Attributes:
+        length: number of tokens that the layer has.
+
+    Args:
+        number: number of the layer.
+        wait: called before the layer's blocks are read or written, with the number of the layer and
+            the number of tokens that it will then have.
     """
 
     is_sliding = False
@@ -328,12 +356,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._wait = wait
 
     def place(self, room: _DeviceRoom, planes: Sequence[int], length: int) -> None:
-        """Use two planes of `room` as keys and values.
+        """Use two planes of `room` as the layer's keys and values.
 
         Args:
-            room: the memory of the planes.
-            planes: numbers of the planes of keys and of values.
-            length: number of tokens that the planes have.
+            room: the device memory of the sequence.
+            planes: numbers of the planes of keys and of values in `room`.
+            length: number of tokens that the planes hold.
         """
         self._room = room
         self._keys, self._values = planes
@@ -345,11 +373,28 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.keys, self.values = states[self._keys], states[self._values]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the memory exists before the first token."""
+        """Do nothing: the memory exists before the first token.
+
+        See `CacheLayerMixin.lazy_initialization`.
+        """
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append the new tokens' keys and values; return views of those of all tokens.
+
+        Args:
+            key_states: [1, kv_heads, new tokens, dim].
+            value_states: [1, kv_heads, new tokens, dim].
+            args: ignored.
+            kwargs: ignored.
+
+        Returns:
+            Keys and values of all tokens, [1, kv_heads, tokens, dim] each.
+
+        Raises:
+            LayoutError: the shapes or the dtype are not those of this cache's model.
+        """
         start, stop = self.length, self.length + key_states.shape[-2]
         self._wait(self._number, stop)
         rooms = self._room.cut(start, stop)
@@ -380,7 +425,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove tokens: `-n` removes n tokens; `n` keeps the first n (older versions)."""
+        """Remove tokens from the end.
+
+        Args:
+            tokens_to_remove: -n removes n tokens; n, as older versions of transformers pass, keeps
+                the first n.
+        """
         if tokens_to_remove:
             left = tokens_to_remove + (self.length if tokens_to_remove < 0 else 0)
             self._set_length(min(max(left, 0), self.length))
@@ -389,19 +439,43 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._set_length(0)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Refuse the call: beams would need several rows, and the cache holds one.
+
+        Raises:
+            BadRequestError: always.
+        """
         raise BadRequestError(_ONE_ROW)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refuse the call: the cache holds one row.
+
+        Raises:
+            BadRequestError: always.
+        """
         raise BadRequestError(_ONE_ROW)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Refuse the call: the cache holds one row.
+
+        Raises:
+            BadRequestError: always.
+        """
         raise BadRequestError(_ONE_ROW)
 
 
 class _DeviceRoom:
-    """Device memory for one sequence: of every plane its blocks in a row, all in one allocation.
+    """Device memory for one sequence: contiguous blocks for each plane, in one allocation.
 
-    like: of one token, [1, heads, 1, dim], in the order of the layout's planes.
+    Attributes:
+        num_tokens: number of tokens that have room.
+        planes: uint8 [num_blocks, block_bytes] each, in the order of the layout.
+        states: the same memory as [1, heads, num_tokens, dim] each.
+
+    Args:
+        like: keys and values of one token, [1, heads, 1, dim] each, in the order of the layout's
+            planes.
+        layout: the layout of a block.
+        num_tokens: number of tokens to make room for; rounded up to whole blocks.
     """
 
     def __init__(self, like: Sequence[torch.Tensor], layout: Layout, num_tokens: int) -> None:
@@ -425,10 +499,14 @@ class _DeviceRoom:
         self._cuts: dict[tuple[int, int, bool], Sequence[torch.Tensor]] = {}
 
     def cut(self, start: int, stop: int) -> Sequence[torch.Tensor]:
-        """Return tokens [start, stop) of every plane, [1, heads, tokens, dim].
+        """Return views of tokens [start, stop) of every plane, [1, heads, tokens, dim] each.
 
-        Every layer asks for the same cut: one call for all layers takes a tenth of one call per
-        layer.
+        The last results are kept, since every layer asks for the same tokens: one cut for all
+        layers takes a tenth of the time of one per layer.
+
+        Args:
+            start: position of the first token.
+            stop: position after the last token.
         """
         key = (start, stop, torch.is_inference_mode_enabled())  # its views stay in that mode
         found = self._cuts.get(key)
@@ -445,7 +523,13 @@ class _DeviceRoom:
 
 @dataclass(slots=True)
 class _Load:
-    """A load under way. valid: number of tokens that are right whether or not it succeeds."""
+    """A running copy of cached blocks from the host to the device.
+
+    Attributes:
+        key: name of the lookup in the engine cache.
+        number: number of the load's plan.
+        valid: number of leading tokens whose KV is right even if the load fails.
+    """
 
     key: str
     number: int
@@ -454,35 +538,50 @@ class _Load:
 
 @dataclass(slots=True)
 class _Begun:
-    """A text with loads that began before the model was called."""
+    """A prompt whose load began before the model was called.
+
+    Attributes:
+        tokens: int64 [n], the prompt.
+        hit: the places that the tokens' KV comes from.
+    """
 
     tokens: npt.NDArray[np.int64]
     hit: PromptHit
 
     @property
     def num_there(self) -> int:
+        """The number of leading tokens that the model need not compute."""
         return len(self.tokens) - self.hit.computed
 
     def is_of(self, tokens: npt.NDArray[np.int64], most: int) -> bool:
-        """Return whether the loads are right for these tokens, of which `most` may be loaded."""
+        """Return True if the begun load suits the text that the model is given.
+
+        Args:
+            tokens: int64 [n], the tokens that the model is given; they must begin with this prompt.
+            most: largest number of tokens that may come from the cache; the rest must be computed.
+        """
         begins = np.array_equal(tokens[: len(self.tokens)], self.tokens)
         return begins and self.num_there <= most
 
 
 class TierKVCache(Cache):  # type: ignore[misc]
-    """A transformers cache with prefixes that outlive the call, the process and the machine.
+    """A transformers cache whose prefixes outlive the call, the process and the machine.
 
         cache = TierKVCache.for_model(model, store="redis://127.0.0.1:6379/0")
         model.generate(**inputs, past_key_values=cache)
         print(cache.last_hit)
 
     Each `generate` finds the longest prefix of its input that is still in the model's cache, in
-    host memory or in the store, computes the rest, and keeps all that it has computed, generated
-    tokens included. Blocks that the store does not give in time are computed.
+    host memory or in the store, and computes the rest. Afterwards the KV of all tokens is kept,
+    generated tokens included. Blocks that the store does not deliver in time are computed.
 
-    One sequence at a time: one row, no beams, no padding. Inputs that change the meaning of token
-    ids beside the weights (images, embeddings, token types) are refused. Your own loop over
-    `model(...)` works inside `with cache.sequence():`; its logits are those of the computed tokens.
+    A cache holds one sequence at a time: one row, no beams, no padding. Inputs beside token ids
+    that change keys and values (images, embeddings, token types) are refused. Your own loop over
+    `model(...)` works inside `with cache.sequence():`; the model then returns logits only for the
+    tokens that it computed, not for cached tokens.
+
+    Attributes:
+        last_hit: the places that the last sequence's KV came from.
     """
 
     @classmethod
@@ -500,22 +599,23 @@ class TierKVCache(Cache):  # type: ignore[misc]
         settings: StoreSettings | None = None,
         device: Device | None = None,
     ) -> Self:
-        """Return an open cache for `model`. Close it, or use it in a `with`.
+        """Return an open cache for `model`; close it, or use it in a `with`.
 
         Args:
-            model: the model.
+            model: the model that will be called with this cache. Its `generate` is replaced, and
+                hooks are added to it.
             store: storage URL, see docs/storage.md; None for host memory alone.
             host_bytes: bytes of host memory, which is pinned for a GPU.
             block_size: tokens of a block.
-            ttl_s: seconds that a value lives in the store.
-            revision: name of the weights. None hashes them, which reads them once: models share KV
-                if their configuration and every weight are equal. Active PEFT adapters and their
-                scales count in either case.
+            ttl_s: seconds that a value lives in the store; None for as long as the store keeps it.
+            revision: name of the weights. None hashes the weights, which reads them once; models
+                then share KV if their configuration and every weight are equal. Active PEFT
+                adapters and their scales count in either case.
             tenant: name of the owner of the blocks; other tenants do not find them.
             fetch_policy: BEST_EFFORT fetches if that is estimated to be faster than computing,
                 WAIT_COMPLETE fetches all stored blocks.
             settings: further settings of the store; None for the defaults.
-            device: the model's device; None makes one for PyTorch's current stream.
+            device: the device that the model is on; None makes one for PyTorch's current stream.
 
         Raises:
             LayoutError: the model's cache is not keys and values of every token.
@@ -586,7 +686,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
         layout: Layout,
         moves: _Moves,
     ) -> None:
-        """Use `for_model`."""
+        """Use `for_model` instead, which makes the arguments of this constructor."""
         super().__init__(layers=[PagedLayer(n, self._wait) for n in range(layout.num_layers)])
         self.last_hit = PromptHit()
         self._model = model
@@ -618,11 +718,11 @@ class TierKVCache(Cache):  # type: ignore[misc]
     def sequence(self, prompt: torch.Tensor | None = None) -> Iterator[Self]:
         """Treat all calls of the model in the body as one text from its first token on.
 
-        The text is kept at the end. `generate` does this by itself.
+        The KV of the text is kept at the end. `generate` enters a sequence by itself.
 
         Args:
-            prompt: token ids [1, tokens] that the model will be given first; their loads start at
-                once.
+            prompt: token ids [1, tokens] that the model will be given first; None if they are not
+                known. Loads of their cached tokens start at once.
 
         Raises:
             BadRequestError: another sequence runs.
@@ -652,21 +752,24 @@ class TierKVCache(Cache):  # type: ignore[misc]
                 self._keep()
 
     def reset(self) -> None:
-        """Keep what there is, and begin a new text; for those who use no `sequence`."""
+        """Keep the KV of the current text, and begin a new text.
+
+        For callers of `model(...)` that use no `sequence`.
+        """
         with self.sequence():
             pass
 
     def prepare(
         self, model: PreTrainedModel, args: Sequence[Any], arguments: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the arguments of the next forward pass, without the tokens that are cached.
+        """Return the arguments for a forward pass, without the tokens whose KV is cached.
 
-        Called before each forward pass.
+        A hook calls this before each forward pass. Loads of cached tokens start here.
 
         Args:
             model: the model that is called.
-            args: its positional arguments.
-            arguments: its keyword arguments.
+            args: positional arguments of the call.
+            arguments: keyword arguments of the call.
 
         Raises:
             BadRequestError: the arguments cannot be served from a cache.
@@ -708,9 +811,13 @@ class TierKVCache(Cache):  # type: ignore[misc]
         return given
 
     def settle(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return None if the forward pass has read the right KV, else arguments for another call.
+        """Return None if the forward pass has read the right KV, else arguments for a second pass.
 
-        Called after each forward pass; a load that failed makes the second call necessary.
+        A hook calls this after each forward pass. A load that failed makes the second pass
+        necessary, which computes the tokens that did not load.
+
+        Args:
+            arguments: keyword arguments of the forward pass, made by `prepare`.
         """
         with self._changing():
             return self._settled(arguments)
@@ -742,19 +849,23 @@ class TierKVCache(Cache):  # type: ignore[misc]
 
     @property
     def stats(self) -> Stats:
-        """Return statistics of the tiers and the store."""
+        """The current statistics of the tiers and the store."""
         self._check_open()
         self._kept()
         return self._moves.engine.stats().wait(_COPY_S)
 
     def verify(self) -> list[str]:
-        """Recount slots, leases and promises; what is wrong, in words."""
+        """Recount host slots, leases (references against eviction) and promises (held blocks).
+
+        Returns:
+            A sentence for each fault; empty if the counts are right.
+        """
         self._check_open()
         self._kept()
         return self._moves.engine.verify().wait(_COPY_S)
 
     def close(self) -> None:
-        """Keep the cached content, wait for writes to the store, and free the memory.
+        """Keep the KV of the current text, wait for writes to the store, and free all memory.
 
         Further calls do nothing.
         """
@@ -785,7 +896,11 @@ class TierKVCache(Cache):  # type: ignore[misc]
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Mark the kept sequence as unusable if the body is broken off, unless by a refusal."""
+        """Mark the sequence as broken while the body changes it.
+
+        The mark stays if the body is interrupted, as by Ctrl-C: the sequence is then dropped. A
+        TierKVError, raised before anything changed, removes the mark.
+        """
         self._is_whole = False
         try:
             yield
@@ -795,7 +910,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._is_whole = True
 
     def _start_anew(self) -> None:
-        """End all movements, and make the room empty."""
+        """Wait for all running copies, and empty the device room."""
         self._moves.start_anew(self._room)
         self._load = self._begun = None
         self._fed.clear()
@@ -809,9 +924,13 @@ class TierKVCache(Cache):  # type: ignore[misc]
         return _stream_of(self._like[0].device) == self._stream
 
     def _begin(self, prompt: torch.Tensor) -> None:
-        """Begin to bring the cached part of a text that the model receives next.
+        """Start loading the cached part of the prompt that the model will be given next.
 
-        The cache looks empty until then. Errors of the text are raised then, too.
+        Layers show no tokens until then, so that `generate` passes the whole prompt. A prompt that
+        cannot be served is ignored here; `prepare` raises its error.
+
+        Args:
+            prompt: token ids [1, tokens].
         """
         if prompt.ndim != 2 or prompt.shape[0] != 1 or not self._is_on_stream():  # noqa: PLR2004
             return
@@ -821,7 +940,15 @@ class TierKVCache(Cache):  # type: ignore[misc]
             self._begun = _Begun(tokens, self._bring(0, tokens, len(tokens) - 1))
 
     def _take_begun(self, ids: torch.Tensor, most: int) -> PromptHit | None:
-        """Place what was brought of these tokens before; None if that was another text."""
+        """Return the hit of the load that `_begin` started, and show its tokens to the model.
+
+        Args:
+            ids: token ids [1, tokens] that the model is given.
+            most: largest number of tokens that may come from the cache.
+
+        Returns:
+            None if `_begin` was given another text; its load is then dropped.
+        """
         begun, tokens = self._begun, ids[0].cpu().numpy()
         if begun is None or not begun.is_of(tokens, most) or len(tokens) > self._room.num_tokens:
             self._forget_begun()
@@ -837,9 +964,9 @@ class TierKVCache(Cache):  # type: ignore[misc]
             self._held, self._num_kept = self._held[:0], 0
 
     def _place(self, num_tokens: int) -> None:
-        """Note that the room holds the KV of `num_tokens` tokens.
+        """Make every layer show the first `num_tokens` tokens of the room.
 
-        The next write goes behind them.
+        New ones are appended there.
         """
         for layer, planes in zip(self.layers, self._layout.planes_of_layer, strict=True):
             layer.place(self._room, planes, num_tokens)
@@ -855,9 +982,18 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._place(self.get_seq_length())
 
     def _bring(self, start: int, new: npt.NDArray[np.int64], most: int) -> PromptHit:
-        """Start loading tokens from `start` on, up to `most` in all; the model computes the rest.
+        """Start loading cached tokens behind the first `start` tokens; the model computes the rest.
 
-        Their load may still be under way at the return.
+        The load may still run at the return.
+
+        Args:
+            start: number of tokens that the model was given before.
+            new: int64 [n], the tokens that the model is given now.
+            most: largest number of tokens that may come from the cache, counted from the first one
+                of the text.
+
+        Returns:
+            The places that the KV of the new tokens comes from.
         """
         size = self._layout.block_size
         tokens, have = new, start
@@ -893,7 +1029,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
             self._moves.wait_layer(self._load, layer)
 
     def _keep(self) -> None:
-        """Remember the sequence whose KV this memory has; begin to copy new blocks to the host."""
+        """End the current text: note its tokens, and start copying its new blocks to the host."""
         self._kept()
         if not self._is_whole:
             self._start_anew()
@@ -918,14 +1054,14 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._is_kept = True
 
     def _kept(self) -> None:
-        """Wait until the host has what `_keep` began to copy."""
+        """Wait until the copies that `_keep` started have ended."""
         keeping = self._keeping
         if keeping is not None:
             self._num_kept = keeping.result()
             self._keeping = None
 
     def _tokens(self, num_tokens: int) -> npt.NDArray[np.int64]:
-        """Return the first `num_tokens` tokens that the model was given."""
+        """Return the first `num_tokens` tokens that the model was given, int64 [num_tokens]."""
         found = np.zeros(max((at + len(ids) for at, ids in self._fed), default=0), np.int64)
         if self._fed:
             every, read = torch.cat([ids for _, ids in self._fed]).cpu().numpy(), 0
@@ -945,11 +1081,15 @@ class TierKVCache(Cache):  # type: ignore[misc]
 
 
 class _Moves:
-    """A thread that asks the engine cache and waits for its answers, with deadlines.
+    """A thread that makes all calls of the engine cache and waits for them, with deadlines.
 
-    Ctrl-C and signal handlers interrupt the main thread anywhere, but not this one.
+    The thread exists because Ctrl-C and signal handlers interrupt the main thread anywhere, but
+    never this one.
 
     Args:
+        device: the device that copies.
+        planes: the device blocks that loads write and saves read.
+        engine: the cache of host memory and store.
         num_most_kept: largest number of blocks of one sequence to keep.
     """
 
@@ -970,47 +1110,65 @@ class _Moves:
         self._thread.start()
 
     def use(self, room: _DeviceRoom) -> None:
+        """Make later loads and saves use the memory of `room`."""
         self._ask(self._use, room).result()
 
     def load(
         self, tokens: npt.NDArray[np.int64], have: int, most: int
     ) -> tuple[Found, _Load | None]:
-        """Look up what follows the first `have` tokens, at most `most` in all, and start its load.
+        """Look up the tokens behind the first `have`, and start loading those that are cached.
+
+        Args:
+            tokens: int64 [n], the text from its first token on.
+            have: number of leading tokens that are on the device already.
+            most: largest number of tokens, counted from the first, to have on the device
+                afterwards.
 
         Returns:
-            The lookup's result, and the load; None if there is nothing to load.
+            The result of the lookup, and the load; None if there is nothing to load.
         """
         self.hurry()
         return self._ask(self._start_load, tokens, have, most).result()
 
     def failed(self, load: _Load) -> bool:
-        """Wait for the load's end; return whether a block did not arrive.
+        """Wait until the load has ended; return True if a block did not arrive.
 
         Raises:
-            TransferError: the load does not end.
+            TransferError: the load has not ended after 60 s.
         """
         return self._ask(self._has_failed, load).result()
 
     def keep(self, tokens: npt.NDArray[np.int64], num_kept: int) -> _Asked[int]:
-        """Copy tokens to the host that lookups do not find; the first `num_kept` are found already.
+        """Start copying the blocks of a text to the host, except blocks that are there already.
+
+        Args:
+            tokens: int64 [n], the text.
+            num_kept: number of leading tokens that lookups find already.
 
         Returns:
-            The number of tokens that lookups find afterwards. A failed copy is not kept.
+            The future number of leading tokens that lookups find afterwards; 0 if a copy failed.
         """
         self._hurries = False
         return self._ask(self._kept, tokens, num_kept)
 
     def hurry(self) -> None:
-        """Begin the next text: content for which `keep` soon has no host slot is not kept."""
+        """Make a running `keep` give up soon if no host slot is free.
+
+        Called when the next text begins, which would have to wait for `keep`.
+        """
         self._hurries = True
 
     def note_prefills(self, computed: Sequence[tuple[int, float]]) -> None:
-        """Note computed tokens and the seconds that they took."""
+        """Report the speed of the model, by which the cache chooses between fetching and computing.
+
+        Args:
+            computed: numbers of computed tokens, and the seconds that each computation took.
+        """
         for num_tokens, seconds in computed:
             self._ask(self.engine.note_prefill, num_tokens, seconds)
 
     def start_anew(self, room: _DeviceRoom) -> None:
-        """Wait for the end of all movements, and use `room` for later loads."""
+        """Wait for the end of all loads, and make later loads use `room`."""
         self._ask(self._end_all, room).result()
 
     def _ask(self, call: Callable[P, T], *args: P.args, **named: P.kwargs) -> _Asked[T]:
@@ -1064,7 +1222,12 @@ class _Moves:
             self.engine.wait(left)
 
     def wait_layer(self, load: _Load, layer: int) -> None:
-        """Make the compute stream wait for a layer; `failed` reports a load that failed."""
+        """Make the compute stream wait until a layer is loaded; `failed` reports a failed load.
+
+        Args:
+            load: the load to wait for.
+            layer: number of the layer.
+        """
         with suppress(TierKVError):
             self._planes.wait_layer(load.number, layer, _COPY_S)
 
@@ -1101,7 +1264,10 @@ class _Moves:
         return 0
 
     def _save(self, prompt: Prompt, first: int, stop: int) -> bool:
-        """Save blocks [first, stop); return whether lookups find them now."""
+        """Copy blocks [first, stop) of `prompt` to the host.
+
+        Return True if lookups find all of them.
+        """
         key, plans, left = f"saved {next(self._numbers)}", [], stop - first
         kept: list[int] = []  # blocks, of each plan that the cache has answered
         deadline, held_up_s = time.monotonic() + _KEEP_S, 0.0
@@ -1142,10 +1308,13 @@ class _Moves:
 
 
 class _Asked(Generic[T]):
-    """A thread's task and its outcome.
+    """A call for the thread of `_Moves`, and its outcome.
 
-    The wait for the outcome is in C: Ctrl-C during that of a Future, which is Python, may leave its
-    lock taken.
+    A `Future` is not used: its lock is handled in Python code, and a Ctrl-C there may leave the
+    lock held. The queue here waits in C.
+
+    Args:
+        work: the function to call.
     """
 
     def __init__(self, work: Callable[[], T]) -> None:
@@ -1156,7 +1325,7 @@ class _Asked(Generic[T]):
         self._bell: SimpleQueue[None] = SimpleQueue()
 
     def run(self) -> None:
-        """Do the work. The thread calls this once."""
+        """Call the function, and keep its result or error; `_Moves`' thread does this once."""
         try:
             self._result = self._work()
         except BaseException as error:  # noqa: BLE001 - raised where the task is awaited
@@ -1165,7 +1334,11 @@ class _Asked(Generic[T]):
         self._bell.put(None)
 
     def result(self) -> T:
-        """Wait for the work; return its result or raise its error."""
+        """Wait for the call; return its result.
+
+        Raises:
+            BaseException: the error that the function raised.
+        """
         if not self._is_done:
             self._bell.get()
         if self._error is not None:
@@ -1174,7 +1347,13 @@ class _Asked(Generic[T]):
 
 
 class _Timer:
-    """Measures how long the model computes prompts; the time is known when the device is done."""
+    """Measures the seconds that the model takes for prompts.
+
+    On CUDA the times are known only after the device has finished, so `read` waits for that.
+
+    Args:
+        device: the device that the model computes on.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -1190,7 +1369,7 @@ class _Timer:
             self._under_way = None
 
     def read(self) -> list[tuple[int, float]]:
-        """Wait for the device; return numbers of tokens and their seconds, each once."""
+        """Return numbers of tokens and their seconds since the last call."""
         done, self._done = self._done, []
         if not self._is_cuda:
             return [(count, end - start) for count, start, end in done]
@@ -1213,15 +1392,16 @@ _REMEDY = "use another model, or generate without this cache"
 
 
 def check_model(model: PreTrainedModel, *, remedy: str = _REMEDY) -> None:
-    """Check that KV of the model's tokens depends on the tokens before them alone.
+    """Check that the KV of a token depends only on that token and the tokens before.
 
     Args:
-        model: The model.
-        remedy: The end of the error's sentence.
+        model: the model to check; two short prompts are computed.
+        remedy: the end of an error sentence: what the user can do.
 
     Raises:
-        LayoutError: The model has windows, states, an encoder or a rope that changes.
-        ConfigError: The model is split over processes, or trains with dropout.
+        LayoutError: the model has sliding windows, recurrent states, an encoder, or a rope that
+            changes with the text's length, or its tokens see later tokens.
+        ConfigError: the model is split over processes, or trains with dropout.
     """
     config = model.config.get_text_config(decoder=True)
     kinds = {type(layer) for layer in DynamicCache(config=config).layers}
@@ -1256,9 +1436,9 @@ def check_model(model: PreTrainedModel, *, remedy: str = _REMEDY) -> None:
 
 
 def _is_causal(model: PreTrainedModel) -> bool:
-    """Return whether the KV of a prompt's first tokens is independent of the tokens after them.
+    """Return True if the KV of a prompt's first tokens does not depend on the tokens after them.
 
-    The second layer's KV shows it: the first layer's is of each token alone.
+    The KV of the second layer is compared, since the first layer's depends on each token alone.
     """
     layers = [_computed(model, _FEW_TOKENS, last).layers[:2][-1] for last in (0, 1)]
     if not all(layer.is_initialized for layer in layers):
@@ -1278,7 +1458,7 @@ def _rope_types(value: object) -> Iterator[str]:
 
 
 def _computed(model: PreTrainedModel, num_tokens: int, last: int = 0) -> DynamicCache:
-    """Compute the KV of `num_tokens` tokens: 0 in the first half, `last` in the second."""
+    """Return the KV of a prompt: tokens 0 in its first half, tokens `last` in its second half."""
     cache = DynamicCache(config=model.config)
     taken = inspect.signature(model.forward).parameters
     arguments: dict[str, Any] = {_ARGUMENT if _ARGUMENT in taken else "past_key_values": cache}
@@ -1292,7 +1472,10 @@ def _computed(model: PreTrainedModel, num_tokens: int, last: int = 0) -> Dynamic
 
 
 def speeds(model: PreTrainedModel) -> Iterator[tuple[int, float]]:
-    """Yield numbers of tokens and the seconds that computing them took."""
+    """Measure the model: yield lengths of prompts in tokens, and the seconds of computing each.
+
+    Longer prompts are left out once 0.2 s have been spent.
+    """
     timer, most = _Timer(model.device), getattr(model.config, "max_position_embeddings", None)
     spent = 0.0
     for num_tokens in _SPEED_TOKENS:
@@ -1307,15 +1490,18 @@ def speeds(model: PreTrainedModel) -> Iterator[tuple[int, float]]:
 
 
 def states_of_one_token(model: PreTrainedModel, *, remedy: str = _REMEDY) -> list[torch.Tensor]:
-    """Return keys and values of each layer, [1, heads, 1, dim], as the model makes them.
+    """Return keys and values as the model computes them for one token, [1, heads, 1, dim] each.
 
     Args:
-        model: The model.
-        remedy: The end of the error's sentence.
+        model: the model; one token is computed.
+        remedy: the end of an error sentence: what the user can do.
+
+    Returns:
+        Keys of layer 0, values of layer 0, keys of layer 1, and so on.
 
     Raises:
-        LayoutError: A layer makes other states.
-        ConfigError: The layers are on several devices.
+        LayoutError: a layer keeps no keys and values, or keeps them in another shape.
+        ConfigError: the layers are on several devices.
     """
     cache = _computed(model, 1)
     empty = [at for at, layer in enumerate(cache.layers) if not layer.is_initialized]
@@ -1338,11 +1524,11 @@ def states_of_one_token(model: PreTrainedModel, *, remedy: str = _REMEDY) -> lis
 
 
 def layout_of(states: Sequence[torch.Tensor], block_size: int) -> Layout:
-    """Return the layout of blocks for keys and values.
+    """Return the layout of blocks with the given keys and values.
 
     Args:
-        states: Keys and values of one token by layer, each [1, heads, 1, dim].
-        block_size: Tokens of a block.
+        states: keys and values of one token by layer, [1, heads, 1, dim] each.
+        block_size: tokens of a block.
     """
     widths = [one.numel() * one.element_size() for one in states]
     return Layout(
@@ -1386,7 +1572,7 @@ def _adopted(device: Device, layout: Layout, room: _DeviceRoom) -> DevicePlanes:
 
 
 def _state_of(model: PreTrainedModel) -> list[object]:
-    """Return a value that differs after a weight, an adapter or a hook has changed."""
+    """Return a value that changes when a weight, an adapter or a hook of the model changes."""
     version = attrgetter("_version")  # PyTorch counts the writes to a tensor
     found: list[object] = [
         (one.data_ptr(), 0 if one.is_inference() else version(one)) for one in model.parameters()
@@ -1402,9 +1588,9 @@ _LOOKERS = ("transformers.", "tierkv.")
 
 
 def _hooks_of(model: PreTrainedModel) -> list[int]:
-    """Return PyTorch's numbers of the hooks that may change the model's output, and so its cache.
+    """Return PyTorch's ids of the hooks that may change the model's output, and so its KV.
 
-    Hooks of transformers and tierkv only read and are left out.
+    Hooks of transformers and tierkv only read, and are left out.
     """
     found: list[int] = []
     for one in map(vars, model.modules()):
@@ -1418,7 +1604,8 @@ def _hooks_of(model: PreTrainedModel) -> list[int]:
 def _adapter_layers(model: PreTrainedModel) -> dict[str, Any]:
     """Return the layers into which PEFT has put adapters, by name.
 
-    `disable_adapters` is a property of these layers, and asking the modules takes 5 us each.
+    Such layers have a property `disable_adapters`. The property is looked up on the class, because
+    a lookup on a module without it takes 5 us.
     """
     return {
         name: one
@@ -1434,7 +1621,7 @@ def _adapters_of(model: PreTrainedModel) -> str:
 
 
 def _settings_of(layer: torch.nn.Module) -> list[tuple[str, object]]:
-    """Return the layer's attributes that are plain values, or lists or mappings of plain values."""
+    """Return a layer's attributes that are plain values, or lists or dicts of plain values."""
 
     def is_plain(value: object) -> bool:
         if isinstance(value, dict):
@@ -1464,12 +1651,12 @@ def _check_drops_nothing(model: PreTrainedModel) -> None:
 
 
 def content_of(model: PreTrainedModel) -> str:
-    """Return a digest of the configuration and of all weights.
+    """Return a digest of the model's configuration and of all weights, as its identity.
 
-    The digest covers the sum of each weight's bits and some of its elements.
+    For each weight the digest covers the sum of all its bits and a sample of its elements.
 
     Raises:
-        ConfigError: A weight is not in memory.
+        ConfigError: a weight is not in memory.
     """
     config = {
         name: value
@@ -1500,17 +1687,20 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 
 
 def _num_common(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> int:
-    """Return how many leading tokens are equal."""
+    """Return the number of leading tokens that are equal in both texts."""
     length = min(len(left), len(right))
     other = np.flatnonzero(left[:length] != right[:length])
     return int(other[0]) if len(other) else length
 
 
 def _checked_ids(given: Mapping[str, Any]) -> torch.Tensor:
-    """Return the token ids, [1, tokens].
+    """Return the token ids of a forward pass, [1, tokens].
+
+    Args:
+        given: all arguments of the forward pass.
 
     Raises:
-        BadRequestError: the result depends on more than the token ids.
+        BadRequestError: there are no token ids or several rows, or another argument changes the KV.
     """
     ids = given.get("input_ids")
     if ids is None:
@@ -1535,13 +1725,22 @@ def _checked_ids(given: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _num_logits(given: Mapping[str, Any]) -> int:
-    """Return the number of last tokens whose logits the caller wants, 1 by default."""
+    """Return the number of last tokens whose logits the caller wants; 1 by default."""
     wanted = given.get("logits_to_keep")
     return wanted if isinstance(wanted, int) and wanted > 0 else 1
 
 
 def _check_places(given: Mapping[str, Any], start: int, count: int) -> None:
-    """Raise BadRequestError if tokens are masked, or are not at the places start, start + 1, ..."""
+    """Check that no token is masked, and that tokens are at positions start, start + 1, ...
+
+    Args:
+        given: all arguments of the forward pass.
+        start: number of earlier tokens of the text.
+        count: number of new tokens.
+
+    Raises:
+        BadRequestError: a token is masked, or at another position.
+    """
     mask = given.get("attention_mask")
     if mask is not None and (mask.ndim != 2 or not bool(mask.all())):  # noqa: PLR2004
         raise BadRequestError(
@@ -1564,7 +1763,7 @@ def _check_places(given: Mapping[str, Any], start: int, count: int) -> None:
 
 
 def _without(given: Mapping[str, Any], count: int, num_tokens: int) -> dict[str, Any]:
-    """Return the arguments without the first `num_tokens` of `count` tokens."""
+    """Return the arguments of a forward pass without the first `num_tokens` of `count` tokens."""
     cut = {
         name: given[name][..., num_tokens:]
         for name in ("input_ids", *_BY_POSITION)
@@ -1574,9 +1773,9 @@ def _without(given: Mapping[str, Any], count: int, num_tokens: int) -> dict[str,
 
 
 def _install(model: PreTrainedModel) -> None:
-    """Make the model's forward pass call the cache that it is given.
+    """Make the model call the `TierKVCache` that it is given, by hooks and its own `generate`.
 
-    The functions are bound to this model alone, so that a copy of it gets its own.
+    Both are set on this model object alone, so that a copy of the model gets its own.
     """
     if "generate" not in vars(model):
         model.register_forward_pre_hook(_before, with_kwargs=True)
@@ -1585,7 +1784,7 @@ def _install(model: PreTrainedModel) -> None:
 
 
 def _generate(self: PreTrainedModel, *args: object, **arguments: object) -> object:
-    """Run the model's own `generate`; a given TierKVCache keeps the text."""
+    """Run the model's own `generate`, within a sequence of the given `TierKVCache`, if any."""
     cache = _cache_in(arguments)
     generate = type(self).generate
     if cache is None:
@@ -1599,7 +1798,10 @@ def _generate(self: PreTrainedModel, *args: object, **arguments: object) -> obje
 def _prompt_of(
     model: PreTrainedModel, args: Sequence[object], arguments: Mapping[str, object]
 ) -> torch.Tensor | None:
-    """Return the token ids that the model receives first; None if they are not known."""
+    """Return the token ids that `generate` gives the model first; None if they are not known.
+
+    With prefill in chunks, the first call gets only a part of the prompt.
+    """
     configs = (*args[1:2], arguments.get("generation_config"), model.generation_config)
     cuts = [arguments.get(_CHUNKS), *(getattr(one, _CHUNKS, None) for one in configs)]
     given = args[0] if args else arguments.get("inputs", arguments.get("input_ids"))

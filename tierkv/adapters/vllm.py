@@ -1,11 +1,10 @@
-"""The modules that vLLM loads by path: `TierKVConnector`, and a tier for its own offloading.
+"""The module that vLLM loads by path: `TierKVConnector`, and a tier for vLLM's own offloading.
 
-`TierKVTier` is a secondary tier of vLLM's own KV offloading, kept in a tierkv store.
-
-vLLM copies blocks between GPU and its own host memory, with its groups, hybrid models and tensor
-parallelism; this tier keeps the host memory's chunks in Redis, files or Mooncake, so that they
-outlive the process and other instances find them. Made for the interfaces of vLLM 0.32 and 0.33
-(`vllm.v1.kv_offload.tiering.base.SecondaryTierManager`). In `kv_connector_extra_config`:
+`TierKVTier` is a secondary tier of vLLM's KV offloading. vLLM copies blocks between GPU and its own
+host memory in chunks of several blocks, for all its cache groups, hybrid models and tensor
+parallelism. This tier copies the chunks from that host memory to Redis, files or Mooncake and back,
+so that they outlive the process and other instances find them. Made for the interfaces of vLLM 0.32
+and 0.33 (`vllm.v1.kv_offload.tiering.base.SecondaryTierManager`). In `kv_connector_extra_config`:
 
     "spec_name": "TieringOffloadingSpec",
     "cpu_bytes_to_use": 8589934592,
@@ -53,14 +52,21 @@ log = logging.getLogger(__name__)
 class TierKVTier(SecondaryTierManager):
     """Chunks of vLLM's host memory in a tierkv store.
 
-    store: the store's URL (docs/storage.md). ttl_s: how long a chunk lives there, None for as long
-        as the store keeps it. deadline_s: after so long a lookup counts as a miss.
-    revision: of the model's weights, if instances with other weights share the store under the
-        same model name.
-    locality: "LOCAL" or "REMOTE", for vLLM's events; enable_kv_events: report stored chunks there.
+    All calls come from vLLM's scheduler thread. None waits for the store, except `drain_jobs` and
+    `shutdown`.
 
-    All calls come from vLLM's scheduler thread, and none waits for the store except `drain_jobs`
-    and `shutdown`.
+    Args:
+        offloading_spec: model, layout and ranks, from vLLM.
+        primary_kv_view: vLLM's host memory, one row for each chunk.
+        tier_type: vLLM's name of this tier.
+        backpressure_detector: vLLM's own, passed to the base class.
+        store: URL of the store (docs/storage.md).
+        ttl_s: seconds that a chunk lives in the store; None for as long as the store keeps it.
+        deadline_s: seconds after which an unanswered lookup counts as a miss.
+        revision: revision of the model's weights, if instances with other weights share the store
+            under the same model name.
+        locality: "LOCAL" or "REMOTE", for vLLM's KV events; None for none.
+        enable_kv_events: True to report stored chunks in vLLM's KV events.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -100,9 +106,10 @@ class TierKVTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Return RETRY until the store has answered.
+        """See `SecondaryTierManager.lookup`. The result is RETRY until the store has answered.
 
-        All keys of one step are one question to the store.
+        The keys of all lookups in one scheduler step go to the store in one batch, at the step's
+        end.
         """
         self._hear()
         asked = self._asked_by.setdefault(req_context.req_id, set())
@@ -124,7 +131,10 @@ class TierKVTier(SecondaryTierManager):
             self._asked.append((keys, self._pages.present(keys)))
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget the answers that only this request used, since stored values may expire."""
+        """Forget the store's answers that no other running request has asked for.
+
+        A later request asks the store again, since stored chunks may have expired.
+        """
         for key in self._asked_by.pop(req_context.req_id, ()):
             self._num_asking[key] -= 1
             if not self._num_asking[key]:
@@ -160,7 +170,7 @@ class TierKVTier(SecondaryTierManager):
         self._storage.close()
 
     def _hear(self) -> None:
-        """Take the answers that have come."""
+        """Record the store's answers to lookups that have arrived."""
         for keys, future in [pair for pair in self._asked if pair[1].done()]:
             self._asked.remove((keys, future))
             answers = future.result() if future.exception() is None else [False] * len(keys)
@@ -191,7 +201,10 @@ class TierKVTier(SecondaryTierManager):
 
 
 def _identity(spec: OffloadingSpec) -> dict[str, str]:
-    """Return everything that shapes a chunk's bytes: instances must agree on it to share chunks."""
+    """Return all settings that decide on a chunk's bytes.
+
+    Instances with equal ones share chunks.
+    """
     config, parallel = spec.config, spec.config.parallel
     ranks = (parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size)
     is_portable = parallel.is_parallelism_agnostic or config.replicated_layout

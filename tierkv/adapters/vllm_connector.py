@@ -1,16 +1,18 @@
-"""vLLM's KV connector on tierkv's engine cache: prefixes that last, and prefill handed to decode.
+"""vLLM's KV connector: prompts cached in host memory and storage, and prefill handed to decode.
 
-Made for the interfaces of vLLM 0.32 and 0.33 (`KVConnectorBase_V1`). vLLM keeps its block pool and
-its block tables; host memory and storage are tierkv's.
+Made for the interfaces of vLLM 0.32 and 0.33 (`KVConnectorBase_V1`). vLLM owns the device blocks
+and the block tables; host memory and storage are tierkv's.
 
     vLLM's scheduler                                   vLLM's workers, one for each rank
-    get_num_new_matched_tokens  how much is there?
-    update_state_after_alloc    a load into blocks     handle_preemptions  blocks change hands
-    build_connector_meta        saves; plans travel -> start_load_kv, wait_for_save
-    update_connector_output  <- reports travel         get_finished
-    request_finished            the rest is saved, the blocks are vLLM's again when that is done
+    get_num_new_matched_tokens  lookup: what is cached?
+    update_state_after_alloc    plans a load           handle_preemptions  waits for saves of
+                                                                           reused blocks
+    build_connector_meta        plans saves; plans  -> start_load_kv, wait_for_save
+    update_connector_output  <- reports of copies      get_finished
+    request_finished            plans the last save; vLLM keeps the blocks until it has ended
 
-Plans and reports ride in vLLM's own messages, so they have the order of its steps.
+A plan lists the blocks to copy. Plans and reports travel in vLLM's own messages between scheduler
+and workers, so they have the order of its steps.
 """
 
 from __future__ import annotations
@@ -150,23 +152,26 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         node: socket of a node on this machine (`tierkv serve --engine external`); its host memory
             and store are used instead of `store` and `host_bytes`.
         node_key: a token, if the node has an auth file.
-        peer_tensor_parallel: numbers of ranks of other instances, to find their blocks too.
+        peer_tensor_parallel: tensor parallel sizes of other instances whose blocks this one shall
+            find too.
         ttl_s: seconds that a block lives in the store, None for as long as the store keeps it.
         revision: revision of the model's weights, if instances with other weights share the store
             under the same model name.
         saves_generated: also save blocks of generated tokens, for prompts that continue them.
-        fetch_policy: best_effort fetches blocks that take longer to compute by estimate, and gives
-            up in time; wait_complete fetches all blocks that are stored.
+        fetch_policy: best_effort fetches blocks from the store only if computing them is estimated
+            to take longer; wait_complete fetches all blocks that are stored.
         fetch_deadline_s: seconds that a request waits for the store before it computes.
-        claim_deadline_s: seconds that a decode instance waits for a prefill instance's ticket.
+        claim_deadline_s: seconds that a decode instance waits for a prefill instance's ticket, the
+            record that a prompt is stored.
         publish_deadline_s: seconds that storing a prompt with its ticket may take.
-        ticket_ttl_s: seconds that a ticket can be claimed.
-        promise_ttl_s: seconds that blocks are held on the host for a request that vLLM does not
-            schedule.
+        ticket_ttl_s: seconds that a ticket can be used.
+        promise_ttl_s: seconds that found blocks are held on the host for a request that vLLM does
+            not schedule.
         session_ttl_s: seconds after a turn of a session in which its blocks on the host are evicted
             last; 0 for no difference.
-        min_tokens: fewer tokens are computed instead of loaded, unless a ticket names them; so is
-            a rest of one block, and what the host has of a block without a store.
+        min_tokens: smallest number of cached tokens to load. Fewer tokens, or a rest of at most one
+            block, are computed instead, unless a ticket names them. Without a store, a partial
+            block is loaded only behind a whole one.
         prefix: prefix of all names in the store.
     """
 
@@ -218,16 +223,19 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 @dataclass
 class StepPlans(KVConnectorMetadata):
-    """The workers' tasks in one step, in this order.
+    """The copies that workers make in one step, sent from vLLM's scheduler to all workers.
+
+    Workers carry out the fields in this order. A plan lists the blocks of one transfer.
 
     Attributes:
-        must_wait: blocks that were given away while saves read them: nothing may write before the
-            saves end.
-        loads: plans by request.
-        saves: the plan of all saves, which saves of `saving` are part of; None without saves.
-        saving: names of the requests that save, one for each of their saves.
-        lost: requests with a promised load that cannot be done, and the blocks that are wrong.
-        over: requests that have ended; their blocks are released when their saves are done.
+        must_wait: True if vLLM has reused blocks that running saves still read: workers wait for
+            the saves before they write any block.
+        loads: requests with the plans of their loads, host to device.
+        saves: one plan for all saves of the step, device to host; None without saves.
+        saving: the request of each save in `saves`; a request may occur several times.
+        lost: requests whose load can no longer be done since their blocks have left the host, and
+            the device blocks that therefore lack their content.
+        over: requests that have ended; vLLM may reuse their blocks when their saves have ended.
     """
 
     must_wait: bool = False
@@ -239,7 +247,7 @@ class StepPlans(KVConnectorMetadata):
 
     @property
     def is_nothing(self) -> bool:
-        """True if the ranks only compute in this step, as in most steps."""
+        """True if the workers copy nothing in this step, as in most steps."""
         return not (self.loads or self.saving or self.lost or self.over or self.must_wait)
 
 
@@ -248,7 +256,11 @@ _NOTHING = StepPlans()  # never changed
 
 @dataclass
 class StepReports(KVConnectorWorkerMetadata):
-    """Plans that ranks have carried out."""
+    """The plans that workers have finished, sent from the workers to vLLM's scheduler.
+
+    Attributes:
+        reports: the result of each plan on each rank.
+    """
 
     reports: list[Finished] = field(default_factory=list)
 
@@ -258,13 +270,14 @@ class StepReports(KVConnectorWorkerMetadata):
 
 @dataclass
 class RankHandshake(KVConnectorHandshakeMetadata):
-    """A worker's description of its blocks.
+    """A worker's description of its blocks, sent to the scheduler once at the start.
 
     Attributes:
-        groups: cache groups of the worker's shard.
-        backends: attention backends and their variants on this processor, which define the inside
-            of a block.
-        heads: number of KV heads that have a place of their own in each layer's block, one after
+        groups: the cache groups (layers with the same layout and the same need of blocks), with the
+            layout of this rank's part of a block.
+        backends: attention backends and their variants on this processor, which decide the order of
+            bytes within a block.
+        heads: number of KV heads whose bytes are contiguous in each layer's block, one head after
             the other; 0 if blocks are laid out otherwise.
     """
 
@@ -274,7 +287,7 @@ class RankHandshake(KVConnectorHandshakeMetadata):
 
 
 class TierKVStats(KVConnectorStats):
-    """Counts of the scheduler's side since the last report, by the names of `_COUNTS`."""
+    """Counts of the scheduler's side since the last report, by the names in `_COUNTS`."""
 
     def reset(self) -> None:
         self.data.clear()
@@ -307,15 +320,21 @@ class TierKVMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """See `KVConnectorPromMetrics.observe`."""
         for name, count in transfer_stats_data.items():
             if name in self._counters:
                 self._counters[name][engine_idx].inc(count)
 
 
 class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
-    """The connector of vLLM, see the module.
+    """The connector that vLLM loads; the module's docstring shows the order of calls.
 
-    `kv_role`: kv_both loads and saves, kv_consumer only loads, kv_producer only saves.
+    The `kv_role` kv_both loads and saves, kv_consumer only loads, kv_producer only saves.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        role: the scheduler's process, or a worker's.
+        kv_cache_config: vLLM's device blocks and cache groups.
     """
 
     def __init__(
@@ -343,9 +362,10 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """True if a prefill instance computes a preempted prompt again to hand it over.
+        """True on a prefill instance: a prompt that is preempted at its end is then computed again.
 
-        A cache alone does not need that.
+        The preempted blocks could not be handed over. For a cache, a lost block is only a later
+        miss.
         """
         return str(self._kv_transfer_config.kv_role) == "kv_producer"
 
@@ -364,7 +384,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.start_loads(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: loads end before vLLM runs the request."""
+        """Do nothing: vLLM runs a request only after its loads have ended."""
 
     def save_kv_layer(
         self,
@@ -373,7 +393,10 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: AttentionMetadata,
         **kwargs: object,
     ) -> None:
-        """Do nothing: all layers are saved at the end of the step."""
+        """Do nothing: all layers are saved together, at the end of the step.
+
+        See `KVConnectorBase_V1.save_kv_layer`.
+        """
 
     def wait_for_save(self) -> None:
         self.worker.start_saves(self._get_connector_metadata())
@@ -411,6 +434,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
+        """See `KVConnectorBase_V1.build_prom_metrics`."""
         return TierKVMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # The scheduler's side
@@ -426,12 +450,14 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        """See `KVConnectorBase_V1.get_num_new_matched_tokens`."""
         found = self.scheduler.find(request, num_computed_tokens)
         return found, bool(found)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
+        """See `KVConnectorBase_V1.update_state_after_alloc`."""
         if num_external_tokens:
             self.scheduler.load(request, blocks.get_block_ids(), num_external_tokens)
 
@@ -444,11 +470,13 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
+        """See `KVConnectorBase_V1.request_finished`."""
         return self.scheduler.finish(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        """See `SupportsHMA.request_finished_all_groups`."""
         return self.scheduler.finish(request, block_ids)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -470,22 +498,32 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
 
 @dataclass(slots=True, eq=False)
 class _Tracked:
-    """A request of vLLM from its first lookup to its end.
+    """A request of vLLM, from its first lookup to its end.
+
+    A ticket is the record by which a prefill instance hands a prompt to a decode instance. A state
+    is the recurrent state of a Mamba or linear attention layer after a number of tokens.
 
     Attributes:
-        prompt: tokens that were known when it was made.
-        claims, publishes: ids of tickets.
-        num_local: tokens that vLLM had itself at the lookup.
-        found: blocks of each group to be loaded.
-        saved: number of leading blocks of each group that are on the host or on their way; of a
-            group of states, the blocks up to the last state.
-        boundary: number of tokens before the last state that vLLM has offered; 0 without one.
-        is_handed_over: the save of its last state has ended a hand-over; its ticket may be out.
-        has_saves: saves are under way.
-        passed: number of tokens of a prompt that had too few tokens to load beyond `num_local`.
-        num_lost: promises that had expired when they were to be loaded.
-        is_of_old: the cache has been reset since.
-        due: the step in which a generating request may have enough tokens to save; None otherwise.
+        request: vLLM's request.
+        prompt: the tokens that were known at the last lookup or save; None before.
+        claims: id of the ticket whose blocks the request loads; None without one.
+        publishes: id of the ticket under which the prompt is handed over; None without one.
+        num_local: number of leading tokens that vLLM had in device blocks at the lookup.
+        found: by cache group, positions of the blocks that the lookup found beyond `num_local`.
+        saved: by cache group, number of leading blocks that are on the host or are being copied
+            there; in a group of states, the blocks up to the last saved state.
+        boundary: number of tokens before the last state that vLLM has offered to be saved; 0
+            without one.
+        is_handed_over: True once the prompt's last state is saved, which completes a hand-over.
+        has_saves: True while saves run.
+        is_loading: True while a load runs.
+        num_lost: number of lookups whose blocks had left the host before they were loaded.
+        passed: number of the request's tokens when a lookup found too few to load; the same tokens
+            are not looked up again.
+        is_of_old: True if the cache has been reset since the request began, so that nothing is
+            saved.
+        due: the step in which a generating request may have enough unsaved tokens for a save; None
+            if it does not generate.
     """
 
     request: Request
@@ -506,7 +544,15 @@ class _Tracked:
 
 
 class _SchedulerSide:
-    """Decides what is loaded and saved. All methods are vLLM's scheduler thread's."""
+    """The connector in the scheduler's process, which decides what is loaded and saved.
+
+    All methods are called by vLLM's scheduler thread.
+
+    Args:
+        config: vLLM's configuration.
+        settings: the connector's settings.
+        kv_cache_config: vLLM's device blocks and cache groups.
+    """
 
     def __init__(
         self, config: VllmConfig, settings: ConnectorSettings, kv_cache_config: KVCacheConfig
@@ -573,7 +619,11 @@ class _SchedulerSide:
         return self._cache
 
     def open(self, ranks: Sequence[RankHandshake]) -> None:
-        """Open the cache with the groups of layers that the workers report."""
+        """Open the host memory and the store, for blocks as the workers describe them.
+
+        Args:
+            ranks: the description by each worker, in the order of ranks.
+        """
         settings, config = self.settings, self._config
         shards = [[group.layout for group in rank.groups] for rank in ranks]
         # Of latent attention, and of fewer heads than ranks, each rank has all of it.
@@ -645,9 +695,13 @@ class _SchedulerSide:
         log.info("KV blocks are kept in host memory and %s", kept)
 
     def _scheme(self, ranks: Sequence[RankHandshake]) -> ShardScheme | None:
-        """Return how the ranks' shards make a whole block, if each rank has other heads.
+        """Return the rule by which the ranks' parts of a block make a whole block.
 
-        None: blocks belong to this number of ranks.
+        With such a rule, instances with other numbers of ranks can use the stored blocks.
+
+        Returns:
+            None if the ranks' parts are not simply different heads; only instances with as many
+                ranks can then use the blocks.
         """
         first, total = ranks[0], self._config.model_config.get_total_num_kv_heads()
         if len(first.groups) > 1 or first.heads * len(ranks) != total:
@@ -659,9 +713,10 @@ class _SchedulerSide:
     # A request comes
 
     def arrive(self, request: Request) -> None:
-        """Begin the lookup of a request that waits, if its blocks may have to come from a store.
+        """Start the lookup of a request that enters vLLM's queue, if the store may have its blocks.
 
-        A turn of a session mostly continues a stored one, and a hint to fetch says so.
+        The store is expected to have them for a turn of a session, which mostly continues a stored
+        turn, and for a request with a router's hint to fetch.
         """
         is_hinted = self._follow_hints(request)
         if (is_hinted or request.session_id) and self._finds and self._has_store:
@@ -671,7 +726,10 @@ class _SchedulerSide:
                 self._ask(tracked, 0)
 
     def _follow_hints(self, request: Request) -> bool:
-        """Count the hints of a router, and return whether one of them is to fetch the prompt."""
+        """Count the hints that a router added to the request.
+
+        Return True if one says to fetch it.
+        """
         hints = request.kv_hints
         if hints is None:
             return False
@@ -689,7 +747,15 @@ class _SchedulerSide:
         return bool(known)
 
     def find(self, request: Request, num_computed: int) -> int | None:
-        """Return how many tokens beyond `num_computed` can be loaded; None to be asked again."""
+        """Return the number of tokens that can be loaded beyond those that vLLM has.
+
+        Args:
+            request: the request that vLLM is about to schedule.
+            num_computed: number of its leading tokens that are in vLLM's device blocks.
+
+        Returns:
+            None if the lookup has not ended; vLLM asks again in a later step.
+        """
         tracked = self._tracked.get(request.request_id) or self._track(request)
         if tracked is None or not self._may_find(tracked, num_computed):
             return 0
@@ -727,7 +793,16 @@ class _SchedulerSide:
         )
 
     def _offered(self, tracked: _Tracked, num_computed: int, found: Found) -> int | None:
-        """Return how many of the tokens that a lookup has found are worth a load."""
+        """Return the number of tokens to load after a lookup: all that were found, or 0 if too few.
+
+        Args:
+            tracked: the request.
+            num_computed: number of leading tokens that are in vLLM's device blocks.
+            found: the result of the lookup.
+
+        Returns:
+            None if the ticket could not be used; the request is looked up again without it.
+        """
         request, name = tracked.request, tracked.request.request_id
         if found.problem is not None and tracked.claims is not None:
             log.warning("request %r continues without its ticket: %s", name, found.problem)
@@ -750,10 +825,15 @@ class _SchedulerSide:
         return found.num_tokens
 
     def _has_nothing(self, tracked: _Tracked, num_computed: int) -> bool:
-        """Return whether it is known at once that too few tokens can be loaded.
+        """Return True if it is certain without a lookup that too few tokens can be loaded.
 
-        Too few are left, or the host has no further block and there is no store. The request then
-        saves what the host does not have.
+        That is so if few tokens are left to load, or if the host has no further block and there is
+        no store. The request is then noted as looked up, so that its blocks that the host lacks are
+        saved.
+
+        Args:
+            tracked: the request.
+            num_computed: number of leading tokens that are in vLLM's device blocks.
         """
         request, size = tracked.request, self._groups[self._main].block_size
         num_saved = num_blocks = 0
@@ -778,7 +858,10 @@ class _SchedulerSide:
         return True
 
     def _main_names(self, request: Request) -> Sequence[bytes]:
-        """Return vLLM's hashes of the request's whole blocks in the main group."""
+        """Return vLLM's hashes of the request's whole blocks, in the block size of the main group.
+
+        The main group is the cache group of layers with full attention.
+        """
         size = self._groups[self._main].block_size
         step = size // (self._kv.hash_block_size or size)
         hashes: Sequence[bytes] = request.block_hashes
@@ -793,9 +876,10 @@ class _SchedulerSide:
         return self._finds and not has_tried and not is_excluded
 
     def _findable(self, num_tokens: int) -> int:
-        """Return how many of a request's tokens can be found: the rest is computed in any case.
+        """Return the number of leading tokens, of `num_tokens`, that a lookup may find.
 
-        With states, vLLM keeps the last boundary that leaves it a token to compute.
+        With recurrent states that is a multiple of the common block size, so that a state exists
+        there, and at least one token is left to compute. Otherwise it is all tokens.
         """
         if not self._states:
             return num_tokens
@@ -804,9 +888,9 @@ class _SchedulerSide:
         return (num_tokens - 1) // self._align * self._align
 
     def _track(self, request: Request) -> _Tracked | None:
-        """Return the tracked request.
+        """Return the record of a new request; None if its tokens do not identify its KV.
 
-        None if nothing of it can be cached, as for prompts of embeddings.
+        That is so for prompts given as embeddings, and for requests whose prompt still grows.
         """
         is_plain = request.prompt_embeds is None and not request.resumable
         if not is_plain or not request.prompt_token_ids:
@@ -821,9 +905,10 @@ class _SchedulerSide:
         return tracked
 
     def _prompt(self, tracked: _Tracked, num_tokens: int) -> Prompt | None:
-        """Return the first `num_tokens` tokens, at least the whole prompt.
+        """Return the request's first `num_tokens` tokens, as the key by which blocks are found.
 
-        None if not yet known.
+        Returns:
+            None while the files of the request's LoRA adapter are still being read.
         """
         request, prompt = tracked.request, tracked.prompt
         size = self._groups[self._main].block_size
@@ -855,9 +940,10 @@ class _SchedulerSide:
         return prompt
 
     def _extra(self, request: Request) -> bytes | None:
-        """Return the other inputs that the KV depends on.
+        """Return what the KV depends on beside tokens and media: salt, LoRA adapter and resets.
 
-        None while an adapter's files are read.
+        Returns:
+            None while the adapter's files are still being read.
         """
         if request.lora_request is None and not request.cache_salt and not self._epoch:
             return b""
@@ -871,7 +957,13 @@ class _SchedulerSide:
         return prompt_extra(salt=salt, adapter=adapter, epoch=self._epoch)
 
     def load(self, request: Request, block_ids: tuple[list[int], ...], num_tokens: int) -> None:
-        """Note the blocks that vLLM has allocated for the found tokens."""
+        """Plan the load of found tokens into the device blocks that vLLM has allocated for them.
+
+        Args:
+            request: the request.
+            block_ids: by cache group, the request's device blocks in order.
+            num_tokens: number of tokens to load, as `find` returned or fewer.
+        """
         name, tracked = request.request_id, self._tracked[request.request_id]
         stop_tokens = tracked.num_local + num_tokens
         ids, firsts, is_lost = [], [], False
@@ -898,10 +990,13 @@ class _SchedulerSide:
             self._plans.loads.append((name, plan))
 
     def _wait_for(self, block_ids: Iterable[Sequence[int]]) -> None:
-        """Let the workers wait before they write these blocks, if saves still read one of them.
+        """Make the workers wait before they write these device blocks, if a running save reads one.
 
         During a save vLLM reuses only blocks of sliding windows and recurrent states, since their
-        requests go on without them. The next owner of such a block may be in any cache group.
+        requests continue without them. The next owner of such a block may be in any cache group.
+
+        Args:
+            block_ids: device blocks that are about to be written, by cache group.
         """
         if self._has_windows or self._states:
             for ids in block_ids:
@@ -920,7 +1015,11 @@ class _SchedulerSide:
     # A step
 
     def plan(self, step: SchedulerOutput) -> StepPlans:
-        """Return the work of this step's workers besides the model: loads, saves and waits."""
+        """Return the copies of this step: loads, saves, and waits for earlier saves.
+
+        Args:
+            step: vLLM's decisions for the step.
+        """
         self._step += 1
         computes_much = step.total_num_scheduled_tokens > _MUCH
         self._is_turn = computes_much or self._step % _SAVES_EVERY == 0
@@ -970,25 +1069,28 @@ class _SchedulerSide:
             self._filling[name] = tracked
 
     def _has_saves(self) -> bool:
-        """Return whether saves can begin in this step."""
+        """Return True if saves may begin in this step."""
         if self._is_turn:
             return bool(self._ending or self._filling or self._is_due())
         return any(map(self._is_urgent, self._filling.values()))
 
     def _is_urgent(self, tracked: _Tracked) -> bool:
-        """Return True if blocks must be saved now.
+        """Return True if the request's blocks must be saved in this step, not in every fourth one.
 
-        A claimer waits for the first blocks while its prompt is computed, and a window's blocks are
-        reused
-        soon.
+        That is so for a prompt that is handed over, because the decode instance loads its first
+        blocks while the rest is computed, and in models with sliding windows, whose blocks vLLM
+        reuses soon.
         """
         return self._has_windows or tracked.publishes is not None
 
     def _begin_saves(self, step: SchedulerOutput) -> None:
-        """Begin a few saves.
+        """Begin a limited number of saves, by urgency.
 
-        In turn: requests that have ended, for whose blocks vLLM waits; prompts that are being
-        computed; tokens that other requests have generated.
+        First come requests that have ended, since vLLM keeps their blocks until the saves have
+        ended; then prompts that are being computed; then generated tokens.
+
+        Args:
+            step: vLLM's decisions for the step.
         """
         waiting = len(self._ending) + len(self._filling)
         left = max(_SAVES_AT_ONCE, waiting // _BACKLOG_TURNS)
@@ -1020,11 +1122,11 @@ class _SchedulerSide:
         return bool(self._decoding) and self._decoding[0][0] <= self._step
 
     def _expect(self, tracked: _Tracked, stop: int | None) -> None:
-        """Look at this request again when it may have enough tokens to save.
+        """Note the step in which a generating request may have enough unsaved tokens for a save.
 
         Args:
             tracked: the request.
-            stop: number of its tokens that are computed, None if it has paused.
+            stop: number of its tokens that are computed; None if it has no part in this step.
         """
         pause = _PAUSE_STEPS
         if stop is not None:
@@ -1034,16 +1136,22 @@ class _SchedulerSide:
         heappush(self._decoding, (tracked.due, next(self._order), tracked))
 
     def _num_saved(self, tracked: _Tracked) -> int:
-        """Return the number of saved tokens of the main group."""
+        """Return the number of the request's tokens whose blocks are saved, in the main group."""
         size = self._groups[self._main].block_size
         return tracked.saved[self._main] * size if tracked.saved else 0
 
     def _save_filled(self, tracked: _Tracked, step: SchedulerOutput) -> int | None:
-        """Return how many tokens are computed at this step's end.
-
-        None if the request has no part in it.
+        """Save the whole blocks that a request will have at this step's end, if they are enough.
 
         Tokens that vLLM has only drafted, or not yet received, are not counted.
+
+        Args:
+            tracked: the request.
+            step: vLLM's decisions for the step.
+
+        Returns:
+            The number of tokens that are computed at the step's end; None if the request has no
+                part in the step.
         """
         request, main = tracked.request, self._groups[self._main]
         name = request.request_id
@@ -1065,9 +1173,10 @@ class _SchedulerSide:
         return stop
 
     def _stops(self, tracked: _Tracked, num_tokens: int) -> list[int]:
-        """Return, by cache group, how many blocks the first `num_tokens` tokens fill.
+        """Return by cache group the number of blocks that the first `num_tokens` tokens fill.
 
-        For a group of recurrent states, this is the number that is saved already.
+        For a group of recurrent states it is the number that is saved already, since states are
+        saved when vLLM offers them.
         """
         stops = [num_tokens // group.block_size for group in self._groups]
         for at in self._states:
@@ -1075,10 +1184,10 @@ class _SchedulerSide:
         return stops
 
     def _save_states(self, step: SchedulerOutput) -> None:
-        """Save the states that this step completes, and the blocks of other groups before them.
+        """Save the recurrent states that this step completes, and other groups' blocks before them.
 
-        vLLM offers a state once, in the step that writes it. A state that a request continues from
-        lies at its place in the table of the request's first step.
+        vLLM offers a state to be saved once, in the step that writes it. The state that a request
+        continues from is instead found in the request's block table, in its first step.
         """
         offers = dict(step.kv_connector_block_state.boundary_state_offloads)
         for new in step.scheduled_new_reqs:
@@ -1100,7 +1209,16 @@ class _SchedulerSide:
                 self._save_up_to(tracked, states, table)
 
     def _wants_state(self, tracked: _Tracked, group: int, block: int, num_tokens: int) -> bool:
-        """Return whether a state is saved: it has a block, is at the end of one, and is new."""
+        """Return True if a recurrent state that vLLM offers is to be saved.
+
+        The state must be in a block, must be the one at a block's end, and must not be saved yet.
+
+        Args:
+            tracked: the request.
+            group: number of the cache group.
+            block: device block with the state; 0 for none.
+            num_tokens: number of tokens before the state.
+        """
         size = self._groups[group].block_size
         if group not in self._states or not block or num_tokens % size:
             return False
@@ -1118,12 +1236,12 @@ class _SchedulerSide:
         states: Sequence[tuple[int, int, int]],
         table: Sequence[Sequence[int]],
     ) -> None:
-        """Save states, and the blocks of other groups before the last state.
+        """Save recurrent states, and the blocks of other groups before the last of these states.
 
         Args:
             tracked: the request.
-            states: group, block and number of tokens of each state.
-            table: the request's blocks, by group.
+            states: cache group, device block and number of tokens before it, for each state.
+            table: by cache group, the request's device blocks in order.
         """
         boundary = max(num_tokens for _, _, num_tokens in states)
         tracked.boundary = max(tracked.boundary, boundary)
@@ -1147,10 +1265,18 @@ class _SchedulerSide:
         stops: Sequence[int],
         first_tokens: Sequence[int] = (),
     ) -> bool:
-        """Save the unsaved blocks among the first `stops` blocks of each group.
+        """Plan to copy a request's unsaved blocks to the host.
+
+        Args:
+            tracked: the request.
+            prompt: the tokens of the blocks.
+            table: by cache group, the request's device blocks in order.
+            stops: by cache group, number of leading blocks that shall be saved afterwards.
+            first_tokens: the tokens generated so far, for the ticket; given with the prompt's last
+                save.
 
         Returns:
-            True if there was a host slot for each of them.
+            True if there was a host slot for every block.
         """
         name = tracked.request.request_id
         firsts = tracked.saved or [0] * len(self._groups)
@@ -1185,14 +1311,22 @@ class _SchedulerSide:
         return not unsaved
 
     def _whole(self, prompt: Prompt) -> tuple[list[range], list[int]]:
-        """Return for each group the places of all blocks of a prompt, from the first on."""
+        """Return by group the positions of all blocks of `prompt`, and the first position, 0."""
         sizes = [group.block_size for group in self._groups]
         return [range(-(-prompt.num_tokens // size)) for size in sizes], [0] * len(sizes)
 
     def _names(
         self, request: Request, block_ids: Sequence[Sequence[int]], firsts: Sequence[int]
     ) -> Sequence[Sequence[ExternalId | None]]:
-        """Return the names of saved blocks if lookups by name are used, otherwise none."""
+        """Return vLLM's hashes of blocks that are saved; empty if nothing would use them.
+
+        They are used for KV events, and to look up blocks by hash.
+
+        Args:
+            request: the request.
+            block_ids: by cache group, device blocks that are saved.
+            firsts: by cache group, position of the first of them.
+        """
         if self._tells or self.cache.sees_host:
             return self._hashes(request, block_ids, firsts)
         return ()
@@ -1200,7 +1334,16 @@ class _SchedulerSide:
     def _hashes(
         self, request: Request, block_ids: Sequence[Sequence[int]], firsts: Sequence[int]
     ) -> list[list[ExternalId | None]]:
-        """Return vLLM's hashes of these blocks; None for a partial block."""
+        """Return by cache group vLLM's hashes of blocks; None for a partial block.
+
+        For KV events, the blocks' session is noted too, and if their KV depends on more than
+        tokens.
+
+        Args:
+            request: the request.
+            block_ids: by cache group, one entry for each block.
+            firsts: by cache group, position of the first block.
+        """
         size = self._kv.hash_block_size or self._groups[self._main].block_size
         hashes = request.block_hashes
         names: list[list[ExternalId | None]] = []
@@ -1223,7 +1366,7 @@ class _SchedulerSide:
         return names
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return the events of saved blocks since the last call, by vLLM's names for the blocks."""
+        """Yield KV events of saved and evicted blocks since the last call, with vLLM's hashes."""
         for event in self.cache.read_events() if self._tells else ():
             ours = [name for name in event.external_ids if isinstance(name, bytes)]
             if not ours:
@@ -1258,7 +1401,7 @@ class _SchedulerSide:
                 )
 
     def hear(self, output: KVConnectorOutput) -> None:
-        """Accept the workers' report of a step."""
+        """Accept the workers' reports of a step."""
         report = output.kv_connector_worker_meta
         if report is not None:
             self._reports += report.reports
@@ -1276,9 +1419,10 @@ class _SchedulerSide:
             self.cache.flush()
 
     def _record_speed(self) -> None:
-        """Record the time of a step with prompt tokens, to choose fetching or computing.
+        """Record the seconds of a step that computed prompt tokens.
 
-        The next lookup hands it on: a call of its own would wake the service's thread.
+        By this speed the cache chooses between fetching and computing. The next lookup passes it
+        on, since a call for it alone would wake the service's thread.
         """
         num_tokens, planned_at = self._computing.popleft()
         now = time.perf_counter()
@@ -1314,7 +1458,7 @@ class _SchedulerSide:
         self.cache.keep_session(session, prompt, self.settings.session_ttl_s)
 
     def take_counts(self) -> TierKVStats | None:
-        """Return the counts since the last call; None in steps that report none."""
+        """Return the counts since the last call; None if there are none, or not in this step."""
         if not self._counts or (self._tracked and not self._is_turn):
             return None
         counts = dict(self._counts)
@@ -1326,10 +1470,15 @@ class _SchedulerSide:
     def finish(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """End a request.
+        """End a request, and plan the save of its last blocks.
+
+        Args:
+            request: the request that has ended.
+            block_ids: by cache group, its device blocks in order.
 
         Returns:
-            Whether vLLM must keep the blocks until they are saved, and parameters for the client.
+            True if vLLM must keep the device blocks until they are saved; and `kv_transfer_params`
+                for the client, with the ticket of a prompt that is handed over.
         """
         name = request.request_id
         tracked = self._tracked.pop(name, None)
@@ -1355,7 +1504,7 @@ class _SchedulerSide:
         return tracked.has_saves, params
 
     def _has_rest(self, tracked: _Tracked, block_ids: Sequence[Sequence[int]]) -> bool:
-        """Return whether an ended request has something to save, or is a turn of a session."""
+        """Return True if an ended request has unsaved blocks, or tokens of a session to keep."""
         num_tokens = self._num_to_save(tracked, block_ids)
         stops = self._last_stops(tracked, num_tokens)
         is_saved = len(tracked.saved) == len(stops) and all(
@@ -1364,9 +1513,11 @@ class _SchedulerSide:
         return bool(num_tokens) and (not is_saved or bool(tracked.request.session_id))
 
     def _num_to_save(self, tracked: _Tracked, block_ids: Sequence[Sequence[int]]) -> int:
-        """Return how many tokens of an ended request are saved; 0 if it was aborted on the way.
+        """Return the number of leading tokens to save of an ended request.
 
-        The steps of the latter have saved what is whole.
+        Returns:
+            0 if the request was aborted before its prompt was computed: earlier steps have then
+                saved its whole blocks.
         """
         request = tracked.request
         # The last token was sampled and not computed. What a step under way still writes lies
@@ -1385,10 +1536,10 @@ class _SchedulerSide:
         return self._findable(num_tokens) if tracked.publishes is not None else tracked.boundary
 
     def _last_stops(self, tracked: _Tracked, num_tokens: int) -> list[int]:
-        """Return, by cache group, how many first blocks of an ended request to save.
+        """Return by cache group the number of leading blocks to save of an ended request.
 
-        These blocks hold its first `num_tokens` tokens. Partial last blocks count, except in models
-        with recurrent states.
+        These blocks hold its first `num_tokens` tokens. A partial last block counts, except in
+        models with recurrent states.
         """
         if self._states:
             return self._stops(tracked, num_tokens)
@@ -1397,7 +1548,11 @@ class _SchedulerSide:
     def _save_rest(
         self, tracked: _Tracked, block_ids: Sequence[Sequence[int]]
     ) -> dict[str, Any] | None:
-        """Save the blocks that no step has saved, the last, partial block included."""
+        """Save the blocks of an ended request that no step has saved, a partial last one included.
+
+        Returns:
+            `kv_transfer_params` for the client, with the ticket; None without a hand-over.
+        """
         request, ticket = tracked.request, tracked.publishes
         num_tokens = self._num_to_save(tracked, block_ids)
         if not num_tokens:
@@ -1422,9 +1577,9 @@ class _SchedulerSide:
     # All of it
 
     def reset(self) -> None:
-        """Make all content that was cached before unfindable, also in storage.
+        """Make all blocks cached so far unfindable, in storage too.
 
-        The weights may have changed.
+        vLLM calls this when the weights may have changed.
         """
         self._epoch = os.urandom(16)
         self.cache.reset()
@@ -1449,9 +1604,9 @@ class _SchedulerSide:
 
 
 def _packed(tokens: list[int]) -> bytes:
-    """Pack tokens that vLLM has checked.
+    """Return token ids as bytes, 4 each.
 
-    NumPy would release the GIL, and get it back only when another thread releases it.
+    NumPy is not used: it would release the GIL, and wait for another thread to give it back.
     """
     packed = array("I")
     packed.fromlist(tokens)
@@ -1459,7 +1614,10 @@ def _packed(tokens: list[int]) -> bytes:
 
 
 def _with_shares(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
-    """Set the host memory of groups of recurrent states: a slot per `_BLOCKS_PER_STATE` blocks."""
+    """Return the groups with the share of host memory that groups of recurrent states get.
+
+    The share has room for one state per `_BLOCKS_PER_STATE` blocks of attention.
+    """
     weights = [
         group.layout.block_bytes
         / group.block_size
@@ -1475,9 +1633,13 @@ def _with_shares(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
 
 
 def _named(table: Sequence[int], group: CacheGroup) -> Sequence[int]:
-    """Return the table with NO_BLOCK in place of vLLM's null blocks.
+    """Return device blocks with NO_BLOCK for vLLM's null blocks.
 
-    A group has a null block where it needs no block.
+    vLLM has a null block (id 0) at each position that a sliding window or a state does not need.
+
+    Args:
+        table: device blocks of a request.
+        group: their cache group.
     """
     if group.kind is GroupKind.FULL:
         return table
@@ -1485,9 +1647,9 @@ def _named(table: Sequence[int], group: CacheGroup) -> Sequence[int]:
 
 
 class AdapterDigests:
-    """Digests of LoRA adapters' files, computed by a thread.
+    """Digests of the files of LoRA adapters, computed by a thread.
 
-    An adapter is identified by the content of its files, whatever its name on an instance.
+    Adapters with equal files share blocks, even if instances give them different names.
     """
 
     def __init__(self) -> None:
@@ -1495,7 +1657,10 @@ class AdapterDigests:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="tierkv-lora")
 
     def of(self, adapter: LoRARequest) -> bytes | None:
-        """Return the adapter's digest; None while it is not known yet."""
+        """Return the digest of an adapter's files; None while the files are being read.
+
+        An adapter with unreadable files gets a random digest, so that its blocks are not shared.
+        """
         key = (adapter.lora_name, adapter.lora_path)
         if key not in self._known:
             self._known[key] = self._reader.submit(_digest_of_adapter, adapter.lora_path)
@@ -1536,7 +1701,15 @@ def _digest_of_adapter(path: str) -> bytes:
 def _fingerprint(
     config: VllmConfig, settings: ConnectorSettings, layout: Layout, backends: str, num_ranks: str
 ) -> Fingerprint:
-    """Return the fingerprint: all settings that instances must have in common to share blocks."""
+    """Return the identity of this engine's blocks: instances with equal ones share blocks.
+
+    Args:
+        config: vLLM's configuration.
+        settings: the connector's settings.
+        layout: the layout of a block of the main group.
+        backends: attention backends and processor, from the workers.
+        num_ranks: number of ranks in words; "any number of" if other numbers share the blocks.
+    """
     model, cache = config.model_config, config.cache_config
     text = model.hf_text_config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
@@ -1571,7 +1744,14 @@ def _socket_path(config: VllmConfig) -> str:
 
 
 class _WorkerSide:
-    """One rank's blocks. All methods are its worker's thread's."""
+    """The connector in a worker's process, which copies one rank's blocks.
+
+    All methods are called by the worker's thread.
+
+    Args:
+        config: vLLM's configuration.
+        kv_cache_config: vLLM's device blocks and cache groups.
+    """
 
     def __init__(self, config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._config = config
@@ -1587,7 +1767,11 @@ class _WorkerSide:
         self._reports: list[Finished] = []
 
     def register(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Register the blocks that vLLM has allocated."""
+        """Register the device blocks that vLLM has allocated, and connect to the host memory.
+
+        Args:
+            tensors: the KV tensor of each layer, by layer name.
+        """
         found = [_planes_of(one, self._kv.num_blocks, tensors) for one in self._kv.kv_cache_groups]
         rank = get_tensor_model_parallel_rank()
         device, planes = _on_device([(group.layout, rows) for group, rows in found])
@@ -1607,7 +1791,7 @@ class _WorkerSide:
         return self._handshake
 
     def _backends(self) -> str:
-        """Return the attention backends that write the blocks, and the kind of processor."""
+        """Return the names of the attention backends that write the blocks, and the processor."""
         layers = self._config.compilation_config.static_forward_context
         found = set()
         for group in self._kv.kv_cache_groups:
@@ -1625,7 +1809,7 @@ class _WorkerSide:
         return self._planes
 
     def before_step(self, plans: StepPlans) -> None:
-        """Wait for saves that still read blocks which the step writes."""
+        """Wait for running saves if the step writes device blocks that they read."""
         if plans.must_wait:
             for number, group in itertools.product(
                 self._saves, range(len(self._kv.kv_cache_groups))
@@ -1651,10 +1835,10 @@ class _WorkerSide:
             self.planes.start_saves(plans.saves)
 
     def finished(self) -> KVConnectorTransferResults:
-        """Return the requests that have ended without readers of their blocks, and finished loads.
+        """Return the requests whose blocks vLLM may reuse, and the requests whose loads have ended.
 
-        A block that did not arrive is reported by its number, or, of several groups, which may use
-        one number each, by its request.
+        A failed load is reported by its device blocks. With several cache groups, which may use the
+        same block id, it is reported by its request instead.
         """
         results = KVConnectorTransferResults()
         if not (self._loads or self._saves or self._over or self._lost):
@@ -1706,7 +1890,10 @@ class _WorkerSide:
 def _on_device(
     groups: Sequence[tuple[Layout, Sequence[torch.Tensor]]],
 ) -> tuple[Device, list[Planes]]:
-    """Return the device and the planes of the engine's tensors.
+    """Return the device of vLLM's KV tensors, and each group's tensors as planes to copy from.
+
+    Args:
+        groups: for each cache group the layout, and uint8 [num_blocks, block_bytes] for each layer.
 
     Raises:
         ConfigError: tierkv cannot copy on this device.
@@ -1742,9 +1929,17 @@ _KINDS = {
 def _planes_of(
     group: KVCacheGroupSpec, num_blocks: int, tensors: Mapping[str, torch.Tensor]
 ) -> tuple[CacheGroup, list[torch.Tensor]]:
-    """Return a group of vLLM's layers and its blocks as planes, one plane for each layer.
+    """Return one of vLLM's groups of layers as a cache group, and its memory layer by layer.
 
-    The bytes within a plane are the attention backend's.
+    Only vLLM's attention backend knows the order of bytes within a block.
+
+    Args:
+        group: vLLM's description of the group.
+        num_blocks: number of device blocks.
+        tensors: the KV tensor of each layer, by layer name.
+
+    Returns:
+        The cache group, and uint8 [num_blocks, block_bytes] for each layer with memory of its own.
 
     Raises:
         ConfigError: the kind of the group is not supported.
@@ -1786,10 +1981,10 @@ def _spec_of(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
 
 
 def _dtype_of_state(spec: KVCacheSpec) -> str:
-    """Return dtypes and shapes of the parts of a state, in the order of their bytes.
+    """Return the dtypes and shapes of a recurrent state's parts, in the order of their bytes.
 
     Raises:
-        ConfigError: vLLM keeps no states where its blocks end.
+        ConfigError: vLLM does not keep states at the ends of blocks.
     """
     if spec.mamba_cache_mode != "align":
         raise ConfigError(
@@ -1801,7 +1996,10 @@ def _dtype_of_state(spec: KVCacheSpec) -> str:
 
 
 def _window(spec: KVCacheSpec) -> int:
-    """Return how many tokens before a length a layer needs; with chunks, at most a chunk."""
+    """Return the largest number of earlier tokens that a windowed layer reads.
+
+    For chunked attention this is the size of a chunk.
+    """
     if get_kv_cache_spec_kind(spec).value == "chunked_local_attention":
         chunk: int = spec.attention_chunk_size
         return chunk
@@ -1810,10 +2008,17 @@ def _window(spec: KVCacheSpec) -> int:
 
 
 def _heads(spec: KVCacheSpec, num_blocks: int, tensor: torch.Tensor) -> int:
-    """Return how many heads have a place of their own in each block of a layer; 0 if none.
+    """Return the number of KV heads that are contiguous in each block of a layer.
 
-    vLLM's view of a layer is [blocks, heads, tokens, content], whatever lies inside a head of a
-    block.
+    0 if they are not.
+
+    vLLM's view of a layer is [blocks, heads, tokens, content], whatever the order of bytes within a
+    head.
+
+    Args:
+        spec: vLLM's description of the layer.
+        num_blocks: number of device blocks.
+        tensor: the KV tensor of the layer.
     """
     if get_kv_cache_spec_kind(spec).value != "full_attention":
         return 0
@@ -1824,10 +2029,15 @@ def _heads(spec: KVCacheSpec, num_blocks: int, tensor: torch.Tensor) -> int:
 
 
 def _rows(tensor: torch.Tensor, num_blocks: int, name: str) -> torch.Tensor:
-    """Return the tensor as uint8 [num_blocks, bytes of a block].
+    """Return the KV tensor of a layer as uint8 [num_blocks, bytes of a block], without a copy.
+
+    Args:
+        tensor: the KV tensor.
+        num_blocks: number of device blocks.
+        name: name of the layer, for errors.
 
     Raises:
-        ConfigError: the bytes of a block are scattered.
+        ConfigError: the bytes of a block are not contiguous.
     """
     size, parts = tensor.element_size(), tensor.shape[0] // num_blocks
     stride = tensor.stride(0) * parts * size
@@ -1845,11 +2055,11 @@ def _rows(tensor: torch.Tensor, num_blocks: int, name: str) -> torch.Tensor:
 
 
 def _cpu_instructions() -> str:
-    """Return the instruction sets that decide how vLLM's CPU backend packs keys.
+    """Return the instruction sets that decide how vLLM's CPU backend orders the bytes of keys.
 
-    The kernel lets a process use AMX once it has asked, which PyTorch does at its first large
-    product. vLLM 0.32 relies on a prefill for that, and dies of SIGILL if the very first prompt was
-    found whole.
+    The Linux kernel allows AMX only to processes that have asked for it, which PyTorch does at its
+    first large product. Such a product is computed here, because vLLM 0.32 does it only in a
+    prefill, and would die of SIGILL if its first prompt came whole from the cache.
     """
     able = torch.cpu.get_capabilities()
     if not able.get("amx_tile"):

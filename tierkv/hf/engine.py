@@ -145,9 +145,10 @@ class TransformersEngine(SessionEngine):
         return call.outcome.result()
 
     async def _wait_for_loads(self, run: ModelRun) -> None:
-        """Wait until all cached tokens of `run` are on the device; other requests' steps continue.
+        """Wait until the cached tokens of `run` are on the device, if other requests compute too.
 
-        Without other requests the run's own step waits, layer by layer.
+        Without other requests, return at once: the step of `run` itself then waits before each
+        layer, so that the first layers compute while later layers load.
         """
         gate = run.session.request.gate
         if gate.is_open(gate.num_layers - 1):

@@ -238,10 +238,10 @@ class PagedModel:
             return logits if self._keeps_logits else logits[step.wanted]
 
     def _probe(self) -> None:
-        """Compare logits over planes with those of the model's own attention, and switch to these.
+        """Replace the model's attention by attention over blocks, and check that logits stay equal.
 
         Raises:
-            LayoutError: The logits differ.
+            LayoutError: The logits differ, or the forward pass over blocks fails.
         """
         size = min(self.vocab_size, 1 << 16)
         tokens = np.random.default_rng(0).integers(0, size, _PROBE_TOKENS).astype(np.int32)
