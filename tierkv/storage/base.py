@@ -48,16 +48,16 @@ CLOCK_EVERY_S = 30.0  # between two questions for a store's time
 
 
 def num_leading(are_there: Sequence[bool]) -> int:
-    """Return the number of leading True values."""
+    """Return the number of True values before the first False."""
     return next((at for at, is_there in enumerate(are_there) if not is_there), len(are_there))
 
 
 class BaseStore(ABC):
-    """A `Store` with the defaults of a simple store.
+    """A base class with defaults for a simple `Store`.
 
-    The defaults: one copy of each value, no breaker, no listing, no messages between users, no
-    clock but this machine's, and no use for the addresses of buffers. Subclasses implement the
-    rest.
+    By default a store has one copy of each value, no breaker, no listing, no messages between its
+    users and this machine's clock, and it ignores `use_memory`. Subclasses implement the other
+    methods.
     """
 
     @property
@@ -71,10 +71,10 @@ class BaseStore(ABC):
         return Polling()
 
     def use_memory(self, pools: Sequence[memoryview]) -> None:  # noqa: B027 - a default
-        """Ignore the pools."""
+        """Ignore the memory: only a store that registers memory needs it."""
 
     def when_back(self, call: Callable[[], None]) -> None:  # noqa: B027 - a default
-        """Ignore the callback: there is no sign of a return."""
+        """Ignore the callback: a simple store does not notice that it answers again."""
 
     @abstractmethod
     async def present(self, names: Sequence[str]) -> list[bool]: ...
@@ -96,10 +96,10 @@ class BaseStore(ABC):
         limit: int,
         cursor: str | None = None,  # noqa: ARG002 - the protocol's
     ) -> ListPage:
-        """Refuse to list values; see Store.list. A store that can list overrides this.
+        """See `Store.list`. A store that can list its values overrides this method.
 
         Raises:
-            StoreUnavailableError: Always.
+            StoreUnavailableError: always.
         """
         check_prefix(prefix)
         check_limit(limit)
@@ -110,9 +110,10 @@ class BaseStore(ABC):
 
 
 async def usage_of_pages(page: Callable[..., Awaitable[ListPage]]) -> Usage:
-    """Return values and bytes of a whole listing.
+    """Return the number and total bytes of the values of a whole listing.
 
-    `page` returns the page at `cursor`, or the first.
+    Args:
+        page: called as `page(cursor=...)`; returns the page at that cursor, the first one for None.
     """
     num_values, num_bytes, cursor = 0, 0, None
     while True:
@@ -124,9 +125,9 @@ async def usage_of_pages(page: Callable[..., Awaitable[ListPage]]) -> Usage:
 
 
 class StoreWrapper:
-    """A `Store` that passes each operation to `inner` after checking its names.
+    """A `Store` that checks the names of each operation and passes it to another store, `inner`.
 
-    To change one operation, override its method; to change all, override `_ask`.
+    A subclass overrides a method to change one operation, or `_ask` to change them all.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -160,10 +161,10 @@ class StoreWrapper:
         return self.inner.running()
 
     async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
-        """Return the result of `ask` on the store that is responsible.
+        """Return the result of `ask(inner)`; every operation goes through this method.
 
         Raises:
-            StoreUnavailableError: that store has failed.
+            StoreUnavailableError: the store has failed, or the subclass does not use it now.
         """
         return await ask(self.inner)
 
@@ -185,6 +186,7 @@ class StoreWrapper:
             return [GetOutcome(GetStatus.FAILED, str(error))] * len(items)
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+        """See `Store.get`."""
         check_name(name)
         return await self._ask(lambda store: store.get(name, max_bytes=max_bytes))
 
@@ -203,10 +205,12 @@ class StoreWrapper:
         return await self._ask(lambda store: store.forget_damaged(checked))
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
+        """See `Store.touch`."""
         checked = check_names(names)
         return await self._ask(lambda store: store.touch(checked, ttl_s=ttl_s))
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
+        """See `Store.list`."""
         check_prefix(prefix)
         check_limit(limit)
         return await self._ask(lambda store: store.list(prefix, limit=limit, cursor=cursor))
@@ -220,10 +224,14 @@ Item = TypeVar("Item")
 
 
 class WorkerThreads:
-    """At most `num_threads` threads, alive inside `running()`.
+    """Threads for blocking work, which exist inside `running()`.
 
-    Threads use buffers of their callers; a cancel is therefore raised when the thread has ended its
-    work.
+    The work uses the buffers of its caller. A cancelled call is therefore left only when its thread
+    has ended the work.
+
+    Args:
+        owner: URL of the store, for errors.
+        num_threads: most threads.
     """
 
     def __init__(self, owner: str, num_threads: int) -> None:
@@ -251,14 +259,14 @@ class WorkerThreads:
                 pool.shutdown(wait=False)  # only idle threads are left
 
     async def idle(self) -> None:
-        """Return when the work that is under way at the call has ended."""
+        """Wait until the work that is under way now has ended."""
         await outlast(set(self._in_flight), on_cancel=lambda: None)
 
     def check_open(self) -> None:
         """Check that the threads are running.
 
         Raises:
-            StoreUnavailableError: The call is outside `running()`.
+            StoreUnavailableError: the call is outside `running()`.
         """
         if self._pool is None:
             raise StoreUnavailableError(f"{self._owner} is closed")
@@ -280,14 +288,13 @@ class WorkerThreads:
     async def holding(
         self, take: Callable[[], T], give_back: Callable[[T], object]
     ) -> AsyncIterator[T]:
-        """Yield the result of `take`.
+        """Acquire a resource in a thread, yield it, and release it in a thread at the end.
 
-        Call `give_back` with it at the end, when no work is under way.
-
-        A cancel during `take` gives the result back, too. Both functions are called in a thread.
+        The release waits until no work is under way. After a cancel during `take` the resource is
+        released, too.
 
         Args:
-            take: acquires the resource.
+            take: acquires and returns the resource.
             give_back: releases the resource.
         """
         taken: list[T] = []
@@ -304,13 +311,13 @@ class WorkerThreads:
     async def run_each(self, work: Callable[[Item], T], items: Sequence[Item]) -> list[T]:
         """Return `work(item)` for each item, spread over the threads, in the order of the items.
 
-        After a cancel no item is begun; the cancel is raised when the begun items have ended. An
-        error of `work` is raised when all items are done; after an error that is no TierKVError its
-        thread begins no other item.
+        After a cancel no further item is begun, and the cancel is raised when the begun items have
+        ended. A TierKVError of `work` is raised when all items are done. After any other error its
+        thread begins no further item.
 
         Args:
             work: blocking function, called in a thread.
-            items: the items.
+            items: the arguments of the calls.
 
         Raises:
             StoreUnavailableError: the threads are not running.
@@ -348,7 +355,16 @@ class WorkerThreads:
         futures: set[asyncio.Future[T]],
         on_cancel: Callable[[], None] = lambda: None,
     ) -> None:
-        """Return when all calls have ended; a cancel withdraws calls that no thread has begun."""
+        """Wait until all calls have ended.
+
+        A cancel withdraws the calls that no thread has begun, and is raised when the rest has
+        ended.
+
+        Args:
+            calls: the calls, as the threads see them.
+            futures: the same calls, as the event loop sees them.
+            on_cancel: called first at a cancel.
+        """
 
         def withdraw() -> None:
             on_cancel()
@@ -370,11 +386,11 @@ _MAX_PIECES = 1024
 
 
 def copy_into(content: Buffer, views: Sequence[memoryview]) -> None:
-    """Copy a value into views.
+    """Copy a value into views, which are filled in order.
 
     Args:
-        content: The value, at most as long as all views together.
-        views: Memory that is filled in order.
+        content: the value, at most as long as all views together.
+        views: writable memory.
     """
     source, at = memoryview(content), 0
     for view in flat(views):
@@ -385,23 +401,23 @@ def copy_into(content: Buffer, views: Sequence[memoryview]) -> None:
 
 
 def room_for(num_bytes: int, views: Sequence[memoryview]) -> tuple[memoryview, ...]:
-    """Return the first bytes of views, without a copy.
+    """Return views of the first `num_bytes` bytes of `views`, without a copy.
 
     Args:
-        num_bytes: Number of bytes, at most the views' sum.
-        views: Memory in order.
+        num_bytes: number of bytes, at most the views' sum.
+        views: memory in order.
     """
     return cut_buffers(views, [num_bytes])[0]
 
 
 def flat(buffers: Iterable[Buffer]) -> list[memoryview]:
-    """Return each buffer as plain bytes, without empty ones, which cannot be cast."""
+    """Return each buffer as a view of single bytes; empty buffers are left out."""
     views = (memoryview(buffer) for buffer in buffers)
     return [view.cast("B") for view in views if view.nbytes]
 
 
 def read_fully(fd: int, views: Sequence[memoryview], digest: Digest | None = None) -> bool:
-    """Fill `views`, in order, from the start of the file; return False if the file ends before.
+    """Fill `views`, in order, from the start of the file; return False if the file is shorter.
 
     Args:
         fd: descriptor of the file.
@@ -428,14 +444,14 @@ def read_fully(fd: int, views: Sequence[memoryview], digest: Digest | None = Non
 
 
 def write_fully(fd: int, parts: Sequence[Buffer]) -> None:
-    """Append bytes to a file.
+    """Write bytes to a file, from its current position on.
 
     Args:
-        fd: File descriptor, open for writing.
-        parts: Bytes in order.
+        fd: file descriptor, open for writing.
+        parts: bytes in order.
 
     Raises:
-        OSError: a part of the bytes may have been written.
+        OSError: the file cannot be written; a part of the bytes may be in it.
     """
     pieces = flat(parts)
     while pieces:
@@ -455,11 +471,14 @@ def _after(pieces: list[memoryview], num_bytes: int) -> list[memoryview]:
 
 
 def cut_buffers(buffers: Sequence[Buffer], sizes: Sequence[int]) -> list[tuple[memoryview, ...]]:
-    """Return buffers, joined, as consecutive pieces, without a copy.
+    """Cut buffers, seen as one sequence of bytes, into consecutive pieces, without a copy.
 
     Args:
-        buffers: Buffers in order.
-        sizes: Bytes of each piece; their sum is at most that of the buffers.
+        buffers: buffers in order.
+        sizes: bytes of each piece; their sum is at most that of the buffers.
+
+    Returns:
+        The views that each piece consists of.
     """
     rest = deque(flat(buffers))
     pieces = []
@@ -481,7 +500,7 @@ _NOBODY_THERE = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errn
 
 
 def why_unreachable(error: BaseException) -> str:
-    """Return the end of the sentence "URL cannot be reached ...": reason and remedy.
+    """Return the end of the sentence "URL cannot be reached ...": the reason and a remedy.
 
     Args:
         error: an OSError, or an error raised because of one.

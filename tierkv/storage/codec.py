@@ -46,7 +46,7 @@ _LATE_LEAST, _LATE_MOST = 256 << 10, 8 << 20
 
 
 class Damage(Enum):
-    """The property of a value that is not as expected."""
+    """The property of a stored value that is not as its reader expects."""
 
     LENGTH = "length"  # shorter than its header, or not as long as the header says or we expect
     MAGIC = "magic"  # not a value of tierkv at all
@@ -67,11 +67,11 @@ class DamagedValueError(StoreCorruptError):
 
 @dataclass(frozen=True, slots=True)
 class ValueIdentity:
-    """The identity that a value must have.
+    """The block or tail (last, partial block of a prompt) that a value must contain.
 
     Attributes:
-        layout_digest: 16 bytes or more, of which the first 16 count.
-        key_digest: 32 bytes, the digest in the value's name.
+        layout_digest: digest of the layout, 16 bytes or more, of which the first 16 count.
+        key_digest: digest of the block, 32 bytes, as in the value's name.
         num_tokens: number of tokens in the block.
     """
 
@@ -87,21 +87,21 @@ class ValueIdentity:
 
 
 class PayloadCodec(Protocol):
-    """One way to write a payload, such as a compression. Safe from several threads."""
+    """One way to encode a block's bytes, such as a compression. Safe from several threads."""
 
     def encode(self, payload: Buffer) -> Buffer:
-        """Return the bytes to store.
+        """Return the encoded payload.
 
-        If they are not fewer than the payload's, the payload is stored instead, with the number
-        IDENTITY.
+        If it is not shorter than the payload, the caller stores the payload as it is, with the
+        codec number IDENTITY.
         """
 
     def decode(self, stored: bytes, room: memoryview) -> int:
-        """Write the payload to the start of a room and return its length in bytes.
+        """Write the decoded payload to the start of `room`, and return its length in bytes.
 
         Args:
-            stored: The encoded payload.
-            room: Memory for the payload.
+            stored: the encoded payload.
+            room: memory for the payload.
 
         Raises:
             DamagedValueError: `stored` is malformed, or its payload is longer than `room`.
@@ -116,7 +116,8 @@ class PayloadCodecs:
     """A table of payload codecs.
 
     Attributes:
-        by_number: codecs by the number in the header of their values, 1 to 2**32 - 1; all are read.
+        by_number: codecs that can be read, by the number in the header of their values, 1 to 2**32
+            - 1.
         writes_with: the number of the codec for new values.
     """
 
@@ -143,7 +144,11 @@ PAYLOAD_CODECS = PayloadCodecs()
 
 
 class Codec(ABC):
-    """The translation of blocks to values and back. Safe from several threads."""
+    """The translation of blocks to stored values and back. Safe from several threads.
+
+    A value is a header (identity of the block, and a checksum, signature or cipher tag) and the
+    stored payload. Subclasses implement one protection each.
+    """
 
     flags: ClassVar[int]
     header_bytes: ClassVar[int]
@@ -152,13 +157,13 @@ class Codec(ABC):
         self._payloads = payloads
 
     def encode(self, payload: Buffer, identity: ValueIdentity) -> tuple[bytes, Buffer]:
-        """Return the header and the bytes to store after it.
+        """Return the header of a value, and the bytes to store after it.
 
         These bytes are `payload` itself, as many other bytes, or fewer.
 
         Args:
-            payload: Bytes of the block or tail.
-            identity: Layout, key and number of tokens for the header.
+            payload: bytes of the block or tail.
+            identity: layout, key and number of tokens, for the header.
         """
         number, stored = self._payloads.encode(payload)
         fields = pack_fields(
@@ -167,21 +172,27 @@ class Codec(ABC):
         return self._close(fields, stored, identity)
 
     def header_later(self, payload: Buffer, identity: ValueIdentity) -> DeferredHeader | None:  # noqa: ARG002
-        """Return a header for `payload` that the sender makes, equal to the one of `encode`.
+        """Return a header with the bytes that `encode` makes, to be filled in right before sending.
+
+        Args:
+            payload: bytes of the block or tail.
+            identity: layout, key and number of tokens, for the header.
 
         Returns:
-            None if making it takes too long for the loop, or if nothing is gained.
+            None if filling in the header would block the event loop for too long, or gains nothing.
         """
         return None
 
     def digest(self, header: Buffer) -> Digest | None:  # noqa: ARG002
-        """Return a digest for a value that arrives header first, so that `decode` need not read it.
+        """Return a digest to update with a value's bytes as they arrive.
+
+        `decode` takes the digest and then need not read the bytes again.
 
         Args:
-            header: the buffer of the header.
+            header: the buffer that the value's header arrives in.
 
         Returns:
-            None if the digest takes too long for the loop.
+            None if the digest would block the event loop for too long.
         """
         return None
 
@@ -199,10 +210,10 @@ class Codec(ABC):
         Args:
             header: buffer of `header_bytes` bytes that the value's first bytes were read into.
             room: buffer that the bytes after the header were read into; the payload may fill it.
-            identity: what the value has to be.
+            identity: the block that the value must contain.
             digest: a digest of this codec that was given all bytes of the value; None to read them.
-            num_bytes: number of bytes that were read into `room`; None for all of it. Below 0
-                where the value is shorter than its header.
+            num_bytes: number of bytes that were read into `room`; None for all of it. Below 0 if
+                the value is shorter than its header.
 
         Raises:
             DamagedValueError: a bit of header or payload differs from what was encoded, or the
@@ -222,10 +233,21 @@ class Codec(ABC):
         digest: Digest | None = None,
         num_bytes: int | None = None,
     ) -> int:
-        """Check a value and return the number of its payload codec.
+        """Check a value, and return the number of its payload codec.
 
-        Afterwards `stored` holds the bytes that this codec made. Arguments and errors are those of
-        `decode`.
+        Encrypted bytes in `stored` are replaced by the decrypted ones.
+
+        Args:
+            header: the header, `header_bytes` bytes.
+            stored: the bytes after the header.
+            identity: the block that the value must contain.
+            digest: a digest of this codec that was given all bytes of the value; None to read them.
+            num_bytes: number of bytes after the header, for an error; None for those in `stored`.
+                Below 0 if the value is shorter than its header.
+
+        Raises:
+            DamagedValueError: a bit of the value differs from what was encoded, or its payload
+                codec is unknown.
         """
         header = memoryview(header)
         number = check_fields(
@@ -248,7 +270,11 @@ class Codec(ABC):
     def _close(
         self, fields: bytes, stored: Buffer, identity: ValueIdentity
     ) -> tuple[bytes, Buffer]:
-        """Return the whole header, and `stored` or as many other bytes."""
+        """Finish a header: add the checksum, signature or cipher tag to its fields.
+
+        Returns:
+            The whole header, and the bytes to store: `stored` itself, or as many encrypted ones.
+        """
 
     @abstractmethod
     def _open(
@@ -259,7 +285,14 @@ class Codec(ABC):
         identity: ValueIdentity,
         digest: Digest | None,
     ) -> None:
-        """Undo `_close` in place. `rest` is the header after its fields.
+        """Check the bytes of a value, and decrypt `stored` in place if it is encrypted.
+
+        Args:
+            fields: the first fields of the header.
+            rest: the header after these fields.
+            stored: the bytes after the header.
+            identity: the block that the value must contain.
+            digest: a digest that was given all bytes; None to read them.
 
         Raises:
             DamagedValueError: the value is not the encoded one.
@@ -267,17 +300,17 @@ class Codec(ABC):
 
 
 def is_packed(header: Buffer) -> bool:
-    """Return whether reading the value that begins with `header` takes a payload codec."""
+    """Return True if the value that begins with `header` needs a payload codec to be read."""
     return any(memoryview(header)[_PAYLOAD_CODEC])
 
 
 class PlainDigest:
-    """The checksum of a value that arrives header first."""
+    """A running checksum of a value; the bytes are given in order, header first."""
 
     __slots__ = ("_header", "_header_left", "_sum")
 
     def __init__(self, header: Buffer) -> None:
-        """Begin a digest of a value with its header in `header`, once that has arrived."""
+        """Begin a checksum; `header` is the buffer that the value's header arrives in."""
         self._header = memoryview(header)
         self._header_left = HEADER_BYTES
         self._sum = xxhash.xxh3_128()
@@ -297,7 +330,7 @@ class PlainDigest:
 
 
 class DeferredHeader:
-    """A header with bytes, in `content`, that the first call makes."""
+    """A header with bytes, in `content`, that the first call of this object fills in."""
 
     __slots__ = ("_identity", "_is_made", "_payload", "content")
 
@@ -308,19 +341,23 @@ class DeferredHeader:
         self._is_made = False
 
     def __call__(self) -> None:
-        """Make the header. Safe from several threads: all of them write the same bytes."""
+        """Fill in the header. Safe from several threads: all of them write the same bytes."""
         if not self._is_made:
             self.content[:] = _PLAIN.encode(self._payload, self._identity)[0]
             self._is_made = True
 
 
 class PlainCodec(Codec):
-    """A checksum against accidents. A payload of IDENTITY is read once and not copied."""
+    """The codec of trusted stores: a checksum finds accidental damage.
+
+    A payload without a payload codec is read once and not copied.
+    """
 
     flags = 0
     header_bytes = HEADER_BYTES
 
     def header_later(self, payload: Buffer, identity: ValueIdentity) -> DeferredHeader | None:
+        """See `Codec.header_later`."""
         is_late = _LATE_LEAST <= memoryview(payload).nbytes <= _LATE_MOST
         if not is_late or self._payloads.writes_with != IDENTITY:
             return None
@@ -357,7 +394,14 @@ class PlainCodec(Codec):
 def pack_fields(
     identity: ValueIdentity, payload_bytes: int, *, flags: int, payload_codec: int = IDENTITY
 ) -> bytes:
-    """Return the FIELDS_BYTES that every header starts with."""
+    """Return the FIELDS_BYTES bytes that every header starts with.
+
+    Args:
+        identity: layout, key and number of tokens of the block.
+        payload_bytes: number of bytes after the header.
+        flags: flags of the codec: 0, FLAG_SIGNED or FLAG_SEALED.
+        payload_codec: number of the payload codec; IDENTITY for none.
+    """
     return _FIELDS.pack(
         MAGIC,
         VERSION,
@@ -378,12 +422,12 @@ def check_fields(
     flags: int,
     header_bytes: int,
 ) -> int:
-    """Check that a header is `header_bytes` long and that its fields fit.
+    """Check the length of a header, and compare its fields with those that a value must have.
 
     Args:
         header: first bytes of the value.
-        payload_bytes: number of bytes after the header; below 0 where the value ends before that.
-        identity: what the value has to be.
+        payload_bytes: number of bytes after the header; below 0 if the value ends before that.
+        identity: the block that the value must contain.
         flags: flags that the header must have.
         header_bytes: length that the header must have.
 
@@ -391,7 +435,7 @@ def check_fields(
         The number of the value's payload codec.
 
     Raises:
-        DamagedValueError: a field differs.
+        DamagedValueError: the header has another length, or a field differs.
     """
     if header.nbytes != header_bytes or payload_bytes < 0:
         raise DamagedValueError(
@@ -426,7 +470,7 @@ def check_fields(
 
 
 def read_identity(header: Buffer) -> ValueIdentity:
-    """Return the identity that a header claims, unchecked, for tools only.
+    """Return the block that a header claims to belong to; tools use it before they check the value.
 
     Raises:
         DamagedValueError: the header is too short.
@@ -493,7 +537,7 @@ def codec_for(trust: Trust, key: bytes | None, payloads: PayloadCodecs = PAYLOAD
 
 
 def check_key(trust: Trust, key: bytes | None) -> bytes:
-    """Return the key that a store that is not trusted needs.
+    """Return `key` if it has the 32 bytes that a store that is not trusted needs.
 
     Args:
         trust: the protection that needs the key, named by the error.
@@ -513,8 +557,8 @@ def check_key(trust: Trust, key: bytes | None) -> bytes:
 class TenantCodecs:
     """A codec for each fingerprint (model, layout, adapter, tenant).
 
-    The key of each codec is derived from the deployment's: a value of one tenant is damaged for
-    another tenant, under any name.
+    The key of each codec is derived from the deployment's key and the fingerprint, so another
+    tenant's values count as damaged, whatever name they have.
     """
 
     def __init__(
@@ -523,9 +567,15 @@ class TenantCodecs:
         key: bytes | None,
         payloads: PayloadCodecs = PAYLOAD_CODECS,
     ) -> None:
-        """Check the key. Arguments and errors are those of `codec_for`.
+        """Check the key.
 
-        `key` is the deployment's.
+        Args:
+            trust: the protection against other writers of the store.
+            key: the deployment's key of 32 bytes; None if `trust` needs none.
+            payloads: payload codecs that are read, and the one that writes.
+
+        Raises:
+            ConfigError: the key is missing or malformed, or a package is missing.
         """
         self._key = key
         self._codecs: dict[str, Codec] = {}
@@ -533,7 +583,7 @@ class TenantCodecs:
         self._make(key)
 
     def __call__(self, fingerprint: str) -> Codec:
-        """Return the codec of a fingerprint, given in the short form of field 2 of stored names."""
+        """Return the codec of a fingerprint, given in its short form (second field of names)."""
         codec = self._codecs.get(fingerprint)
         if codec is None:
             key = self._key and _derive(self._key, b"tierkv tenant v1" + fingerprint.encode())
@@ -579,7 +629,7 @@ def parse_key(text: str) -> bytes:
 
 
 def import_blake3() -> type[blake3]:
-    """Return the hash function BLAKE3.
+    """Return the hash function BLAKE3, from an optional package.
 
     Raises:
         ConfigError: the package is not installed.
@@ -592,7 +642,7 @@ def import_blake3() -> type[blake3]:
 
 
 def import_aes_gcm() -> tuple[type[AESGCM], type[Exception]]:
-    """Return the cipher, and the error that it raises at a forgery.
+    """Return the cipher AES-GCM, from an optional package, and the error it raises at a forgery.
 
     Raises:
         ConfigError: the package is not installed.
@@ -617,9 +667,10 @@ def _derive(key: bytes, purpose: bytes) -> bytes:
 
 
 class SignedCodec(Codec):
-    """A keyed digest instead of the checksum; the stored payload is read once and not copied.
+    """The codec that finds forgeries: a keyed digest (BLAKE3) in the place of the checksum.
 
-    Threads make the digest: 256 KiB would block the loop for 90 us.
+    The stored payload is read once and not copied. Threads make the digest: 256 KiB would block the
+    event loop for 90 us.
     """
 
     flags = FLAG_SIGNED
@@ -661,11 +712,12 @@ class SignedCodec(Codec):
 
 
 class SealedCodec(Codec):
-    """AES-256-GCM with a key per block, derived from the tenant's, and a random nonce.
+    """The codec that also hides the bytes: AES-256-GCM with a key per block and a random nonce.
 
-    The same block can be written twice with different bytes; the nonce must therefore not follow
-    from the block's name. Encryption and decryption copy: the cipher wants the tag behind the
-    bytes, which end at the end of the host slot.
+    The key of a block is derived from the tenant's key. The same block can be written twice with
+    different bytes, so a nonce made from the block's name would not be safe. Encryption and
+    decryption copy the bytes, since the cipher wants its tag behind them and a host slot has no
+    room there.
     """
 
     flags = FLAG_SEALED
@@ -677,7 +729,12 @@ class SealedCodec(Codec):
         payloads: PayloadCodecs = PAYLOAD_CODECS,
         make_nonce: Callable[[int], bytes] = os.urandom,
     ) -> None:
-        """Load the cipher. `make_nonce(n)` returns n bytes that are new for a block and key.
+        """Load the cipher.
+
+        Args:
+            key: the tenant's key of 32 bytes.
+            payloads: payload codecs that are read, and the one that writes.
+            make_nonce: `make_nonce(n)` returns n bytes that it has not returned before.
 
         Raises:
             ConfigError: the package is not installed.
@@ -736,8 +793,9 @@ class SmallCodec:
         signed  | TKVS, version 1, flags 1 | BLAKE3 with key, 32 | content |
         sealed  | TKVS, version 1, flags 2 | nonce, 12 | content, AES-256-GCM | tag, 16 |
 
-    The codec finds values that were forged, changed, or stored under another name. An old value of
-    the same name, or a removed value, is not found: a value itself contains the time of its expiry.
+    The codec detects values that were forged, changed, or stored under another name. It cannot
+    detect that a value was removed or replaced by an older one of the same name; contents therefore
+    carry the time at which they expire.
     """
 
     def __init__(self, trust: Trust, key: bytes | None) -> None:
@@ -768,17 +826,17 @@ class SmallCodec:
         """Return the bytes to store for a small value, at most 56 more than the content.
 
         Args:
-            name: Name of the value; the bytes fit no other name.
-            content: The content.
+            name: name of the value; under another name the bytes are refused.
+            content: the bytes to protect.
         """
         return self._seal(name, content)
 
     def unseal_small(self, name: str, value: bytes) -> bytes:
-        """Return the content of a small value.
+        """Check a small value and return its content.
 
         Args:
-            name: Name under which the value was found.
-            value: The stored bytes.
+            name: name under which the value was found.
+            value: the stored bytes.
 
         Raises:
             DamagedValueError: the value was not sealed for this name with this key.
@@ -833,20 +891,25 @@ _RECORD_HEAD = struct.Struct("<4sH16s")
 
 
 def seal(magic: bytes, version: int, record: object) -> bytes:
-    """Return `record` (a msgspec struct or plain values) as one framed value.
+    """Return a record as one framed value, with a checksum.
 
     record   | magic, 4 bytes | version, u16 | xxh3_128 of all the rest | msgpack body |
+
+    Args:
+        magic: 4 bytes that name the kind of record.
+        version: version of the record's format, 0 to 65,535.
+        record: a msgspec struct or plain values.
     """
     body: bytes = msgpack.packb(msgspec.to_builtins(record, builtin_types=(bytes,)))
     return _RECORD_HEAD.pack(magic, version, _record_checksum(magic, version, body)) + body
 
 
 def unseal(magic: bytes, version: int, value: bytes, kind: type[T]) -> T:
-    """Return the record in `value`.
+    """Check a framed value and return its record.
 
     Args:
-        magic: first field of the frame, as given to `seal`.
-        version: second field of the frame, as given to `seal`.
+        magic: 4 bytes that name the kind of record, as given to `seal`.
+        version: version of the record's format, as given to `seal`.
         value: the framed value.
         kind: type of the record.
 

@@ -55,7 +55,7 @@ class StoreKind(Generic[Settings]):
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """The settings of every kind of store; those of unused kinds have no effect.
+    """The settings of every kind of store; those of kinds that are not used have no effect.
 
     Attributes:
         stores: tables of settings of stores from packages, by the scheme of their URLs.
@@ -133,7 +133,7 @@ def open_store(url: str, settings: StoreSettings, clock: Clock) -> Store:
 
     Args:
         url: URL of the store.
-        settings: the settings of all kinds.
+        settings: the settings of all kinds of stores.
         clock: the clock for times to live.
 
     Raises:
@@ -152,7 +152,7 @@ def open_store(url: str, settings: StoreSettings, clock: Clock) -> Store:
 
 
 def _brought(scheme: str) -> StoreKind[Any] | None:
-    """Return another package's kind of store for URLs of `scheme`, None if there is none.
+    """Return the kind of store that an installed package provides for `scheme`, None if none does.
 
     The installed packages' metadata is read, which takes a few milliseconds.
 
@@ -175,17 +175,17 @@ def _brought(scheme: str) -> StoreKind[Any] | None:
 
 
 def urls_in(url: str) -> Sequence[str]:
-    """Return the URLs of the parts of a store made of several; for a single store, its own URL."""
+    """Return the URLs of the stores that a layered store consists of; for another store its URL."""
     scheme, _, rest = url.partition(":")
     return rest.split("|") if scheme == "layered" else [url]
 
 
 def open_guarded_store(url: str, settings: StoreSettings, clock: Clock) -> GuardedStore:
-    """Return the store that `url` names inside a GuardedStore.
+    """Return the store that `url` names, with deadlines and a circuit breaker (GuardedStore).
 
     Args:
         url: URL of the store.
-        settings: the settings of all kinds.
+        settings: the settings of all kinds of stores.
         clock: the clock for times to live and deadlines.
 
     Raises:
@@ -220,7 +220,7 @@ class StorageSettings:
             share a store.
         key: the key itself, instead of key_file; meant for TIERKV_STORAGE__KEY.
         touches_per_ttl: most renewals of a used block's time to live within one such time; each
-            renews the whole time. With 0 a block expires at its first time.
+            starts the whole time again. With 0 a block expires at the end of its first time.
         tenants: URLs of separate stores of some tenants, by short fingerprint.
         peer_tensor_parallel: tensor-parallel sizes of other nodes; their blocks are used if there
             are none of this node's own size.
@@ -284,7 +284,7 @@ class StorageSettings:
         )
 
     def codecs(self) -> TenantCodecs:
-        """Read the key and return the codecs of blocks.
+        """Read the key and return the codecs of blocks, one for each fingerprint.
 
         Raises:
             ConfigError: the key cannot be read or used.

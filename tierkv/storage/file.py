@@ -1,4 +1,4 @@
-"""The store in a local or mounted directory: values as files, and hints between processes."""
+"""The store in a local or mounted directory: values as files, and hints between its processes."""
 
 from __future__ import annotations
 
@@ -101,11 +101,11 @@ class ValueFiles:
 
     Args:
         root: the store's directory.
-        scratch: the place of values that are being written.
+        scratch: the directory of values that are being written.
         room: makes room for new values.
         clock: the clock of the machine that keeps the files, for expiry.
-        syncs: write each value to the disk before it is visible, and its directory entry before put
-            returns.
+        syncs: True writes each value to the disk before it is visible, and its directory entry
+            before `put` returns.
     """
 
     def __init__(
@@ -125,6 +125,7 @@ class ValueFiles:
         self._syncs = syncs
 
     def get(self, item: GetItem) -> GetOutcome:
+        """Read one value; see `Store.get_into`."""
         try:
             with self._opened(item.name) as fd:
                 if fd is None:
@@ -148,7 +149,7 @@ class ValueFiles:
         """Return the value called `name`, None if there is none.
 
         Args:
-            name: the name.
+            name: name of the value.
             max_bytes: longest accepted value.
 
         Raises:
@@ -174,6 +175,7 @@ class ValueFiles:
             raise _failure(name, error) from error
 
     def put(self, item: PutItem) -> PutOutcome:
+        """See `Store.put`, for one value. Values are evicted if there is no room."""
         try:
             for _ in range(_MAX_EVICTIONS):
                 num_evictions = self._room.num_evictions
@@ -191,7 +193,7 @@ class ValueFiles:
             return PutOutcome(status, sentence(item.name, error), takes_others=takes_others)
 
     def _put_anew(self, item: PutItem) -> PutOutcome:
-        """Write a value, also after the store's directory was removed.
+        """Write a value; make the store's directory again if it was removed.
 
         Raises:
             OSError: the disk refuses the value.
@@ -204,7 +206,7 @@ class ValueFiles:
         return self._put(path, item)
 
     def _put(self, path: str, item: PutItem) -> PutOutcome:
-        """Write a value if there is room.
+        """Write a value to the file `path` if there is room.
 
         Raises:
             OSError: the disk refuses the value.
@@ -227,7 +229,7 @@ class ValueFiles:
                 os.unlink(temporary)
 
     def ping(self) -> None:
-        """Check that the directory can be used.
+        """Check that the directory can be used; make it again if it was removed.
 
         Raises:
             OSError: the directory cannot be used.
@@ -238,9 +240,9 @@ class ValueFiles:
             self._renew()
 
     def _renew(self) -> None:
-        """Make the directory again after it, or all of its content, was removed.
+        """Make the store's directory again after it, or all of its content, was removed.
 
-        There are no values then.
+        The store has no values then.
 
         Raises:
             OSError: the directory cannot be made.
@@ -249,7 +251,7 @@ class ValueFiles:
         self._room.forget_size()
 
     def delete(self, name: str) -> bool:
-        """Remove the value of `name`; return whether there was one that had not expired.
+        """Remove a value; return True if there was one that had not expired.
 
         Raises:
             StoreUnavailableError: the file cannot be removed.
@@ -266,7 +268,11 @@ class ValueFiles:
         return not self.listing.is_expired(status)
 
     def touch(self, name: str, ttl_s: float) -> bool:
-        """Let the value of `name` live for `ttl_s` seconds from now; return whether there is one.
+        """Let a value live for `ttl_s` seconds from now; return True if there is one.
+
+        Args:
+            name: name of the value.
+            ttl_s: seconds to live.
 
         Raises:
             StoreUnavailableError: the file's times cannot be set.
@@ -286,6 +292,11 @@ class ValueFiles:
         return True
 
     def count_leading(self, names: Sequence[str]) -> int:
+        """Return the number of `names` with a value before the first name without one.
+
+        Raises:
+            StoreUnavailableError: the directory cannot be read.
+        """
         try:
             for found, name in enumerate(names):
                 if not self._is_live(self._path(name)):
@@ -295,7 +306,7 @@ class ValueFiles:
         return len(names)
 
     def present(self, names: Sequence[str]) -> list[bool]:
-        """Return for each name whether it has a value.
+        """Return for each name True if it has a value.
 
         Raises:
             StoreUnavailableError: the directory cannot be read.
@@ -308,7 +319,8 @@ class ValueFiles:
     def sweep(self, stop: threading.Event) -> int:
         """Remove expired values until all are removed or `stop` is set; return their number.
 
-        Unused empty directories of models and tenants are removed, too, one level per sweep.
+        Empty directories of models and tenants that have not changed for ten minutes are removed,
+        too, one level per sweep.
 
         Raises:
             OSError: the directory cannot be read.
@@ -363,7 +375,7 @@ class ValueFiles:
         return stat.S_ISREG(status.st_mode) and not self.listing.is_expired(status)
 
     def _mark_used(self, path: str, status: os.stat_result) -> None:
-        """Record the time of use for eviction, to the minute."""
+        """Record the time of use, by which files are evicted, to the minute."""
         if self.listing.seconds_unused(status) < USE_GRAIN_S:
             return
         # A file of another user, or one that is being replaced, cannot be marked; it is a hit.
@@ -373,9 +385,9 @@ class ValueFiles:
             os.utime(path, ns=(used_ns, expires_ns), follow_symlinks=False)
 
     def _remove_expired(self, path: str) -> bool:
-        """Remove an expired value; return whether it was removed.
+        """Remove an expired value; return True if it was removed.
 
-        A locked directory is left alone.
+        Nothing is removed while another thread or process has locked the directory.
         """
         busy_or_gone = contextlib.suppress(FileNotFoundError, BlockingIOError)
         with busy_or_gone, locked_directory(_parent(path), waits=False):
@@ -431,7 +443,7 @@ def _make_directory(directory: str) -> None:
 
 
 def _unlink(path: str) -> bool:
-    """Remove a file; return False if there is none, or none that we may remove."""
+    """Remove a file; return False if there is none, or if this user may not remove it."""
     try:
         os.unlink(path)
     except (FileNotFoundError, PermissionError):
@@ -458,12 +470,12 @@ _MOST_TELLING = 1024  # more at a time are lost: the disk hangs
 class FileNotifier:
     """The `Notifier` of processes that share the directory `root` on one machine.
 
-    Hints are files that are made and removed at once; the kernel's inotify reports them.
+    A hint is a file that is made and removed at once; inotify, of the kernel, reports it to the
+    other processes even so.
 
-        store/.notify/3f9c...e1.b12     made and removed at once; the name is topic and message
+        store/.notify/3f9c...e1.b12     a hint: the digest of the topic, and the message
 
-    The event outlives the file, so nothing stays behind. Processes on other machines that share the
-    directory receive no hints and poll.
+    Processes on other machines that share the directory receive no hints and have to poll.
     """
 
     def __init__(self, root: Path) -> None:
@@ -487,6 +499,7 @@ class FileNotifier:
             self._threads = None
 
     async def notify(self, topic: str, message: str = LOOK) -> None:
+        """See `Notifier.notify`."""
         path = self._directory / f"{_digest(topic)}.{check_message(message)}"
         # A hint that is lost, or hangs with the disk, only delays its reader.
         if self._threads is not None and self._num_telling < _MOST_TELLING:
@@ -504,7 +517,10 @@ class FileNotifier:
         return self._topics.listening(topic, is_live=self._is_watching)
 
     async def _serve(self) -> None:
-        """Watch from the first listener on; retry when the watch is lost or refused."""
+        """Watch the directory while there are listeners.
+
+        Try again if it cannot be watched any more.
+        """
         while True:
             while not self._topics:
                 self._topics.changed.clear()
@@ -518,7 +534,9 @@ class FileNotifier:
             await asyncio.sleep(_TRY_AGAIN_S)
 
     async def _open(self) -> int:
-        """Return the descriptor of `_watch`; after a cancel it is closed when it arrives.
+        """Return the descriptor that `_watch` opens in a thread.
+
+        After a cancel the descriptor is closed when the thread returns it.
 
         Raises:
             OSError: the directory cannot be watched.
@@ -588,7 +606,7 @@ def _digest(topic: str) -> str:
 
 
 def _flash(path: Path) -> None:
-    """Make a file and remove it.
+    """Make a file and remove it at once, which is a hint for the processes that watch.
 
     Raises:
         OSError: the file cannot be made or removed.
@@ -605,7 +623,7 @@ def _flash(path: Path) -> None:
 def _watch(directory: Path) -> int:
     """Return a non-blocking descriptor of inotify that reports files made in `directory`.
 
-    Files of processes that died between making and removing a hint are removed.
+    Hints of processes that died before they removed them are removed first.
 
     Raises:
         OSError: the directory cannot be watched.
@@ -643,7 +661,7 @@ class FileSettings:
             that.
         capacity_bytes: most bytes of all values; the least recently used ones are evicted. None for
             no limit.
-        min_free_bytes: bytes of the file system that are kept free in the same way; 0 to use all
+        min_free_bytes: bytes of the file system that are kept free by evicting values; 0 to use all
             that the system allows.
     """
 
@@ -673,13 +691,13 @@ class FileSettings:
 class FileStore(BaseStore):
     """A `Store` in files below a directory, which any number of processes may share.
 
-    Files are used in threads of the store: some for reads and questions, others for the rest. There
-    are no deadlines: a read that hangs keeps its buffers, and its caller, even a cancelled one. A
-    directory that was removed is made again for the next value.
+    Threads of the store use the files: some for reads and questions, others for the rest. The store
+    has no deadlines: a read that hangs keeps its buffers, and its caller waits even after a cancel.
+    A directory that was removed is made again for the next value.
     """
 
     def __init__(self, root: Path, settings: FileSettings, clock: Clock) -> None:
-        """Set the directory `root`; a relative one starts at the present working directory.
+        """Set the directory `root`; a relative path starts at the present working directory.
 
         The directory is made when the store is opened.
         """
@@ -710,7 +728,7 @@ class FileStore(BaseStore):
         return Capabilities(is_shared=True, is_durable=True)
 
     def is_made(self) -> bool:
-        """Return whether a store was ever opened here. Blocks the thread.
+        """Return True if a store was ever opened in this directory. Blocks the thread.
 
         Raises:
             StoreUnavailableError: the directory may not be read.
@@ -755,6 +773,7 @@ class FileStore(BaseStore):
                     stop.set()
 
     async def ping(self) -> None:
+        """See `Store.ping`."""
         files = self._opened()
         try:
             await self._readers.run(files.ping)
@@ -777,6 +796,7 @@ class FileStore(BaseStore):
         return await self._readers.run_each(self._files.get, items)
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+        """See `Store.get`."""
         check_name(name)
         files = self._opened()
         return await self._readers.run(lambda: files.get_small(name, max_bytes))
@@ -792,12 +812,14 @@ class FileStore(BaseStore):
         return sum(await self._writers.run_each(files.delete, names))
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
+        """See `Store.touch`."""
         check_names(names)
         check_ttl(ttl_s)
         files = self._opened()
         return sum(await self._writers.run_each(lambda name: files.touch(name, ttl_s), names))
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
+        """See `Store.list`."""
         check_prefix(prefix)
         check_limit(limit)
         files = self._opened()

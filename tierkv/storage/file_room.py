@@ -1,7 +1,8 @@
-"""The directory of a file store: paths of names, scratch for unfinished values, and room.
+"""The directory of a file store: the paths of values, unfinished values, and room for new ones.
 
-Room is made by eviction, within the store's size and above a floor of the disk's free space. A
-prompt's blocks are written and used together, head first; eviction removes its end first.
+Eviction keeps the values within the store's capacity, and a part of the disk free. The blocks of a
+prompt are written and used together; eviction removes the prompt's last blocks first, as the first
+ones are useful without them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ _ABOVE_VALUES = re.compile(r"[^/]+(/[0-9a-f]){0,2}|[^/]+(/[0-9a-f]){2}/[^/]+\+")
 def relative_path(name: str) -> tuple[str, ...]:
     """Return the path of the value called `name`, as its parts below the store's directory.
 
-    256 directories at the end of two levels: with a million values, 4,000 files in each.
+    Values are spread over 256 directories at the end of two levels: with a million values, 4,000
+    files in each.
 
         a:b:c:d     ->  a,b / 7 / e / c,d          a directory per prefix, fan-out, leaf
         a:b         ->  a / 0 / 3 / b
@@ -61,7 +63,10 @@ def relative_path(name: str) -> tuple[str, ...]:
 
 
 def _path_of(name: str) -> tuple[str, ...]:
-    """Return the path without checking the name, in 8 us: listings compute one for every file."""
+    """Return the path of a name without checking the name.
+
+    That takes 8 us; listings do it for every file.
+    """
     fields = name.split(":")
     group, leaf = fields[: min(2, len(fields) - 1)], fields[min(2, len(fields) - 1) :]
     spread = f"{zlib.crc32(name.encode()) & 0xFF:02x}"
@@ -93,7 +98,7 @@ def walk(
     after: tuple[str, ...] = (),
     when_empty: Callable[[str], object] = lambda _: None,
 ) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Yield (name, directory entry) of each value under `prefix`, in the order of paths.
+    """Yield the name and the directory entry of each value under `prefix`, in the order of paths.
 
     Directories that cannot hold such a value are not read. Files that are no values, files and
     directories that another user keeps private, and entries that vanish during the walk are
@@ -102,7 +107,7 @@ def walk(
     Args:
         root: the store's directory.
         prefix: prefix of the names.
-        after: yield only paths behind this one.
+        after: path, in parts, that the yielded paths are behind; () for all paths.
         when_empty: called with the path of each empty directory that the store has made.
 
     Raises:
@@ -116,16 +121,19 @@ def walk(
 
 
 class Listing:
-    """Listings of a directory. Methods block, and are safe from several threads."""
+    """The listings of a store's directory, and the times of its files.
+
+    Methods block, and are safe from several threads.
+    """
 
     def __init__(self, root: Path, clock: Clock) -> None:
         self._root = root
         self._clock = clock
 
     def page(self, prefix: str, limit: int, cursor: str | None) -> ListPage:
-        """Return values in the order of their paths.
+        """Return one page of values, in the order of their paths.
 
-        The cursor is the path of the page's last value.
+        The cursor of a page is the path of its last value.
 
         Args:
             prefix: prefix of the names.
@@ -165,7 +173,7 @@ class Listing:
         return expires_at is not None and expires_at <= self._clock.wall()
 
     def seconds_unused(self, status: os.stat_result) -> float:
-        """Return the seconds since the last use; infinite if that lies in the future.
+        """Return the seconds since the last use; infinite if the last use lies in the future.
 
         A use in the future means that the clock was set back.
         """
@@ -173,9 +181,10 @@ class Listing:
         return unused_s if unused_s > -USE_GRAIN_S else math.inf
 
     def eviction_order(self, status: os.stat_result) -> tuple[bool, float, float]:
-        """Return the sort key for eviction: expired values first, then the least recently used.
+        """Return the key by which files are sorted for eviction; the lowest is evicted first.
 
-        Among values last used in the same minute those written last are evicted first.
+        Expired values come first, then the least recently used. Among values last used in the same
+        minute those written last come first.
         """
         is_live = not self.is_expired(status)
         used_at = 0.0 if math.isinf(self.seconds_unused(status)) else status.st_atime
@@ -187,6 +196,12 @@ def _expires_at(status: os.stat_result) -> float | None:
 
 
 def sentence(subject: str, error: OSError) -> str:
+    """Return "subject: the system's words for the error".
+
+    Args:
+        subject: the name of a value, or "the directory".
+        error: the failure.
+    """
     return f"{subject}: {error.strerror or error}"
 
 
@@ -220,9 +235,10 @@ def _values(
 
 
 def _leads_to_values(path: tuple[str, ...]) -> bool:
-    """Return whether the directory `path` can be above a value.
+    """Return True if the directory `path` can be above a value.
 
-    Such a directory is one of fan-out, or of a name's part that continues.
+    Such a directory is one of the two levels of fan-out, or a part of a name that is too long for
+    one file name.
     """
     return _ABOVE_VALUES.fullmatch("/".join(path).replace(_GOES_ON + "/", "")) is not None
 
@@ -236,9 +252,9 @@ def _entries(directory: Path) -> list[os.DirEntry[str]]:
 
 
 def _is_directory(group: os.DirEntry[str]) -> bool:
-    """Return whether `group` is a directory, or a link to one.
+    """Return True if `group` is a directory, or a link to one.
 
-    An operator may have moved a model's directory to another disk.
+    An operator may have moved a model's directory to another disk and left a link.
     """
     try:
         return group.is_dir()
@@ -247,9 +263,9 @@ def _is_directory(group: os.DirEntry[str]) -> bool:
 
 
 def _may_hold(group: str, prefix: str) -> bool:
-    """Return whether names in the directory `group` can start with `prefix`.
+    """Return True if the directory `group` can hold values with names that start with `prefix`.
 
-    A directory that is not the store's holds no names.
+    A directory that the store has not made holds none.
     """
     if group == _NO_GROUP:
         return True
@@ -271,25 +287,26 @@ TAKES_NOTHING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 
 class Scratch:
-    """A directory of this process below `root`, removed when closed or later by a successor.
+    """This process's directory for unfinished values, below the store's `root`.
 
-    All methods block. `new_path` and `renew` are safe from several threads.
+    `close` removes the directory; if the process dies, the next process removes it. All methods
+    block. `new_path` and `renew` are safe from several threads.
 
         .writers / 3f9c... / lock       locked by the kernel for as long as the process lives
                            / 0, 1, ...  values being written
                            / added      see `UsedBytes`
 
     The directory is on the same file system as the values, so a rename makes a value visible at
-    once. Leftovers in a directory of their own, not beside the values, are removed without a look
-    at every value. A lock, unlike a process id, distinguishes dead from living processes between
-    containers and after process ids are reused.
+    once. What a dead process has left lies in a directory of its own, so removing that takes no
+    look at every value. A lock, unlike a process id, distinguishes dead from living processes
+    between containers and after process ids are reused.
     """
 
     def __init__(self, root: Path) -> None:
-        """Remove directories of dead processes, then make this one.
+        """Remove directories of dead processes, then make this process's directory.
 
-        If the disk takes no writes now, values there can still be read: `refused` holds the error,
-        there is no directory, and `renew` makes it later.
+        If the disk takes no writes now, its values can still be read: no directory is made,
+        `refused` holds the error, and `renew` makes the directory later.
 
         Raises:
             OSError: the directory cannot be made or read.
@@ -318,7 +335,7 @@ class Scratch:
         return self._directory
 
     def time(self) -> float | None:
-        """Return the time of the machine that keeps the files, in Unix seconds, None if unknown."""
+        """Return the time of the machine that keeps the files, in Unix seconds; None if unknown."""
         if self._lock_fd is None:
             return None
         try:
@@ -328,15 +345,15 @@ class Scratch:
             return None
 
     def new_path(self) -> str:
-        """Return a path below the directory that was never returned before."""
+        """Return the path of a new file in the directory; no path is returned twice."""
         return f"{self._directory}/{next(self._serial)}"
 
     def renew(self) -> None:
         """Make another directory if this one was removed, for example together with all values.
 
         Raises:
-            OSError: the directory cannot be made, or would be on another file system: then the disk
-                of the values is not mounted, and the values still exist.
+            OSError: the directory cannot be made. Also if it would be on another file system: then
+                the disk of the values is not mounted, and the values still exist.
         """
         with self._renewing:
             if os.path.exists(self._directory / _LOCK):
@@ -381,7 +398,10 @@ def _make(writers: Path) -> tuple[Path, int]:
 
 
 def _lock(directory: Path) -> int | None:
-    """Return the locked file; None if another process has locked it or removed the directory."""
+    """Lock a directory's lock file and return its descriptor.
+
+    The result is None if another process has locked the file or removed the directory.
+    """
     try:
         fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:
@@ -422,7 +442,8 @@ def locked_directory(directory: str, *, waits: bool = True) -> Iterator[None]:
 
     Args:
         directory: path of the directory.
-        waits: if False, raise BlockingIOError if the lock is taken: its holder may be frozen.
+        waits: False raises BlockingIOError if another holds the lock, as that process may be
+            frozen.
 
     Raises:
         OSError: the directory cannot be locked.
@@ -467,13 +488,13 @@ _File = tuple[bool, float, float, int, str]
 
 
 class Room:
-    """The room for values. Methods block and are safe from several threads.
+    """The room for values, made by eviction. Methods block and are safe from several threads.
 
     Processes that share a directory evict one at a time.
 
     Args:
         root: the store's directory.
-        used: the bytes of all values.
+        used: counts the bytes of all values.
         capacity_bytes: most bytes of all values; None for no limit.
         min_free_bytes: bytes of the file system to keep free.
         order: sort key of a file; the file with the smallest key is evicted first.
@@ -497,11 +518,11 @@ class Room:
         self.num_evictions = 0  # evictions that removed something
 
     def make(self, num_bytes: int, remove: Callable[[str], bool]) -> str:
-        """Evict until `num_bytes` more fit, and count them as added.
+        """Evict values until `num_bytes` more fit, and count these bytes as added.
 
         Args:
             num_bytes: size of the new value.
-            remove: removes the file at a path and returns whether there was one.
+            remove: removes the file at a path and returns True if there was one.
 
         Returns:
             "" if the bytes fit, else the reason why not.
@@ -528,19 +549,19 @@ class Room:
         return self._capacity_bytes is not None and num_bytes > self._capacity_bytes
 
     def make_more(self, num_bytes: int, num_evictions: int, remove: Callable[[str], bool]) -> bool:
-        """Evict a share of the values after the disk refused a value that should fit.
+        """Evict a share of the values after the disk refused a value for which there is room.
 
-        The disk is out of inodes, or there is a quota. With min_free_bytes 0 nothing is evicted:
-        the disk is then full when it refuses.
+        The disk is then out of inodes, or has a quota. With min_free_bytes 0 nothing is evicted,
+        since the disk may then be used until it refuses.
 
         Args:
             num_bytes: size of the refused value.
-            num_evictions: `num_evictions` before the refusal; if it has changed, nothing more is
-                evicted.
-            remove: as in `make`.
+            num_evictions: the attribute `num_evictions` before the refusal. If it has changed
+                since, another thread has evicted, and nothing more is evicted.
+            remove: removes the file at a path and returns True if there was one.
 
         Returns:
-            Whether values were evicted, so that another try is worth it.
+            True if values were evicted, so that the write can be tried again.
 
         Raises:
             OSError: the directory cannot be read.
@@ -552,12 +573,12 @@ class Room:
             return num_evictions != self.num_evictions
 
     def removed(self, num_bytes: int) -> None:
-        """Count `num_bytes` as removed, or as not added after all."""
+        """Count `num_bytes` bytes as removed; also for a value that was counted and not written."""
         with self._lock:
             self._add(-num_bytes)
 
     def forget_size(self) -> None:
-        """Measure the size again before the next decision."""
+        """Forget the measured bytes of all values; the next write measures them again."""
         with self._lock:
             self._used.forget()
 
@@ -578,7 +599,7 @@ class Room:
         return used is not None and used + num_bytes <= self._capacity_bytes
 
     def _lacking_bytes(self, num_bytes: int) -> int:
-        """Return the bytes that the file system lacks for `num_bytes` more above the floor."""
+        """Return the bytes to free on the disk for `num_bytes` more above `min_free_bytes`."""
         if not self._min_free_bytes:
             return 0
         return self._min_free_bytes + num_bytes - self._free_bytes()
@@ -586,10 +607,15 @@ class Room:
     def _evict(
         self, num_bytes: int, remove: Callable[[str], bool], *, is_refused: bool = False
     ) -> bool:
-        """Evict, and return whether there is room now.
+        """Evict values; return True if `num_bytes` more fit now.
 
-        The counts and the disk are not read again for the answer: other processes write all the
-        while, and one refusal stops a node's writes for a second.
+        The answer follows from the bytes removed here. Measuring again would count what other
+        processes have written since, and one refusal stops a node's writes for a second.
+
+        Args:
+            num_bytes: size of the new value.
+            remove: removes the file at a path and returns True if there was one.
+            is_refused: True if the disk has refused the value, whatever its free bytes.
         """
         counts = self._used.counts()
         parts, used = self._look()
@@ -617,9 +643,9 @@ class Room:
         return freed >= max(over, lacking)
 
     def _look(self) -> tuple[list[list[_File]], int]:
-        """Return all files, in parts that are each in order, and their total bytes.
+        """Return all files, in sorted lists of at most 1,000, and their total bytes.
 
-        No other thread runs while one list is sorted or freed: with 200,000 files in one list the
+        While a list is sorted or freed no other thread runs: with 200,000 files in one list the
         event loop stood still for 3 s.
         """
         parts: list[list[_File]] = []
@@ -645,11 +671,12 @@ class UsedBytes:
 
         .writers / 3f9c... / added      bytes that this process has added since it began
 
-    A look at every file measures the total. From then on the counts of all processes are added to
-    it, until one of the processes has ended and its count is removed.
+    A look at every file measures the total. From then on the total is that measure and what all
+    processes have added since. When one of the processes ends its count is lost, and the total is
+    unknown until it is measured again.
 
     Args:
-        writers: the directory of all processes' directories.
+        writers: the directory in which each process has its own.
         own: returns this process's directory below `writers`.
     """
 
@@ -681,14 +708,19 @@ class UsedBytes:
         return counts | {self._own().name: self._own_added}
 
     def saw(self, num_bytes: int, counts: Mapping[str, int]) -> None:
-        """Record that all values had `num_bytes` bytes when the processes' counts were `counts`."""
+        """Record the measured total bytes of all values.
+
+        Args:
+            num_bytes: the bytes of all files.
+            counts: the result of `counts()` right before the measure.
+        """
         self._seen, self._when_seen = num_bytes, counts
 
     def forget(self) -> None:
         self._seen = None
 
     def total(self) -> int | None:
-        """Return the total bytes, None if unknown.
+        """Return the total bytes; None if they have to be measured again.
 
         Raises:
             OSError: the directory cannot be read.

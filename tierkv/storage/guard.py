@@ -1,8 +1,8 @@
-"""A store with deadlines, a breaker and a queue of writes, around a store without.
+"""`GuardedStore`: deadlines, a circuit breaker and a queue of writes around any store.
 
 reads  -> known missing? -> breaker -> one of max_reads slots -> deadline -> inner
 writes -> queue, bounded -> breaker -> write_batches at a time -> deadline -> inner
-                                ^---------------- judged -----------'
+                                ^--- successes and failures are counted ---'
 """
 
 from __future__ import annotations
@@ -77,10 +77,11 @@ class ResilienceSettings:
         timeout_s: seconds for a read or question, without the time for its bytes. It should be
             above the store's own limit, whose errors say more. The wait of a request has another
             limit (cache.fetch_deadline_s).
-        slowest_bytes_per_s: bytes per second that a store must reach; they give an operation the
-            time for its bytes.
+        slowest_bytes_per_s: bytes per second that a store must reach. An operation gets its timeout
+            and the time that its bytes take at this speed.
         write_timeout_s: seconds for a batch of writes, without the time for its bytes.
-        failures_to_open: failed operations in a row after which the store is not used.
+        failures_to_open: failed operations in a row after which the store is not used until it
+            answers a probe.
         probe_interval_s: seconds between probes of a failed store.
         retries_per_operation: retries per operation, over all reads: 0.1 allows a retry of one read
             in ten.
@@ -90,7 +91,7 @@ class ResilienceSettings:
             are dropped.
         full_pause_s: seconds without writes after the store was full.
         negative_ttl_s: seconds for which a missing value is not asked for again, for up to 65,536
-            names; reading a ticket ends this, since its publisher has written.
+            names. Reading a ticket ends this, since the node that published it has written values.
     """
 
     timeout_s: float = 3.0
@@ -114,10 +115,11 @@ class ResilienceSettings:
 
 
 class GuardedStore(StoreWrapper):
-    """A `Store` that answers within its deadlines, and at once while the breaker is open.
+    """A `Store` that limits the time of each operation of another store.
 
-    An operation that lends buffers may take longer: the inner store must return them after a
-    cancel.
+    While the circuit breaker is open (after several failures in a row) operations fail at once. An
+    operation that uses the caller's buffers may end after its deadline: the inner store has to stop
+    using them first.
     """
 
     def __init__(self, inner: Store, settings: ResilienceSettings, clock: Clock) -> None:
@@ -176,7 +178,10 @@ class GuardedStore(StoreWrapper):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the inner store. The breaker begins closed: a store that opens has just answered."""
+        """Run the inner store, the queue of writes and the probes.
+
+        The breaker begins closed: a store that could be opened has just answered.
+        """
         self._breaker = Breaker(self._settings.failures_to_open, self._clock)
         self._opened, self._takes_long = asyncio.Event(), asyncio.Event()  # of this loop
         self._refused, self._write_refusal = asyncio.Event(), ""
@@ -227,6 +232,7 @@ class GuardedStore(StoreWrapper):
         return [found.get(name, False) for name in names]
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+        """See `Store.get`."""
         check_name(name)
         if not lists_tails(name):  # other names are asked for once, or must be found at once
             content = await self._ask(lambda store: store.get(name, max_bytes=max_bytes))
@@ -242,9 +248,10 @@ class GuardedStore(StoreWrapper):
         return content
 
     async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
-        """Return the result of `ask`, with one retry within the budget if it fails at once.
+        """Return the result of `ask` on the inner store.
 
-        A cancel is raised at once, even if `ask` goes on.
+        A call that fails at once is tried a second time, if the budget of retries allows. A cancel
+        is raised at once, even if the operation goes on.
         """
         started = self._clock.monotonic()
         may_try_again = True
@@ -297,7 +304,10 @@ class GuardedStore(StoreWrapper):
     # Reads
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        """Read values; items that fail at once are tried once more, within the budget."""
+        """Read values.
+
+        Items that fail at once are tried a second time, if the budget of retries allows.
+        """
         started = self._clock.monotonic()
         with self._missing.asking() as note_missing:
             outcomes = await self._get_into(items)
@@ -313,9 +323,9 @@ class GuardedStore(StoreWrapper):
         return outcomes
 
     async def _get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        """Read values once.
+        """Read values without a second try.
 
-        A read that is stuck is waited for, since it has the caller's buffers.
+        A read that goes on after its deadline is waited for, since it uses the caller's buffers.
         """
         num_bytes = sum(item.room_bytes + _ITEM_BYTES for item in items)
         try:
@@ -332,7 +342,7 @@ class GuardedStore(StoreWrapper):
         return outcomes
 
     async def _take_slot(self) -> None:
-        """Take one of `max_reads` slots, which the caller releases.
+        """Wait for one of the `max_reads` slots, which the caller releases.
 
         Raises:
             StoreUnavailableError: too many operations wait for a slot, or the breaker is open.
@@ -371,7 +381,7 @@ class GuardedStore(StoreWrapper):
                 self._missing.forget(item.name)
 
     async def _write(self, items: Sequence[PutItem]) -> Sequence[PutOutcome]:
-        """Write one batch of the queue."""
+        """Write one batch of the queue to the inner store."""
         try:
             self._check_breaker()
         except StoreUnavailableError as error:
@@ -410,13 +420,24 @@ class GuardedStore(StoreWrapper):
     # Deadlines and retries
 
     def _deadline_s(self, num_bytes: int, timeout_s: float = 0.0) -> float:
-        """Return the seconds for an operation with `num_bytes`; `timeout_s` 0 means a read's."""
+        """Return the seconds that an operation may take.
+
+        Args:
+            num_bytes: bytes that the operation moves.
+            timeout_s: seconds without the time for the bytes; 0 for those of a read.
+        """
         timeout_s = timeout_s or self._settings.timeout_s
         return timeout_s + num_bytes / self._settings.slowest_bytes_per_s
 
     @asynccontextmanager
     async def _within(self, deadline_s: float, *, writes: bool = False) -> AsyncIterator[None]:
-        """Cancel the body after `deadline_s`, and count a failure then, even if the body goes on.
+        """Cancel the body after `deadline_s` seconds; count that, or an error, as a failure.
+
+        A body that uses buffers may go on after the cancel; the failure is counted at once.
+
+        Args:
+            deadline_s: seconds that the body may take.
+            writes: True for a body that writes.
 
         Raises:
             StoreUnavailableError: the body did not end in time.
@@ -427,7 +448,11 @@ class GuardedStore(StoreWrapper):
             return f"{self.url} did not answer within {deadline_s * 1000:.0f} ms"
 
         def note_stuck() -> None:
-            """Count a cancel without effect. If only writes hang, reads keep the breaker closed."""
+            """Count a failure if the body goes on after the cancel.
+
+            Writes that hang do not open the breaker of a store that answers reads: each read that
+            succeeds sets the count back to 0.
+            """
             nonlocal is_stuck
             is_stuck = True
             self._fail(late(), of_read=not writes)
@@ -457,9 +482,11 @@ class GuardedStore(StoreWrapper):
             self._num_stuck -= is_stuck and writes
 
     def _takes_retry(self, started: float) -> bool:
-        """Take a retry from the budget; return whether one is allowed.
+        """Return True if a failed operation may be tried again, and count that retry.
 
-        Every operation adds to the budget. Only a first try that failed at once is repeated.
+        A retry is allowed while the breaker is closed, after a failure within _RETRY_WITHIN_S
+        seconds of `started`, and within a budget that grows by `retries_per_operation` with every
+        operation.
         """
         was_quick = self._clock.monotonic() - started <= _RETRY_WITHIN_S
         if not was_quick or self._tokens < 1 or not self._breaker.is_closed:
@@ -485,7 +512,13 @@ class GuardedStore(StoreWrapper):
         )
 
     def _judge(self, failures: Sequence[str], num_items: int, *, of_read: bool = True) -> None:
-        """Count a batch that failed whole as a failure, and one answered whole as a success."""
+        """Count one failure if all items of a batch failed, one success if none failed.
+
+        Args:
+            failures: the reasons of the failed items.
+            num_items: number of items in the batch.
+            of_read: False for a batch of writes.
+        """
         if failures and len(failures) == num_items:
             self._fail(failures[0], of_read=of_read)
         elif not failures:
@@ -523,9 +556,11 @@ class GuardedStore(StoreWrapper):
         return None
 
     async def _keep_watching(self) -> None:
-        """Ping the store while an operation takes long; open the breaker if nothing is answered.
+        """Ping the store while an operation takes longer than _LONG_S seconds.
 
-        Requests give up long before an operation reaches its ceiling.
+        If the ping fails and nothing else was answered since, the breaker opens at once. Otherwise
+        the first sign of a store that hangs would be an operation's deadline, long after requests
+        have given up.
         """
         while True:
             await self._takes_long.wait()
@@ -537,10 +572,10 @@ class GuardedStore(StoreWrapper):
             await asyncio.sleep(self._settings.probe_interval_s)
 
     async def _keep_probing_writes(self) -> None:
-        """Try a write of the refused size while the store takes no writes.
+        """While the store refuses writes, try to write a value as large as the refused one.
 
-        Callers may not write any more to a store with a known refusal, so only this notices the
-        end.
+        Callers may stop writing to a store that refuses writes. Without these tries the end of the
+        refusal would not be noticed.
         """
         while True:
             await self._refused.wait()
@@ -555,6 +590,10 @@ class GuardedStore(StoreWrapper):
     # Not guarded: long, and an operator's
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
+        """See `Store.list`.
+
+        Without a deadline, since a listing takes long and only an operator waits.
+        """
         return await self._answered(lambda store: store.list(prefix, limit=limit, cursor=cursor))
 
     async def usage(self, prefix: str) -> Usage:
@@ -562,9 +601,9 @@ class GuardedStore(StoreWrapper):
 
 
 class SlotGate:
-    """A fixed number of slots, given in the order of requests; all waiters can be refused at once.
+    """A fixed number of slots, which waiters get in the order of their requests.
 
-    Only `take` waits; the rest is synchronous.
+    All waiters can be refused at once. Only `take` waits; the rest is synchronous.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -576,10 +615,10 @@ class SlotGate:
         return len(self._queue)
 
     async def take(self) -> None:
-        """Return with a slot, which `give_back` returns.
+        """Wait for a slot; `give_back` releases it.
 
         Raises:
-            TierKVError: the error given to `send_away`.
+            TierKVError: the error of a `send_away` during the wait.
         """
         if self._num_free:
             self._num_free -= 1
@@ -605,7 +644,7 @@ class SlotGate:
         self._num_free += 1
 
     def send_away(self, error: TierKVError) -> int:
-        """Let all waiters raise `error`; return their number."""
+        """Make all waiters' `take` raise `error`; return the number of waiters."""
         turns = [turn for turn in self._queue if not turn.done()]
         self._queue.clear()
         for turn in turns:
@@ -621,7 +660,10 @@ _TRANSITIONS = {
 
 
 class Breaker:
-    """A breaker that opens after `failures_to_open` failures without a success. Synchronous."""
+    """The state of a circuit breaker: open after `failures_to_open` failures without a success.
+
+    It counts only; its owner probes the store and refuses operations. Synchronous.
+    """
 
     def __init__(self, failures_to_open: int, clock: Clock) -> None:
         self._failures_to_open = failures_to_open
@@ -645,10 +687,10 @@ class Breaker:
         return self._was_degraded_s + now_s
 
     def succeed(self, *, of_read: bool = True) -> None:
-        """Count an answered operation.
+        """Count an operation that was answered.
 
-        An open breaker stays open. A write after failed reads changes nothing: a disk that hangs
-        still takes writes into memory.
+        An open breaker stays open until a probe is answered. An answered write does not make up for
+        failed reads: a disk that hangs still takes writes into memory.
         """
         self.num_answers += of_read
         if self.is_closed and (of_read or not self._has_read_failed):
@@ -656,12 +698,12 @@ class Breaker:
             self._has_read_failed = False
 
     def fail(self, reason: str, *, of_read: bool = True, is_sure: bool = False) -> bool:
-        """Count an operation without an answer; return whether that opened the breaker.
+        """Count an operation without an answer; return True if that opened the breaker.
 
         Args:
             reason: the failure, for logs.
             of_read: False for a write.
-            is_sure: True to open the breaker at this failure.
+            is_sure: True to open the breaker at this failure, whatever the count.
         """
         if not self.is_closed:
             return False
@@ -679,7 +721,10 @@ class Breaker:
         self._move(BreakerState.HALF_OPEN)
 
     def end_probe(self, failure: str | None) -> None:
-        """Close the breaker, or open it again for `failure` if the probe was not answered."""
+        """Close the breaker if the probe was answered, else open it again.
+
+        `failure` is the reason why there was no answer, None if there was one.
+        """
         self._num_failures = 0
         self._has_read_failed = False
         if failure is None:
@@ -696,14 +741,16 @@ class Breaker:
 
 @dataclass(eq=False, slots=True)
 class _Meanwhile:
-    """The names that were written since a question was sent."""
+    """The names that were written since one question was sent to the store."""
 
     written: set[str] = field(default_factory=set)
     has_cleared: bool = False
 
 
 class NegativeCache:
-    """Names without a value, so that requests for the same prompt do not ask the store each time.
+    """Names that the store has just reported as missing.
+
+    Further requests for the same prompt then do not ask the store again.
 
     Args:
         ttl_s: seconds for which a name counts as missing.
@@ -720,10 +767,10 @@ class NegativeCache:
         self.num_hits = 0
 
     def first(self, names: Sequence[str]) -> int:
-        """Return the index of a name that counts as missing, or the number of names.
+        """Return the index of a name that counts as missing; `len(names)` if none is known.
 
-        Only the first name and the one that ended an earlier question with the same first name are
-        looked at: making a name of a run takes 2 us.
+        Two names are looked up, since making the name of a block takes 2 us: the first one, and the
+        one that was missing in an earlier question with the same first name (see `ends`).
         """
         if not (names and self._until):
             return len(names)
@@ -734,7 +781,12 @@ class NegativeCache:
         return end if 0 < end < len(names) and self.has(names[end]) else len(names)
 
     def ends(self, begin: str, end: int) -> None:
-        """Record that of names beginning with `begin` the one at index `end` is missing."""
+        """Record which name a question found missing.
+
+        Args:
+            begin: the first name of the question.
+            end: index of the missing name in the question.
+        """
         if not self._ttl_s:
             return
         now = self._clock.monotonic()
@@ -744,7 +796,7 @@ class NegativeCache:
             self._ends.popitem(last=False)
 
     def has(self, name: str) -> bool:
-        """Return whether `name` counts as missing."""
+        """Return True if `name` counts as missing."""
         until = self._until.get(name)
         if until is None or until <= self._clock.monotonic():
             return False
@@ -753,9 +805,9 @@ class NegativeCache:
 
     @contextmanager
     def asking(self) -> Iterator[Callable[[str], None]]:
-        """Run a question to the store; yield a function to call with each missing name.
+        """Yield a function that records a missing name; ask the store in the body.
 
-        Names that are written during the question are not recorded: the answer may be older.
+        A name that is written during the body is not recorded: the store's answer may be older.
         """
         meanwhile = _Meanwhile()
         self._asked.append(meanwhile)
@@ -814,18 +866,24 @@ class _Write:
 
     @property
     def rank(self) -> tuple[bool, float, int]:
-        """The order in which writes are dropped, lowest first.
+        """The order in which waiting writes are dropped, lowest first.
 
-        Tickets (replacing values) are dropped last: they are small and a request waits for them.
-        Then the worth counts, then the age: of equal writes the newest is dropped first.
+        Tickets (items that replace a value) are dropped last: they are small and a request waits
+        for them. Then the worth counts, then the age: of equal writes the newest is dropped first.
         """
         return (not self.item.keep_existing, self.item.worth, -self.serial)
 
 
 class WriteQueue:
-    """A queue of writes and `num_writers` tasks that write them in batches, oldest first.
+    """A queue of writes, and tasks that write them in batches, oldest first.
 
-    A caller's buffers are in use until its outcomes are set.
+    The caller's buffers are in use until the outcomes of its items are set.
+
+    Args:
+        write: writes one batch to the store.
+        num_writers: number of tasks, which is the most batches at the store.
+        max_bytes: most bytes of waiting writes.
+        owner: URL of the store, for errors.
     """
 
     def __init__(
@@ -850,9 +908,9 @@ class WriteQueue:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Write until the body ends. Leaving drops waiting writes.
+        """Write queued items until the body ends.
 
-        Writes at the store end first.
+        At the end waiting writes fail, and batches at the store are waited for.
         """
         self._came = asyncio.Event()  # of this loop
         writers = {f"tierkv-write-{i}": self._keep_writing() for i in range(self._num_writers)}
@@ -865,9 +923,11 @@ class WriteQueue:
                 self.give_up(f"{self._owner} is closed")
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        """Write `items` as `Store.put` does.
+        """Queue `items` and return their outcomes, as `Store.put` does.
 
-        A cancel withdraws waiting writes and is raised when those at the store have ended.
+        If more than `max_bytes` bytes wait, the least valuable writes are dropped, with the outcome
+        FULL. A cancel withdraws waiting writes and is raised when the batches at the store have
+        ended.
         """
         if not self._is_open:
             return [PutOutcome(PutStatus.FAILED, f"{self._owner} is closed")] * len(items)
@@ -892,7 +952,7 @@ class WriteQueue:
         return [write.outcome.result() for write in writes]
 
     def give_up(self, reason: str) -> None:
-        """Fail all waiting writes, for example behind writes that are stuck."""
+        """Fail all waiting writes for `reason`, for example since those at the store are stuck."""
         for serial in list(self._waiting):
             self._settle(serial, PutOutcome(PutStatus.FAILED, reason))
 

@@ -1,6 +1,6 @@
 """A near store in front of a far one, such as files in front of Redis.
 
-get: near --miss--> far --hit--> caller, and a copy on its way to near
+get: near --miss--> far --hit--> caller, and a copy is made in near
 put: far, then near
 """
 
@@ -57,7 +57,8 @@ class LayeredSettings:
 
     Attributes:
         near_ttl_s: seconds to live of copies in the near store.
-        max_fill_bytes: most bytes of copies that wait for the near store; beyond that none is made.
+        max_fill_bytes: most bytes of copies that wait to be written to the near store; further
+            copies are not made.
     """
 
     near_ttl_s: float = 3600.0
@@ -71,10 +72,10 @@ class LayeredSettings:
 
 
 class LayeredStore(StoreWrapper):
-    """A `Store` of a far store, and a near one with copies of values that never change.
+    """A `Store` made of a far store and a near one, which has copies of values that never change.
 
     A value counts as stored when it is in the far store. Values that are replaced (tickets), and
-    `get`, use the far store only. A near store that fails only makes reads slower.
+    `get`, use the far store only. If the near store fails, reads are only slower.
     """
 
     def __init__(self, near: Store, far: Store, settings: LayeredSettings) -> None:
@@ -95,7 +96,10 @@ class LayeredStore(StoreWrapper):
 
     @property
     def health(self) -> StoreHealth:
-        """The health of the near store, and the skew of the far store's clock."""
+        """The health of the near store, with the clock skew of the far store.
+
+        The far store's breaker is outside, in the GuardedStore around this store.
+        """
         clock_skew_s = self._far.health.clock_skew_s
         return replace(self._near.health, part=self._near.url, clock_skew_s=clock_skew_s)
 
@@ -188,6 +192,10 @@ class LayeredStore(StoreWrapper):
         return outcomes
 
     async def delete(self, names: Sequence[str]) -> int:
+        """See `Store.delete`.
+
+        If the near store alone does not answer, StoreRefusedError is raised.
+        """
         check_names(names)
         num_there = sum(await self.present([*dict.fromkeys(names)]))  # some are in one store only
         num_far = await self._far.delete(names)
@@ -199,9 +207,10 @@ class LayeredStore(StoreWrapper):
         return max(num_there, num_far)
 
     async def forget_damaged(self, names: Sequence[str]) -> list[bool]:
-        """Forget damaged copies. There may always be another copy.
+        """See `Store.forget_damaged`; every answer is True.
 
-        A copy may have been written to the near store since, or not have been read.
+        A value may have been copied to the near store since the read, or the other store may have
+        one that was not read.
         """
         check_names(names)
         self._copies.forget(names)
@@ -220,9 +229,9 @@ class LayeredStore(StoreWrapper):
         return [True] * len(names)
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
-        """List values of the far store, then those that only the near store has.
+        """See `Store.list`: values of the far store, then those that only the near store has.
 
-        Values in the near store alone are read, too, and can therefore be removed.
+        The latter can be read, too, and an operator who removes what is listed has to find them.
         """
         check_prefix(prefix)
         check_limit(limit)
@@ -249,7 +258,7 @@ class LayeredStore(StoreWrapper):
 
 
 class NearCopies:
-    """Copies into `near`, made one after the other in the background."""
+    """Copies of the far store's values, written to `near` one by one in the background."""
 
     def __init__(self, near: Store, settings: LayeredSettings) -> None:
         self._near = near
@@ -276,13 +285,16 @@ class NearCopies:
     async def make(
         self, came: Sequence[tuple[GetItem, int]], damaged: set[str], num_forgets: int
     ) -> None:
-        """Copy values that have arrived, up to the limit, before their buffers are used again.
+        """Copy values that were read from the far store, and queue the copies for the near store.
+
+        Returns when the caller's buffers may be used again. Values beyond `max_fill_bytes` are not
+        copied.
 
         Args:
-            came: items, and the length of each one's value in bytes.
-            damaged: names with a damaged value in the near store, which is replaced.
-            num_forgets: the count before the values were read; if it has changed, nothing is
-                copied.
+            came: items that were read, and the length of each one's value in bytes.
+            damaged: names with a damaged value in the near store, which the copy replaces.
+            num_forgets: the attribute `num_forgets` before the read. If it has changed, values may
+                have been deleted since, and nothing is queued.
         """
         copied: list[tuple[GetItem, int]] = []
         for item, num_bytes in came:
@@ -311,7 +323,7 @@ class NearCopies:
         self._came.set()
 
     def forget(self, names: Sequence[str]) -> None:
-        """Make no copies of `names` any more.
+        """Make no copies of `names` any more, since their values are deleted or replaced.
 
         A copy that is being written is deleted afterwards.
         """
@@ -341,7 +353,7 @@ class NearCopies:
 
 
 class OpensLater(StoreWrapper):
-    """A `Store` that fails all operations until it can be opened.
+    """A `Store` whose operations fail until it can be opened; the opening is tried again and again.
 
     A node can thus start while its near store is down.
     """

@@ -46,12 +46,14 @@ IsMeant = Callable[[StoredValue], bool]
 async def values_under(
     store: Store, prefix: str, is_meant: IsMeant = lambda _: True
 ) -> AsyncIterator[StoredValue]:
-    """Yield each value under `prefix` once, or twice if others are written or removed during this.
+    """Yield each value under `prefix`.
+
+    A value may be yielded twice if other values are written or removed at the same time.
 
     Args:
-        store: the store.
+        store: the store to list.
         prefix: prefix of the names, as in `Store.list`.
-        is_meant: selects values.
+        is_meant: returns True for the values to yield.
 
     Raises:
         StoreUnavailableError: the store does not answer.
@@ -64,7 +66,10 @@ async def values_under(
 async def _pages_under(
     store: Store, prefix: str, is_meant: IsMeant
 ) -> AsyncIterator[Sequence[StoredValue]]:
-    """Yield pages of values, none of them empty; values may be removed between two pages."""
+    """Yield the chosen values of each page that has any.
+
+    Values may be removed between two pages.
+    """
     cursor: str | None = None
     while True:
         page = await store.list(prefix, limit=_PAGE, cursor=cursor)
@@ -78,12 +83,12 @@ async def _pages_under(
 async def usage_by_group(
     store: Store, prefix: str, is_meant: IsMeant = lambda _: True
 ) -> dict[str, Usage]:
-    """Return values and bytes by the first two fields of names: model and tenant, or tickets.
+    """Count values and bytes by the first two fields of names: model and tenant, or tickets.
 
     Args:
-        store: the store.
+        store: the store to list.
         prefix: prefix of the names, as in `Store.list`.
-        is_meant: selects values.
+        is_meant: returns True for the values to count.
 
     Raises:
         StoreUnavailableError: the store does not answer.
@@ -101,12 +106,13 @@ class Verified:
     """The result of `verify`.
 
     Attributes:
-        num_whole: values that are right.
-        num_keyed: values that only a tenant's key can verify; their headers fit.
-        num_others: values that are no blocks: lists of tails, tickets and the like.
+        num_whole: values without a fault.
+        num_keyed: values that only a tenant's key can verify; their headers are right.
+        num_others: values that are no blocks: lists of tails (partial blocks), tickets and the
+            like.
         num_gone: values that were removed before they were read.
         damaged: names and reasons of damaged values.
-        unread: names and reasons of values that the store, though it answers, does not return.
+        unread: names and reasons of values that could not be read although the store answers.
         kept: the reason why damaged values could not be removed, "" if there is none.
     """
 
@@ -127,14 +133,14 @@ async def verify(
     removes_damaged: bool = False,
     on_value: Callable[[], object] = lambda: None,
 ) -> Verified:
-    """Read every value under `prefix`, and check its header against its name and its bytes.
+    """Read every block under `prefix`, and check its header against its name and its bytes.
 
     Args:
         store: a store that is not made of several, since only one copy of each value is read.
         prefix: prefix of the names, as in `Store.list`.
         key: the deployment's key, for signed and sealed values; None without.
-        removes_damaged: remove damaged values at the end.
-        on_value: called after each value.
+        removes_damaged: True to remove damaged values at the end.
+        on_value: called after each value, for example to show the progress.
 
     Returns:
         Counts, and the damaged and unread values.
@@ -205,10 +211,11 @@ async def _verify_one(
 
 @dataclass(frozen=True, slots=True)
 class _Identity:
-    """The identity of a value according to its name.
+    """The block that a value belongs to, according to its name.
 
     Attributes:
-        num_tokens: None if the name does not contain it.
+        digest: digest of the block, 32 bytes.
+        num_tokens: number of tokens; None if the name does not contain it, as for a full block.
     """
 
     digest: bytes
@@ -216,9 +223,9 @@ class _Identity:
 
 
 def _identity_in(name: str) -> _Identity | None:
-    """Return the identity in a name.
+    """Return the block that a name belongs to.
 
-    None if it is not that of a block, a tail or a list of tails.
+    The result is None if the name is not that of a block, a tail or a list of tails.
     """
     fields = name.split(":")
     try:
@@ -240,7 +247,13 @@ def _check(
     identity: _Identity,
     codecs: Mapping[int, Callable[[str], Codec]],
 ) -> bool:
-    """Check a value; return True if a key is needed for a full check.
+    """Check a value; return True if a key that is not known is needed for a full check.
+
+    Args:
+        name: name of the value.
+        content: all bytes of the value.
+        identity: the block according to the name.
+        codecs: makes the codec of a fingerprint, by the flags in the header.
 
     Raises:
         DamagedValueError: the value is damaged.
@@ -265,7 +278,12 @@ def _check(
 
 
 def _check_without_key(content: bytearray, says: ValueIdentity, flags: int) -> None:
-    """Check a keyed value as far as that is possible without the key.
+    """Check a signed or sealed value as far as that is possible without the key.
+
+    Args:
+        content: all bytes of the value.
+        says: the block according to the header.
+        flags: the flags in the header.
 
     Raises:
         DamagedValueError: the value is damaged.
@@ -287,16 +305,13 @@ async def remove(
     so_far: Callable[[int], object] = lambda _: None,
     is_meant: IsMeant = lambda _: True,
 ) -> int:
-    """Delete every value under `prefix`.
+    """Delete the chosen values under `prefix`, and return their number.
 
     Args:
-        store: the store.
+        store: the store to delete from.
         prefix: prefix of the names, as in `Store.list`.
         so_far: called with the number of removed values after each batch.
-        is_meant: selects values.
-
-    Returns:
-        The number of removed values.
+        is_meant: returns True for the values to delete.
 
     Raises:
         StoreUnavailableError: the store does not answer.
@@ -310,15 +325,15 @@ async def remove(
 
 
 async def remove_all(store: Store, prefix: str, is_meant: IsMeant = lambda _: True) -> int:
-    """Delete every value under `prefix`, and list again until none is found.
+    """Delete the chosen values under `prefix`, and list again until none is found.
 
-    A late server can carry out a write after its connection has ended. Values that another process
-    writes at the same time may be left after `_MAX_PASSES` passes.
+    A server that is late can carry out a write after the writer's connection has ended. Values that
+    another process writes at the same time may be left after _MAX_PASSES passes.
 
     Args:
-        store: the store.
+        store: the store to delete from.
         prefix: prefix of the names, as in `Store.list`.
-        is_meant: selects values.
+        is_meant: returns True for the values to delete.
 
     Returns:
         The number of removed values.

@@ -59,7 +59,8 @@ class _Value:
 class MemoryStore(BaseStore):
     """A `Store` in a dict. Values outlive `running()` but not the object.
 
-    Other coroutines run between two values of a batch, so a large batch does not block the loop.
+    Other coroutines run between two values of a batch, so a large batch does not block the event
+    loop.
     """
 
     def __init__(self, settings: MemorySettings, clock: Clock) -> None:
@@ -117,6 +118,7 @@ class MemoryStore(BaseStore):
         return outcomes
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+        """See `Store.get`."""
         check_name(name)
         self._check_open()
         value = self._live(name)
@@ -146,6 +148,7 @@ class MemoryStore(BaseStore):
         return deleted
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
+        """See `Store.touch`."""
         check_names(names)
         check_ttl(ttl_s)
         self._check_open()
@@ -157,6 +160,7 @@ class MemoryStore(BaseStore):
         return touched
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
+        """See `Store.list`."""
         check_prefix(prefix)
         check_limit(limit)
         if cursor is not None and not cursor.startswith(prefix):
@@ -185,7 +189,10 @@ class MemoryStore(BaseStore):
         return self._live_at(name, self._clock.wall())
 
     def _live_at(self, name: str, now: float) -> _Value | None:
-        """Return the value called `name`; an expired one is removed at once."""
+        """Return the value called `name` if it has not expired at `now`, in Unix seconds.
+
+        An expired value is removed.
+        """
         value = self._values.get(name)
         if value is None or value.expires_at is None or value.expires_at > now:
             return value

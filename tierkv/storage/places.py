@@ -1,4 +1,4 @@
-"""The choice of the store for each name, the common one or a tenant's, while stores come and go.
+"""The choice of a store for each name: a tenant's own store, or the common one.
 
 Stores are attached and detached while requests run.
 """
@@ -51,12 +51,12 @@ _LATE_S = 0.2
 
 
 async def patiently(attach: Callable[[], Awaitable[None]]) -> None:
-    """Call `attach` for a node that starts; repeat it for _START_S seconds if the store is late.
+    """Call `attach` when a node starts; repeat it for _START_S seconds if the store is too slow.
 
-    A store that refuses at once is not tried again.
+    A store that refuses within _LATE_S seconds is not tried again.
 
     Raises:
-        StoreUnavailableError: the store refuses, or is late for too long.
+        StoreUnavailableError: the store refuses, or has not answered in time.
     """
     time = asyncio.get_running_loop().time
     until = time() + _START_S
@@ -70,7 +70,7 @@ async def patiently(attach: Callable[[], Awaitable[None]]) -> None:
 
 
 class _NoStore(StoreWrapper):
-    """The store in the place of one that is not attached: FAILED, or StoreUnavailableError."""
+    """A stand-in while no store is attached: operations fail, or raise StoreUnavailableError."""
 
     url = "none"
     capabilities = Capabilities(is_shared=False, is_durable=False)
@@ -93,7 +93,7 @@ class _NoStore(StoreWrapper):
 
 
 class _Attached:
-    """A store and the task that keeps it running until it is detached and idle.
+    """A store, and the task that keeps it open until it is detached and no operation uses it.
 
     Attributes:
         error: the reason why the store could not be opened.
@@ -122,9 +122,9 @@ class _Attached:
             self._is_idle.set()
 
     async def keep(self) -> None:
-        """Return when the store has been left, or could not be opened.
+        """Open the store; return when it has been closed, or could not be opened.
 
-        `error` then holds the reason.
+        If the store could not be opened, `error` then holds the reason.
         """
         try:
             async with supervised({"tierkv-open-store": self._keep_open}):
@@ -139,9 +139,10 @@ class _Attached:
             self.is_left.set()
 
     async def _keep_open(self) -> None:
-        """Open the store until it is left. An error of a store in use is raised.
+        """Keep the store open until it is detached and no operation uses it.
 
-        The store is then opened again: no store ends its service.
+        An error of a store in use is raised; the caller then opens the store again, so a failing
+        store does not end the service.
         """
         try:
             async with self.store.running(), self.notifier.running():
@@ -168,12 +169,12 @@ def _failed(store: Store, error: Exception) -> StoreUnavailableError:
 
 
 class Places:
-    """A `Store` that passes each name to the store of its route, and asks stores in parallel.
+    """A `Store` that passes each name to one of several attached stores, asked in parallel.
 
-    The route is `prefix:fingerprint`; names without a store of their route go to the common one,
-    route "". An operation ends on the store that it began on. Without a store it is FAILED, or
-    raises StoreUnavailableError. After detaching a tenant's store its names go to the common one
-    again.
+    The first two fields of a name, `prefix:fingerprint`, are its route. A name goes to the store
+    that is attached for its route (a tenant's), otherwise to the common store, which has the route
+    "". Without any store operations are FAILED or raise StoreUnavailableError. An operation ends on
+    the store that it began on, even if that store is detached then.
     """
 
     def __init__(self, store: Store | None = None) -> None:
@@ -186,9 +187,9 @@ class Places:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Attach the common store; at the end detach all, and let operations under way end.
+        """Attach the common store; at the end detach all stores, and let operations under way end.
 
-        Entering raises whatever the common store's `running()` raises.
+        Entering raises all errors of the common store's `running()`.
         """
         async with task_group() as tasks:
             self._tasks = tasks
@@ -208,17 +209,18 @@ class Places:
         return {route: one.store for route, one in every.items() if one is not self._nothing}
 
     async def attach(self, store: Store, route: str = "") -> None:
-        """Open `store` and use it from then on, in the place of the attached one, if any.
+        """Open `store` and use it for the names of a route from then on.
 
-        A store that is still being left is waited for. Errors of `store.running()` are raised, too;
-        after any error the attached store stays.
+        The store attached there before is detached. If `store` itself is still closing after it was
+        detached, its end is waited for. Errors of `store.running()` are raised, too; after any
+        error the earlier store stays attached.
 
         Args:
-            store: the store.
+            store: the store to open.
             route: `prefix:fingerprint`, or "" for the common store.
 
         Raises:
-            ConfigError: the store is attached elsewhere.
+            ConfigError: the store is attached for another route.
             StoreUnavailableError: `running()` was not entered, or was left.
         """
         while (known := self._known.get(store)) is not None:
@@ -251,7 +253,10 @@ class Places:
             self._common = attached
 
     def detach(self, route: str = "") -> Store | None:
-        """Stop using the store of `route` and return it. Operations under way end on that store."""
+        """Stop using the store of `route`, and return it; None if there is none.
+
+        Operations under way end on that store. Names of a tenant then go to the common store.
+        """
         attached = self._own.pop(route, self._nothing) if route else self._common
         if not route:
             self._common = self._nothing
@@ -287,7 +292,7 @@ class Places:
     def notifier(self) -> Notifier:
         """Return the notifier of the common store, which holds the tickets.
 
-        A listener on a store that is detached receives no more messages and has to poll.
+        If that store is detached, its listeners receive no more messages and have to poll.
         """
         return _NotifierOfCommon(lambda: self._common.notifier)
 
@@ -334,6 +339,7 @@ class Places:
         return _joined(await self._answers(items, lambda store, some: store.get_into(some)))
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+        """See `Store.get`."""
         with self._place_of(name) as store:
             return await store.get(name, max_bytes=max_bytes)
 
@@ -353,13 +359,14 @@ class Places:
         )
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
+        """See `Store.touch`."""
         answers = await self._answers(
             check_names(names), lambda store, some: store.touch(some, ttl_s=ttl_s)
         )
         return sum(count for _, count in answers)
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
-        """List one store after the other."""
+        """See `Store.list`; the stores are listed one after the other."""
         index, _, inner = ("0", "", "") if cursor is None else cursor.partition("/")
         places = self._places
         if not (index.isascii() and index.isdecimal() and int(index) < len(places)):
@@ -391,9 +398,17 @@ class Places:
         asked: Sequence[Asked],
         ask: Callable[[Store, Sequence[Asked]], Awaitable[T]],
     ) -> Sequence[tuple[Sequence[int], T]]:
-        """Return each store's answer about its items, with their indexes in `asked`.
+        """Ask all stores at the same time, each about its own names or items.
 
-        The first store's error is raised after all stores have been asked.
+        Args:
+            asked: the names or items.
+            ask: asks one store about some of them.
+
+        Returns:
+            For each store the indexes of its items in `asked`, and its answer.
+
+        Raises:
+            TierKVError: an error of one store, when all stores have been asked.
         """
         groups: dict[_Attached, list[int]] = {}
         for index, one in enumerate(asked):
@@ -420,13 +435,16 @@ class Places:
 
 
 def _joined(answers: Sequence[tuple[Sequence[int], Sequence[T]]]) -> list[T]:
-    """Return the answers of several stores in the order of the question."""
+    """Return the items' answers in the order of the items; `answers` is made by `_answers`."""
     by_index = {i: one for at, some in answers for i, one in zip(at, some, strict=True)}
     return [by_index[i] for i in range(len(by_index))]
 
 
 class _NotifierOfCommon:
-    """The `Notifier` of `Places`. The stores' own notifiers live as long as they are attached."""
+    """The `Notifier` of `Places`, which passes calls to the notifier of the common store.
+
+    Each store's notifier runs for as long as the store is attached.
+    """
 
     def __init__(self, current: Callable[[], Notifier]) -> None:
         self._current = current
@@ -436,6 +454,7 @@ class _NotifierOfCommon:
         yield
 
     def notify(self, topic: str, message: str = LOOK) -> Coroutine[None, None, None]:
+        """See `Notifier.notify`."""
         return self._current().notify(topic, message)
 
     def listen(self, topic: str) -> AbstractContextManager[Listener]:

@@ -1,7 +1,8 @@
-"""The promises of every store: named, opaque values in batches, one outcome per item, in order.
+"""The protocol of stores: opaque bytes, each value under a name, read and written in batches.
 
-A `Notifier` carries hints between the users of a store that there is a new value. A store knows
-nothing of blocks, layouts or checksums: see `transfer.storage_io`.
+Each item of a batch has an outcome of its own, in the order of the items. A `Notifier` sends hints
+between the users of one store: "the value of this name is new". A store knows nothing of blocks,
+layouts or checksums; `transfer.storage_io` turns blocks into values.
 """
 
 from __future__ import annotations
@@ -30,17 +31,20 @@ _MAX_WAITING = 64
 
 
 def check_message(message: str) -> str:
-    """Return `message`, which must be short and plain enough for every kind of notifier."""
+    """Return `message`, which must have at most 32 letters and digits.
+
+    Every kind of notifier can send such a message.
+    """
     assert _MESSAGE.fullmatch(message), "a message has up to 32 letters and digits"
     return message
 
 
 class Listener:
-    """The messages of one topic for one waiter.
+    """The messages that one waiter receives about one topic, the name of a value.
 
     Attributes:
-        is_live: True if messages arrive as they are sent; if False, the waiter has to poll the
-            store.
+        is_live: True while messages arrive when they are sent. While False none arrive, and the
+            waiter has to read the store from time to time.
     """
 
     def __init__(self) -> None:
@@ -53,7 +57,7 @@ class Listener:
         self._came.set()
 
     async def next(self, timeout_s: float) -> str | None:
-        """Return the next message, None if none came in `timeout_s` seconds."""
+        """Return the next message; None if none arrived within `timeout_s` seconds."""
         if not self._heard:
             self._came.clear()
             try:
@@ -65,32 +69,39 @@ class Listener:
 
 
 class Notifier(Protocol):
-    """Hints between the users of one store that there is a new value; topics are names of values.
+    """Hints between the users of one store that a value is new; a topic is the name of a value.
 
-    A message may be lost, come twice, or come late. A listener therefore reads the store first,
-    again after each message, and from time to time without one.
+    A message may be lost, arrive twice, or arrive late. A listener therefore reads the store first,
+    again after each message, and from time to time without a message.
     """
 
     def running(self) -> AbstractAsyncContextManager[None]:
-        """Return the notifier's lifetime, within that of its store.
+        """Return a context manager in which messages are sent and received.
 
-        Failures of hints are never raised.
+        Enter it while the store itself is running. Failures to send or receive a hint are never
+        raised.
         """
 
     async def notify(self, topic: str, message: str = LOOK) -> None:
-        """Send `message` to the listeners of `topic`. Never fails; takes as long as one question.
+        """Send `message` to the listeners of `topic`.
+
+        Never fails, and takes about as long as one question to the store.
 
         Args:
             topic: name of a value.
-            message: up to 32 letters and digits.
+            message: up to 32 letters and digits; LOOK means "read the store".
         """
 
     def listen(self, topic: str) -> AbstractContextManager[Listener]:
-        """Listen to `topic`. Messages can be missed until `is_live` turns true; LOOK comes then."""
+        """Return a context manager that yields a `Listener` of `topic`.
+
+        Messages sent while the listener's `is_live` is False are lost. When `is_live` turns True
+        the listener receives LOOK, "read the store".
+        """
 
 
 class Topics:
-    """The listeners of this process, by topic."""
+    """The listeners in this process, by topic."""
 
     def __init__(self) -> None:
         self._listeners: dict[str, set[Listener]] = {}
@@ -125,11 +136,13 @@ class Topics:
                 self.changed.set()
 
     def hear(self, topic: str, message: str) -> None:
-        """Pass a message to a topic's listeners. Text that is no message counts as LOOK.
+        """Pass a received message to the listeners of its topic.
+
+        Text that is no message of tierkv is passed as LOOK, "read the store".
 
         Args:
-            topic: Name of the topic.
-            message: The message, perhaps from a writer outside tierkv.
+            topic: name of the topic.
+            message: the received text, perhaps from a writer outside tierkv.
         """
         if not _MESSAGE.fullmatch(message):
             message = LOOK
@@ -137,11 +150,13 @@ class Topics:
             listener.hear(message)
 
     def turn(self, topic: str, *, is_live: bool) -> None:
-        """Set whether messages of a topic arrive, and send its listeners LOOK for missed messages.
+        """Set `is_live` of a topic's listeners.
+
+        The listeners also receive LOOK, "read the store", since messages may have been lost before.
 
         Args:
-            topic: Name of the topic.
-            is_live: True if messages arrive now; False if listeners have to poll.
+            topic: name of the topic.
+            is_live: True if messages arrive from now on; False if listeners have to poll.
         """
         for listener in self._listeners.get(topic, ()):
             listener.is_live = is_live
@@ -153,14 +168,14 @@ class Topics:
 
 
 class Polling:
-    """The `Notifier` of a store without messages: listeners have to poll."""
+    """The `Notifier` of a store that cannot send messages: listeners have to poll."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         yield
 
     async def notify(self, topic: str, message: str = LOOK) -> None:
-        """Do nothing."""
+        """See `Notifier.notify`; nothing is sent."""
 
     @contextmanager
     def listen(self, topic: str) -> Iterator[Listener]:  # noqa: ARG002 - the protocol's
@@ -168,7 +183,7 @@ class Polling:
 
 
 class Hub:
-    """The `Notifier` within one process and one event loop."""
+    """A `Notifier` between listeners of one process and one event loop."""
 
     def __init__(self) -> None:
         self.topics = Topics()
@@ -178,12 +193,7 @@ class Hub:
         yield
 
     async def notify(self, topic: str, message: str = LOOK) -> None:
-        """Send a message to this process's listeners of a topic; see Notifier.notify.
-
-        Args:
-            topic: Name of the topic.
-            message: The message.
-        """
+        """See `Notifier.notify`; only listeners of this process receive the message."""
         self.topics.hear(topic, check_message(message))
 
     def listen(self, topic: str) -> AbstractContextManager[Listener]:
@@ -201,15 +211,18 @@ _MAX_TTL_S = 10 * 365 * 86_400.0
 
 
 def is_name(name: str) -> bool:
-    """Return whether a store accepts `name`."""
+    """Return True if stores accept `name`: 1 to 8 fields, separated by colons, without "..".
+
+    A field begins with a letter or digit and continues with letters, digits, ".", "_" and "-".
+    """
     return _NAME.fullmatch(name) is not None and ".." not in name
 
 
 def check_name(name: str) -> str:
-    """Return `name`.
+    """Return `name` if stores accept it.
 
     Raises:
-        BadRequestError: a store does not accept the name.
+        BadRequestError: stores do not accept the name; see `is_name`.
     """
     if not is_name(name):
         raise BadRequestError(f"{name[:80]!r} is not a valid name of a value")
@@ -217,16 +230,22 @@ def check_name(name: str) -> str:
 
 
 class CheckedNames(tuple[str, ...]):
-    """Names that passed `check_names`; stores around stores need not check them again."""
+    """Names that `check_names` has accepted.
+
+    A store that wraps another need not check them again.
+    """
 
     __slots__ = ()
 
 
 def check_names(names: Sequence[str]) -> CheckedNames | NameRun:
-    """Return `names`. Names of a run differ in their digests only, so one of them is checked.
+    """Return `names` if stores accept all of them.
+
+    The names of a `NameRun` differ only in the hex digests of their blocks, so one of them is
+    checked.
 
     Raises:
-        BadRequestError: a store does not accept one of the names.
+        BadRequestError: stores do not accept one of the names.
     """
     if isinstance(names, CheckedNames):
         return names
@@ -243,7 +262,7 @@ def check_names(names: Sequence[str]) -> CheckedNames | NameRun:
 
 
 def check_limit(limit: int) -> None:
-    """Check the length of a page.
+    """Check `limit`, the number of values that one page of a listing may have.
 
     Raises:
         BadRequestError: `limit` is below 1.
@@ -253,10 +272,10 @@ def check_limit(limit: int) -> None:
 
 
 def check_prefix(prefix: str) -> str:
-    """Return `prefix`: a name, or a name and a colon.
+    """Return `prefix` if it is a name, or a name and a colon.
 
     Raises:
-        BadRequestError: it is neither.
+        BadRequestError: the prefix is neither.
     """
     check_name(prefix.removesuffix(":"))
     return prefix
@@ -289,9 +308,10 @@ class PutStatus(Enum):
 
 
 class Digest(Protocol):
-    """A digest of the bytes of one value, given in order, piece by piece.
+    """A running checksum of one value: `update` receives all of its bytes in order, piece by piece.
 
-    `update` is called on the loop or in a thread of the store. 256 KiB may take 20 us.
+    A store calls `update` on the event loop or in a thread, as the bytes arrive. The call must be
+    fast: at most 20 us for 256 KiB.
     """
 
     def update(self, piece: memoryview, /) -> object: ...
@@ -302,12 +322,13 @@ class GetItem:
     """A value to read: its name, and the buffers to fill in order.
 
     Attributes:
-        into: writable, C-contiguous buffers; a value that is longer than all of them is DAMAGED.
-        digest: makes a digest that a store may give the bytes as they arrive, while they are in the
-            processor's cache.
+        into: writable, C-contiguous buffers; a value that is longer than all of them together is
+            DAMAGED.
+        digest: makes a `Digest`. A store may give the value's bytes to it as they arrive, while
+            they are in the processor's cache; the reader then need not read them again.
 
     Raises:
-        BadRequestError: a store does not accept the name.
+        BadRequestError: stores do not accept the name.
     """
 
     name: str
@@ -332,7 +353,8 @@ class GetOutcome:
     Attributes:
         reason: one sentence for the log; empty for HIT and MISS.
         num_bytes: the length of a HIT's value; bytes behind it in `into` mean nothing.
-        digest: the item's digest, if it has received all bytes of a HIT's value; else None.
+        digest: the object that the item's `digest` made, if it has received all bytes of a HIT's
+            value; else None.
         is_direct: True for a HIT from another node's memory, not from a store.
     """
 
@@ -344,11 +366,11 @@ class GetOutcome:
 
 
 def too_long(item: GetItem, num_bytes: int) -> GetOutcome:
-    """Return the outcome of a value that has no room in an item.
+    """Return the outcome DAMAGED for a value that is longer than the buffers of its item.
 
     Args:
-        item: The item with its room.
-        num_bytes: Size of the value.
+        item: the item that was to be read.
+        num_bytes: size of the value.
     """
     reason = (
         f"{item.name} has {num_bytes} bytes, more than the {item.room_bytes} that were expected"
@@ -358,19 +380,22 @@ def too_long(item: GetItem, num_bytes: int) -> GetOutcome:
 
 @dataclass(frozen=True, slots=True)
 class PutItem:
-    """A value to write, given as consecutive `parts`. A value of no bytes is a value.
+    """A value to write: the bytes of `parts`, one part after the other. No bytes are a value, too.
 
     Attributes:
-        ttl_s: seconds to live; None for as long as the store keeps it.
-        keep_existing: leave an existing value, which is the same (block keys). False replaces it
-            atomically (tickets).
-        only_new: leave an existing value, which may differ: the first one stays.
-        worth: of writes that wait for a slow store, those worth least are dropped first.
-        complete: fills in the rest of the parts (a checksum). The store calls it, or `completed`,
-            right before sending: maybe more than once, and from several threads.
+        ttl_s: seconds to live; None for as long as the store keeps the value.
+        keep_existing: True leaves a value that exists, for names whose value is always the same
+            (blocks). False replaces the value atomically (tickets).
+        only_new: True leaves a value that exists, even if it differs: the first value of a name
+            stays.
+        worth: what the value is worth to later requests. While writes wait for a slow store, those
+            worth least are dropped first.
+        complete: fills in bytes of the parts that are not known before, such as a checksum. The
+            store calls it, or `completed`, right before sending: maybe more than once, and from
+            several threads.
 
     Raises:
-        BadRequestError: a store does not accept the name, or ttl_s is not above 0 and at most ten
+        BadRequestError: stores do not accept the name, or ttl_s is not above 0 and at most ten
             years.
     """
 
@@ -394,7 +419,7 @@ class PutItem:
         return sum(memoryview(part).nbytes for part in self.parts)
 
     def completed(self) -> tuple[Buffer, ...]:
-        """Complete the parts and return them."""
+        """Call `complete`, if there is one, and return the parts."""
         if self.complete is not None:
             self.complete()
         return self.parts
@@ -409,7 +434,8 @@ class PutOutcome:
     """The outcome of one write.
 
     Attributes:
-        takes_others: True for FULL if the store refuses this value only, now and later.
+        takes_others: True for a FULL that concerns this value only, such as one larger than the
+            store: other values can be written.
     """
 
     status: PutStatus
@@ -419,10 +445,10 @@ class PutOutcome:
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """One line of a listing.
+    """A value as a listing shows it.
 
     Attributes:
-        expires_at: Unix seconds of this machine's clock; None if the value has no TTL.
+        expires_at: Unix seconds of this machine's clock; None if the value has no time to live.
     """
 
     name: str
@@ -432,7 +458,11 @@ class StoredValue:
 
 @dataclass(frozen=True, slots=True)
 class ListPage:
-    """Part of a listing; `cursor` continues it, None if this was the last part."""
+    """One page of a listing.
+
+    Attributes:
+        cursor: the argument of `Store.list` for the next page; None on the last page.
+    """
 
     values: tuple[StoredValue, ...]
     cursor: str | None
@@ -446,7 +476,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """The properties of a store.
+    """The abilities of a store, on which its callers' decisions depend.
 
     Attributes:
         is_shared: other processes see the same values.
@@ -454,11 +484,12 @@ class Capabilities:
         has_ttl: values expire; if False, `ttl_s` has no effect, and values stay until the store or
             its owner removes them: for room (Mooncake), or by a bucket's lifecycle rule.
         has_listing: `list` and `usage` work; if False, they raise StoreUnavailableError.
-        has_cheap_questions: asking for a value costs less than reading it; if False, a lookup
-            reads.
-        sends_from_loop: values are completed on the loop (PutItem.complete), one by one. If threads
-            send them, other threads complete the next ones at the same time: with Mooncake and 16
-            cores put had 0.67 of its client's rate when the same threads did both.
+        has_cheap_questions: asking whether a value exists costs less than reading it; if False, a
+            lookup reads the values.
+        sends_from_loop: the event loop sends values and completes each (PutItem.complete) right
+            before. If False, threads send, and other threads had better complete the next values at
+            the same time: with Mooncake and 16 cores put had 0.67 of its client's rate when the
+            same threads did both.
     """
 
     is_shared: bool
@@ -486,14 +517,20 @@ class StoreHealth:
 
     Attributes:
         circuit: state of the breaker; None, with counts of 0, for a store without a breaker.
-        part: for a store made of several, the URL of the one with this circuit; "" for its own.
+        part: for a store made of several, the URL of the one that the circuit belongs to; "" if the
+            circuit is the store's own.
         num_opened: number of times that the breaker opened.
-        reason: why it opened last.
-        degraded_s: seconds in which it was not closed, in total.
-        write_refusal: why the store takes no writes, in its own words; "" if it does.
+        reason: the reason why the breaker opened last.
+        degraded_s: seconds in which the breaker was not closed, in total.
+        write_refusal: the reason why the store takes no writes, in its own words; "" if it does.
         clock_skew_s: seconds that this machine's clock is ahead of the store's; None if the store
-            does not tell its time.
-        num_refused: operations that failed at once: circuit open, too many waiting, or stuck.
+            does not show its time.
+        num_retries: operations that were tried a second time.
+        num_refused: operations that failed at once: the breaker was open, too many operations
+            waited, or all writes were stuck.
+        num_dropped_writes: writes that were dropped, since too many bytes waited.
+        waiting_write_bytes: bytes of the writes that wait now.
+        negative_hits: names that were reported missing from memory, without asking the store.
     """
 
     circuit: BreakerState | None = None
@@ -513,11 +550,11 @@ class StoreHealth:
 class Store(Protocol):
     """Named values. Safe for concurrent use from one event loop; never blocks that loop.
 
-    Faults of the store are outcomes of the items (FAILED, with a reason); a method without items
-    raises StoreUnavailableError. Wrong use (a bad name) raises BadRequestError before the store is
-    asked. Every reader sees a value whole or not at all, at every moment. Before `running()` is
-    entered and after it is left all operations fail: FAILED, or StoreUnavailableError.
-    Leaving lets operations under way end, in success or failure.
+    A method with items reports a fault of the store as the outcome of each item (FAILED, with a
+    reason); a method without items raises StoreUnavailableError. Wrong use (a bad name) raises
+    BadRequestError before the store is asked. Every reader sees a value whole or not at all, at
+    every moment. Before `running()` is entered and after it is left all operations fail in the same
+    way. Leaving `running()` waits until operations under way have ended, in success or failure.
 
     If several values of one name are put at the same time or in one batch, one is kept whole.
 
@@ -539,56 +576,61 @@ class Store(Protocol):
     def now(self) -> float:
         """Return the store's time in Unix seconds; this machine's if the store has no clock.
 
-        Times that other users of the store will read are made and compared with this clock.
+        Times that other users of the store will read, such as the expiry of a ticket, are made and
+        compared with this clock.
         """
 
     def notifier(self) -> Notifier:
-        """Return a way to notify other users of the store of new values."""
+        """Return an object that exchanges hints about new values with other users of the store."""
 
     def use_memory(self, pools: Sequence[memoryview]) -> None:
-        """Announce the pools of most buffers of reads and writes, before `running()` is entered.
+        """Announce the memory that most buffers of reads and writes lie in.
 
-        For stores with a network card that needs registered memory. The pools are plain memory and
-        stay until `running()` is left.
+        Call it before `running()` is entered. A store with RDMA registers this memory with the
+        network card; other stores ignore it. The memory must stay in place until `running()` is
+        left.
         """
 
     def when_back(self, call: Callable[[], None]) -> None:
-        """Call `call` whenever the store answers again after a failure: its values may be lost.
+        """Register `call`, which is called whenever the store answers again after a failure.
 
-        The same callable given twice is called once.
+        The store may have lost values by then. The same callable given twice is called once.
         """
 
     def running(self) -> AbstractAsyncContextManager[None]:
-        """Return the store's lifetime. Entering checks that the store can be used.
+        """Return a context manager in which the store can be used.
+
+        Entering it checks that the store can be reached.
 
         Raises:
-            StoreUnavailableError: the store cannot be used, in one clear sentence.
+            StoreUnavailableError: the store cannot be used; the message is one sentence that says
+                why.
             ConfigError: a setting is wrong.
         """
 
     async def ping(self) -> None:
-        """Return if the store answers.
+        """Check that the store answers.
 
         Raises:
             StoreUnavailableError: the store does not answer.
         """
 
     async def exists(self, names: Sequence[str]) -> int:
-        """Return the number of leading `names` that have a value.
+        """Return the number of `names` with a value before the first name without one.
 
         Raises:
             StoreUnavailableError: the store does not answer.
         """
 
     async def present(self, names: Sequence[str]) -> list[bool]:
-        """Return for each of `names` whether it has a value.
+        """Return for each of `names` True if it has a value.
 
         Raises:
             StoreUnavailableError: the store does not answer.
         """
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        """Read each value into its buffers; outcomes contain the lengths.
+        """Read each value into the buffers of its item; the outcomes have the lengths.
 
         With any status but HIT the buffers hold undefined bytes.
         """
@@ -597,7 +639,7 @@ class Store(Protocol):
         """Return one small value (a ticket), None if there is none.
 
         Args:
-            name: the name.
+            name: name of the value.
             max_bytes: longest accepted value.
 
         Raises:
@@ -609,41 +651,41 @@ class Store(Protocol):
         """Store each value, whole or not at all."""
 
     async def delete(self, names: Sequence[str]) -> int:
-        """Forget values; return the number of those that existed.
+        """Remove values; return the number of those that existed.
 
         Raises:
             StoreUnavailableError: the store does not answer.
         """
 
     async def forget_damaged(self, names: Sequence[str]) -> list[bool]:
-        """Forget the damaged copy that the last read of each of `names` came from.
+        """Remove the damaged copies that the last reads of `names` returned.
 
         Returns:
-            For each name whether there may be another copy, in another store that this one is made
-                of.
+            For each name True if there may be another copy, in another one of the stores that this
+                store consists of.
 
         Raises:
             StoreUnavailableError: the store does not answer; some copies may be left.
         """
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
-        """Renew the life of values, and return the number of values that existed.
+        """Let values live for `ttl_s` seconds from now; return the number of those that existed.
 
         A value without expiry gets one.
 
         Args:
-            names: Names of the values.
-            ttl_s: Seconds from now that the values live.
+            names: names of the values.
+            ttl_s: seconds from now that the values live.
 
         Raises:
             StoreUnavailableError: the store does not answer.
         """
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
-        """Return a page of values with names that start with `prefix`, in no order.
+        """Return one page of the values with names that start with `prefix`, in no order.
 
-        A value that exists during the whole listing is listed. Values can be listed twice when
-        others are written or removed during the listing.
+        A value that exists during the whole listing is listed. A value can be listed twice when
+        other values are written or removed during the listing.
 
         Args:
             prefix: a name, or a name and a colon.
@@ -656,7 +698,7 @@ class Store(Protocol):
         """
 
     async def usage(self, prefix: str) -> Usage:
-        """Return values and bytes under `prefix`, from its whole listing.
+        """Return the number and total bytes of the values under `prefix`, by listing them all.
 
         Raises:
             StoreUnavailableError: the store does not answer.

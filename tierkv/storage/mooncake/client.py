@@ -14,12 +14,22 @@ from tierkv.errors import ConfigError
 
 
 class Config(Protocol):
+    """The type of `mooncake.store.ReplicateConfig`: how a value is kept.
+
+    Attributes:
+        replica_num: number of copies.
+        soft_pin_action: a member of `SoftPinAction`; ENABLE lets the value be evicted last.
+    """
+
     replica_num: int
     soft_pin_action: object
 
 
 class MooncakeClient(Protocol):
-    """The type of `mooncake.store.MooncakeDistributedStore`. Every call blocks."""
+    """The type of `mooncake.store.MooncakeDistributedStore`. Every call blocks.
+
+    Integers in answers are lengths in bytes or 0 for success; below 0 they are Mooncake's errors.
+    """
 
     def setup(  # noqa: PLR0913, PLR0917 - theirs
         self,
@@ -30,19 +40,44 @@ class MooncakeClient(Protocol):
         protocol: str,
         rdma_devices: str,
         master_server_addr: str,
-    ) -> int: ...
+    ) -> int:
+        """Connect to the master; return 0 or an error.
+
+        Args:
+            local_hostname: address at which providers reach this client.
+            metadata_server: URL of a metadata server; "P2PHANDSHAKE" for none.
+            global_segment_size: bytes of memory that this client lends to the cluster.
+            local_buffer_size: bytes of the client's own buffer.
+            protocol: "tcp" or "rdma".
+            rdma_devices: network devices for RDMA, separated by commas.
+            master_server_addr: "host:port" of the master.
+        """
 
     def close(self) -> int: ...
 
-    def register_buffer(self, buffer_ptr: int, size: int) -> int: ...
+    def register_buffer(self, buffer_ptr: int, size: int) -> int:
+        """Register memory with the network card; return 0 or an error.
+
+        Args:
+            buffer_ptr: address of the memory.
+            size: bytes of the memory.
+        """
 
     def unregister_buffer(self, buffer_ptr: int) -> int: ...
 
-    def batch_is_exist(self, keys: list[str]) -> list[int]: ...
+    def batch_is_exist(self, keys: list[str]) -> list[int]:
+        """Return for each key 1 if it has a value, 0 if not, or an error."""
 
     def batch_get_into_multi_buffers(
         self, keys: list[str], all_buffer_ptrs: list[list[int]], all_sizes: list[list[int]]
-    ) -> list[int]: ...
+    ) -> list[int]:
+        """Read each value into its buffers; return its length or an error.
+
+        Args:
+            keys: names of the values.
+            all_buffer_ptrs: addresses of the buffers of each value.
+            all_sizes: bytes of these buffers; their sum is the length of the value.
+        """
 
     def batch_put_from_multi_buffers(
         self,
@@ -50,16 +85,47 @@ class MooncakeClient(Protocol):
         all_buffer_ptrs: list[list[int]],
         all_sizes: list[list[int]],
         config: Config,
-    ) -> list[int]: ...
+    ) -> list[int]:
+        """Write each value from its buffers, unless it exists; return 0 or an error for each.
 
-    def put(self, key: str, value: bytes, config: Config) -> int: ...
-    def upsert(self, key: str, value: bytes, config: Config) -> int: ...
+        Args:
+            keys: names of the values.
+            all_buffer_ptrs: addresses of the buffers of each value.
+            all_sizes: bytes of these buffers.
+            config: how the values are kept.
+        """
 
-    def get(self, key: str) -> bytes: ...
+    def put(self, key: str, value: bytes, config: Config) -> int:
+        """Write a value unless it exists; return 0, also if it exists, or an error.
 
-    def get_size(self, key: str) -> int: ...
+        Args:
+            key: name of the value.
+            value: its bytes, at least one.
+            config: how the value is kept.
+        """
 
-    def batch_remove(self, keys: list[str], force: bool) -> list[int]: ...  # noqa: FBT001
+    def upsert(self, key: str, value: bytes, config: Config) -> int:
+        """Write or replace a value; return 0 or an error.
+
+        Args:
+            key: name of the value.
+            value: its bytes, at least one.
+            config: how the value is kept.
+        """
+
+    def get(self, key: str) -> bytes:
+        """Return a value; no bytes if there is none."""
+
+    def get_size(self, key: str) -> int:
+        """Return the length of a value, or an error."""
+
+    def batch_remove(self, keys: list[str], force: bool) -> list[int]:  # noqa: FBT001
+        """Remove values; return 0 or an error for each.
+
+        Args:
+            keys: names of the values.
+            force: True to remove also a value that was just read and is protected for that.
+        """
 
 
 class Package(Protocol):
@@ -94,8 +160,8 @@ class MooncakeSettings:
     Attributes:
         local_host: the address at which providers reach this node.
         num_threads: number of calls that read at a time, and of as many that write. A call waits
-            for its bytes in a busy loop and has a core to itself. At most 32, or 6 with long
-            timeouts: see max_pieces.
+            for its bytes in a busy loop and has a core to itself. At most 32, or 6 with the longest
+            connect_timeout_s.
         replicas: number of copies of each value.
         connect_timeout_s: seconds in which the master must be reached and answer, and in which a
             provider must move a byte (whole seconds, at most 10). The package reads it from the
@@ -127,27 +193,28 @@ class MooncakeSettings:
 
     @property
     def halt_s(self) -> int:
-        """The seconds in which a provider may move no byte."""
+        """The seconds for which a provider may move no byte before a call gives up."""
         return math.ceil(min(self.connect_timeout_s, _LONGEST_HALT_S))
 
     @property
     def is_rdma(self) -> bool:
         """True for RDMA, which needs registered memory.
 
-        A network card moves bytes of registered memory only. Over TCP no memory is registered:
-        every host that reaches the client's ports can read and write registered memory.
+        An RDMA network card moves bytes of registered memory only. Over TCP no memory is
+        registered, since every host that reaches the client's ports can read and write registered
+        memory.
         """
         return self.protocol == "rdma"
 
     @property
     def max_pieces(self) -> int:
-        """The most pieces of the values in one call of the client, see _MAX_PIECES."""
+        """The most buffers in one call of the client; _MAX_PIECES says why there is a limit."""
         in_flight = min(_MAX_PIECES, _MAX_PIECES_AND_HALTS // self.halt_s)
         return in_flight // (2 * self.num_threads)
 
 
 def environment(settings: MooncakeSettings) -> dict[str, str]:
-    """Return the environment variables that the package reads when a client is made.
+    """Return the environment variables that Mooncake's package reads when a client is made.
 
     Variables that the user has set keep their values.
     """

@@ -1,9 +1,10 @@
-"""The store on Mooncake: a master that knows the places of values, and providers of memory.
+"""The store on Mooncake, a cluster of a master and providers.
 
-Values go between the caller's buffers and the providers over TCP or RDMA, without a copy in tierkv.
-Mooncake has no values of no bytes, no times to live (it evicts the least recently used), and no
-list of values. Its calls block and are made in threads; a provider that is frozen holds such a
-thread, and the caller's buffers, for some seconds.
+Providers lend memory for values; the master knows which provider has a value. Values go between the
+caller's buffers and the providers over TCP or RDMA, without a copy in tierkv. Mooncake has no
+values of no bytes, no times to live (it evicts the least recently used), and no list of values. Its
+calls block and are made in threads; a provider that is frozen holds such a thread, and the caller's
+buffers, for some seconds.
 """
 
 from __future__ import annotations
@@ -74,9 +75,9 @@ Pieces = Sequence[memoryview]
 class MooncakeValues:
     """The blocking half of the store: values by batch calls of Mooncake's client.
 
-    The client is connected from the constructor to `close`. Safe from several threads. A call ends
-    when none of its bytes is under way any more. A provider that is frozen holds one call for
-    `halt_s` seconds; the caller's later batches are given up.
+    The client is connected from the constructor to `close`. Safe from several threads. A call
+    returns when none of its bytes is under way any more. A provider that is frozen holds one call
+    for `halt_s` seconds; later batches of the same caller then fail at once.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class MooncakeValues:
             address: host and port of the master.
             url: URL of the store, for errors.
             settings: addresses, protocol, replicas and time limits of the client.
-            pools: memory with most values, registered for RDMA.
+            pools: the memory that most values lie in on this node, registered for RDMA.
 
         Raises:
             StoreUnavailableError: the master cannot be reached, or the package cannot be loaded.
@@ -136,7 +137,7 @@ class MooncakeValues:
         self._client.close()
 
     def ping(self) -> None:
-        """Ask the master.
+        """Ask the master a question.
 
         Raises:
             StoreUnavailableError: the master does not answer.
@@ -144,7 +145,7 @@ class MooncakeValues:
         self.present(["ping"])  # its `health_check` does not ask the master
 
     def present(self, names: Sequence[str]) -> list[bool]:
-        """Return for each name whether it has a value.
+        """Return for each name True if it has a value.
 
         Raises:
             StoreUnavailableError: the master does not answer.
@@ -179,20 +180,20 @@ class MooncakeValues:
         return statuses.count(0)
 
     def batches_to_get(self, items: Sequence[GetItem]) -> list[Sequence[GetItem]]:
-        """Return the batches of `items` for one `get` each."""
+        """Cut `items` into batches, each for one call of `get`."""
         return _batches(items, [len(item.into) for item in items], self._max_pieces)
 
     def batches_to_put(self, items: Sequence[PutItem]) -> list[Sequence[PutItem]]:
-        """Return the batches of `items` for one `put` each."""
+        """Cut `items` into batches, each for one call of `put`."""
         return _batches(items, [len(item.parts) for item in items], self._max_pieces)
 
     def get(self, items: Sequence[GetItem], given_up: Event) -> list[GetOutcome]:
         """Read values into their buffers.
 
         Args:
-            items: one batch.
-            given_up: shared by all batches of a caller; set after a batch without an answer, so
-                later batches fail at once.
+            items: one batch of `batches_to_get`.
+            given_up: shared by all batches of a caller. Set after a batch without an answer, which
+                makes later batches fail at once.
         """
         if given_up.is_set():
             return [GetOutcome(GetStatus.FAILED, self._unsent(item.name)) for item in items]
@@ -206,9 +207,15 @@ class MooncakeValues:
     def _read(
         self, names: Sequence[str], rooms: Sequence[Pieces], given_up: Event
     ) -> Sequence[int]:
-        """Fill each room with the value of that name and length.
+        """Fill each room (views that together have a value's length) with the value of its name.
 
-        Return lengths, or error numbers.
+        Args:
+            names: names of the values.
+            rooms: views to fill, for each name.
+            given_up: see `get`.
+
+        Returns:
+            For each name the length of the value, or Mooncake's error number, below 0.
         """
         landings = [
             # Too many buffers are replaced by one of their size.
@@ -251,7 +258,7 @@ class MooncakeValues:
         """Return a small value, None if there is none.
 
         Args:
-            name: the name.
+            name: name of the value.
             max_bytes: longest accepted value.
 
         Raises:
@@ -284,11 +291,11 @@ class MooncakeValues:
     def put(self, items: Sequence[PutItem], given_up: Event) -> list[PutOutcome]:
         """Write values.
 
-        If several callers write one name at the same time, the client answers 0 to all of them at
-        once, and one of them sends the value.
+        If several callers write one name at the same time, Mooncake answers all of them at once
+        that the value is stored, and one of them sends it.
 
         Args:
-            items: one batch.
+            items: one batch of `batches_to_put`.
             given_up: as in `get`.
         """
         if given_up.is_set():
@@ -304,7 +311,15 @@ class MooncakeValues:
         return [outcome for outcome in outcomes if outcome is not None]
 
     def _put_one(self, item: PutItem, state: int) -> PutOutcome | None:
-        """Write one value; return None for a value that a batch will write."""
+        """Write one value that needs a call of its own, or find that none is needed.
+
+        Args:
+            item: the value.
+            state: the master's answer for its name: 1 for a value, 0 for none, or an error number.
+
+        Returns:
+            The outcome; None for a value that is left to the call for the rest of the batch.
+        """
         if not item.num_bytes:
             reason = f"{item.name} is empty, and Mooncake stores no empty values"
             return PutOutcome(PutStatus.FAILED, reason)
@@ -355,7 +370,13 @@ class MooncakeValues:
         return config
 
     def _look(self, statuses: Sequence[int], started: float, given_up: Event) -> None:
-        """Set `given_up` after a long wait without an answer: the caller needs its buffers back."""
+        """Set `given_up` if a call without an answer took long: the caller needs its buffers back.
+
+        Args:
+            statuses: Mooncake's answers.
+            started: monotonic seconds at which the call began.
+            given_up: see `get`.
+        """
         is_silent = any(status == _NOT_MOVED or status in _NO_ANSWER for status in statuses)
         if is_silent and time.monotonic() - started >= self._settings.halt_s / 2:
             given_up.set()
@@ -365,10 +386,11 @@ class MooncakeValues:
 
 
 class KnownMemory:
-    """Memory that is registered with the client.
+    """The memory of this node that is registered with Mooncake's client, which RDMA needs.
 
-    The memory is the node's `pools`, and scratch for pieces outside them, of `num_users` calls at a
-    time. Without pools nothing is registered, and every piece stays in its place.
+    The memory is the node's `pools`, and scratch: room for the bytes of values that lie outside the
+    pools, for `num_users` calls at a time. Without pools nothing is registered, and values are read
+    and written where they lie.
     """
 
     def __init__(self, client: MooncakeClient, pools: Pieces, *, num_users: int) -> None:
@@ -384,10 +406,10 @@ class KnownMemory:
         self._registered: list[int] = []
 
     def register(self) -> None:
-        """Register all memory.
+        """Register all memory with the client.
 
         Raises:
-            StoreUnavailableError: the client refuses a range.
+            StoreUnavailableError: the client refuses a range of memory.
         """
         for where in self._ranges:
             if status := self._client.register_buffer(where.start, len(where)):
@@ -405,9 +427,16 @@ class KnownMemory:
     def known(
         self, values: Sequence[Pieces]
     ) -> Iterator[tuple[Sequence[Pieces], Sequence[tuple[memoryview, memoryview]]]]:
-        """Yield the values' pieces in registered memory, and pairs of a piece and its copy there.
+        """Yield views of registered memory for the pieces of values.
 
-        Blocks while too many calls use scratch memory.
+        A piece outside the pools gets a view of scratch memory; the caller copies its bytes. Blocks
+        while all scratch memory is in use.
+
+        Args:
+            values: the pieces of each value.
+
+        Yields:
+            The views of each value, and pairs of a piece and its view in scratch memory.
         """
         if not self._pools:
             yield values, ()
@@ -442,8 +471,9 @@ def pointer(view: Buffer) -> int:
 def _ask_whether_it_lives(address: tuple[str, int], timeout_s: float) -> None:
     """Check that the master answers.
 
-    Mooncake's client retries for minutes, and its `setup`, alone of its calls, keeps the
-    interpreter until the master has answered: 4 s for a frozen one, in which no other thread runs.
+    Mooncake's client would retry for minutes. Its call `setup`, alone of its calls, also holds the
+    interpreter's lock until the master has answered: 4 s for a frozen one, in which no other thread
+    runs.
 
     Raises:
         OSError: no server listens at the address, or it does not answer.
@@ -457,9 +487,13 @@ def _ask_whether_it_lives(address: tuple[str, int], timeout_s: float) -> None:
 def _batches(
     items: Sequence[Item], num_pieces: Sequence[int], max_pieces: int
 ) -> list[Sequence[Item]]:
-    """Return the items of each call of the client.
+    """Cut items into the batches of single calls of the client.
 
-    A value with more pieces than a call may have counts as one piece.
+    Args:
+        items: the values of one caller.
+        num_pieces: number of buffers of each item.
+        max_pieces: most buffers of one call. An item with more is moved through one buffer, and
+            counts as one.
     """
     batches: list[Sequence[Item]] = []
     first = count = 0
@@ -498,10 +532,11 @@ ACCEPTED = "mooncake://master-host:port"
 
 
 class MooncakeStore(BaseStore):
-    """A `Store` on a Mooncake cluster. Values that are replaced (tickets) are softly pinned.
+    """A `Store` on a Mooncake cluster.
 
-    If several callers put one name at the same time, one sends the value; the rest gets STORED or
-    EXISTED at once, before the value can be read.
+    Values that are replaced (tickets) are softly pinned: Mooncake evicts them last. If several
+    callers put one name at the same time, one sends the value; the others get STORED or EXISTED at
+    once, before the value can be read.
     """
 
     def __init__(self, url: str, settings: MooncakeSettings) -> None:
@@ -524,7 +559,8 @@ class MooncakeStore(BaseStore):
     def use_memory(self, pools: Sequence[memoryview]) -> None:
         """Register `pools` with the network card when the store is opened.
 
-        Over RDMA values in other memory fail. Over TCP nothing is registered.
+        Over RDMA values in other memory fail if they are too long for scratch memory. Over TCP
+        nothing is registered.
         """
         self._pools = tuple(pools)
 
@@ -579,6 +615,7 @@ class MooncakeStore(BaseStore):
         return [outcome for part in parts for outcome in part]
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+        """See `Store.get`."""
         check_name(name)
         values = self._opened()
         return await self._readers.run(lambda: values.get_small(name, max_bytes))
@@ -599,7 +636,10 @@ class MooncakeStore(BaseStore):
         return await self._writers.run(lambda: values.delete(names))
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
-        """Return the number of values that exist: they live for as long as they are used."""
+        """See `Store.touch`.
+
+        Only the number of values is returned, since Mooncake has no times to live.
+        """
         check_ttl(ttl_s)
         return sum(await self.present(names))
 
