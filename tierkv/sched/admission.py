@@ -1,8 +1,8 @@
 """Admission of requests: their waits for room, their starts, and the loads that they start with.
 
-A request waits for room on the device or within its tenant's quota, or for blocks that
-another one computes (`Admissions`), or, once it runs, for more blocks (`Growth`). `Admissions` is
-called at every change of capacity and ends the waits of all three. The wait for storage, which
+A waiting request needs room on the device or within its tenant's quota, or waits for blocks that
+another request computes (`Admissions`). A running request can wait for more blocks (`Growth`).
+`Admissions` is called at every change of capacity and ends these waits. The wait for storage, which
 comes before, is in `fetch.py`.
 """
 
@@ -57,16 +57,20 @@ MISS_REASONS = (
 def why_missed(
     spec: RequestSpec, match: Match, num_tokens: int, history: History, computing: Computing
 ) -> tuple[str, HistoryEvent | None]:
-    """Return the reason (of MISS_REASONS) why `num_tokens` are missing, and the block's last event.
+    """Return the reason why prompt tokens are missing, and the event that removed them.
 
-    The call computes at most one hash; `explain` gives the whole story.
+    The call computes at most one hash; `explain` gives a complete explanation.
 
     Args:
         spec: the request.
         match: its match at this moment.
-        num_tokens: number of prompt tokens that were not found.
+        num_tokens: number of prompt tokens that were not found, at least 1.
         history: events of evicted and failed blocks.
         computing: promises of running requests.
+
+    Returns:
+        One of MISS_REASONS, and the last event of the first missing block; None if no event is
+            known.
     """
     if not spec.uses_cache:
         return "not_asked", None
@@ -81,14 +85,20 @@ def why_missed(
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """Path blocks [first, stop) on their way to device `slots`, under a lease of the load's own.
+    """A copy of path blocks [first, stop) from the host to device `slots`.
 
     Attributes:
-        above: loads of blocks higher on the path. They settle first, and if one fails this one
-            fails, since a block is on the device only with its whole path.
-        below: loads of blocks lower on the path.
+        lease: keeps the path from eviction until the load has settled.
+        first: index of the first block on the path.
+        stop: index after the last block.
+        slots: device slots that the copy writes, int32 [stop - first].
+        movement: the copy.
+        above: loads of blocks nearer to the start of the path. They settle first, and if one fails
+            this one fails, since a block is on the device only with its whole path.
+        settled: resolved once the index is updated, also if the copy failed.
+        below: loads of blocks further down the path.
         num_users: number of requests with these slots in their block tables.
-        settled: resolved, with either result, once the index is updated.
+        is_failed: True if the copy, or one of a load above, failed.
     """
 
     lease: Lease
@@ -105,9 +115,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class _Partial:
-    """A partly shared block, the last of `source`, and the private block for its copy.
+    """A cached block that shares only its first tokens with a prompt, to be copied for the request.
 
-    The prompt shares its first tokens.
+    Attributes:
+        source: lease of the path whose last block is the shared one.
+        target: the private device slot for the copy, int32 [1].
     """
 
     source: Lease
@@ -148,10 +160,10 @@ class HostLoads:
         )
 
     def of(self, slots: Ids) -> list[Load]:
-        """Return the loads that write `slots`, the device slots of consecutive path blocks.
+        """Return the loads that write `slots`, the device slots of consecutive blocks of a path.
 
-        With any block of a load, `slots` must have the load's first one; the blocks before it are
-        not on their way.
+        A load is found by its first slot only, so `slots` must begin where a load begins or where
+        all blocks have arrived.
         """
         if not self._active:
             return []
@@ -159,7 +171,16 @@ class HostLoads:
         return [load for first, load in self._active.items() if first in wanted]
 
     def join(self, path: Lease, first: int, stop: int) -> list[Load]:
-        """Return the loads of path blocks [first, stop), each with one more user."""
+        """Return the loads of path blocks [first, stop), each with one more user.
+
+        Args:
+            path: a lease of the path.
+            first: index of the first block.
+            stop: index after the last block.
+
+        Returns:
+            The loads; pass each to `release` when its user has ended.
+        """
         if first >= stop:
             return []
         loads = self.of(self._index.slots(Tier.DEVICE, path.node, first, stop))
@@ -182,9 +203,12 @@ class HostLoads:
             path: a lease of the path.
             first: index of the first block.
             stop: index after the last block.
-            slots: device slots for the blocks.
-            beside: a partial block to copy in the same movement, which saves a request 0.2 ms
-                (H200). Its lease ends with the movement.
+            slots: device slots for the blocks, int32 [stop - first].
+            beside: a partly shared block to copy in the same movement, which saves a request 0.2 ms
+                (H200). The lease of its source ends with the movement.
+
+        Returns:
+            The load, with one user.
         """
         index = self._index
         host, device = index.slots(Tier.HOST, path.node, first, stop), slots
@@ -215,14 +239,15 @@ class HostLoads:
         return load
 
     def release(self, load: Load) -> None:
-        """Subtract one user of a load, since a request that uses its slots has ended."""
+        """Count one user of a load less, since a request with the load's slots has ended."""
         load.num_users -= 1
         self._give_if_unused(load)
 
     def _settle(self, load: Load, end: Callable[[], None]) -> None:
-        """Record the end of a load's copy, after all loads above it have settled.
+        """Record the end of a load's copy in the index, after all loads above it have settled.
 
-        Callers that wait for the copy see its end after the index does, if no load is above.
+        If no load above is under way, the index is updated before callers that wait for the copy
+        resume.
         """
         for upper in load.above:
             if not upper.settled.done():
@@ -244,9 +269,10 @@ class HostLoads:
         end()
 
     def _fail(self, load: Load) -> None:
-        """Remove the blocks of a failed load from the device, and of the loads below it first.
+        """Remove the blocks of a failed load from the device, after those of the loads below it.
 
-        The slots stay lent: copies and requests may still touch them.
+        The slots do not become free yet, since copies and requests may still touch them; until then
+        they are listed as lent, that is, in use outside the index.
         """
         if load.is_failed:
             return
@@ -294,13 +320,17 @@ _NO_SLOTS = np.empty(0, np.int32)
 
 
 class _Held(msgspec.Struct):
-    """The resources of a start, returned if it fails.
+    """Everything that a start of a request has acquired so far, to be released if the start fails.
 
-    A load or copy that takes one over clears its field.
+    Whenever a load or copy becomes the owner of a resource, the resource's field is cleared.
 
     Attributes:
+        lease: lease of the matched blocks.
+        source: lease of a partly shared block that is to be copied.
         slots: device slots that no copy writes.
         private: device slots that `movements` write.
+        loads: loads with the request as a user.
+        movements: copies into the request's blocks.
     """
 
     lease: Lease
@@ -312,16 +342,17 @@ class _Held(msgspec.Struct):
 
 
 class Starts:
-    """Starts requests: takes device slots and leases, and begins loads.
+    """Starts requests: acquires device slots and leases, and begins loads from the host.
 
     A start that raises keeps nothing, even if a bug is the cause.
 
     Args:
-        tiers: the tiers to take slots from.
-        running: gets the started requests.
+        tiers: the tiers whose slots are acquired.
+        running: the list to which started requests are added.
         loads: the loads under way.
-        computing: gets the promises of started requests.
-        given: called with tenant and blocks of each start, for the tenants' turns.
+        computing: the list to which the promises of started requests are added.
+        given: called with the tenant and the number of blocks of each start, since tenants get
+            turns by the blocks they were given.
         end: ends a request that has been begun.
     """
 
@@ -346,7 +377,10 @@ class Starts:
         self._valued_tokens = 0
 
     def counted(self) -> SchedulerStats:
-        """Return `stats`; value tokens found since the last call at the engine's present speed."""
+        """Return `stats` with `recompute_avoided_s` up to date.
+
+        Tokens found since the last call are converted to seconds with the engine's present speed.
+        """
         counts, speed = self.stats, self._computing.prefill
         found = counts.device_hit_tokens + counts.host_hit_tokens
         found += counts.storage_hit_tokens + counts.direct_hit_tokens
@@ -362,13 +396,17 @@ class Starts:
         fetched: Fetched | None,
         passes_by: PromiseWait | None = None,
     ) -> Request:
-        """Start a request and return it.
+        """Start a request, or raise if it has to wait for room.
 
         Args:
             spec: the request.
             match: its match at this moment.
             fetched: the blocks fetched from storage for it.
-            passes_by: a possible wait for a promise that the request does without.
+            passes_by: a possible wait for another request's blocks that is not made, for the
+                counts.
+
+        Returns:
+            The running request; its loads are under way.
 
         Raises:
             OutOfBlocksError: the request has to wait for room; nothing is held.
@@ -403,9 +441,10 @@ class Starts:
     def _with_cached(
         self, spec: RequestSpec, match: Match, fetched: Fetched | None, held: _Held
     ) -> Request:
-        """Return a request with blocks of the index in its table, or with a copy of a part of one.
+        """Return a request that uses cached blocks: in its table, or as a copy of a part of one.
 
-        Blocks that only the host has get device slots of the index; the others are private.
+        Blocks that only the host has get device slots that belong to the index; the other new
+        blocks are private to the request.
         """
         index, lease = self._index, held.lease
         partial, num_loads = match.partial, match.host_blocks
@@ -436,7 +475,10 @@ class Starts:
         return self._made(spec, lease, table, matched, tuple(movements))
 
     def _give_back(self, held: _Held) -> None:
-        """Release what a failed start holds; slots that a copy still writes follow at its end."""
+        """Release what a failed start holds.
+
+        Slots that a copy still writes are freed when it ends.
+        """
         pool, slots = self._tiers.slots.pools[Tier.DEVICE], held.slots
         if held.source is not None:
             self._index.release(held.source)
@@ -462,7 +504,8 @@ class Starts:
     def load(self, prompt: Prompt) -> Movement | None:
         """Load the blocks of `prompt` from the host to the device before a request needs them.
 
-        Return the movement, None if the host has no such blocks.
+        Returns:
+            The movement; None if no block of the prompt is on the host alone.
 
         Raises:
             OutOfBlocksError: there is no room; nothing is held.
@@ -481,7 +524,18 @@ class Starts:
         return load.movement
 
     def acquire(self, space: Space, count: int) -> Ids:
-        """Return `count` device slots within the tenant's quota; private blocks count in it too."""
+        """Acquire device slots within the tenant's quota, in which private blocks count too.
+
+        Args:
+            space: the space of the tenant.
+            count: number of slots.
+
+        Returns:
+            The slots, int32 [count].
+
+        Raises:
+            OutOfBlocksError: there are not enough slots; none is acquired.
+        """
         if not space.has_quota:
             return self._tiers.eviction.acquire(Tier.DEVICE, count)
         reserved = self._running.of_tenant(space.name).num_private
@@ -513,7 +567,7 @@ class Starts:
         Args:
             request: the running request.
             num_tokens: number of first prompt tokens that are in the block table now.
-            num_direct: number of the added ones that came from another node's memory.
+            num_direct: number of the added tokens that came from another node's memory.
         """
         came = num_tokens - request.cached_tokens
         direct = min(num_direct, came)
@@ -532,7 +586,7 @@ class Starts:
             request.missed, request.missed_since = "", None
 
     def brought_all(self, request: Request) -> None:
-        """Note that no more tokens come from storage; the missing ones count as missed."""
+        """Record that no more tokens come from storage; those still missing count as missed."""
         if request.num_coming:
             self.stats.missed_tokens[request.missed] += request.num_coming
             request.num_coming = 0
@@ -586,7 +640,7 @@ class Starts:
 
 
 def _joined(ranges: Sequence[range]) -> list[range]:
-    """Return the same tokens in order, each once."""
+    """Return sorted ranges of tokens in which overlapping and adjacent `ranges` are merged."""
     joined: list[range] = []
     for one in sorted(ranges, key=lambda tokens: tokens.start):
         if joined and one.start <= joined[-1].stop:
@@ -601,8 +655,8 @@ def _matched(
 ) -> Matched:
     """Count the matched tokens by the tier they came from.
 
-    Blocks fetched for this request may be on the device by now, but count for storage or another
-    node's memory.
+    A block that was fetched for this request counts for storage, or for another node's memory, even
+    if it is on the device by now.
     """
     full = match.num_blocks * block_size
     partial = match.partial.num_tokens if match.partial and source else 0
@@ -635,13 +689,16 @@ def _count_below(stop: int, ranges: Sequence[range]) -> int:
 
 
 class Growth:
-    """Gives running requests more device blocks.
+    """Gives running requests more device blocks than they reserved at admission.
+
+    Args:
+        tiers: the tiers whose device blocks are given.
+        running: all running requests.
+        starts: acquires the slots.
+        line: the waiting requests, which may have to release their fetched blocks.
 
     Attributes:
         extending: requests that wait for more blocks right now.
-
-    Args:
-        line: the waiting requests, which may have to release their fetched blocks.
     """
 
     def __init__(
@@ -663,19 +720,20 @@ class Growth:
     async def extend(self, request: Request, num_tokens: int) -> None:
         """Make room in the block table for `num_tokens` beyond the prompt and the committed tokens.
 
-        The request gets all of the blocks or none, and waits for them ahead of all admissions.
+        The request gets all of the missing blocks or none, and waits for them ahead of all
+        admissions.
 
         Args:
             request: the running request.
             num_tokens: number of tokens, at least 0.
 
         Raises:
-            OutOfBlocksError: all running requests wait for one another and this one has to yield:
-                call `preempt`.
+            OutOfBlocksError: all running requests wait for one another's blocks, and this one must
+                release its own: call `preempt`.
             RequestTooLargeError: the device or the tenant's quota is too small.
             BadRequestError: `num_tokens` is negative.
             OwnershipError: the request has ended.
-            RequestAbortedError: the request should end.
+            RequestAbortedError: the request was aborted.
         """
         request.check_wanted()
         if num_tokens < 0:
@@ -707,11 +765,14 @@ class Growth:
             self._tiers.work.capacity_changed()
 
     def _is_free(self, request: Request) -> bool:
-        """Return whether only the device's room limits the growth, and no request waits for it."""
+        """Return whether the tenant has no quota and no other request waits for more blocks."""
         return not (self.extending or request.lease.node.space.has_quota)
 
     def _has_grown(self, request: Request, count: int) -> bool:
-        """Grow the table at once if there is room; return whether there was."""
+        """Add `count` blocks to the table if they can be acquired now.
+
+        Return whether they could.
+        """
         try:
             slots = self._tiers.eviction.acquire(Tier.DEVICE, count)
         except OutOfBlocksError:
@@ -720,10 +781,10 @@ class Growth:
         return True
 
     def holds_up(self, space: str) -> bool:
-        """Return whether a running request waits for blocks that this tenant's next one might take.
+        """Return whether this tenant's next request must wait for a running request's growth.
 
-        If the device is full, these are the blocks of any tenant; if a tenant's quota is full, only
-        its own.
+        A running request that the full device keeps waiting goes before the requests of every
+        tenant; one that its full quota keeps waiting goes before those of its own tenant only.
         """
         return any(
             request not in self._short_of_quota or request.space == space
@@ -770,10 +831,16 @@ class Growth:
                 return None
 
     def _who_must_yield(self, space: str | None) -> list[Request]:
-        """Return the running requests, of `space` or of any, if one of them has to yield; else [].
+        """Return the running requests among which one must release its blocks; [] if none must.
 
-        One has to yield if all of them wait and nothing else makes room. The order is that of
-        admission.
+        One must if all running requests wait for more blocks and no copy under way will make room.
+
+        Args:
+            space: the tenant with a full quota; None if the device is full, which concerns all
+                tenants.
+
+        Returns:
+            The requests in the order of admission.
         """
         if self._tiers.work.is_at_work(space):
             return []
@@ -788,9 +855,14 @@ _SLICE = 8
 
 
 def check_fits(tiers: Tiers, spec: RequestSpec) -> None:
-    """Refuse a request that would not fit if it ran alone.
+    """Check that a request would fit if it ran alone.
 
-    The device's size and quotas can change while a request waits, so the check is repeated then.
+    The device's size and the quotas can change while a request waits, so the check is repeated at
+    its turn.
+
+    Args:
+        tiers: the tiers, with the sizes and quotas.
+        spec: the request.
 
     Raises:
         RequestTooLargeError: no wait would make the request fit.
@@ -811,10 +883,21 @@ def check_fits(tiers: Tiers, spec: RequestSpec) -> None:
 
 
 class Admissions:
-    """Admits waiting requests in turn. Running requests that want more blocks go first.
+    """Admits waiting requests in turn, after running requests that wait for more blocks.
 
     A large request at the head of the queue blocks the queue: smaller requests behind it wait until
     it is admitted.
+
+    Args:
+        tiers: the tiers of the node.
+        line: the waiting requests.
+        running: the running requests.
+        starts: starts a request whose turn it is.
+        growth: the running requests that wait for more blocks.
+        computing: the blocks that running requests will compute.
+
+    Attributes:
+        pauses: reasons for which admission is stopped; empty while it is not.
     """
 
     def __init__(
@@ -847,14 +930,17 @@ class Admissions:
         return bool(self.pauses)
 
     def admit_now(self, spec: RequestSpec, fetched: Fetched | None) -> Request | None:
-        """Admit a request at once and return it, None if it has to `join` the line.
+        """Admit a request at once, if it need not wait.
 
-        It has to wait if another request is before it, if it does not fit, or if blocks that
-        another request computes are worth waiting for.
+        It must wait if another request is before it, if it does not fit, or if blocks that another
+        request computes are worth waiting for.
 
         Args:
             spec: the request, which passed `Scheduler.check`.
             fetched: the blocks fetched from storage for it.
+
+        Returns:
+            The running request; None if it has to `join` the line.
         """
         if self.pauses or self._is_pumping or len(self._line) or not self._has_turn(spec):
             return None
@@ -868,7 +954,7 @@ class Admissions:
             return None
 
     def join(self, waiting: Waiting) -> None:
-        """Put a request into the line; its outcome is set later."""
+        """Put a request into the line; its `outcome` is set when it is admitted or refused."""
         self._line.join(waiting)
         if self.pauses:
             waiting.release_fetched()
@@ -876,7 +962,7 @@ class Admissions:
             self.pump()
 
     def pump(self) -> None:
-        """Give turns while there is a request to admit, up to a slice in one turn of the loop."""
+        """Admit waiting requests while there is room, at most _SLICE in a turn of the loop."""
         if self._is_pumping:
             self._pumps_again = True  # called by a release in the loop below
             return
@@ -905,9 +991,10 @@ class Admissions:
         return self._stuck is not None and self._is_busy() and self._next() is self._stuck
 
     def _admit_waiting(self, most: int) -> int:
-        """Give up to `most` turns.
+        """Give up to `most` requests their turn.
 
-        Return their number, less than `most` if there is nothing more to do.
+        Returns:
+            The number of turns; less than `most` if no further request can be admitted now.
         """
         self._bring_back()
         self._over_quota.clear()
@@ -939,7 +1026,10 @@ class Admissions:
         return most
 
     def _start_or_park(self, waiting: Waiting) -> Request | None:
-        """Start a request and return it; None if it waits now.
+        """Start the request, or let it wait for blocks that another request computes.
+
+        Returns:
+            The running request; None if it waits.
 
         Raises:
             OutOfBlocksError: there is no room.
@@ -972,7 +1062,8 @@ class Admissions:
         Args:
             spec: the request.
             match: its match at this moment.
-            give_up_at: end of the last such wait of the request, in seconds of the loop's clock.
+            give_up_at: latest end of all such waits of the request, in seconds of the loop's clock;
+                None if it has not waited yet.
         """
         if not self._computing.num_promises or not spec.uses_cache:
             return None
@@ -983,7 +1074,7 @@ class Admissions:
         return self._computing.possible_wait(match, spec.prompt, stop, now)
 
     def _bring_back(self) -> None:
-        """Return requests with awaited blocks that came, or will not come, to their old place."""
+        """Put requests back into the line after the end of their wait for another's blocks."""
         for waiting in self._line.whose_wait_is_over():
             self._come_back(waiting)
 
@@ -1003,7 +1094,7 @@ class Admissions:
     # Turns
 
     def _next(self) -> Waiting | None:
-        """Return the first in line with a tenant that may have one more running request."""
+        """Return the first request in line that may be admitted; None if there is none."""
         while (waiting := self._line.next(self._may_go)) is not None:
             if not waiting.outcome.done():
                 return waiting
@@ -1014,22 +1105,29 @@ class Admissions:
         return waiting.outcome.done() or self._has_turn(waiting.spec)
 
     def _has_turn(self, spec: RequestSpec) -> bool:
-        """Return whether no request of its tenant is before it."""
+        """Return whether the tenant has room in its quota and no growing request before it."""
         space = spec.prompt.space
         return space not in self._over_quota and not self._growth.holds_up(space)
 
     def _is_busy(self, tenant: str | None = None) -> bool:
-        """Return whether work that makes room is under way, of this tenant or, for None, of any."""
+        """Return whether running requests or copies will still free blocks.
+
+        Args:
+            tenant: the tenant whose blocks count; None for those of all tenants.
+        """
         if self._tiers.work.is_at_work(tenant):
             return True
         return bool(self._running.by_id) if tenant is None else self._running.has_tenant(tenant)
 
     def _unblock(self, first: Waiting, tenant: str | None = None) -> bool:
-        """Release something so that the first in line may fit; return whether there was anything.
+        """Release something that keeps the first request in line from fitting, though nothing runs.
 
-        Called when no request runs, or none of the tenant with the full quota. Only resources of
-        waiting requests are in the way then: first their fetched blocks, from the last in line on,
-        then the block of which the first would have copied a part.
+        Called when no request runs, or none of the tenant with the full quota. Then only waiting
+        requests hold blocks. Their fetched blocks are released, beginning with the last in line;
+        after these, the first request does without copying a partly shared block.
+
+        Returns:
+            True if something was released, so that another attempt is worth it.
         """
         if self._line.release_last_fetched(tenant):
             return True

@@ -15,16 +15,18 @@ _AT_ONCE = Decision(math.inf, 0.0, math.inf, "it waits for all there is")
 class Budget:
     """The seconds that one request, claim or lookup may still wait for storage.
 
-    Its waits for storage run inside `limit`, which ends them when nothing is left and counts their
-    seconds. Stores and guards have no other allowance; the exceptions of claims are in
-    docs/handoff.md, "When the store is slow". A wait may end while its work goes on: an operation
-    at the store belongs to a task of its own.
+    Every wait for storage runs inside `limit`, which counts its seconds and ends it when none are
+    left. Stores and their guards (`storage/guard`) add no waiting time of their own; the exceptions
+    for claims are in docs/handoff.md, "When the store is slow". The end of a wait does not end the
+    operation at the store, which runs in a task of its own.
 
     Args:
-        deadline_s: seconds of waiting, in any case.
-        step_s: seconds that each arrival leaves at least; None: an arrival changes no deadline.
-        estimator: the rule, for a caller that may compute instead; None for one that has to wait.
-        is_claim: True if the missing tokens were published for this request.
+        deadline_s: upper limit of the seconds spent waiting, whatever the estimates say.
+        step_s: after each arrival of blocks, at least this many seconds are left; None if arrivals
+            do not extend the deadline.
+        estimator: the rule for fetching or computing, which can end the wait earlier; None for a
+            caller that cannot compute and has to wait.
+        is_claim: True if a prefill node published the missing tokens for this request.
     """
 
     def __init__(
@@ -62,11 +64,16 @@ class Budget:
         return self._time() + self._deadline_s - self._spent()
 
     def restrict(self, tokens: int, *, is_answered: bool = False) -> Decision:
-        """Apply the rule to `tokens` that are missing. Spent time is not restored.
+        """Shorten the wait by the rule for fetching or computing the missing tokens.
+
+        A later call can shorten the wait further but does not lengthen it.
 
         Args:
-            tokens: how many of the prompt's tokens are missing.
-            is_answered: the tier has said that it has them.
+            tokens: number of the prompt's tokens that are missing on device and host.
+            is_answered: True if storage has confirmed that it has these tokens.
+
+        Returns:
+            The decision; for a caller that cannot compute, always to wait.
         """
         if self._estimator is None:
             return _AT_ONCE
@@ -79,11 +86,11 @@ class Budget:
         return verdict
 
     def arrived(self, rest_s: float | None = None) -> None:
-        """Note that something has come.
+        """Record that blocks, or an answer of storage, have arrived: the store is not silent.
 
         Args:
-            rest_s: seconds until all of it is here, as it goes, if computing the rest takes longer:
-                the wait may go on for so long.
+            rest_s: seconds until the rest has arrived, given only if computing the rest would take
+                longer: the wait may go on for these seconds.
         """
         self._heard_at = self._time()
         if self._step_s is not None:
@@ -93,15 +100,18 @@ class Budget:
         self._reschedule()
 
     def restart(self) -> None:
-        """Count from zero: storage has answered in time that the awaited value is not there yet."""
+        """Set the waited seconds to 0.
+
+        Called when storage has answered in time that the awaited value is not there yet.
+        """
         self._spent_s = 0.0
 
     @asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:
-        """Bound a wait for storage, the body, and count its seconds.
+        """Limit the waits for storage in the body, and count their seconds.
 
         Raises:
-            TimeoutError: nothing is left.
+            TimeoutError: the budget is used up.
         """
         assert self._scope is None, "a request waits for one thing at a time"
         self._since = self._heard_at = self._time()
@@ -114,7 +124,7 @@ class Budget:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stop the clock in the body, in which fetched blocks are copied."""
+        """Count no seconds in the body, in which fetched blocks are copied to the device."""
         self._spent_s, self._is_stopped = self._spent(), True
         self._reschedule()
         try:

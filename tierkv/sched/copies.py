@@ -1,7 +1,7 @@
 """Copies of blocks to a lower tier, limits on their bytes in flight, and lookups in storage.
 
-A block is copied from device to host or from host to storage early, by the write rules, or because
-an eviction needs the copy.
+A block is copied from device to host, or from host to storage, either early, as the write rules of
+the settings say, or because an eviction needs the copy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,19 @@ HASHED_BLOCKS = 512  # keys computed in one turn of the loop: 4 ms
 
 
 def path_keys(index: Index, node: TreeNode, first: int, stop: int) -> list[StoredKey]:
-    """Return the stored keys of path blocks [first, stop); a tail is the last of its path."""
+    """Return the stored keys of blocks [first, stop) of the path that ends in `node`.
+
+    A partial last block (tail) is the last block of its path.
+
+    Args:
+        index: the index that has the path.
+        node: the end of the path.
+        first: index of the first block, from the start of the prompt.
+        stop: index after the last block.
+
+    Returns:
+        The keys, in the order of the blocks.
+    """
     size, space = index.block_size, node.space
     digests = index.digests(node, node.start if node.is_tail else stop)
     keys = [StoredKey(one, size, is_tail=False, space=space.name) for one in digests]
@@ -49,7 +61,16 @@ def path_keys(index: Index, node: TreeNode, first: int, stop: int) -> list[Store
 
 
 def keys_beyond(index: Index, prompt: Prompt, match: Match) -> KeyRun:
-    """Return the stored keys after `match`, a match of `prompt` at this moment."""
+    """Return the stored keys of the blocks after a match, the prompt's partial last one included.
+
+    Args:
+        index: the index of the match.
+        prompt: the prompt.
+        match: the match of `prompt` at this moment.
+
+    Returns:
+        The keys, in order; each is computed when it is read.
+    """
     end = match.num_blocks
     last = index.digests(match.node, end, start=max(end - 1, 0))
     return KeyRun.of(prompt, last[-1] if last else match.node.space.root_digest, end)
@@ -57,12 +78,12 @@ def keys_beyond(index: Index, prompt: Prompt, match: Match) -> KeyRun:
 
 @dataclass(frozen=True, slots=True)
 class Beyond:
-    """The stored part of a prompt beyond a match, at one moment.
+    """The part of a prompt that storage has beyond a match, at one moment.
 
     Attributes:
-        blocks: blocks that storage has after the match without a gap, the prompt's tail included.
-        tail: the tail of another prompt that shares most of the next block; None if there is no
-            such tail, or if all blocks are there.
+        blocks: blocks that storage has after the match without a gap, a partial last one included.
+        tail: the stored partial last block of another prompt that shares most of the next block;
+            None if there is none, or if storage has all blocks.
         num_tokens: number of tokens that a fetch would bring.
     """
 
@@ -72,9 +93,18 @@ class Beyond:
 
 
 async def stored_beyond(index: Index, storage: StorageIO, prompt: Prompt, match: Match) -> Beyond:
-    """Ask storage for the blocks of `prompt` beyond `match`, a match at this moment.
+    """Ask storage for the blocks of `prompt` beyond `match`.
 
-    A stored block that adds no token to the cached part of it is not counted.
+    A stored block is not counted if as many of its tokens are cached here already.
+
+    Args:
+        index: the index of the match.
+        storage: the storage tier.
+        prompt: the prompt.
+        match: the match of `prompt` at this moment.
+
+    Returns:
+        The blocks that storage has.
 
     Raises:
         StoreUnavailableError: the store did not answer in time.
@@ -103,12 +133,15 @@ async def stored_beyond(index: Index, storage: StorageIO, prompt: Prompt, match:
 async def count_stored(
     storage: StorageIO, keys: KeyRun, *, piece_blocks: int = PIECE_BLOCKS
 ) -> int:
-    """Return the number of leading `keys` that storage has.
+    """Count the leading keys that storage has.
 
     Args:
         storage: the storage tier.
-        keys: the stored keys of a prompt.
-        piece_blocks: number of keys in one question.
+        keys: the stored keys of a prompt, in order.
+        piece_blocks: number of keys in one lookup.
+
+    Returns:
+        The number of keys before the first missing one.
 
     Raises:
         StoreUnavailableError: the store did not answer in time.
@@ -138,13 +171,19 @@ class _Turn:
 
 
 class ByteBudget:
-    """A limit of `max_bytes` in flight, in order of the calls; a bigger piece goes alone.
+    """A limit on the bytes of copies in flight; callers wait for their turn in order.
+
+    A piece larger than the limit goes alone.
 
     Args:
         max_bytes: the limit.
-        is_busy: returns whether something more urgent is on its way. While it is, one piece at a
-            time goes, so that the background makes progress, but leaves the bandwidth to urgent
-            copies. Call `look_again` after a change.
+        is_busy: returns True while more urgent copies are under way. Then only one piece at a time
+            goes: the copies of this budget make progress, but leave the bandwidth to the urgent
+            ones. Call `look_again` after a change.
+
+    Attributes:
+        bytes_in_flight: bytes of pieces under way.
+        most_in_flight: largest value of `bytes_in_flight` so far.
     """
 
     def __init__(self, max_bytes: int, is_busy: Callable[[], bool]) -> None:
@@ -161,7 +200,7 @@ class ByteBudget:
 
     @asynccontextmanager
     async def room(self, num_bytes: int) -> AsyncIterator[None]:
-        """Wait until `num_bytes` may be in flight, and count them so until the body ends."""
+        """Wait until `num_bytes` may be in flight; they count as in flight until the body ends."""
         turn = _Turn(num_bytes, asyncio.get_running_loop().create_future())
         self._line.append(turn)
         self.look_again()
@@ -185,7 +224,7 @@ class ByteBudget:
         self.look_again()
 
     def look_again(self) -> None:
-        """Start the pieces that fit now."""
+        """Start the waiting pieces that fit now."""
         while self._line:
             turn = self._line[0]
             if turn.granted.cancelled():
@@ -214,11 +253,15 @@ class ByteBudget:
 
 @dataclass(slots=True, eq=False)
 class Flush:
-    """Path blocks that are written to a store from host slots; see `begin_reading`.
+    """Path blocks that are written to a store from host slots (see `Slots.begin_reading`).
 
     Attributes:
-        runs: the same blocks for events; [] without listeners.
-        generation: see `Deletions`.
+        keys: stored keys of the blocks.
+        slots: host slots of the blocks, int32 [len(keys)].
+        worth: value of each block compared with others; the store may refuse those of low value.
+        runs: the same blocks for events; [] without subscribers.
+        generation: number of full deletions of storage before the write; a later one cancels it
+            (see `Deletions`).
         began: the point in the order of events at which the write began.
     """
 
@@ -233,14 +276,25 @@ class Flush:
 class Copies:
     """Copies blocks down, from device to host and from host to storage.
 
-    Each copy is a task, under a lease or with its slots lent. No slot is reused before its copy has
-    ended.
+    Each copy is a task. Its slots are not reused before it has ended: a lease keeps the blocks from
+    eviction, or the slots are listed as in use.
+
+    Args:
+        eviction: frees slots for the copies; calls `copy_down` for blocks that must not be lost.
+        slots: slots of device and host.
+        work: owns the tasks.
+        events: publishes new copies.
+        mover: copies between device and host.
+        storage: the storage tier; None for none.
+        block_bytes: bytes of a block.
+        background_copy_bytes: most bytes in flight of copies made by the write rules.
 
     Attributes:
-        background: limit of bytes on their way to the host by rule; loads go first.
-        storing: limit of bytes on their way to storage by rule, at most a quarter of the host tier.
-        num_loads: loads on their way to the device, to which copies down yield.
-        num_offloads: copies on their way to the host, which hold its slots until they end.
+        background: limit on bytes on their way to the host by the write rules; loads go first.
+        storing: limit on bytes on their way to storage by the write rules, at most a quarter of the
+            host tier.
+        num_loads: loads under way to the device, to which copies down yield.
+        num_offloads: copies under way to the host, whose host slots are in use until they end.
         storage: the storage tier; None while none is attached.
     """
 
@@ -278,9 +332,9 @@ class Copies:
         self.resized()
 
     def prompt_keys(self, prompt: Prompt) -> KeyRun:
-        """Return the stored keys of `prompt`, tail included.
+        """Return the stored keys of `prompt`, its partial last block included.
 
-        A key is computed when it is read; `hashed_keys` computes all of a long prompt.
+        Each key is computed when it is first read; `hashed_keys` computes all at once.
         """
         root = self._index.spaces.root_of(prompt).space.root_digest
         keys = prompt.keys
@@ -291,21 +345,27 @@ class Copies:
         return keys
 
     async def hashed_keys(self, prompt: Prompt) -> KeyRun:
-        """Return the stored keys of `prompt`, all computed, a slice in a turn of the loop."""
+        """Return the stored keys of `prompt`, all computed.
+
+        Each turn of the event loop computes HASHED_BLOCKS of them.
+        """
         keys = self.prompt_keys(prompt)
         while not keys.hash_more(HASHED_BLOCKS):  # noqa: ASYNC110 - no event to wait for
             await asyncio.sleep(0)
         return keys
 
     def load_ended(self) -> None:
-        """Count one load fewer on its way to the device."""
+        """Count one load to the device less.
+
+        After the last one, copies down go on at full speed.
+        """
         self.num_loads -= 1
         if not self.num_loads:
             self.background.look_again()
             self.storing.look_again()
 
     def resized(self) -> None:
-        """Adapt the limits to the present size of the host."""
+        """Adapt the limits to the present size of the host tier."""
         most = self._slots.pools[Tier.HOST].capacity * self._block_bytes // _SHARE_BEING_STORED
         self.storing.max_bytes = min(self.background.max_bytes, most)
         self.storing.look_again()
@@ -324,7 +384,12 @@ class Copies:
         return wrong + self.background.findings() + self.storing.findings()
 
     def write_down(self, node: TreeNode, num_blocks: int) -> None:
-        """Start the copies down of path blocks [0, num_blocks) that the rules want by now."""
+        """Start the copies of path blocks [0, num_blocks) that the write rules want by now.
+
+        Args:
+            node: the end of the path.
+            num_blocks: number of blocks from the start of the path.
+        """
         is_retired = self._index.spaces.is_retired(node)
         has_storage = self._stores_early and self.storage is not None
         if is_retired or not (has_storage or self._offloads_early):
@@ -356,10 +421,16 @@ class Copies:
     def _cut(self, needed: Mask, room: int, *masks: Mask) -> int:
         """Remove the blocks from `masks` that the host has no room for.
 
-        Return the room that the rest needs.
+        Without this, if the host is too small for a prompt, each copy's task would find out by
+        itself, and again at each admission.
 
-        If the host is too small for a prompt, the tasks would otherwise find that out one by one,
-        at each admission again.
+        Args:
+            needed: blocks that need a host slot, bool [num_blocks].
+            room: number of host slots that can be had.
+            masks: the blocks to copy, bool [num_blocks] each; changed in place.
+
+        Returns:
+            The number of slots that the remaining blocks need.
         """
         wanted = int(np.count_nonzero(needed))
         if wanted <= room:
@@ -371,7 +442,13 @@ class Copies:
         return max(room, 0)
 
     def save(self, node: TreeNode, num_blocks: int, *, first: int = 0) -> None:
-        """Copy path blocks [first, num_blocks) to the host, whether the rules want that or not."""
+        """Copy path blocks [first, num_blocks) to the host, regardless of the write rules.
+
+        Args:
+            node: the end of the path.
+            num_blocks: index after the last block.
+            first: index of the first block.
+        """
         for part, i, j in segments(node, first, num_blocks):
             missing = part.copies[Tier.HOST].is_in(CopyState.ABSENT, i, j)
             for start, stop in runs_of(missing):
@@ -426,9 +503,9 @@ class Copies:
                 self._work.start(self._store(node, at, end, generation), "tierkv-store")
 
     async def _store(self, node: TreeNode, first: int, stop: int, generation: int) -> None:
-        """Store path blocks [first, stop) that are still on the host at the turn of the copy.
+        """Store those of path blocks [first, stop) that are still on the host at their turn.
 
-        The blocks are not held, since a slow store would keep the device full.
+        The blocks may be evicted meantime, since a slow store would otherwise keep the device full.
         """
         async with self.storing.room((stop - first) * self._block_bytes):
             if self._index.spaces.is_retired(node):
@@ -443,9 +520,16 @@ class Copies:
                     self._index.unmark_stored(there, at, at + 1)
 
     def store_first(self, node: TreeNode, start: int) -> bool:
-        """Start to store blocks that must be stored before they leave the host; return whether any.
+        """Start to store blocks that must be stored before they leave a host tier that shrinks.
 
-        Each of the run blocks from `start` on, and of the blocks below, is tried once.
+        Each of the node's blocks from `start` on, and of the blocks below the node, is tried once.
+
+        Args:
+            node: a node of the index.
+            start: index of the first block within the node.
+
+        Returns:
+            True if any write was started.
         """
         leaving = self._slots.leaving[Tier.HOST]
         rule = self._rules[Tier.HOST]
@@ -478,9 +562,9 @@ class Copies:
     async def _store_leaving(
         self, leaving: Leaving, lease: Lease, first: int, stop: int, generation: int
     ) -> None:
-        """Store leaving blocks.
+        """Store blocks before their host slots are removed.
 
-        After a wait of LEAVING_PATIENCE_S, the rest leaves without being stored.
+        If that takes longer than LEAVING_PATIENCE_S, the remaining blocks are not stored.
         """
         node, stored = lease.node, [False] * (stop - first)
         try:
@@ -500,9 +584,12 @@ class Copies:
             self._work.capacity_changed()
 
     def _on_host(self, node: TreeNode, first: int, stop: int) -> tuple[TreeNode, int]:
-        """Return the last run and the end of the path blocks from `first` on that are on the host.
+        """Find the end of the path blocks from `first` on that are on the host without a gap.
 
-        The node may have left the tree; then it has no copies.
+        If the node has left the index by now, there are none.
+
+        Returns:
+            The node with the last such block, and the index after that block.
         """
         last, at = node, first
         for part, i, j in segments(node, first, min(stop, node.end)):
@@ -515,9 +602,10 @@ class Copies:
         return last, at
 
     async def _copied_by_others(self, node: TreeNode, first: int, stop: int) -> bool:
-        """Wait for other copies of path blocks [first, stop) to the host.
+        """Wait for copies of path blocks [first, stop) to the host that other tasks have under way.
 
-        Return whether all are there.
+        Returns:
+            True if all of the blocks are on the host then.
         """
         path = Tier.HOST, node, first, stop
         while self._index.is_in(CopyState.INCOMING, *path).any():
@@ -525,9 +613,10 @@ class Copies:
         return bool(self._index.is_in(CopyState.READY, *path).all())
 
     async def _host_copy(self, node: TreeNode, first: int, stop: int) -> bool:
-        """Copy path blocks [first, stop) to the host where copies are missing.
+        """Copy those of path blocks [first, stop) to the host that have no copy there.
 
-        Return whether all are there.
+        Returns:
+            True if all of the blocks are on the host then.
         """
         missing = self._index.is_in(CopyState.ABSENT, Tier.HOST, node, first, stop)
         ready = self._index.is_in(CopyState.READY, Tier.HOST, node, first, stop)
@@ -549,6 +638,20 @@ class Copies:
     # Copies that must come before an eviction
 
     def copy_down(self, tier: Tier, step: Step) -> CopyDown:
+        """Start the copy to the tier below that must end before blocks can leave `tier`.
+
+        Blocks that the host has no room for are forgotten from the end of the path, so that the
+        rest is kept. A write to storage is tried once; whether it succeeds or not, the host slots
+        become free.
+
+        Args:
+            tier: the tier that the blocks are to leave: device or host.
+            step: the step of the eviction plan, with the blocks.
+
+        Returns:
+            STARTED; LATER if room below is being made; IMPOSSIBLE if there is no room or no tier
+                below.
+        """
         node = step.victim.node
         first, stop = node.start + step.victim.start, node.start + step.victim.stop
         if tier is Tier.HOST:
@@ -591,9 +694,9 @@ class Copies:
         return CopyDown.STARTED
 
     def _may_wait(self) -> bool:
-        """Return whether requests in need of room may wait for a store.
+        """Return whether requests that need room may still wait for a slow store.
 
-        If so, count their wait from now.
+        Count that wait.
         """
         may = self._work.allowance.look(asyncio.get_running_loop().time())
         self._work.allowance.is_waiting = may
@@ -626,16 +729,20 @@ class Copies:
             self._work.capacity_changed()
 
     def _begin_offload(self, node: TreeNode, first: int, stop: int, slots: Ids) -> Movement:
-        """Start to copy path blocks [first, stop), held and without a host copy, to `slots`."""
+        """Start to copy path blocks [first, stop) from the device to host `slots`.
+
+        The caller holds a lease on the path, and the blocks have no host copy.
+        """
         index = self._index
         index.change(Tier.HOST, node, first, stop, Change.RESERVE, slots=slots)
         self.num_offloads += 1
         return self._mover.offload(slots, index.slots(Tier.DEVICE, node, first, stop))
 
     async def _end_offload(self, node: TreeNode, first: int, stop: int, movement: Movement) -> bool:
-        """Wait for the copy and record its result.
+        """Wait for a copy to the host and record its result in the index.
 
-        Return whether the blocks have a host copy now.
+        Returns:
+            True if the blocks have a host copy now.
         """
         index = self._index
         try:
@@ -657,7 +764,7 @@ class Copies:
         return True
 
     def _begin_flush(self, node: TreeNode, first: int, stop: int, generation: int) -> Flush:
-        """Return path blocks [first, stop), ready on the host, for `_end_flush`."""
+        """Prepare the write of path blocks [first, stop), which are on the host."""
         # A block is of no use without those before it, so of equal hits the first is worth most.
         worth = [node.hits + 1 / (1 + at) for at in range(first, stop)]
         slots = self._index.slots(Tier.HOST, node, first, stop)
@@ -667,7 +774,11 @@ class Copies:
         return Flush(keys, slots, worth, runs, generation, self._events.now())
 
     async def _end_flush(self, flush: Flush) -> list[bool]:
-        """Store the blocks; return which of them are stored. The index may have changed by then."""
+        """Write the blocks to storage; the index may change meantime.
+
+        Returns:
+            For each block, True if storage has it.
+        """
         try:
             storage = self.storage
             if storage is None:  # detached since the start
@@ -688,7 +799,13 @@ class Copies:
     def _tell_stored(
         self, runs: Sequence[BlockRun], is_there: Sequence[bool], began: EventPoint
     ) -> None:
-        """Publish events for the blocks of `runs` that storage has."""
+        """Publish events for the blocks of `runs` that storage has.
+
+        Args:
+            runs: the blocks.
+            is_there: for each block of all runs in order, True if storage has it.
+            began: the point in the order of events at which the write began.
+        """
         at, found = 0, []
         for run in runs:
             first = 0
@@ -705,20 +822,27 @@ class Copies:
 
         Args:
             node: the end of a path.
-            first: the first block.
-            stop: the end of the blocks.
-            began: when storage was given them, or asked.
+            first: index of the first block.
+            stop: index after the last block.
+            began: the point in the order of events at which the write or lookup began. If storage
+                has lost all of its blocks since, the call does nothing.
         """
         if began.num_clears == self._events.now().num_clears:
             self._index.mark_stored(node, first, stop)
             self._events.publish_stored(self._events.runs(node, first, stop), began)
 
     def note_not_stored(self, node: TreeNode, first: int, stop: int) -> None:
-        """Forget, and publish, that storage does not have path blocks [first, stop)."""
+        """Record and publish that storage does not have blocks [first, stop) of a path.
+
+        Args:
+            node: the end of a path.
+            first: index of the first block.
+            stop: index after the last block.
+        """
         self._index.unmark_stored(node, first, stop)
         self._events.publish_not_stored(node, first, stop)
 
     def note_nothing_stored(self) -> None:
-        """Forget, and publish, that storage has no block that is known: it may have lost them."""
+        """Record and publish that storage may have lost all blocks."""
         self._index.unmark_all_stored()
         self._events.publish_storage_lost()

@@ -2,9 +2,8 @@
 
 No event is made while there is no subscriber.
 
-Each subscriber has a bounded queue. A slow subscriber loses the oldest events and the number of
-lost
-events is given, so that the subscriber can start again from a listing of all blocks.
+Each subscriber has a bounded queue. A slow subscriber loses the oldest events and learns their
+number, so that it can start again from a listing of all blocks.
 """
 
 from __future__ import annotations
@@ -34,21 +33,31 @@ ExternalId = str | int | bytes  # what an engine calls a block of its own
 
 
 class CacheEventKind(Enum):
+    """The change that an event reports."""
+
     STORED = "stored"  # a whole copy is there now, by computing, offload, fetch or flush
     LOADED = "loaded"  # a copy came back to the device from the host
     EVICTED = "evicted"
 
 
 class CacheEvent(msgspec.Struct, frozen=True):
-    """Something happened to blocks [start, stop) of a prompt.
+    """A change of blocks [start, stop) of a prompt on one tier.
 
-    number: counts all events up; a gap means that some were dropped. tier: "device", "host" or
-    "storage". space: the fingerprint's short name, "" for the service's own. digests: the key of
-    each of the blocks, which fixes its whole prefix. parent: the key of the block before them, b""
-    if they begin the prompt. tokens: theirs, packed int32, where a subscriber wants them. is_tail:
-    the one block is a prompt's partial last one. group: which of an engine's groups of blocks.
-    external_ids: of each of the blocks, what the engine calls it, None where it did not say; ()
-    if it said nothing of them. external_parent: what it calls the block before them.
+    Attributes:
+        number: counts all events up; a gap means that some were dropped.
+        kind: the change.
+        tier: "device", "host" or "storage".
+        space: short name of the fingerprint (model, tenant, adapter); "" for the service's own.
+        start: index of the first block.
+        stop: index after the last block.
+        digests: the key of each block, which depends on all tokens up to the block's end.
+        parent: the key of the block before them, b"" if they begin the prompt.
+        tokens: the tokens of the blocks, packed int32; b"" unless a subscriber wants them.
+        is_tail: True for a prompt's partial last block.
+        group: number of the engine's group of layers that the blocks belong to.
+        external_ids: the engine's own name of each block, None for a block without one; () if no
+            block has one.
+        external_parent: the engine's own name of the block before them.
     """
 
     number: int
@@ -67,7 +76,10 @@ class CacheEvent(msgspec.Struct, frozen=True):
 
 
 class BlockRun(msgspec.Struct, frozen=True):
-    """Blocks [start, start + len(digests)) of a prompt, as an event names them."""
+    """Blocks [start, start + len(digests)) of a prompt, with what an event says about them.
+
+    The fields are those of `CacheEvent`.
+    """
 
     space: str
     start: int
@@ -78,7 +90,15 @@ class BlockRun(msgspec.Struct, frozen=True):
     group: int = 0
 
     def part(self, first: int, stop: int) -> BlockRun:
-        """Return blocks [first, stop) of this run, counted from its first block."""
+        """Return blocks [first, stop) of this run as a run.
+
+        Args:
+            first: index of the first block, counted from the run's first block.
+            stop: index after the last block, counted likewise.
+
+        Returns:
+            The shorter run.
+        """
         size = len(self.tokens) // len(self.digests)
         return BlockRun(
             self.space,
@@ -92,16 +112,23 @@ class BlockRun(msgspec.Struct, frozen=True):
 
 
 class EventPoint(NamedTuple):
-    """A point in the order of events. num_clears: how often all of storage was lost by then."""
+    """A point in the order of events.
+
+    Attributes:
+        number: number of the last event before the point.
+        num_clears: number of times, before the point, that storage lost all of its blocks.
+    """
 
     number: int
     num_clears: int
 
 
 class _Stored(NamedTuple):
-    """A block that subscribers believe to be in storage: block `at` of `run`.
+    """A block that was published as being in storage: block `at` of `run`.
 
     Attributes:
+        run: the blocks that were published together.
+        at: index of the block within the run.
         number: number of the last event before the block was published.
     """
 
@@ -116,6 +143,10 @@ class _Stored(NamedTuple):
 
 class Subscription:
     """Cache events as they occur: `async for event in subscription`.
+
+    Args:
+        capacity: most events that may wait; beyond it, the oldest are dropped.
+        wants_tokens: True if events shall carry the blocks' tokens.
 
     Attributes:
         num_dropped: events dropped because the subscriber was slow.
@@ -137,7 +168,7 @@ class Subscription:
         self._arrived.set()
 
     def take(self) -> list[CacheEvent]:
-        """Return the events since the last call; never waits. Any thread may call."""
+        """Return and remove the waiting events. Never waits; any thread may call."""
         found: list[CacheEvent] = []
         while self._events:
             found.append(self._events.popleft())
@@ -155,7 +186,7 @@ class Subscription:
 
 
 class EventListener(Protocol):
-    """A receiver of events, on the service's thread.
+    """A receiver of events, called on the service's thread.
 
     Attributes:
         wants_tokens: True if events carry the blocks' tokens.
@@ -164,20 +195,24 @@ class EventListener(Protocol):
     @property
     def wants_tokens(self) -> bool: ...
 
-    def put(self, event: CacheEvent) -> None: ...
+    def put(self, event: CacheEvent) -> None:
+        """Receive an event. Must not block: the caller is changing the cache."""
 
 
 class CacheEvents:
-    """All subscribers of one service.
+    """The events of one service, and its subscribers.
 
     Args:
         digests_of: returns the keys of path blocks [start, stop) of a node; called only while there
             is a subscriber.
-        is_retired: returns true for a node that no request can match any more; no event names it.
-        groups: groups of an engine's blocks, () for the service's own layout alone.
-        indexed: the group that is in the index.
+        is_retired: returns True for a node that no request can match any more; no event names it.
+
+    Attributes:
+        groups: groups of layers of an engine's blocks, () for the service's own layout alone.
+        indexed: number of the group that is in the index.
         beside: returns the blocks of the other groups that are on the host now.
-        most_names: number of block names that are kept; beyond it the oldest are forgotten.
+        most_names: number of engine's names of blocks that are kept; beyond it the oldest are
+            forgotten.
     """
 
     def __init__(
@@ -210,8 +245,11 @@ class CacheEvents:
         """Yield a subscription to events until the body ends.
 
         Args:
-            capacity: most waiting events, at least 1; further events are dropped.
+            capacity: most waiting events, at least 1; beyond it, the oldest are dropped.
             wants_tokens: True if events carry the blocks' tokens.
+
+        Yields:
+            The subscription.
 
         Raises:
             BadRequestError: the capacity is below 1.
@@ -226,7 +264,7 @@ class CacheEvents:
 
     @contextmanager
     def heard_by(self, listener: EventListener) -> Iterator[None]:
-        """Give each event to `listener` when it is published, until the body ends."""
+        """Pass each event to `listener` when it is published, until the body ends."""
         self._subscriptions.append(listener)
         try:
             yield
@@ -239,16 +277,30 @@ class CacheEvents:
     def publish(
         self, kind: CacheEventKind, tier: str, node: TreeNode, start: int, stop: int
     ) -> None:
-        """Publish one event for each run of path blocks [start, stop) of `node`."""
+        """Publish a change of path blocks [start, stop), one event for each node of the path.
+
+        Args:
+            kind: the change.
+            tier: "device", "host" or "storage".
+            node: the end of the path.
+            start: index of the first block, from the start of the prompt.
+            stop: index after the last block.
+        """
         if not self._subscriptions:
             return
         for run in self.runs(node, start, stop):
             self.publish_run(kind, tier, run)
 
     def runs(self, node: TreeNode, start: int, stop: int) -> list[BlockRun]:
-        """Return path blocks [start, stop) of `node` as an event would name them now.
+        """Return path blocks [start, stop) as events name them, one run for each node.
 
-        Empty without a subscriber.
+        Args:
+            node: the end of the path.
+            start: index of the first block, from the start of the prompt.
+            stop: index after the last block.
+
+        Returns:
+            The runs, in order; [] without a subscriber, and for a path that no request can match.
         """
         if not self._subscriptions or start >= stop or self._is_retired(node):
             return []
@@ -277,16 +329,16 @@ class CacheEvents:
     # Blocks in storage are published once, until they are lost; `stored` lists them.
 
     def now(self) -> EventPoint:
-        """Return the point in the order of events after the newest event."""
+        """Return the present point in the order of events, after the newest one."""
         return EventPoint(self._number, self._num_clears)
 
     def publish_stored(self, runs: Iterable[BlockRun], since: EventPoint) -> None:
-        """Publish the blocks that subscribers do not believe to be in storage already.
+        """Publish blocks that are in storage, unless they were published before.
 
         Args:
             runs: blocks that storage has.
-            since: the moment when the blocks were given to storage, or storage was asked. Blocks
-                that storage has lost since are not published.
+            since: the point at which the write or the lookup of the blocks began. If storage has
+                lost all of its blocks since, none is published.
         """
         if not self._subscriptions or since.num_clears != self._num_clears:
             return
@@ -310,12 +362,12 @@ class CacheEvents:
             self._lose(list(islice(self._stored, _GO_AT_ONCE)))
 
     def asking(self) -> Callable[[bytes], None]:
-        """Begin a question to storage.
+        """Begin a lookup in storage.
 
         Returns:
-            A function to call with the digest of a block that storage does not have: the block and
-                all blocks that follow it are of no use there. Blocks published after the question
-                began are not lost by it.
+            A function to call with the digest of a block that storage does not have. It publishes
+                that this block, and all blocks after it on its paths, cannot be read from storage,
+                except blocks that were published after the lookup began.
         """
         since = self.now()
 
@@ -334,7 +386,13 @@ class CacheEvents:
         return missing
 
     def publish_not_stored(self, node: TreeNode, start: int, stop: int) -> None:
-        """Publish that blocks [start, stop) of a path are no longer known to be in storage."""
+        """Publish that blocks [start, stop) of a path are no longer known to be in storage.
+
+        Args:
+            node: the end of the path.
+            start: index of the first block.
+            stop: index after the last block.
+        """
         if self._stored:
             for run in self.runs(node, start, stop):
                 self._lose([digest for digest in run.digests if digest in self._stored])
@@ -345,11 +403,11 @@ class CacheEvents:
         self._lose(list(self._stored))
 
     def is_stored(self, digest: bytes) -> bool:
-        """Return whether subscribers believe this block to be in storage."""
+        """Return whether this block was published as being in storage, and not as lost since."""
         return digest in self._stored
 
     def stored(self) -> list[BlockRun]:
-        """Return the blocks that subscribers believe to be in storage, the oldest first."""
+        """Return the blocks that were published as being in storage, the oldest first."""
         return _joined(self._stored.values())
 
     def _lose(self, digests: Sequence[bytes]) -> None:
@@ -363,14 +421,28 @@ class CacheEvents:
             self.publish_run(CacheEventKind.EVICTED, "storage", run)
 
     def note_name(self, digest: bytes, name: ExternalId) -> None:
-        """Note an engine's name of the block with this key, for later events."""
+        """Keep an engine's own name of a block for later events.
+
+        Args:
+            digest: key of the block.
+            name: the engine's name.
+        """
         self._names[digest] = name
         self._names.move_to_end(digest)
         while len(self._names) > self.most_names:
             self._names.popitem(last=False)
 
     def event(self, kind: CacheEventKind, tier: str, run: BlockRun) -> CacheEvent:
-        """Return the event of `run` with the number of the last event that was published."""
+        """Return an event of `run`, without publishing it.
+
+        Args:
+            kind: the change.
+            tier: "device", "host" or "storage".
+            run: the blocks.
+
+        Returns:
+            The event, with the number of the last published event.
+        """
         names: tuple[ExternalId | None, ...] = ()
         parent = None
         if self._names:
@@ -395,7 +467,13 @@ class CacheEvents:
         )
 
     def publish_run(self, kind: CacheEventKind, tier: str, run: BlockRun) -> None:
-        """Publish the event of `run`; the index may have forgotten the run's blocks."""
+        """Publish one event of `run`; the blocks need not be in the index any more.
+
+        Args:
+            kind: the change.
+            tier: "device", "host" or "storage".
+            run: the blocks.
+        """
         self._number += 1
         event = self.event(kind, tier, run)
         for subscription in self._subscriptions:
@@ -403,7 +481,7 @@ class CacheEvents:
 
 
 def _joined(blocks: Iterable[_Stored]) -> list[BlockRun]:
-    """Return `blocks` with neighbours of one run together."""
+    """Return `blocks` as runs; consecutive blocks of the same run are put together."""
     runs: list[BlockRun] = []
     run: BlockRun | None = None
     first = stop = 0

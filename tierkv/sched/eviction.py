@@ -1,4 +1,4 @@
-"""Room on a tier: quotas, eviction, and the copies that must come before it."""
+"""Room on a tier: quotas, eviction, and the copies that must come before an eviction."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _AT_ONCE = 1024  # blocks that go in one turn of the loop: 7 ms
 
 
 class CopyDown(Enum):
-    """The result of starting a copy that must come before an eviction."""
+    """The result of starting a copy to a lower tier that must come before an eviction."""
 
     STARTED = "started"
     LATER = "later"  # room below is being made
@@ -48,12 +48,22 @@ class TierStats:
 
 
 class Eviction:
-    """Evicts blocks, or starts the copies after which it can. Every call is synchronous.
+    """Frees slots by evicting blocks, or by starting the copies that must come first.
+
+    Every call is synchronous.
+
+    Args:
+        index: the index of all blocks.
+        slots: slots of device and host.
+        work: tells waiting callers that slots may have become free.
+        rules: by tier, the rule for copies to the tier below.
+        events: publishes evictions.
 
     Attributes:
-        on_the_way: slots of each tier that copies under way will free.
+        on_the_way: by tier, the number of slots that copies under way will free.
         copy_down: starts the copy that must come before a step's blocks may leave a tier; set by
             the owner of the copies.
+        history: the latest evictions and failures, for explanations of misses.
     """
 
     def __init__(
@@ -83,18 +93,24 @@ class Eviction:
     def acquire(
         self, tier: Tier, count: int, space: Space | None = None, *, reserved: int = 0
     ) -> Ids:
-        """Return `count` slots of `tier`, after evicting blocks if necessary.
+        """Acquire `count` slots of `tier`, after evicting blocks if necessary.
 
         Args:
-            tier: the tier of the slots.
+            tier: the tier of the slots: device or host.
             count: number of slots to acquire.
             space: the space whose quota the slots count in. A space over its quota evicts its own
-                blocks.
-            reserved: number of slots of the space that are not in the index yet, but count too.
+                blocks. None for no quota.
+            reserved: number of slots of the space that are not in the index yet, but count in its
+                quota too.
+
+        Returns:
+            The slots, int32 [count].
 
         Raises:
-            OutOfBlocksError: there are not enough; none is taken. If copies that must come first
-                were started, `on_capacity` listeners are called when a new attempt is worth it.
+            OutOfBlocksError: there are not enough; none is acquired. If copies that must come first
+                were started, listeners of `Work.on_capacity` are called when a new attempt is worth
+                it.
+            OverQuotaError: the quota of `space` does not allow them.
         """
         if tier is HOST:  # callers that take device slots have just set the time
             self.index.at(monotonic())
@@ -150,7 +166,21 @@ class Eviction:
         return self._take_by_plan(tier, count)
 
     def acquire_some(self, tier: Tier, count: int, space: Space, *, reserved: int = 0) -> Ids:
-        """Return 1 to `count` slots, as many as `space` may have now; see `take`."""
+        """Acquire as many slots as the space may have now, at most `count`.
+
+        Args:
+            tier: the tier of the slots.
+            count: most slots to acquire, at least 1.
+            space: the space whose quota the slots count in.
+            reserved: number of slots of the space that are not in the index yet, but count in its
+                quota too.
+
+        Returns:
+            The slots, int32 [1 to count].
+
+        Raises:
+            OutOfBlocksError: there is not even one slot.
+        """
         room = self.available(tier, space, reserved=reserved)
         return self.acquire(tier, min(count, max(room, 1)), space, reserved=reserved)
 
@@ -162,10 +192,12 @@ class Eviction:
                 return pool.allocate(count)
 
     def _missing(self, tier: Tier, count: int) -> int:
-        """Return the number of copies to evict so that `count` slots are free; 0 or less for none.
+        """Return how many copies must be evicted so that `count` slots are free.
+
+        0 or less for none.
 
         Raises:
-            OutOfBlocksError: other requests hold too many blocks.
+            OutOfBlocksError: too many blocks are in use.
         """
         pool = self._pools[tier]
         coming = pool.num_free + self.on_the_way[tier]
@@ -175,23 +207,24 @@ class Eviction:
         return missing
 
     def _num_that_can_go(self, tier: Tier) -> int:
-        """Return the number of copies that may be evicted and free their slots at once."""
+        """Return the number of copies that can be evicted and free their slots at once."""
         unheld = self.index.spaces.order[tier].num_unheld
         if tier is HOST:
             unheld -= self._slots.num_being_stored
         return max(0, unheld)
 
     def _stay_within_quota(self, tier: Tier, space: Space, count: int, reserved: int) -> None:
-        """Evict blocks of one fingerprint until its quota allows `count` more slots of `tier`.
+        """Evict blocks of one space until its quota allows `count` more slots of `tier`.
 
         Args:
-            tier: the tier.
-            space: the blocks of the fingerprint.
-            count: slots wanted.
-            reserved: slots that the fingerprint has taken and that are not in the index yet.
+            tier: the tier of the slots.
+            space: the space.
+            count: number of slots that are wanted.
+            reserved: number of slots of the space that are not in the index yet, but count in its
+                quota too.
 
         Raises:
-            OverQuotaError: held blocks prevent it.
+            OverQuotaError: too many blocks of the space are in use.
             OutOfBlocksError: the tier lacks slots; nothing was evicted.
         """
         quota, order = space.quota[tier], self.index.spaces.own_order(space, tier)
@@ -209,9 +242,16 @@ class Eviction:
                 )
 
     def shrink_to_quota(self, tier: Tier, space: Space) -> bool:
-        """Evict unheld blocks of `space` beyond its quota; return whether there are more.
+        """Evict blocks of `space` beyond its quota that no request uses.
 
-        One call evicts no more than fits into one turn of the loop.
+        One call evicts at most _AT_ONCE blocks, so that it takes one short turn of the loop.
+
+        Args:
+            tier: the tier to evict from.
+            space: the space.
+
+        Returns:
+            True if some were evicted and more can be.
         """
         quota, order = space.quota[tier], self.index.spaces.own_order(space, tier)
         if quota is None or order is None:
@@ -224,12 +264,16 @@ class Eviction:
         return before - excess < space.used[tier] < before
 
     def available(self, tier: Tier, space: Space | None = None, *, reserved: int = 0) -> int:
-        """Return the number of free slots and of slots that eviction can free.
+        """Return how many slots can be acquired: free ones, and those that eviction can free.
 
         Args:
             tier: the tier of the slots.
             space: the space whose quota limits the number; None for no quota.
-            reserved: number of slots of the space that are not in the index yet, but count too.
+            reserved: number of slots of the space that are not in the index yet, but count in its
+                quota too.
+
+        Returns:
+            The number of slots.
         """
         room = self._pools[tier].num_free + self._num_that_can_go(tier)
         if space is None or (quota := space.quota[tier]) is None:
@@ -239,9 +283,10 @@ class Eviction:
         return min(room, max(quota - space.used[tier] + unheld - reserved, 0))
 
     def _make_room(self, tier: Tier, steps: Sequence[Step]) -> int:
-        """Evict the copies of `steps`.
+        """Evict the copies of `steps`, or start the copies to a lower tier that must come first.
 
-        Return the number of slots that became free, or will after a store's read.
+        Returns:
+            The number of slots that became free, or will become free when a store has read them.
         """
         pool = self._pools[tier]
         before = pool.num_free + self._slots.num_gone
@@ -268,7 +313,12 @@ class Eviction:
         self._pools[tier].release(self._drop(tier, node, start, stop))
 
     def _drop(self, tier: Tier, node: TreeNode, start: int, stop: int) -> Ids:
-        """Evict these blocks and return the slots that are free now; see `free_of`."""
+        """Evict blocks [start, stop) of `node` from `tier`.
+
+        Returns:
+            The slots that are free now; a slot that a store reads becomes free later (see
+                `Slots.free_of`).
+        """
         now, count = monotonic(), stop - start
         other = node.device if tier is HOST else node.host
         kept = other.present_in(start, stop) if other is not None and other.num_present else 0
@@ -278,7 +328,13 @@ class Eviction:
         return self._release_copies(tier, node, start, stop, now)
 
     def _count(self, tier: Tier, evicted: int, gone: int) -> None:
-        """Count `evicted` copies on `tier`; `gone` of them were the last copies of their blocks."""
+        """Count evictions.
+
+        Args:
+            tier: the tier of the evicted copies.
+            evicted: number of evicted copies.
+            gone: how many of these were the last copies of their blocks on device and host.
+        """
         stats = self.stats
         stats.forgotten_blocks += gone
         if tier is HOST:
@@ -294,7 +350,12 @@ class Eviction:
         return self._slots.free_of(tier, self.index.drop(tier, node, start, stop))
 
     def forget(self, node: TreeNode, start: int) -> None:
-        """Evict an unheld node's run blocks from `start` on, and all below, from both tiers."""
+        """Remove a node's blocks from `start` on, and all blocks below it, from device and host.
+
+        Args:
+            node: a node with no lease on it or below.
+            start: index of the first block within the node.
+        """
         if not (start or node.children or node.host) and node.device.uniform is CopyState.READY:
             self._evict(Tier.DEVICE, node, 0, node.num_blocks)  # as nearly all
             return
@@ -317,7 +378,12 @@ class Eviction:
         self._pools[Tier.HOST].release(self._slots.free_of(Tier.HOST, host))
 
     def tell_forgotten(self, node: TreeNode, start: int) -> None:
-        """Publish events that run blocks from `start` on, and all below, leave device and host."""
+        """Publish that a node's blocks from `start` on, and all below, leave device and host.
+
+        Args:
+            node: the node.
+            start: index of the first block within the node.
+        """
         pending = [(node, start)]
         while pending:
             part, first = pending.pop()
@@ -332,9 +398,14 @@ class Eviction:
                     )
 
     def evict_below(self, tier: Tier, node: TreeNode, start: int) -> None:
-        """Evict the copies on `tier` of run blocks from `start` on, and of all blocks below them.
+        """Evict a node's blocks from `start` on, and all blocks below it, from one tier.
 
-        The node must be unheld, and all these blocks whole on the other tier.
+        All of these blocks must be whole on the other tier.
+
+        Args:
+            tier: the tier to evict from: device or host.
+            node: a node with no lease on it or below.
+            start: index of the first block within the node.
         """
         pending, order = [(node, start)], []
         while pending:

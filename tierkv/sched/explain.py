@@ -75,7 +75,9 @@ def explain(  # noqa: PLR0913 - what else is known at this moment
     stored: range | None = None,
     now: float = 0.0,
 ) -> Explanation:
-    """Return an explanation of the match of `prompt`. The call changes nothing.
+    """Explain the match of a prompt: which blocks are cached where, and why not more.
+
+    Changes nothing.
 
     Args:
         index: the index of all blocks.
@@ -84,11 +86,14 @@ def explain(  # noqa: PLR0913 - what else is known at this moment
         history: events of evicted and failed blocks.
         fetching: True if the block after the match is on its way from storage.
         computing: True if a request computes that block.
-        fingerprints: by space, if the caller may know in which fields another fingerprint differs;
-            None for any other caller, who learns only that it differs.
+        fingerprints: the fingerprint of each space, if the caller may know in which fields another
+            one differs; None for a caller that may only learn that it differs.
         stored: blocks of the prompt that storage has from the end of the match on; None if storage
             was not asked or did not answer in time.
         now: time on the clock of the history, in seconds.
+
+    Returns:
+        The explanation.
     """
     at_block, is_all = match.num_blocks, _covers(match, prompt)
     states = [
@@ -138,9 +143,9 @@ _PLACES = {CopyState.READY: "device", CopyState.INCOMING: "loading", CopyState.A
 
 
 def _elsewhere(index: Index, prompt: Prompt, block: int) -> str | None:
-    """Return another space in which `block` of the prompt, or all of it, is cached.
+    """Return the name of another space that has the prompt's block `block`, or all of the prompt.
 
-    None for none.
+    None if no other space has it.
     """
     for space in index.spaces.all():
         other = Prompt(prompt.tokens, prompt.block_size, prompt.extras, space.name)
@@ -160,8 +165,11 @@ def _covers(match: Match, prompt: Prompt) -> bool:
 def _differs(ours: str, theirs: str, known: Mapping[str, Fingerprint] | None) -> str:
     """Return the differences of two spaces in words.
 
-    The other space is not named unless the caller may know it: one tenant must not learn the
-    prompts of another.
+    Args:
+        ours: name of the prompt's space.
+        theirs: name of the space that has the blocks.
+        known: the fingerprint of each space that the caller may know about. A space not listed is
+            not described, since one tenant must not learn the prompts of another.
     """
     if known is None or ours not in known or theirs not in known:
         return "cached under another fingerprint"

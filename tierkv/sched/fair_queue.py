@@ -1,9 +1,9 @@
 """The order of waiting requests: by priority, then by tenant, then by arrival.
 
 Within one priority, the tenant that was given the fewest blocks goes next. Within a tenant,
-requests go in order of arrival. A priority that was passed over MAX_PASSED_OVER times by later
-requests gets one turn ahead of all others: low priorities are slow, but never stopped, and their
-backlog does not stop higher ones.
+requests go in order of arrival. A priority gets one turn ahead of all others after MAX_PASSED_OVER
+later requests of higher priority were admitted before it: low priorities are slow, but never
+stopped, and their backlog does not stop higher ones.
 """
 
 from __future__ import annotations
@@ -25,10 +25,15 @@ class Waiting:
     """A request that is not admitted yet.
 
     Attributes:
-        fetched: the blocks that were fetched from storage for it.
-        wait: the wait for blocks that another request computes.
-        timer: ends `wait`.
-        give_up_at: end of the last such wait, in seconds of the loop's clock; None before the
+        spec: the request.
+        fetched: the blocks that were fetched from storage for it; None for none.
+        outcome: resolved with the running request, or with the error that refuses it.
+        number: number in the order of arrival; -1 before it is in line.
+        uses_partial: False if the request must do without copying a partly shared block, since
+            holding that block would keep the request itself from fitting.
+        wait: the present wait for blocks that another request computes.
+        timer: ends `wait` at its deadline.
+        give_up_at: latest end of all such waits, in seconds of the loop's clock; None before the
             first.
         parked_at: start of the last such wait.
     """
@@ -52,7 +57,13 @@ class Waiting:
         return self.spec.priority
 
     def park(self, wait: PromiseWait, now: float, on_timeout: Callable[[], None]) -> None:
-        """Remove the request from the queue until its wait has ended."""
+        """Let the request wait beside the queue for blocks that another request computes.
+
+        Args:
+            wait: the wait.
+            now: seconds on the loop's clock.
+            on_timeout: called at the deadline of the wait, unless `unpark` is called before.
+        """
         if self.give_up_at is None:
             self.give_up_at = now + wait.patience_s
         self.wait, self.parked_at = wait, now
@@ -61,7 +72,10 @@ class Waiting:
         self.timer = asyncio.get_running_loop().call_later(max(left_s, 0.0), on_timeout)
 
     def unpark(self) -> PromiseWait | None:
-        """End the wait beside the queue, and return it; None if there was none."""
+        """End the wait beside the queue and return it.
+
+        None if the request was not waiting there.
+        """
         wait, self.wait = self.wait, None
         if wait is not None:
             wait.promise.num_waiting -= 1
@@ -86,8 +100,8 @@ class _Level:
     Attributes:
         queues: by tenant, a heap of the numbers of requests that wait for a turn. Numbers of
             requests that have left stay until they reach the top.
-        num_passed: requests of higher priority admitted ahead of the next one here although they
-            came later.
+        num_passed: number of requests of higher priority that were admitted ahead of this level's
+            next request although they arrived later.
     """
 
     queues: dict[str, list[int]] = field(default_factory=dict)
@@ -99,9 +113,11 @@ class _Level:
 
 
 class WaitingLine:
-    """The line of waiting requests. A turn's cost grows with the waiting tenants, not the requests.
+    """The line of waiting requests.
 
-    Requests that wait for blocks of another request stand aside, and return to their old place.
+    The cost of finding the next request grows with the number of waiting tenants, not of requests.
+    A request that waits for blocks of another request stands aside: the requests behind it go on,
+    and it later returns to its place.
     """
 
     def __init__(self) -> None:
@@ -126,7 +142,7 @@ class WaitingLine:
 
     @property
     def is_idle(self) -> bool:
-        """True if no request waits, and no entry of a wait aside is left."""
+        """True if no request waits, neither in line nor aside."""
         return not self._line and not self._aside
 
     def find(self, request_id: str) -> Waiting | None:
@@ -155,7 +171,7 @@ class WaitingLine:
         self._holding = None
 
     def _queue(self, waiting: Waiting) -> None:
-        """Let the request wait for a turn, in its old place."""
+        """Put the request in its place among those that wait for a turn, by its number."""
         level = self._levels.get(waiting.priority)
         if level is None:
             level = self._levels[waiting.priority] = _Level()
@@ -172,17 +188,22 @@ class WaitingLine:
         self._holding = None
 
     def forget(self, tenant: str) -> None:
-        """Forget the blocks given to a tenant that was closed."""
+        """Forget how many blocks a closed tenant was given."""
         self._given.pop(tenant, None)
 
     def given(self, tenant: str, num_blocks: int) -> None:
-        """Count a request of `tenant` that was admitted with `num_blocks` blocks."""
+        """Count the blocks of an admitted request for the turns of its tenant.
+
+        Args:
+            tenant: name of the tenant.
+            num_blocks: number of blocks that the request was given.
+        """
         before = self._given.get(tenant, 0)
         self._served = max(self._served, before)
         self._given[tenant] = before + num_blocks
 
     def admitted(self, waiting: Waiting) -> None:
-        """Remove an admitted request; count it for lower priorities with an older next request."""
+        """Remove an admitted request; count it at each lower priority with an older request."""
         for priority, level in self._levels.items():
             if priority == waiting.priority:
                 level.num_passed = 0
@@ -193,8 +214,8 @@ class WaitingLine:
     def next(self, may_go: Callable[[Waiting], bool]) -> Waiting | None:
         """Return the next request to admit, None if there is none.
 
-        If `may_go` is False for a request, its whole tenant has no turn, since a big request would
-        otherwise starve behind small ones of its own tenant. Other tenants are not affected.
+        A tenant has no turn if `may_go` returns False for its first request: later small requests
+        of the tenant would otherwise starve a big one. Other tenants are not affected.
         """
         found = {priority: self._firsts(level) for priority, level in self._levels.items()}
         self._levels = {one: level for one, level in self._levels.items() if found[one]}
@@ -213,7 +234,10 @@ class WaitingLine:
         return None
 
     def _firsts(self, level: _Level) -> list[tuple[int, int]]:
-        """Return (blocks given, number of the first request) by tenant that waits for a turn."""
+        """Return one pair for each tenant with a request that waits for a turn at this level.
+
+        A pair is the number of blocks given to the tenant, and the number of its first request.
+        """
         firsts = []
         for tenant, numbers in list(level.queues.items()):
             while numbers and not self._waits_for_turn(numbers[0]):
@@ -233,14 +257,22 @@ class WaitingLine:
     def stand_aside(
         self, waiting: Waiting, wait: PromiseWait, now: float, on_timeout: Callable[[], None]
     ) -> None:
-        """Let the request wait for blocks that another one computes; requests behind it go on."""
+        """Let the request wait for blocks that another one computes; requests behind it go on.
+
+        Args:
+            waiting: the request.
+            wait: the wait.
+            now: seconds on the loop's clock.
+            on_timeout: called at the deadline of the wait, unless `come_back` is called before.
+        """
         waiting.park(wait, now, on_timeout)
         heapq.heappush(self._aside.setdefault(wait.promise, []), (wait.stop, waiting.number))
 
     def come_back(self, waiting: Waiting) -> PromiseWait | None:
-        """Put the request back to its previous place in the queue.
+        """Return the request to its place in the queue.
 
-        Return the wait that has ended, None if there was none.
+        Returns:
+            The wait that has ended; None if the request was not aside.
         """
         wait = waiting.unpark()
         if wait is not None:
@@ -248,7 +280,7 @@ class WaitingLine:
         return wait
 
     def whose_wait_is_over(self) -> list[Waiting]:
-        """Return the requests aside with blocks that are computed, or will not be."""
+        """Return the requests aside with awaited blocks that are computed, or will not be."""
         found: list[Waiting] = []
         for promise, heap in list(self._aside.items()):
             while heap and (promise.is_over or heap[0][0] <= promise.first):
@@ -263,10 +295,13 @@ class WaitingLine:
     # What they hold
 
     def release_last_fetched(self, tenant: str | None = None) -> bool:
-        """Release the fetched blocks of the last request in line that holds some.
+        """Release the fetched blocks of one request: the last in line that holds any.
+
+        Args:
+            tenant: the tenant of the request; None for any.
 
         Returns:
-            True if there was such a request, of `tenant` or, for None, of any.
+            True if there was such a request.
         """
         if self._holding is None:
             self._holding = [one for one in self.ordered() if one.holds_fetched]

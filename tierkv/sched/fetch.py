@@ -37,9 +37,19 @@ NOT_IN_STORAGE = GetOutcome(GetStatus.MISS, "not in storage")  # which has said 
 class Source(Protocol):
     """A source of blocks beyond the local match, such as `StorageIO`."""
 
-    async def count_present(self, keys: Sequence[StoredKey]) -> int: ...
+    async def count_present(self, keys: Sequence[StoredKey]) -> int:
+        """Return the number of leading `keys` that the source has."""
 
-    async def fetch(self, keys: Sequence[StoredKey], slot_ids: Ids) -> list[GetOutcome]: ...
+    async def fetch(self, keys: Sequence[StoredKey], slot_ids: Ids) -> list[GetOutcome]:
+        """Read blocks into host slots.
+
+        Args:
+            keys: the stored keys of the blocks.
+            slot_ids: host slots to write, [len(keys)]; in use until the call has returned.
+
+        Returns:
+            One outcome for each key; the slot has the block if the outcome is HIT.
+        """
 
 
 @dataclass(slots=True)
@@ -47,11 +57,12 @@ class Landed:
     """The progress of a fetch.
 
     Attributes:
-        lease: the full blocks of the prompt that are cached here by now.
-        tail: the prompt's tail, if it is cached here by now.
-        num_tokens: tokens of these blocks and this tail that came from storage.
+        lease: the full blocks of the prompt that are cached here by now, protected from eviction.
+        tail: the prompt's partial last block, if it is cached here by now.
+        num_tokens: number of tokens in these blocks that came from storage.
         direct: tokens of the prompt that came from another node's memory.
-        problem: the reason why the fetch stopped early; None while it goes on, or if all is here.
+        problem: the reason why the fetch stopped early; None while it goes on, or if all blocks
+            came.
     """
 
     lease: Lease
@@ -63,10 +74,13 @@ class Landed:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """One group of blocks on its way.
+    """A group of up to GROUP_BLOCKS consecutive blocks that are fetched together.
 
     Attributes:
-        kept: mask of the slots that the index has accepted.
+        keys: stored keys of the blocks.
+        slots: host slots that are written, int32 [len(keys)].
+        space: space of the prompt.
+        kept: mask of the slots that the index has accepted, bool [len(keys)].
         has_ended: True once all other slots are free again.
     """
 
@@ -81,7 +95,12 @@ class _Group:
 
 
 class FetchGroups:
-    """Fetches of consecutive blocks in groups, from `source` into host slots."""
+    """Fetches of consecutive blocks from a source into host slots, in groups.
+
+    Args:
+        tiers: the tiers to fetch into.
+        source: the source of the blocks.
+    """
 
     def __init__(self, tiers: Tiers, source: Source) -> None:
         self._tiers = tiers
@@ -90,10 +109,14 @@ class FetchGroups:
         self._taken: Counter[str] = Counter()  # slots that are not in the index yet, by space
 
     async def acquire(self, count: int, space: Space) -> Ids | None:
-        """Return 1 to `count` host slots, or None if there are none and no copy will free any.
+        """Acquire host slots, waiting for copies under way that will free some.
 
-        Wait for copies that make room on the host, and for offloads that hold host slots. The slots
-        count in the quota of `space` until `settled` is called for them.
+        Args:
+            count: most slots to acquire, at least 1.
+            space: the space whose quota the slots count in, until `settled` is called for them.
+
+        Returns:
+            The slots, int32 [1 to count]; None if there are none and no copy will free any.
         """
         tiers = self._tiers
         while True:
@@ -108,7 +131,12 @@ class FetchGroups:
             await tiers.work.next_change()
 
     def settled(self, slots: Ids, space: Space) -> None:
-        """Stop counting `slots` as reserved: each is in the index, or free again."""
+        """Stop counting `slots` in the quota as being fetched: each is in the index, or free again.
+
+        Args:
+            slots: the slots, from `acquire`.
+            space: the space in whose quota they count.
+        """
         self._taken[space.name] -= len(slots)
         if not self._taken[space.name]:
             del self._taken[space.name]
@@ -124,7 +152,7 @@ class FetchGroups:
     ) -> None:
         """Fetch `keys`, which follow the blocks of `landed`, in order.
 
-        Two groups are on their way at a time, so that the store has work while one is inserted into
+        Two groups are under way at a time, so that the store has work while one is inserted into
         the index. If blocks are missing, `landed.problem` has the reason.
 
         Args:
@@ -166,9 +194,10 @@ class FetchGroups:
         before: asyncio.Task[bool] | None,
         on_arrival: Callable[[], None],
     ) -> bool:
-        """Fetch one group and insert it behind the group `before`.
+        """Fetch one group, and insert it into the index after the previous group has been inserted.
 
-        Return whether all of it arrived.
+        Returns:
+            True if all of the group's blocks arrived.
         """
         tiers, index = self._tiers, self._index
         keys, slots, kept, began = group.keys, group.slots, group.kept, tiers.events.now()
@@ -219,7 +248,13 @@ class FetchGroups:
 
 
 def _direct(outcomes: Sequence[GetOutcome], keys: Sequence[StoredKey], start: int) -> list[range]:
-    """Return the tokens, from `start` on, that came from another node's memory."""
+    """Return the ranges of tokens that came from another node's memory.
+
+    Args:
+        outcomes: one outcome for each key.
+        keys: stored keys of consecutive blocks.
+        start: number of the prompt's first token in these blocks.
+    """
     stops = list(accumulate((key.num_tokens for key in keys), initial=start))
     return [
         range(stops[at], stops[at + 1]) for at, result in enumerate(outcomes) if result.is_direct
@@ -227,7 +262,10 @@ def _direct(outcomes: Sequence[GetOutcome], keys: Sequence[StoredKey], start: in
 
 
 async def _arrived(group: asyncio.Task[bool] | None) -> bool:
-    """Wait for the end of `group` and return whether all of it is in the index; True for None."""
+    """Wait for the end of a group's task; return whether all of its blocks are in the index.
+
+    True for None, the group before the first one.
+    """
     if group is None:
         return True
     if not group.done():
@@ -236,7 +274,10 @@ async def _arrived(group: asyncio.Task[bool] | None) -> bool:
 
 
 class SharedTails:
-    """Stored tails of other prompts that share the first tokens of a prompt's next block."""
+    """Lookup and fetch of partial last blocks (tails) that other prompts have stored.
+
+    Such a block is useful if it begins with the same tokens as the prompt's next block.
+    """
 
     def __init__(self, tiers: Tiers, storage: StorageIO) -> None:
         self._tiers = tiers
@@ -245,15 +286,18 @@ class SharedTails:
     async def find(
         self, prompt: Prompt, at: Lease, *, missing: Collection[bytes]
     ) -> SharedTail | None:
-        """Return the stored tail under `at` that shares most tokens with the prompt.
+        """Find the stored tail that shares most tokens with the prompt's next block.
 
-        Return None if no tail shares more tokens than are cached here. The search costs one small
-        read.
+        The search costs one small read.
 
         Args:
             prompt: the prompt to extend.
             at: a lease of the prompt's first blocks.
-            missing: digests that are known not to be in storage, even if they are listed there.
+            missing: digests of tails that are known not to be in storage, even if they are listed
+                there.
+
+        Returns:
+            The tail; None if no tail shares more tokens than are cached here.
         """
         wanted = prompt.block(at.num_blocks)
         here = self._cached_tokens(prompt, at.num_blocks)
@@ -268,7 +312,16 @@ class SharedTails:
         return self.of_use(prompt, at, found)
 
     def of_use(self, prompt: Prompt, at: Lease, found: SharedTail | None) -> SharedTail | None:
-        """Return `found` if it has more tokens of the block after `at` than the cache, or None."""
+        """Return `found` if it shares more tokens of the next block than are cached here.
+
+        Args:
+            prompt: the prompt to extend.
+            at: a lease of the prompt's first blocks.
+            found: a stored tail; None for none.
+
+        Returns:
+            The tail; None if it is of no use.
+        """
         here = self._cached_tokens(prompt, at.num_blocks)
         return found if found is not None and found.num_shared > here else None
 
@@ -280,11 +333,17 @@ class SharedTails:
         return match.partial.num_tokens if match.partial and match.num_blocks == block else 0
 
     async def fetch(self, prompt: Prompt, at: Lease, found: SharedTail, slots: Ids) -> Lease | None:
-        """Fetch the tail into the one host slot of `slots` and insert it under `at`.
+        """Fetch a stored tail into a host slot and insert it into the index.
 
-        Return its lease.
+        Args:
+            prompt: the prompt to extend.
+            at: a lease of the prompt's first blocks, behind which the tail is inserted.
+            found: the tail.
+            slots: the host slot, int32 [1].
 
-        Return None, with the slot free again, if the store has no valid value for it.
+        Returns:
+            A lease of the tail; None if the store has no valid value for it, with the slot free
+                again.
         """
         tiers, index = self._tiers, self._tiers.index
         is_kept, began = False, tiers.events.now()
@@ -322,7 +381,7 @@ _FATES = {GetStatus.DAMAGED: MissCause.DAMAGED, GetStatus.FAILED: MissCause.FAIL
 
 @dataclass(slots=True)
 class Fetched:
-    """The result of a fetch, held on the host until `release`.
+    """The result of a fetch. Its blocks are kept on the host until `release`.
 
     The owner calls `release` once the request is admitted, or earlier: then the blocks may be
     evicted, and the request matches fewer tokens.
@@ -365,7 +424,9 @@ class Fetched:
 
 
 class Fetcher:
-    """Fetches of one node, at most one per block at a time: other callers wait for its end.
+    """Fetches blocks from storage for the requests of one node.
+
+    A block is fetched by one call at a time; other calls that need it wait for the end of that one.
 
     Args:
         tiers: the tiers to fetch into.
@@ -387,7 +448,7 @@ class Fetcher:
 
     @property
     def num_held(self) -> int:
-        """Number of results that have not been released yet."""
+        """Number of results of fetches that have not been released yet."""
         return self._shared.num_held
 
     @property
@@ -403,7 +464,15 @@ class Fetcher:
         return wrong + self._shared.estimator.findings()
 
     def is_fetching(self, key: StoredKey, block: int) -> bool:
-        """Return whether `key`, of the prompt's block `block`, is being looked up or fetched."""
+        """Return whether a block is being looked up or fetched.
+
+        Args:
+            key: stored key of the block.
+            block: index of the block in its prompt.
+
+        Returns:
+            True if a running call looks up or fetches it.
+        """
         return self._shared.busy([key], block) is not None
 
     async def fetch(
@@ -419,21 +488,24 @@ class Fetcher:
         """Fetch the blocks of `prompt` beyond the local match from storage, in order without a gap.
 
         A problem with storage ends the fetch early and is reported in `first_problem`, never
-        raised. The result has what has arrived when `budget` is used up, or earlier if computing is
-        estimated to be faster. The fetch itself goes on until the budget's deadline, so that the
-        speed of the tier is learned and later requests find the blocks; host slots in use by the
-        store stay taken until the store is done. Cancelling the call leaves nothing held.
+        raised. The call returns what has arrived when `budget` is used up, or earlier if computing
+        is estimated to be faster. The fetch itself goes on until the budget's deadline, so that the
+        speed of storage is measured and later requests find the blocks; host slots that the store
+        writes are in use until it is done. Cancelling the call leaves nothing held.
 
         Args:
             prompt: the prompt of the wanted blocks.
             budget: the request's remaining seconds of waiting.
             on_arrival: called with the number of the prompt's first blocks on the host, while more
                 are being fetched.
-            promised: all keys of the prompt, if a ticket states that they are stored: then storage
-                is not asked for their presence.
+            promised: all keys of the prompt, if a prefill node has stated that it stored them: then
+                storage is not asked for their presence.
             is_part: True if the caller fetches in several calls and reports the total time to the
                 estimator.
-            known: a recent answer of storage, which is used instead of a new question.
+            known: a recent answer of storage, which is used instead of a new lookup.
+
+        Returns:
+            The blocks that arrived; call `release` on them.
         """
         one = _Fetch(self._shared, prompt, budget, promised, on_arrival, is_part, known)
         try:
@@ -455,7 +527,11 @@ class Fetcher:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """Consecutive keys of one fetch, from block `start` of the prompt on."""
+    """Consecutive keys that one fetch brings, from block `start` of the prompt on.
+
+    Attributes:
+        ended: resolved when the fetch no longer works on them.
+    """
 
     start: int
     keys: Sequence[StoredKey]
@@ -463,7 +539,7 @@ class _Run:
 
 
 class _Shared:
-    """The state that all fetches of a node share: sources, estimates, and runs in flight."""
+    """The state that all fetches of a node share: sources, estimates, and keys being fetched."""
 
     def __init__(
         self, tiers: Tiers, storage: StorageIO, source: Source, estimator: Estimator
@@ -479,12 +555,17 @@ class _Shared:
         self.ended_early = LogThrottle(log, "a fetch from storage ended early (x%d): %s")
 
     def busy(self, keys: Sequence[StoredKey], start: int) -> asyncio.Future[None] | None:
-        """Return the end of a run that fetches one of `keys`, of blocks from `start` on.
+        """Return a future for the end of a running fetch that has blocks in common with `keys`.
 
-        None if none does.
+        A key depends on all tokens before it. Two runs of keys therefore have blocks in common
+        exactly if their keys agree at the first index that both have.
 
-        A key fixes all tokens before it, so two runs have blocks in common exactly if they agree on
-        the first block that both could have.
+        Args:
+            keys: stored keys of consecutive blocks.
+            start: index of the first of these blocks in its prompt.
+
+        Returns:
+            The future; None if no running fetch has one of the blocks.
         """
         for run in self.in_flight:
             at = max(run.start, start)
@@ -497,9 +578,14 @@ class _Shared:
         return None
 
     def reserve(self, keys: Sequence[StoredKey], start: int) -> _Run:
-        """Mark `keys` as being fetched until `finish`.
+        """Mark `keys` as being fetched until `finish`; other fetches of them wait until then.
 
-        Other fetches of one of them wait until then.
+        Args:
+            keys: stored keys of consecutive blocks.
+            start: index of the first of these blocks in its prompt.
+
+        Returns:
+            The mark, for `finish`.
         """
         run = _Run(start, keys, asyncio.get_running_loop().create_future())
         self.in_flight.append(run)
@@ -519,7 +605,19 @@ class _Shared:
         began_at: float,
         matched_at: float,
     ) -> Fetched:
-        """Return the result of a fetch, which holds `lease` until it is released."""
+        """Return the result of a fetch, which holds `lease` until it is released.
+
+        Args:
+            tokens: tokens of the prompt that came from storage.
+            problem: the reason why the fetch ended early; None if it did not.
+            lease: keeps the blocks from eviction.
+            direct: tokens that came from another node's memory.
+            began_at: start of the fetch, in seconds of the monotonic clock.
+            matched_at: time at which the locations of all blocks were known.
+
+        Returns:
+            The result.
+        """
         self.num_held += 1
         return Fetched(
             tokens,
@@ -543,9 +641,15 @@ class _Fetch:
 
     Attributes:
         is_part, known: see `Fetcher.fetch`.
-        is_whole: True once all that storage has is here, a shared tail of another prompt aside.
+        landed: the progress.
+        deadline_at: end of the fetch, in seconds of the loop's clock.
+        first_token: number of prompt tokens that were cached before the fetch.
+        claimed: the keys marked as being fetched by this call.
+        transfer: the bytes under way, for the estimate of storage's speed.
+        is_whole: True once all that storage has of this prompt has arrived; a partial last block of
+            another prompt may still come.
         fate: the reason why the fetch stopped, if that is not an answer of the store.
-        question: the decision under which storage was asked.
+        question: the decision by which storage was asked; None if it was not.
         is_late: True once the request went on without this fetch.
         began_at: start, in seconds of the monotonic clock.
         matched_at: time at which the locations of all blocks were known; 0 before that.
@@ -575,6 +679,7 @@ class _Fetch:
     is_whole: bool = False
 
     async def run(self) -> None:
+        """Fetch until all blocks have arrived or the deadline has passed, and set `outcome`."""
         index, tier = self.shared.tiers.index, self.shared.estimator.tier
         match = index.match(self.prompt)
         self.landed = Landed(index.hold(match.node, match.num_blocks))
@@ -614,9 +719,9 @@ class _Fetch:
         self._tell(lease)
 
     def go_on_alone(self) -> None:
-        """Give the request what has arrived; go on fetching until the deadline.
+        """Give the request the blocks that have arrived, and go on fetching until the deadline.
 
-        The rest of the fetch shows the speed of the tier, and later requests find its blocks.
+        The rest of the fetch shows the speed of storage, and later requests find its blocks.
         """
         if self.outcome.done():
             return
@@ -648,7 +753,7 @@ class _Fetch:
         self.outcome.set_result(fetched)
 
     def _ends(self, fate: MissCause, reason: str) -> None:
-        """Note that the fetch stops for a reason that is not an answer of the store."""
+        """Record that the fetch stops for a reason other than an answer of the store."""
         status = GetStatus.MISS if fate is MissCause.NOT_WORTH_IT else GetStatus.FAILED
         self.landed.problem, self.fate = GetOutcome(status, reason), fate
 
@@ -682,9 +787,12 @@ class _Fetch:
             await self._fetch_shared_tail(keys)
 
     async def _match(self) -> tuple[Sequence[StoredKey], int]:
-        """Return the keys that the tiers lack, and the number of them that storage has.
+        """Look up the blocks that device and host lack in storage.
 
         Sets `question` if storage was asked.
+
+        Returns:
+            The keys of the missing blocks, and the number of leading ones that storage has.
         """
         shared = self.shared
         keys = await self._wait_for_others()
@@ -712,7 +820,10 @@ class _Fetch:
         return keys, present
 
     async def _wait_for_others(self) -> Sequence[StoredKey]:
-        """Return the keys beyond the local match, once no other call fetches any of them."""
+        """Return the keys beyond the local match, once no other call fetches any of them.
+
+        [] if nothing is missing then, or if computing is estimated to be faster than the wait.
+        """
         shared, landed = self.shared, self.landed
         index, keys = shared.tiers.index, self.promised
         while True:
@@ -742,7 +853,7 @@ class _Fetch:
             await asyncio.shield(busy)
 
     async def _ask(self, keys: Sequence[StoredKey]) -> int:
-        """Return the number of `keys` that the tier has, and note the seconds until its answer."""
+        """Return the number of leading `keys` that storage has; record the time of its answer."""
         now, tier = asyncio.get_running_loop().time, self.shared.estimator.tier
         began, found = now(), None
         try:
@@ -781,9 +892,9 @@ class _Fetch:
         return keys
 
     def _without_sample(self, keys: Sequence[StoredKey], sample: int) -> Sequence[StoredKey]:
-        """Return the first of `keys`, so that at least `sample` tokens of the prompt are computed.
+        """Shorten `keys` so that at least `sample` tokens of the prompt are computed, not fetched.
 
-        The estimator gets the number of tokens to expect as a sample.
+        Computing them measures the engine's speed. The estimator learns how many to expect.
         """
         if not sample:
             return keys
@@ -815,9 +926,9 @@ class _Fetch:
             self.on_arrival(self.landed.lease.num_blocks)
 
     async def _fetch_shared_tail(self, keys: Sequence[StoredKey]) -> None:
-        """Fetch another prompt's tail that shares the next tokens of this one, if storage has one.
+        """Fetch a partial last block of another prompt that begins with this prompt's next tokens.
 
-        If that tail would be the last of `keys`, storage is known not to have it.
+        If the next block is the last of `keys`, storage is known not to have that one itself.
         """
         shared, landed = self.shared, self.landed
         index, start = shared.tiers.index, landed.lease.num_blocks
@@ -888,7 +999,7 @@ class _Fetch:
 
 
 def _is_gap(problem: GetOutcome) -> bool:
-    """Return whether the problem is that storage does not have the next block."""
+    """Return whether the fetch ended because storage does not have the next block."""
     return problem.status is GetStatus.MISS and problem is not NO_ROOM
 
 

@@ -1,4 +1,4 @@
-"""Emptying and resizing of the tiers while requests run, and the sleep of the device."""
+"""Emptying and resizing of the tiers while requests run, and emptying of the device for sleep."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Lifecycle:
 
     Args:
         tiers: the tiers whose size or content changes.
-        slots: numbers of device and host slots that there is memory for.
+        slots: numbers of device and host slots for which memory is allocated.
     """
 
     def __init__(self, tiers: Tiers, slots: tuple[int, int]) -> None:
@@ -43,22 +43,25 @@ class Lifecycle:
         return self._asleep is not None
 
     def reset(self) -> int:
-        """Forget every unheld block on both tiers, and all marks of stored blocks.
+        """Forget every block that is not in use on both tiers, and which blocks are stored.
 
-        Values in storage stay. All blocks go in one turn of the loop; `forget` needs many short
-        ones.
+        Values in storage stay. The call removes all blocks in one turn of the event loop; `forget`
+        spreads the work over many short ones.
 
         Returns:
-            The number of copies that are left, held by requests.
+            The number of copies that are left, in use by requests.
         """
         for _ in self._forgetting():
             pass
         return self._num_copies()
 
     async def forget(self) -> int:
-        """Forget blocks as `reset` does, a slice in a turn of the loop.
+        """Forget blocks as `reset` does, in many short turns of the event loop.
 
         Blocks that come into use before the end may stay.
+
+        Returns:
+            The number of copies that are left, in use by requests.
         """
         for _ in self._forgetting():
             await asyncio.sleep(0)
@@ -73,20 +76,20 @@ class Lifecycle:
         return forgetting(self._tiers, [*spaces.roots(), *spaces.retired()])
 
     async def resize(self, tier: Tier, capacity: int) -> None:
-        """Give the tier `capacity` slots, within the memory there is.
+        """Give the tier `capacity` slots, within the allocated memory.
 
-        A smaller tier loses the last slots as they become free. Blocks in them are evicted: device
+        A smaller tier loses its last slots as they become free. Blocks in them are evicted: device
         blocks after a copy to the host if that has room, host blocks after storing if the rule says
-        so and the store accepts them. Held blocks are waited for. Cancelling the call leaves the
-        capacity as it was.
+        so and the store accepts them. The call waits for blocks in use. Cancelling it leaves the
+        capacity unchanged.
 
         Args:
-            tier: the tier to resize.
-            capacity: number of slots that the tier will have.
+            tier: the tier to resize: device or host.
+            capacity: number of slots that the tier will have, at least 1.
 
         Raises:
             ConfigError: there is no memory for `capacity` slots.
-            OwnershipError: the device sleeps, or another resize or sleep takes slots of the same
+            OwnershipError: the device sleeps, or another resize or sleep removes slots of the same
                 tier: each would wait for the other.
         """
         if self._asleep is not None and tier is Tier.DEVICE:
@@ -113,7 +116,7 @@ class Lifecycle:
 
     @contextmanager
     def alone(self, tier: Tier) -> Iterator[None]:
-        """Exclude other resizes, sleeps and refills of the tier from the body.
+        """Exclude other resizes, sleeps and refills of the tier while the body runs.
 
         Raises:
             OwnershipError: one of them is under way.
@@ -131,9 +134,12 @@ class Lifecycle:
 
     @contextmanager
     def _retiring(self, tier: Tier, first: int) -> Iterator[Leaving]:
-        """Remove slots from `first` on in the body; restore them at its end.
+        """Mark the slots from `first` on as leaving the tier while the body runs.
 
-        After a normal end no listener has been called yet, so that the slots are still free.
+        Free them at its end.
+
+        After a body that did not raise, no waiting request is woken before the caller has removed
+        the slots.
         """
         leaving = self._tiers.slots.leaving[tier] = Leaving(first)
         try:
@@ -152,12 +158,12 @@ class Lifecycle:
             self._tiers.slots.pools[tier].release(slots)
 
     async def _retire(self, tier: Tier, leaving: Leaving, *, keeps_blocks: bool) -> None:
-        """Remove leaving slots as they become free, also in calls of `take`.
+        """Take the leaving slots out of use as they become free.
 
         Args:
             tier: the tier that becomes smaller.
             leaving: the slots that the tier loses.
-            keeps_blocks: True to copy device blocks to the host first, if it has room.
+            keeps_blocks: True to copy device blocks to the host first, if the host has room.
         """
         tiers, pool, first = self._tiers, self._tiers.slots.pools[tier], leaving.first
         tried: set[int] = set()  # runs with a copy started once; it may have failed
@@ -186,7 +192,15 @@ class Lifecycle:
         *,
         keeps_blocks: bool,
     ) -> None:
-        """Evict unheld copies in slots from `first` on, and the blocks that depend on them."""
+        """Evict unused copies in slots from `first` on, and the blocks that depend on them.
+
+        Args:
+            tier: the tier that becomes smaller.
+            first: the first slot that the tier loses.
+            nodes: the nodes to look at.
+            tried: ids of nodes for which a copy was started already; extended.
+            keeps_blocks: True to copy device blocks to the host first, if the host has room.
+        """
         for node in nodes:
             in_the_way = np.flatnonzero(node.copies[tier].slots >= first)
             is_gone = not (node.copies[0].num_present or node.copies[1].num_present)
@@ -202,9 +216,10 @@ class Lifecycle:
                 self._tiers.eviction.evict_below(tier, node, start)
 
     def _forget_lacking(self, tier: Tier, node: TreeNode, start: int) -> None:
-        """Forget run blocks from `start` on, and those below, that have no copy on the other tier.
+        """Forget a node's blocks from `start` on, and below, that only this tier has.
 
-        Blocks below a forgotten one are forgotten too. The rest only loses its copy on this tier.
+        Blocks below a forgotten block are forgotten too, since a match cannot reach them. The other
+        blocks are unchanged here.
         """
         pending = [(node, start)]
         while pending:
@@ -217,11 +232,12 @@ class Lifecycle:
                 pending.extend((child, 0) for child in part.children.values())
 
     def _copy_first(self, node: TreeNode, tried: set[int]) -> bool:
-        """Start copies of `node` and all below it to the host, if that has room.
-
-        Return whether any.
+        """Start copies of `node` and all nodes below it to the host, as far as the host has room.
 
         Each copy is started once, so that a failed one is not waited for twice.
+
+        Returns:
+            True if any copy was started.
         """
         tiers = self._tiers
         parts, pending = [], [node]
@@ -244,13 +260,13 @@ class Lifecycle:
     # Sleep
 
     async def empty_device(self, *, keeps_blocks: bool) -> None:
-        """Remove every device slot; return when the device is empty and no copy runs.
+        """Take every device slot out of use; return when the device is empty and no copy runs.
 
-        The call waits for requests and pins. No request may be admitted until its end, and the
-        caller must be inside `alone`. Cancelling it undoes it.
+        The call waits for requests and pins. The caller has paused admissions until the end of the
+        call, and is inside `alone`. Cancelling the call restores the slots.
 
         Args:
-            keeps_blocks: True to copy blocks that only the device has to the host, if that has
+            keeps_blocks: True to copy blocks that only the device has to the host, if the host has
                 room.
 
         Raises:
@@ -266,7 +282,7 @@ class Lifecycle:
         self._tiers.slots.lend(Tier.DEVICE, self._asleep)
 
     def refill_device(self, num_blocks: int) -> None:
-        """Give the device `num_blocks` free slots, for which there is memory again.
+        """Give a sleeping device `num_blocks` free slots, after memory was allocated for them.
 
         Raises:
             OwnershipError: the device does not sleep.
@@ -287,10 +303,17 @@ class Lifecycle:
 
 
 def forgetting(tiers: Tiers, roots: Sequence[TreeNode]) -> Iterator[None]:
-    """Forget all unheld blocks below `roots` on both tiers; unmark the stored ones of the rest.
+    """Forget all blocks below `roots` that are not in use, on device and host.
 
-    The iterator stops after each slice. Leaves go before their parents. A run that has left the
-    tree or was cut before its turn is skipped.
+    Blocks in use stay, but are no longer known to be stored. Leaves go before their parents. A node
+    that has left the index or was split since the start is skipped.
+
+    Args:
+        tiers: the tiers to remove the blocks from.
+        roots: nodes of the index.
+
+    Yields:
+        None, after each _SLICE nodes, for a caller that lets other tasks run.
     """
     pending = [(node, False) for root in roots for node in root.children.values()]
     num_left = _SLICE

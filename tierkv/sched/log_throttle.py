@@ -24,7 +24,12 @@ class LogThrottle:
         self._reason = ""
 
     def warn(self, reason: str, count: int = 1) -> None:
-        """Count `count` more events with this reason. Call it on the loop."""
+        """Count events, and log them now or at the end of the running second. Call it on the loop.
+
+        Args:
+            reason: the reason; the last one is logged.
+            count: number of events.
+        """
         self._count += count
         self._reason = reason
         if self._timer is None:

@@ -1,6 +1,6 @@
-"""Plans of evictions: the blocks to evict, and those to copy down first.
+"""Plans of evictions: the blocks to evict, and those to copy to a lower tier first.
 
-Nothing is changed here.
+Planning changes nothing.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from tierkv.cache.node import CopyState, Tier, TreeNode
 
 @dataclass(slots=True)
 class Step:
-    """One victim and its treatment.
+    """Blocks to evict, and whether they must be copied before.
 
     Attributes:
-        must_copy: True if its bytes go to the tier below first, because the rule says so or because
-            cached blocks below it would become orphans.
+        victim: the blocks.
+        must_copy: True if their bytes must be copied to the tier below first: the write rule says
+            so, or cached blocks behind them could no longer be matched.
     """
 
     victim: Victim
@@ -28,16 +29,17 @@ class Step:
 
 
 def plan_eviction(order: EvictionOrder, tier: Tier, missing: int, rule: WriteRule) -> list[Step]:
-    """Return the steps that evict `missing` copies from a tier, or fewer if no more can go.
-
-    Blocks at the end of a leaf, whose eviction copies nothing, can be evicted without a plan: see
-    `EvictionOrder.leaf_to_go`.
+    """Plan the eviction of `missing` copies from a tier.
 
     Args:
         order: the order of eviction.
         tier: the tier to evict from.
-        missing: number of copies that must go; 0 or less: no steps.
+        missing: number of copies that must be evicted; 0 or less for none.
         rule: the rule for copies to the tier below.
+
+    Returns:
+        The steps; fewer than `missing` copies if no more can be evicted. The blocks that
+            `EvictionOrder.leaf_to_go` returns need no plan, as nothing must be copied first.
     """
     if missing <= 0:
         return []
@@ -57,9 +59,10 @@ def plan_eviction(order: EvictionOrder, tier: Tier, missing: int, rule: WriteRul
 
 
 def _parts(victim: Victim, tier: Tier) -> list[tuple[Victim, bool]]:
-    """Return the victim in parts, each with whether the tier below has a copy.
+    """Split a victim into parts that the tier below has a copy of, and parts that it lacks.
 
-    Last blocks first.
+    Returns:
+        Each part with True if the tier below has a copy; the last blocks first.
     """
     node, start, stop = victim.node, victim.start, victim.stop
     host = node.copies[Tier.HOST]
@@ -79,7 +82,7 @@ def _parts(victim: Victim, tier: Tier) -> list[tuple[Victim, bool]]:
 
 
 def _has_below(part: Victim, tier: Tier, forgotten: set[tuple[int, int]]) -> bool:
-    """Return whether cached blocks below this part stay."""
+    """Return whether cached blocks behind this part stay, so that it must not be lost."""
     if tier is Tier.HOST:
         return False  # a host victim has no descendant that is on the host only
     node: TreeNode = part.node

@@ -1,7 +1,8 @@
 """One request from its specification to its end, and its promise to compute blocks.
 
-A request first waits for storage or another node (`Arrivals`), then in the queue for room, and is
-then admitted with its blocks. Other requests can wait for the blocks that it promises to compute.
+A request first waits for storage or another node (`Arrivals`), then in the queue for device blocks,
+and is then admitted with them. While it computes, other requests with the same prefix can wait for
+its blocks instead of computing them too: these blocks are its promise.
 """
 
 from __future__ import annotations
@@ -62,11 +63,18 @@ class Decisions:
 
 
 class Promise(msgspec.Struct, eq=False):
-    """Blocks [first, stop) of `prompt`, which its request computes; `first` grows with each commit.
+    """Blocks [first, stop) of a prompt that a running request will compute.
+
+    Requests with the same prefix may wait for these blocks instead of computing them.
 
     Attributes:
+        prompt: the prompt of the computing request.
+        first: index of the first block that is not computed yet; grows with each commit.
+        stop: index after the last promised block.
         begun: start of the computation, in seconds of the loop's clock.
+        key: place of block `first` in the index: the node above it, and its tokens.
         begun_at: index of the block that the computation began with.
+        is_over: True once all blocks are computed, or the request has ended.
         num_waiting: number of requests that wait for this promise.
     """
 
@@ -82,9 +90,12 @@ class Promise(msgspec.Struct, eq=False):
 
 @dataclass(frozen=True, slots=True)
 class PromiseWait:
-    """A wait of at most `patience_s` seconds until a promise has reached block `stop`.
+    """A wait of one request until another one has computed the blocks before `stop`.
 
     Attributes:
+        promise: the promise of the computing request.
+        stop: index after the last block to wait for.
+        patience_s: most seconds to wait.
         is_sooner: True if the wait is expected to be no longer than `compute_s`.
         compute_s: estimated seconds to compute the same blocks.
     """
@@ -101,11 +112,12 @@ class PromiseWait:
 
 
 class Computing:
-    """All promises of a node.
+    """All promises of a node: which blocks running requests will compute.
 
-    A promise is found by the tree node and the tokens of its next block: a request that matches up
-    to that node and goes on with the same block shares at least that block. An owner may be slow,
-    fail or leave, so every wait has a deadline of its own.
+    A promise is found by the node of the index above its next block, and that block's tokens. A
+    request that matches up to that node and continues with the same block shares at least that
+    block. The computing request may be slow, fail or end early, so every wait for it has a
+    deadline.
 
     Args:
         prefill: the estimate of computing times; each kept promise is an observation for it. As
@@ -133,15 +145,16 @@ class Computing:
         return [promise for promises in self._promises.values() for promise in promises]
 
     def begin(self, node: TreeNode, first: int, prompt: Prompt, now: float) -> Promise | None:
-        """Begin and return the promise of a request that computes `prompt` from block `first` on.
-
-        Return None if there is no full block to compute.
+        """Begin the promise of a request that computes its prompt from block `first` on.
 
         Args:
-            node: the node whose end is at block `first`.
+            node: the last node of the cached blocks; it ends before block `first`.
             first: index of the first block to compute.
             prompt: the request's prompt.
             now: seconds on the loop's clock.
+
+        Returns:
+            The promise; None if the prompt has no full block to compute.
         """
         if first >= prompt.num_blocks:
             return None
@@ -161,12 +174,12 @@ class Computing:
             others.append(promise)
 
     def advance(self, promise: Promise, node: TreeNode, first: int) -> None:
-        """Record that the promised blocks before number `first` are computed and can be matched.
+        """Record that the promised blocks before index `first` are computed and can be matched.
 
         Args:
             promise: the promise of a running request.
-            node: the node of the index that ends at block `first`.
-            first: number of the next block of the prompt to compute.
+            node: the node of the index that ends before block `first`.
+            first: index of the next block of the prompt to compute.
         """
         if promise.is_over or first <= promise.first:
             return
@@ -182,15 +195,22 @@ class Computing:
             self._on_progress()
 
     def brought(self, promise: Promise, first: int) -> None:
-        """Note that blocks up to `first` came from elsewhere after the start and were not computed.
+        """Record that the blocks before index `first` came from storage instead of being computed.
 
-        The speed of the engine is observed from this moment on, over the rest of the blocks.
+        The engine's speed is observed from this moment on, over the remaining blocks.
+
+        Args:
+            promise: the promise of a running request.
+            first: index of the first block that is still to be computed.
         """
         promise.begun_at = max(promise.begun_at, min(first, promise.stop))
         promise.begun = asyncio.get_running_loop().time()
 
     def end(self, promise: Promise) -> None:
-        """End a promise, kept or not. Further calls do nothing."""
+        """End a promise, whether all of its blocks were computed or not.
+
+        Further calls do nothing.
+        """
         if promise.is_over:
             return
         promise.is_over = True
@@ -200,9 +220,11 @@ class Computing:
             self._on_progress()
 
     def _observe(self, promise: Promise) -> None:
-        """Report the promise's computing time if it is of half of the prompt or more, or a sample.
+        """Report the computing time to the speed estimate, if it is a useful sample.
 
-        The few tokens after a long match would mostly show the other delays of a request.
+        A sample is useful if it covers at least half of the prompt, or was chosen by
+        `PrefillSpeed.sample_tokens`. The time of a few tokens after a long match would mostly show
+        the other delays of a request.
         """
         num_blocks = promise.stop - promise.begun_at
         if not num_blocks:
@@ -220,10 +242,16 @@ class Computing:
             promises.remove(promise)
 
     def find(self, match: Match, prompt: Prompt, stop: int) -> tuple[Promise, int] | None:
-        """Return the promise with most of the prompt's blocks [match.num_blocks, stop).
+        """Return the promise that covers most of the blocks after a match.
+
+        Args:
+            match: the match of the prompt at this moment.
+            prompt: the prompt of the request that could wait.
+            stop: index after the last block that the request could use.
 
         Returns:
-            The promise and the block up to which it has the same tokens; None if there is none.
+            The promise, and the index of the first block after those it has in common with
+                `prompt`; None if no promise covers the next block.
         """
         at = match.num_blocks
         if not self._promises or at >= stop or match.node.end != at:
@@ -238,9 +266,16 @@ class Computing:
     def possible_wait(
         self, match: Match, prompt: Prompt, stop: int, now: float
     ) -> PromiseWait | None:
-        """Return the wait that could replace computing the next blocks; None if there is none.
+        """Return the wait that could replace computing the next blocks. The call changes nothing.
 
-        The call changes nothing.
+        Args:
+            match: the match of the prompt at this moment.
+            prompt: the prompt of the request that could wait.
+            stop: index after the last block that the request could use.
+            now: seconds on the loop's clock.
+
+        Returns:
+            The wait; None if no request computes these blocks, or no engine reports its speed.
         """
         if not self._promises or not self.prefill.is_told:
             return None
@@ -256,26 +291,33 @@ class Computing:
         return PromiseWait(promise, shared, patience_s, left_s <= compute_s, compute_s)
 
     def is_worth_it(self, wait: PromiseWait) -> bool:
-        """Return whether the wait is better than computing.
+        """Return whether waiting is estimated to be better than computing the blocks again.
 
-        A lost wait costs the seconds that its owner was still expected to need, which is less than
-        computing the same blocks here, plus HEDGE of the latter. After each lost wait in a row,
-        twice as many chances are skipped, so that owners that never deliver cost ever less. No
-        request waits while all lost waits have cost more than the successful ones saved (see
-        Regret).
+        A lost wait is one in which the blocks do not come in time. It costs the seconds that the
+        computing request was still expected to need, which is less than computing the same blocks
+        here, plus HEDGE of the latter. After each lost wait in a row, twice as many possible waits
+        are skipped, so that requests that never deliver cost ever less. No request waits while lost
+        waits have cost more than successful ones saved (see Regret).
         """
         return wait.is_sooner and not self._skip and self._regret.seconds > 0
 
     def passed_by(self, wait: PromiseWait) -> None:
-        """Note that a request has started without this wait."""
+        """Record that a request has started to compute although it could have waited."""
         self._skip -= bool(self._skip and wait.is_sooner)
         self._decisions.recompute_device += 1
 
     def waits(self) -> None:
-        """Note that a request begins to wait."""
+        """Count a request that begins to wait."""
         self._decisions.wait_device += 1
 
     def note_wait(self, wait: PromiseWait, waited_s: float, *, was_worth_it: bool) -> None:
+        """Record the end of a wait, by which later waits are judged (see `is_worth_it`).
+
+        Args:
+            wait: the wait that has ended.
+            waited_s: its seconds.
+            was_worth_it: True if the awaited blocks were computed in time.
+        """
         if was_worth_it:
             self._regret.add(max(wait.compute_s - waited_s, 0.0))
             self._lost = self._skip = 0
@@ -328,11 +370,12 @@ def _shared(promise: Promise, prompt: Prompt, at: int, stop: int) -> int:
 class Arrival:
     """A wait of a request for storage or another node, as an async context manager.
 
-    If the request is aborted, or the node drains, the body is cancelled and the block raises
-    RequestAbortedError or ShuttingDownError. If the body has ended in the same moment, the error is
-    raised all the same, after a call of `release`.
+    If the request is aborted or the node drains (shuts down), the body is cancelled, and the `async
+    with` raises RequestAbortedError or ShuttingDownError. If the body has ended in the same moment,
+    the error is raised all the same, after a call of `release`.
 
     Attributes:
+        space: name of the space (model, tenant, adapter) of the request's prompt.
         release: releases the result of the body; set by the body.
     """
 
@@ -399,7 +442,7 @@ class Arrivals:
         return Arrival(self._by_id, spec.request_id, spec.prompt.space)
 
     def abort(self, request_id: str) -> bool:
-        """End the wait of this request with RequestAbortedError; return whether there was one."""
+        """End the wait of this request with RequestAbortedError; return whether it was waiting."""
         arrival = self._by_id.get(request_id)
         if arrival is None:
             return False
@@ -407,10 +450,7 @@ class Arrivals:
         return True
 
     def drain(self) -> None:
-        """End all waits with ShuttingDownError now.
-
-        Admission would refuse the requests later anyway.
-        """
+        """End all waits with ShuttingDownError; admission would refuse the requests anyway."""
         for arrival in self._by_id.values():
             arrival.refuse(ShuttingDownError("this node is shutting down"))
 
@@ -426,8 +466,8 @@ class RequestSpec(msgspec.Struct, frozen=True):
         prompt: the tokens, at least one.
         max_new_tokens: number of generated tokens to reserve room for at admission, so that a
             running request never waits for blocks of another one.
-        needs_logits: True leaves at least one token to compute, for its logits. A decode node that
-            has the first token from a ticket needs none.
+        needs_logits: True leaves at least one token to compute, for its logits. A decode node has
+            the first generated token from a ticket (the prefill node's message) and needs none.
         uses_cache: False computes all tokens and matches no cached block.
         priority: among waiting requests, a higher one is admitted first.
         most_cached_tokens: upper limit of cached tokens to use, set after loading the rest has
@@ -459,7 +499,9 @@ class RequestSpec(msgspec.Struct, frozen=True):
 
 
 class Matched(msgspec.Struct, frozen=True):
-    """Numbers of cached tokens by the tier they were found in; disjoint, tails included.
+    """Numbers of cached prompt tokens by the tier they were found in.
+
+    No token counts twice. The tokens of partial last blocks count too.
 
     Attributes:
         device_tokens: on the device, or on their way there for another request.
@@ -495,10 +537,10 @@ class RequestState(Enum):
 
 
 class TenantUse(msgspec.Struct):
-    """The running requests of one tenant, and their own blocks.
+    """Counts of one tenant's running requests and of the blocks that these have outside the index.
 
     Attributes:
-        num_with_blocks: running requests, and ended ones with copies at work.
+        num_with_blocks: running requests, and ended ones with copies under way.
         num_private: blocks of these requests that are not in the index.
     """
 
@@ -509,29 +551,39 @@ class TenantUse(msgspec.Struct):
 class Request(msgspec.Struct, eq=False):
     """An admitted request. The scheduler owns it; engines read it.
 
-    The index owns the first blocks of the table, as many as `lease` covers; the blocks after them,
-    and those in `refused`, are private: they belong to the request alone.
+    The first blocks of `block_table`, as many as `lease` covers, belong to the index and are
+    shared. The blocks after them, and those in `refused`, are private: they belong to this request
+    alone.
 
     Attributes:
+        spec: the specification that the engine gave.
         prompt: the committed tokens; before the first commit, the prompt of `spec`.
-        block_table: int32 device blocks, in order, for the prompt and max_new_tokens more.
-        use: the counts of running requests and blocks of the request's tenant.
+        block_table: int32 [num_blocks], the device blocks in order, for the prompt and
+            max_new_tokens more.
+        lease: keeps the matched and committed blocks from eviction.
         cached_tokens: number of first tokens that have KV in the table once `gate` is open.
+        matched: the cached tokens by tier.
+        gate: layer by layer, opens when the loads from the host have arrived.
+        loads: the copies into the request's blocks that were under way at its start.
+        use: the counts of running requests and blocks of the request's tenant.
+        state: running, preempted or ended.
+        computed_tokens: number of committed tokens.
         written: events of the kernels that write committed tokens, not done when last checked.
         is_damaged: True if such a kernel failed; later tokens of the request are not cached.
         pinned: last node of a preempted request's blocks in the index, which are evicted after all
             other blocks until the request is resumed; None for a request that is not preempted.
-        refused: positions in `block_table` inside the lease whose blocks stayed private, since the
+        refused: positions in `block_table` inside the lease that hold private blocks, since the
             index already had blocks of another request for the same tokens.
-        has_given_tail: True if the tail, the first block after the lease, belongs to the index.
+        has_given_tail: True if the first block after the lease, which holds the last tokens of the
+            prompt and is not full, belongs to the index.
         room: array with spare capacity, of which `block_table` is the beginning; None until the
             table grows.
         is_aborted: True after an abort; the engine ends the request when its kernels are done.
-        promise: the blocks that it computes and other requests may wait for.
+        promise: the blocks that the request computes and other requests may wait for.
         missed: the reason why not all of its prompt was found at admission (see
             `admission.MISS_REASONS`), "" if all was.
         missed_since: the event that removed the first missing block, if known.
-        num_coming: prompt tokens that are missing, but may still come from storage.
+        num_coming: number of prompt tokens that are missing but may still come from storage.
         ticket_at, matched_at, fetched_at: seconds of the monotonic clock at which the ticket came,
             the content of storage was known, and the fetch ended; 0 without such a wait.
     """
@@ -578,7 +630,7 @@ class Request(msgspec.Struct, eq=False):
         return committed if committed.num_tokens >= asked.num_tokens else asked
 
     def grow(self, slots: Ids) -> None:
-        """Add private blocks at the end of the table.
+        """Add private blocks at the end of the table; int32 device slots.
 
         The array doubles when it is full, so that growth block by block does not copy it each time.
         """
@@ -605,12 +657,13 @@ class Request(msgspec.Struct, eq=False):
         return np.concatenate([self.block_table[list(self.refused)], own])
 
     def check_tokens(self, tokens: bytes) -> None:
-        """Raise an error unless `tokens`, packed, can be a commit of this request.
+        """Check that `tokens`, packed int32, can be a commit of this request.
 
         Raises:
-            BadRequestError: the tokens are no valid commit.
-            OwnershipError: the request has ended.
-            RequestAbortedError: the request should end.
+            BadRequestError: the tokens have a wrong length, or do not begin with the prompt and the
+                tokens committed before.
+            OwnershipError: the request has ended or is preempted.
+            RequestAbortedError: the request was aborted.
         """
         self.check_wanted()
         wanted = self.spec.prompt.tokens
@@ -630,12 +683,15 @@ class Request(msgspec.Struct, eq=False):
             )
 
     def findings(self, index: Index, *, has_failed: bool = False) -> list[str]:
-        """Return violated invariants of a request that is listed as running, as sentences.
+        """Return violated invariants of a request that is listed as running.
 
         Args:
             index: the index to compare the block table with.
             has_failed: True if a load of its blocks failed; other requests may have loaded the
                 blocks to other slots since.
+
+        Returns:
+            One sentence for each violation; [] if there is none.
         """
         wrong, who = [], f"request {self.request_id!r}"
         if self.state is not RequestState.RUNNING:
@@ -661,12 +717,22 @@ class Request(msgspec.Struct, eq=False):
         return not set(differs.nonzero()[0].tolist()) <= set(self.refused)
 
     def check_running(self) -> None:
+        """Check that the request runs.
+
+        Raises:
+            OwnershipError: the request has ended or is preempted.
+        """
         if self.state is not RequestState.RUNNING:
             how = "has ended" if self.state is RequestState.ENDED else "is preempted"
             raise OwnershipError(f"request {self.request_id!r} {how}")
 
     def check_wanted(self) -> None:
-        """Raise OwnershipError if the request has ended, RequestAbortedError if it should end."""
+        """Check that the request runs and was not aborted.
+
+        Raises:
+            OwnershipError: the request has ended or is preempted.
+            RequestAbortedError: the request was aborted.
+        """
         if self.state is not RequestState.RUNNING:
             self.check_running()
         if self.is_aborted:
@@ -697,16 +763,19 @@ class Running:
         return request in self.ending or self.by_id.get(request.request_id) is request
 
     def of_tenant(self, space: str) -> TenantUse:
-        """Return the counts of a tenant, to be read only."""
+        """Return the counts of a tenant, which the caller must not change."""
         return self._of_tenant.get(space, _NO_USE)
 
     def use_of(self, space: str) -> TenantUse:
-        """Return the counts that a new request of this tenant joins when it is added."""
+        """Return the counts for a new request of this tenant.
+
+        `add` lists them if the tenant was idle.
+        """
         use = self._of_tenant.get(space)
         return TenantUse() if use is None else use
 
     def has_tenant(self, space: str) -> bool:
-        """Return whether requests of a tenant run, or have ended with copies at work."""
+        """Return whether requests of a tenant run, or have ended with copies under way."""
         return space in self._of_tenant
 
     def add(self, request: Request) -> None:
@@ -721,7 +790,12 @@ class Running:
         del self.by_id[request.spec.request_id]
 
     def freed(self, request: Request, num_private: int) -> None:
-        """Note that the request has returned all of its blocks, `num_private` of them private."""
+        """Record that an ended request has returned all of its blocks.
+
+        Args:
+            request: the request.
+            num_private: number of its blocks that were not in the index.
+        """
         use = request.use
         use.num_private -= num_private
         use.num_with_blocks -= 1

@@ -43,14 +43,18 @@ __all__ = ["Scheduler", "SchedulerStats"]
 class Scheduler:
     """Admits requests in the order of `WaitingLine`; the first is admitted as soon as it fits.
 
-    No request overtakes the first, and each becomes the first at some time, so none starves. Blocks
-    for the whole request are reserved at admission. `growth` adds more later, and goes before all
-    admissions.
+    No request overtakes the first in line, so none starves. Blocks for the whole request are
+    reserved at admission. A running request that needs more (`growth`) goes before all admissions.
 
     Args:
         tiers: the tiers whose device blocks the requests use.
         prefill: estimate of computing times. A request waits for blocks that another one computes
             if that is estimated to be sooner (see Computing), while requests behind it go on.
+
+    Attributes:
+        growth: gives running requests more blocks.
+        loads: the loads from the host under way.
+        computing: the blocks that running requests will compute.
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class Scheduler:
 
     @property
     def stats(self) -> SchedulerStats:
+        """The counts since the node's start."""
         return self._starts.counted()
 
     @property
@@ -108,7 +113,7 @@ class Scheduler:
 
     @property
     def ending_requests(self) -> Sequence[Request]:
-        """Requests that have ended with blocks that kernels or copies may still touch."""
+        """Ended requests with blocks that kernels or copies may still touch."""
         return tuple(self._running.ending)
 
     async def until_idle(self) -> None:
@@ -125,11 +130,14 @@ class Scheduler:
                 waiting.outcome.set_exception(ShuttingDownError("this node is shutting down"))
 
     def forget_turns(self, tenant: str) -> None:
-        """Forget the turns of a tenant without requests, which is closed."""
+        """Forget how many blocks a tenant was given.
+
+        Called when the tenant, without requests, is closed.
+        """
         self._waiting.forget(tenant)
 
     def is_used_by(self, tenant: str) -> bool:
-        """Return whether requests of this tenant run, wait, end, or are to be resumed."""
+        """Return whether the tenant has running, waiting, ending or preempted requests."""
         return (
             self._waiting.has_tenant(tenant)
             or self._running.has_tenant(tenant)
@@ -144,7 +152,8 @@ class Scheduler:
         """Stop admissions until `unpause` is called with the same reason.
 
         New requests can join the line, and running ones go on. Fetched blocks of waiting requests
-        are released: a sleep or a shrink would wait for them, and they for its end.
+        are released: emptying or shrinking a tier would otherwise wait for these blocks, and the
+        requests for the end of the pause.
         """
         self._admissions.pauses.add(why)
         for waiting in list(self._waiting):
@@ -209,7 +218,9 @@ class Scheduler:
         check_fits(self.tiers, spec)
 
     async def admit(self, spec: RequestSpec, fetched: Fetched | None = None) -> Request:
-        """Wait for the request's turn and blocks; its loads are on their way on return.
+        """Admit a request after waiting for its turn and its blocks.
+
+        Its loads are under way on return.
 
         Cancelling the call leaves nothing behind.
 
@@ -217,6 +228,9 @@ class Scheduler:
             spec: the request.
             fetched: blocks fetched from storage for it. They are released on return or error, and
                 earlier if waiting requests block each other by their fetched blocks.
+
+        Returns:
+            The running request.
 
         Raises:
             DuplicateRequestError: a request with this id runs or waits already.
@@ -261,8 +275,8 @@ class Scheduler:
     async def load_ahead(self, prompt: Prompt) -> None:
         """Load the blocks of `prompt` from the host to the device, ahead of its request.
 
-        Return when they have arrived. Do nothing if there is no room, or a request waits for room.
-        Cancelling the call does not touch the copy.
+        The call returns when they have arrived. It does nothing if there is no room, or if a
+        request waits for room. Cancelling the call does not stop the copy.
 
         Raises:
             TransferError: the copy failed.
@@ -277,14 +291,17 @@ class Scheduler:
             await movement.done()
 
     def acquire_device(self, prompt: Prompt, count: int) -> Ids:
-        """Return device slots, within the tenant's quota, for blocks that the caller will bring.
+        """Acquire device slots, within the tenant's quota, for blocks that the caller will write.
 
         Args:
             prompt: the prompt of the blocks.
             count: number of slots.
 
+        Returns:
+            The slots, int32 [count].
+
         Raises:
-            OutOfBlocksError: there are not `count` slots; none is taken.
+            OutOfBlocksError: there are not `count` slots; none is acquired.
         """
         self.index.at(monotonic())
         return self._starts.acquire(self.index.spaces.root_of(prompt).space, count)
@@ -318,19 +335,21 @@ class Scheduler:
     # Growing and ending
 
     async def commit(self, request: Request, tokens: bytes, *, after: Sequence[Event] = ()) -> None:
-        """Note that the KV of `tokens` is in the block table, or will be once `after` is done.
+        """Record that the KV of `tokens` is in the block table, or will be after the events.
 
         Other requests can match the full blocks as soon as the events in `after` are done; the call
         does not wait for them.
 
         Args:
             request: the running request.
-            tokens: packed tokens from the prompt's start on, at least those of the last commit.
+            tokens: packed int32 tokens from the prompt's start on, at least those of the last
+                commit.
             after: events of the kernels that write the blocks.
 
         Raises:
             TransferError: a load that the request depends on failed.
-            RequestAbortedError: the request should end.
+            RequestAbortedError: the request was aborted.
+            OwnershipError: the request has ended.
             BadRequestError: the tokens are not the request's; nothing has changed.
         """
         request.check_tokens(tokens)
@@ -350,14 +369,12 @@ class Scheduler:
             self._insert(request, prompt)
 
     async def brought(self, request: Request, num_tokens: int, *, num_direct: int) -> None:
-        """Commit the first `num_tokens` prompt tokens.
-
-        The tokens that were missing at the start came from storage since.
+        """Commit prompt tokens that came from storage after the start of the request.
 
         Args:
             request: the running request.
-            num_tokens: number of first tokens that are in the block table.
-            num_direct: number of these that came from another node's memory.
+            num_tokens: number of first prompt tokens that are in the block table now.
+            num_direct: number of the newly arrived tokens that came from another node's memory.
 
         Raises:
             TierKVError: any error of `commit`.
@@ -380,7 +397,7 @@ class Scheduler:
         self._starts.brought_all(request)
 
     async def _all_arrived(self, request: Request) -> None:
-        """Return when the matched blocks are on the device and ready in the index."""
+        """Wait until the matched blocks are on the device and ready in the index."""
         for movement in request.loads:
             await movement.done()
         # The movement is done a moment before its bookkeeping; both must be.
@@ -393,7 +410,7 @@ class Scheduler:
             self._insert(request, prompt)
 
     async def _written(self, request: Request, events: Sequence[Event]) -> None:
-        """Return when `events` are done. If one failed, nothing more of the request is cached."""
+        """Wait until `events` are done. If one failed, nothing more of the request is cached."""
         for event in events:
             try:
                 await self.tiers.mover.poller.done(event)
@@ -401,7 +418,7 @@ class Scheduler:
                 request.is_damaged = True
 
     def _insert(self, request: Request, prompt: Prompt) -> None:
-        """Insert the full blocks of `prompt` into the index, and copy them down as the rules want.
+        """Insert the full blocks of `prompt` into the index, and start their copies by the rules.
 
         Blocks that the index already has from other requests stay private to this one.
         """
@@ -424,10 +441,10 @@ class Scheduler:
         tiers.copies.write_down(lease.node, end)
 
     def preempt(self, request: Request, *, after: Sequence[Event] = ()) -> None:
-        """Return all blocks of a request until it is resumed.
+        """Release all blocks of a running request until it is resumed.
 
-        The committed blocks go to the host, if it has room, and are evicted last until `resume` or
-        `abandon`. The tenant stays open until then.
+        The committed blocks are copied to the host, as far as there is room, and are evicted last
+        until `resume` or `abandon`. The tenant stays open until then.
 
         Args:
             request: the running request.
@@ -448,15 +465,18 @@ class Scheduler:
         max_new_tokens: int,
         fetch: Callable[[RequestSpec], Awaitable[Fetched]] | None = None,
     ) -> Request:
-        """Admit a preempted request again, under the same id, and return the new request.
+        """Admit a preempted request again, under the same id.
 
         Cached blocks are used; the engine computes the rest.
 
         Args:
             request: the preempted request.
             max_new_tokens: number of tokens to reserve room for beyond the prompt.
-            fetch: fetches the rest from storage; called once the blocks left by the request are
-                cached.
+            fetch: fetches the missing blocks from storage; called once the preempted request's own
+                blocks are cached.
+
+        Returns:
+            A new running request.
 
         Raises:
             OwnershipError: the request is not preempted, or was abandoned during the wait.
@@ -489,7 +509,7 @@ class Scheduler:
         return resumed
 
     def abandon(self, request: Request) -> None:
-        """Give up a preempted request: its blocks are evicted like others.
+        """Give up a preempted request: its blocks are no longer protected from eviction.
 
         Raises:
             OwnershipError: the request is not preempted.
@@ -505,7 +525,9 @@ class Scheduler:
             request.pinned = None
 
     def end(self, request: Request, *, after: Sequence[Event] = ()) -> None:
-        """Return all blocks of the request. Committed blocks stay cached, the tail included.
+        """Release all blocks of the request.
+
+        Committed ones stay cached, the partial last one included.
 
         Args:
             request: the running request.
@@ -566,9 +588,10 @@ class Scheduler:
         self.tiers.work.capacity_changed()
 
     def _keep_tail(self, request: Request) -> TreeNode | None:
-        """Cache the tail, if all of it was computed.
+        """Cache the tail, the partial last block of the prompt, if all of it was computed.
 
-        Return its node, None if it cannot be cached.
+        Returns:
+            The node of the tail; None if it cannot be cached.
         """
         prompt = request.prompt
         at = prompt.num_blocks
@@ -587,7 +610,7 @@ class Scheduler:
 
 
 def _is_done(event: Event, *, failed: bool = False) -> bool:
-    """Return whether `event` is done, and `failed` for one that has failed."""
+    """Return whether `event` is done; return `failed` if its work has failed."""
     try:
         return event.is_done
     except TransferError:

@@ -1,4 +1,4 @@
-"""Slots of the tiers, owners of slots outside the index, and tasks that may still touch slots."""
+"""Slots of the tiers, uses of slots outside the index, and tasks that may still touch slots."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ WRITE_SHARE = 0.02
 
 @dataclass(slots=True)
 class Allowance:
-    """Seconds that requests in need of room may wait for writes to a store.
+    """Seconds that requests in need of room may still wait for writes to a slow store.
 
-    The allowance is WRITE_SHARE of the elapsed time, and MOST_AT_ONCE_S at first and at most. When
-    it is used up, blocks that the store has not written are dropped, so that a slow store does not
-    slow down engines.
+    The allowance grows by WRITE_SHARE of the elapsed time up to MOST_AT_ONCE_S, with which it
+    begins, and shrinks by the seconds waited. When it is used up, blocks are evicted without being
+    stored, so that a slow store does not slow down engines.
+
+    Attributes:
+        seconds: the allowance.
+        is_waiting: True while a request waits for a write.
     """
 
     seconds: float = MOST_AT_ONCE_S
@@ -36,7 +40,7 @@ class Allowance:
     _seen_at: float | None = None
 
     def look(self, now: float) -> bool:
-        """Update the allowance at `now`; return whether a request may begin or go on to wait."""
+        """Update the allowance at time `now`; return whether a request may wait for a write."""
         went_by = now - (now if self._seen_at is None else self._seen_at)
         self._seen_at = now
         spent = went_by if self.is_waiting else 0.0
@@ -45,11 +49,15 @@ class Allowance:
 
 
 class Work:
-    """The tasks of all copies. Each ends in bookkeeping, even if no caller waits for it.
+    """The tasks of all copies.
+
+    Each task updates the index at its end, even if no caller waits for it.
 
     Attributes:
+        num_tasks: tasks and copies under way.
         num_late: writes that a store has not finished within STORE_PATIENCE_S.
         num_changes: number of calls of `capacity_changed`.
+        allowance: seconds that requests may still wait for a slow store.
     """
 
     def __init__(self) -> None:
@@ -94,7 +102,7 @@ class Work:
                 self._changed.set()
 
     async def next_change(self) -> None:
-        """Return after the next time that slots may have become available.
+        """Wait until slots may have become available since the call.
 
         Raises:
             ShuttingDownError: the node has shut down.
@@ -111,6 +119,7 @@ class Work:
         self._listeners.append(listener)
 
     def capacity_changed(self) -> None:
+        """Wake all callers that wait for slots, and call the listeners."""
         self.num_changes += 1
         if self._changed is not None:
             self._changed.set()
@@ -119,9 +128,13 @@ class Work:
             listener()
 
     def is_at_work(self, space: str | None = None) -> bool:
-        """Return whether copies are under way that make room at their end, in `space` or in any.
+        """Return whether copies are under way that make room at their end.
 
-        Fetches from storage for a request do not count: their blocks are held for that request.
+        Fetches from storage do not count, as their blocks are kept for the request that fetches
+        them.
+
+        Args:
+            space: the space whose blocks are copied; None for any.
         """
         return bool(self._at_work if space is None else self._at_work[space])
 
@@ -133,8 +146,8 @@ class Work:
         Args:
             work: the coroutine to run.
             name: name of the task.
-            space: the space whose blocks can be evicted at the end of the task; None if it makes no
-                room.
+            space: the space whose blocks can be evicted at the end of the task; None if the task
+                makes no room.
 
         Raises:
             ShuttingDownError: a failure is stopping the service.
@@ -145,9 +158,10 @@ class Work:
             task.add_done_callback(lambda _: self._work_ended(space))
 
     def begin(self, space: str) -> Callable[[], None]:
-        """Count a copy without a task that makes room at its end.
+        """Count a copy that has no task of its own and makes room for `space` at its end.
 
-        Return the function to call then.
+        Returns:
+            The function to call at its end.
         """
         self.num_tasks += 1
         self._at_work[space] += 1
@@ -162,9 +176,12 @@ class Work:
         return end
 
     def begin_storing(self, space: str) -> Callable[[], None]:
-        """Count a write to a store, which reads host slots; return the function for its end.
+        """Count a write to a store, which reads host slots.
 
         Requests wait for the write at most STORE_PATIENCE_S; a slower write counts in `num_late`.
+
+        Returns:
+            The function to call at the end of the write.
         """
         is_late = False
 
@@ -193,7 +210,18 @@ class Work:
             self.capacity_changed()
 
     def started(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
-        """Run `work` as `start` does, and return the task for a caller that may cancel it."""
+        """Run `work` as `start` does, and return its task for a caller that may cancel it.
+
+        Args:
+            work: the coroutine to run.
+            name: name of the task.
+
+        Returns:
+            The task.
+
+        Raises:
+            ShuttingDownError: a failure is stopping the service.
+        """
         assert self._tasks is not None, "the tiers are running"
         try:
             task = self._tasks.create_task(work, name=name)
@@ -215,15 +243,16 @@ _NO_SLOTS: Ids = np.zeros(0, np.int32)
 
 @dataclass(slots=True)
 class Leaving:
-    """Slots of a tier, from `first` on, that a smaller tier no longer has.
+    """The slots from `first` on, which a tier loses because it shrinks or is emptied.
 
-    A caller that allocates some of them gets other slots instead, so that requests that wait for
+    A caller that acquires some of them gets other slots instead, so that requests that wait for
     room do not keep them in use for ever.
 
     Attributes:
         first: the first slot to remove.
-        slots: the slots that are removed so far.
-        stores_first: True if blocks are still stored before they go, if the rule says so.
+        slots: the slots that have been removed so far.
+        stores_first: True if blocks are still stored before they are evicted, where the rule says
+            so.
     """
 
     first: int
@@ -236,11 +265,14 @@ class Leaving:
 
 
 class Slots:
-    """The slots of device and host, and their owners outside the index.
+    """The slots of device and host, and their uses outside the index.
+
+    A slot is lent while a copy uses it that the index does not know of. `verify` counts free,
+    indexed and lent slots to find a lost one.
 
     Attributes:
         pools: free slots by tier.
-        leaving: slots of tiers that shrink, or are being emptied.
+        leaving: slots that a shrinking tier loses, by tier.
     """
 
     def __init__(self, device_pool: BlockPool, host_pool: BlockPool, work: Work) -> None:
@@ -253,28 +285,51 @@ class Slots:
         self._gone = _NO_SLOTS  # host slots that the index gave up while they were being read
 
     def give(self, tier: Tier, slots: Ids) -> None:
+        """Free slots, and wake callers that wait for room.
+
+        Args:
+            tier: the tier of the slots.
+            slots: slots that neither the index nor a copy uses, int32 [n].
+        """
         if len(slots):
             self.pools[tier].release(slots)
             self._work.capacity_changed()
 
     def lend(self, tier: Tier, slots: Ids) -> None:
-        """Note slots that a movement holds outside the index, so that `verify` finds an owner."""
+        """List slots as in use outside the index, so that `verify` does not report them as lost.
+
+        Args:
+            tier: the tier of the slots.
+            slots: the slots, int32 [n]; `unlend` needs the same array.
+        """
         self._in_flight[tier].append(slots)
 
     def unlend(self, tier: Tier, slots: Ids) -> None:
+        """End what `lend` began. The slots are not freed.
+
+        Args:
+            tier: the tier of the slots.
+            slots: the same array as in `lend`.
+        """
         lent = self._in_flight[tier]
         del lent[next(i for i, other in enumerate(lent) if other is slots)]
 
     def retire(self, tier: Tier, slots: Ids) -> None:
-        """Remove allocated slots of a leaving range."""
+        """Take acquired slots out of use, since the tier loses them.
+
+        Args:
+            tier: the tier, which is in `leaving`.
+            slots: slots from the tier's first leaving slot on, int32 [n].
+        """
         self.lend(tier, slots)
         self.leaving[tier].slots.append(slots)
 
     def num_lent(self) -> tuple[int, int]:
-        """Return how many device and host slots movements hold outside the index."""
+        """Return the numbers of device and host slots that are in use outside the index."""
         return len(self.lent(Tier.DEVICE)), len(self.lent(Tier.HOST))
 
     def lent(self, tier: Tier) -> Ids:
+        """Return the slots of `tier` that are in use outside the index."""
         gone = self._gone if tier is Tier.HOST else _NO_SLOTS
         return np.concatenate([gone, *self._in_flight[tier]])
 
@@ -283,7 +338,7 @@ class Slots:
 
     @property
     def num_gone(self) -> int:
-        """Number of evicted host slots that become free once a store is done with them."""
+        """Number of host slots of evicted blocks that a store still reads; free when it is done."""
         return len(self._gone)
 
     @property
@@ -292,11 +347,15 @@ class Slots:
         return self._num_reads - len(self._gone)
 
     def begin_reading(self, slots: Ids) -> None:
-        """Note that a store reads these host slots until `end_reading`."""
+        """Mark host slots as read by a store until `end_reading`.
+
+        Their blocks may be evicted meantime, but the slots become free only after `end_reading`.
+        """
         self._readers()[slots] += 1
         self._num_reads += len(slots)
 
     def end_reading(self, slots: Ids) -> None:
+        """End what `begin_reading` began; free the slots of blocks that were evicted in between."""
         self._reads[slots] -= 1
         self._num_reads -= len(slots)
         if len(self._gone):
@@ -306,9 +365,16 @@ class Slots:
         self._work.capacity_changed()  # also where they are the index's still: now they may go
 
     def free_of(self, tier: Tier, slots: Ids) -> Ids:
-        """Return those of the evicted `slots` that are free now.
+        """Return which slots of evicted blocks are free now.
 
-        The rest is freed after its store ends.
+        A host slot that a store still reads is freed by `end_reading`.
+
+        Args:
+            tier: the tier of the slots.
+            slots: slots that the index gave up, int32 [n].
+
+        Returns:
+            The slots that are free, int32 [0 to n].
         """
         if tier is Tier.DEVICE or not self._num_reads:
             return slots
@@ -317,7 +383,7 @@ class Slots:
         return slots[~is_read]
 
     def _readers(self) -> Ids:
-        """Return the number of readers by host slot, with entries for slots added by growth."""
+        """Return the number of reading stores for each host slot, int32 [capacity of the host]."""
         more = self.pools[Tier.HOST].capacity - len(self._reads)
         if more > 0:
             self._reads = np.concatenate([self._reads, np.zeros(more, np.int32)])

@@ -1,4 +1,8 @@
-"""Tenants and further fingerprints of a service: opening, bounds, and closing."""
+"""Tenants and further fingerprints of a service: opening, limits, and closing.
+
+A fingerprint is the identity of a model's KV (model, layout, adapter, tenant ...); its part of the
+index is a space.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +25,19 @@ MOST_ADAPTERS = 64  # of one tenant, open at a time
 
 
 class Tenants:
-    """The open fingerprints of a node.
+    """The open fingerprints of a node, each with a space (a part of the index) of its own.
 
     Args:
         tiers: the tiers that hold their blocks.
-        fingerprints: by space, the service's own under "".
-        is_in_use: returns whether requests of a space run, wait, or are on their way.
-        on_close: called with each space that was closed.
-        max_tenants: most spaces of tenants by name that are open at once.
+        fingerprints: the open fingerprints by name of the space; the service's own under "".
+        is_in_use: returns whether requests of a space run, wait, or are being fetched.
+        on_close: called with the name of each space that was closed.
+        max_tenants: most spaces that are open at once for tenants named by requests.
         quota: device and host blocks of each tenant without a quota of its own.
         eviction: eviction policies of new spaces.
+
+    Attributes:
+        closed: names of closed spaces of which storage may still have blocks.
     """
 
     def __init__(  # noqa: PLR0913 - collaborators and settings
@@ -59,10 +66,9 @@ class Tenants:
         self.closed: set[str] = set()  # spaces of which storage may have blocks still
 
     def known_space_of(self, tenant: str) -> str | None:
-        """Return the space of a tenant as `space_of` does, but open nothing.
+        """Return the name of a tenant's space, without opening it.
 
-        Return None if the tenant has no open space, nor one with a set quota that was closed to
-        make room.
+        None if the tenant has neither an open space nor a quota of its own that outlived its space.
         """
         own = self._fingerprints[DEFAULT]
         if tenant == own.tenant:
@@ -71,15 +77,20 @@ class Tenants:
         return short if short in self._fingerprints or short in self._set_quotas else None
 
     def space_of(self, tenant: str, adapter: str = "") -> str:
-        """Return the space of a tenant's prompts with this adapter, and open it on first use.
+        """Return the name of the space for a tenant's prompts with an adapter.
+
+        Open it on first use.
 
         A new space has the tenant's current quota. If too many spaces are open, the least recently
-        used one without requests is closed and its blocks are forgotten. If these are many, that
-        happens in a task, unless the space is asked for again before its end.
+        used one without requests is closed and its blocks are forgotten. If these blocks are many,
+        a task forgets them, and keeps the space if it is asked for again meantime.
 
         Args:
             tenant: name of the tenant.
             adapter: name of the adapter, "" for none.
+
+        Returns:
+            The name of the space; "" for the service's own.
 
         Raises:
             OutOfBlocksError: all open spaces are in use.
@@ -102,9 +113,12 @@ class Tenants:
         return fingerprint.short
 
     def _make_room(self, wanted: tuple[str, str]) -> None:
-        """Close a space if there are too many.
+        """Close a space if opening `wanted`, a tenant and an adapter, would exceed a limit.
 
         A tenant with MOST_ADAPTERS adapters closes one of its own.
+
+        Raises:
+            OutOfBlocksError: all spaces that could be closed are in use.
         """
         tenant, adapter = wanted
         candidates = [one for one in self._by_tenant if adapter and one[1] and one[0] == tenant]
@@ -136,15 +150,18 @@ class Tenants:
             self._close(key, space)
 
     def open(self, fingerprint: Fingerprint, quota: Quota) -> str:
-        """Serve `fingerprint` too, and return the space of its prompts.
+        """Open a space for `fingerprint`, beside the service's own.
 
         Args:
             fingerprint: the fingerprint to open.
-            quota: its quota, kept as with `set_quota`.
+            quota: its numbers of device and host blocks, kept as with `set_quota`.
+
+        Returns:
+            The name of the space.
 
         Raises:
-            ConfigError: its layout differs, or its root is the service's own.
-            BadRequestError: it is open already.
+            ConfigError: the fingerprint has another layout, or is the service's own.
+            BadRequestError: the fingerprint is open already.
         """
         name = self._open(fingerprint, quota)
         self._set_quotas[name] = quota
@@ -164,10 +181,13 @@ class Tenants:
         return space.name
 
     def close(self, name: str) -> int:
-        """Forget a space, its settings and all its blocks; return the number of forgotten copies.
+        """Close a space: forget its settings and all of its blocks on device and host.
 
-        Stored values stay in storage. All blocks go in one turn of the loop; `retire` needs many
-        short ones.
+        Values in storage stay. The call removes all blocks in one turn of the event loop; `retire`
+        spreads the work over many short ones.
+
+        Returns:
+            The number of copies that were forgotten.
 
         Raises:
             BadRequestError: the space is in use or not open; nothing has changed.
@@ -178,11 +198,14 @@ class Tenants:
         return self._close(key, name)
 
     async def retire(self, name: str) -> int:
-        """Close a space as `close` does, a slice in a turn of the loop.
+        """Close a space as `close` does, in many short turns of the event loop.
+
+        Returns:
+            The number of copies that were forgotten.
 
         Raises:
-            BadRequestError: the space is in use, with nothing changed, or came into use before the
-                end: then it stays open.
+            BadRequestError: the space is not open, or is in use; or it came into use during the
+                call, and stays open with fewer blocks.
         """
         root = self._check_unused(name)
         before = sum(root.space.used)
@@ -197,7 +220,11 @@ class Tenants:
         return before
 
     def _check_unused(self, name: str) -> TreeNode:
-        """Return the root of a space. Raise BadRequestError if the space cannot be closed."""
+        """Return the root of a space that can be closed.
+
+        Raises:
+            BadRequestError: the space is in use, not open, or the service's own.
+        """
         if name == DEFAULT or name not in self._fingerprints:
             raise BadRequestError(
                 f"fingerprint {name!r} cannot be closed: it is not open, or is the service's own"
@@ -245,22 +272,23 @@ class Tenants:
         return wrong
 
     def quota_of(self, name: str) -> Quota:
-        """Return the quota of a space, also of a closed one with a quota of its own."""
+        """Return the numbers of device and host blocks that a space may have.
+
+        A closed space still has the quota that was set for it.
+        """
         kept = self._set_quotas.get(name)
         return self._index.spaces.root_named(name).space.quota if kept is None else kept
 
     def set_quota(self, name: str, quota: Quota) -> None:
         """Set the numbers of device and host blocks that a space may have.
 
-        Unheld blocks beyond the quota are evicted, in a task if they are many; held blocks are
-        evicted when the
-        space needs room. The quota stays set if the space is closed to make room for another tenant
-        and opened
-        again.
+        Blocks beyond the quota are evicted, in a task if they are many; blocks in use are evicted
+        later, when the space needs room. The quota stays set if the space is closed to make room
+        for another tenant and opened again.
 
         Args:
-            name: Name of the space.
-            quota: Largest numbers of device and host blocks; None for no limit.
+            name: name of the space.
+            quota: largest numbers of device and host blocks; None for no limit.
         """
         check_quota(quota)
         if name in self._set_quotas and name not in self._fingerprints:
@@ -274,9 +302,10 @@ class Tenants:
         self._tiers.work.capacity_changed()
 
     def _shrink(self, space: Space) -> bool:
-        """Evict the blocks of one turn of the loop beyond the quota.
+        """Evict blocks beyond the quota, as many as fit into one turn of the loop.
 
-        Return whether there are more.
+        Returns:
+            True if there are more.
         """
         have_more = [self._tiers.eviction.shrink_to_quota(tier, space) for tier in Tier]
         return any(have_more)

@@ -1,4 +1,7 @@
-"""The device, host and storage tiers of one node: slots, eviction, copies, tasks and pins."""
+"""The device, host and storage tiers of one node: slots, eviction, copies, tasks and pins.
+
+A pin keeps a prompt's cached blocks for some time without a request.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,14 @@ class _Pin:
 
 
 class Pins:
-    """Pins by name. A hard pin keeps its blocks from eviction.
+    """Pins by name: each keeps a prompt's cached blocks for some seconds without a request.
 
-    Blocks of a soft one are evicted last.
+    A hard pin excludes its blocks from eviction. The blocks of a soft pin are evicted after all
+    blocks without a pin.
 
     Args:
         index: the index of the blocks.
-        on_change: called when a pin has ended, since its blocks may make room.
+        on_change: called when a pin has ended, since its blocks can be evicted now.
     """
 
     def __init__(self, index: Index, on_change: Callable[[], None]) -> None:
@@ -67,15 +71,16 @@ class Pins:
         return wrong
 
     def pin(self, name: str, prompt: Prompt, ttl_s: float, *, is_soft: bool) -> int:
-        """Pin the cached blocks of `prompt` and return their number.
-
-        A pin of the same name is replaced.
+        """Pin the cached blocks of `prompt` under a name; a pin of the same name ends.
 
         Args:
             name: name of the pin.
             prompt: the prompt whose cached blocks are pinned.
             ttl_s: seconds until the pin ends, above 0.
             is_soft: True for a soft pin: its blocks are evicted after all blocks without a pin.
+
+        Returns:
+            The number of pinned blocks.
 
         Raises:
             BadRequestError: `ttl_s` is not above 0.
@@ -94,7 +99,7 @@ class Pins:
         return match.num_blocks
 
     def unpin(self, name: str) -> bool:
-        """End this pin; return whether it existed."""
+        """End the pin of this name; return whether there was one."""
         was_there = self._end(name)
         if was_there:
             self._on_change()
@@ -117,17 +122,17 @@ class Pins:
 
 
 class Tiers:
-    """The tiers of one node.
+    """The tiers of one node, and everything that moves blocks between them.
 
     Args:
         index: the index of all blocks.
-        device_pool: the device slots.
-        host_pool: the host slots.
+        device_pool: the free device slots.
+        host_pool: the free host slots.
         mover: copies between device and host.
         storage: the storage tier; None for none.
         host_rule: the rule for copying device blocks to the host.
         storage_rule: the rule for storing host blocks.
-        background_copy_bytes: most bytes of copies down by rule on their way at once.
+        background_copy_bytes: most bytes in flight of copies to a lower tier by these rules.
         block_bytes: bytes of one block.
     """
 
@@ -172,10 +177,9 @@ class Tiers:
             yield
 
     def retire(self) -> None:
-        """Exclude all present blocks from matching.
+        """Exclude all present blocks from matching, for example after a change of weights.
 
-        Held blocks stay for their holders until they end, and are neither stored nor offloaded any
-        more.
+        Blocks in use stay until their requests end, and are no longer stored or copied to the host.
         """
         if self.events.has_listeners:
             for root in self.index.spaces.roots():

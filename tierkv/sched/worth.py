@@ -2,9 +2,9 @@
 
 A request waits for storage only if computing the missing tokens is estimated to take longer than
 the fetch. The wait ends after the time of computing or twice the estimated fetch, whichever is
-shorter, but not before the estimate itself, plus a small slack. The speed of a tier is two moving
-averages: the seconds of a round trip and the bytes a second. Failures of a store are handled by the
-breaker (`storage/guard.py`).
+shorter, but not before the estimate itself; a small slack is added. The speed of a tier is two
+moving averages: the seconds of a round trip and the bytes a second. Failures of a store are handled
+by the circuit breaker (`storage/guard.py`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
-# Storage is preferred up to this many seconds beyond computing, since it leaves the engine to other
-# requests; the second value is for published prompts. Beyond the estimate, a request waits
-# SLACK_SHARE of computing plus SLACK_S.
+# Storage is preferred even if a fetch takes this many seconds longer than computing, since a fetch
+# leaves the engine to other requests; the second value is for published prompts.
 PREFERENCE_S, CLAIM_PREFERENCE_S = 0.02, 0.05
+# A request waits longer than estimated by SLACK_SHARE of the computing time plus SLACK_S.
 SLACK_S, SLACK_SHARE = 0.03, 0.1
 # A request or claim that may compute gives up a store from which nothing has come for this long.
 SILENT_S = 1.25
@@ -26,23 +26,23 @@ SILENT_S = 1.25
 TRY_EVERY_S = 2.0
 # Assumed speed of an unknown engine in tokens a second, and its shortest time in seconds.
 _UNKNOWN_TOKENS_PER_S, _UNKNOWN_S = 4000.0, 0.1
-_PATIENCE = 2.0  # times the estimate, while computing takes longer
-_DECAY = 0.7  # of what was measured, with each new measurement
-_FOUND_SHARE = 0.2  # of a newest answer in the share of questions that found something
-# Samples of the engine's speed: a prompt that storage has whole is fetched but for its last tokens,
-# which are computed. The first ones are this share of the prompt each, a later one _REACH times the
-# longest before it.
+_PATIENCE = 2.0  # the longest wait for a fetch, in estimated fetch times
+_DECAY = 0.7  # weight of earlier measurements when a new one is added
+_FOUND_SHARE = 0.2  # weight of the newest answer in `found_share`
+# A sample of the engine's speed: the last tokens of a prompt are computed although storage has
+# them. The first samples are _SAMPLE_SHARE of the prompt each, a later one is _REACH times as long
+# as the longest before it.
 _FIRST_SAMPLES, _SAMPLE_SHARE, _REACH = 3, 1 / 64, 4
 _MAX_SAMPLES = 6
 _MANY_TOKENS = 1024
-_MAX_OBSERVED = 64  # after as many more a sample counts by a thousandth
-_SURPRISE = 2.0  # times faster or slower than expected
-_TICK_S = 0.001  # of uvloop's clock: what takes less has taken nothing, or twice that
-# Seconds that requests may lose by waiting for each other: a share of all computing, and once the
-# time to compute this many of the largest requests.
+_MAX_OBSERVED = 64  # samples kept: 64 samples later, one has a weight of 0.9 ** 64 = 0.001
+_SURPRISE = 2.0  # a time this many times longer or shorter than expected restarts an average
+_TICK_S = 0.001  # resolution of uvloop's clock: a shorter time is measured as 0 or 1 ms
+# Seconds that requests may lose by waiting for each other: SHARE of all computing time, and once
+# the time to compute MOST_IN_VAIN of the largest requests.
 SHARE = 0.02
 MOST_IN_VAIN = 2.0
-_FADING = 0.98  # of what was usual, with each request
+_FADING = 0.98  # factor of `usual_s` with each request
 # Beyond the estimate a request waits this share of computing for another request's blocks.
 HEDGE = 0.25
 
@@ -62,18 +62,24 @@ class FetchPolicy(Enum):
 
 @dataclass(slots=True)
 class Regret:
-    """Seconds that requests may still lose by waiting for blocks of other requests.
+    """A balance of seconds that requests may still lose by waiting for blocks of other requests.
 
-    The balance is the seconds that waits have saved, less the seconds that lost waits have cost,
-    plus SHARE of the computing time.
+    A wait loses its seconds if the other request does not deliver the blocks in time. The balance
+    is the seconds that waits have saved, less the seconds that lost waits have cost, plus SHARE of
+    the computing time of all requests.
+
+    Attributes:
+        seconds: the balance.
+        usual_s: seconds that computing one of the larger requests took lately.
+        largest_s: seconds of computing the largest request so far.
     """
 
     seconds: float = 0.0
-    usual_s: float = 0.0  # what computing one of the larger requests took lately
+    usual_s: float = 0.0
     largest_s: float = 0.0
 
     def allow(self, compute_s: float) -> None:
-        """Add the allowance of one more request, which computes for `compute_s` seconds."""
+        """Add the allowance of a new request, which computes for `compute_s` seconds."""
         if 0 < compute_s < float("inf"):
             self.usual_s = max(compute_s, self.usual_s * _FADING)
             grown = max(compute_s - self.largest_s, 0.0)
@@ -81,9 +87,10 @@ class Regret:
             self.add(SHARE * compute_s + MOST_IN_VAIN * grown)
 
     def add(self, seconds: float) -> None:
-        """Add seconds that were saved, or lost if negative.
+        """Add `seconds` to the balance: saved seconds, or lost seconds if negative.
 
-        The balance is limited, so that one very long wait does not count permanently.
+        The balance is limited in both directions, so that one very long wait does not count
+        permanently.
         """
         most = MOST_IN_VAIN * self.usual_s
         self.seconds = max(-most, min(self.seconds + seconds, most))
@@ -99,12 +106,17 @@ class Line:
     y: float = 0.0
     xx: float = 0.0
     xy: float = 0.0
-    is_of_one_size: bool = False  # all samples are, but for rounding
+    is_of_one_size: bool = False  # all samples have the same units, but for rounding
 
     def add(self, units: float, seconds: float) -> None:
-        """Add a sample. One that is far off discards all samples before it.
+        """Add a sample; newer samples count more than older ones.
 
-        An average over an engine before and after a change would be wrong for a long time.
+        A sample that is far off the line discards all samples before it: an average over an engine
+        before and after a change would be wrong for a long time.
+
+        Args:
+            units: size of the work, at least 0.
+            seconds: time that the work took.
         """
         least = most = self.seconds(units)
         if self.x and self.is_of_one_size:
@@ -145,9 +157,9 @@ class Line:
     def at_least(self, units: float) -> float:
         """Return a lower bound of the true seconds of work of size `units`.
 
-        Samples of one size do not show how much of their time is fixed. The bound is then the
-        lesser of two estimates: all of the time is fixed, or none of it. Otherwise the bound is
-        `seconds`.
+        If all samples had one size, the part of their time that does not depend on the size is
+        unknown. The bound is then the lesser of two estimates: all of the time is fixed, or none of
+        it. Otherwise the bound is the estimate of `seconds`.
         """
         expected = self.seconds(units)
         is_open = self.is_known and self.is_of_one_size
@@ -155,10 +167,17 @@ class Line:
 
 
 class PrefillSpeed:
-    """Estimated seconds of computing, by tokens.
+    """Estimate of the seconds that the engine needs to compute a number of prompt tokens.
 
-    The engine reports them; otherwise they are observed, from a request's admission to the commit
-    of its last block.
+    The estimate is fitted to the engine's own reports (`note`) if there are any, otherwise to
+    observed times from a request's admission to the commit of its last block (`observe`).
+
+    Attributes:
+        is_told: True once the engine has reported a time itself.
+        num_samples: number of samples so far.
+        most_tokens: largest number of tokens among the samples in use.
+        sample: number of tokens that the request chosen by `sample_tokens` is expected to compute,
+            as a range; empty if no such request is under way.
     """
 
     def __init__(self) -> None:
@@ -167,9 +186,9 @@ class PrefillSpeed:
         self._observed: deque[tuple[int, float]] = deque(maxlen=_MAX_OBSERVED)
         self.is_told = False
         self.num_samples = 0
-        self.most_tokens = 0  # of what the line is fitted to
-        self.sample = range(0)  # expected number of tokens of the present sample
-        self._num_chosen = 0  # samples that were asked for
+        self.most_tokens = 0
+        self.sample = range(0)
+        self._num_chosen = 0  # samples that `sample_tokens` has chosen
 
     @property
     def _line(self) -> Line:
@@ -188,9 +207,9 @@ class PrefillSpeed:
     def at_least(self, tokens: int) -> float:
         """Return a lower bound of the seconds to compute `tokens` tokens.
 
-        The bound is `Line.at_least`, up to _REACH / 2 times the longest measured prompt. Beyond
-        that the bound is half of the extrapolated time, since the last tokens of a prompt, which
-        may be the measured ones, take up to twice as long as the first.
+        Up to _REACH / 2 times the longest measured prompt, the bound is that of the fitted line
+        (`Line.at_least`). Beyond, it is half of the extrapolated time: a sample may be the last
+        tokens of a prompt, which take up to twice as long as the first ones.
         """
         known = self.most_tokens
         seconds = self._line.at_least(min(tokens, _REACH * known))
@@ -198,19 +217,24 @@ class PrefillSpeed:
 
     @property
     def seconds_of_one_more(self) -> float:
-        """Mean seconds by which one more token lengthens the computing of a prompt."""
+        """Mean seconds that one more token adds to the computing time of a prompt."""
         return max(self.seconds(2 * _MANY_TOKENS) - self.seconds(_MANY_TOKENS), 0.0) / _MANY_TOKENS
 
     def sample_tokens(self, tokens: int, fetch_s: float) -> int:
-        """Return the number of stored tokens to compute all the same, as a sample; usually 0.
+        """Return how many stored tokens to compute instead of fetching, as a speed measurement.
 
-        A node that finds all of its prompts in storage could not measure its engine otherwise. The
-        first samples are a few tokens. A larger sample is chosen only while `fetch_s` lies between
-        the lower bound and the estimate of computing.
+        The number is 0 for most requests. Without samples, a node that finds all of its prompts in
+        storage would never learn how fast its engine is. The first samples are a few tokens each. A
+        larger one is chosen only if the choice between storage and computing depends on it, that is
+        if `fetch_s` lies between the lower bound and the estimate of the computing time.
 
         Args:
-            tokens: number of missing tokens that storage has.
-            fetch_s: estimated seconds to fetch them.
+            tokens: number of tokens that are missing here and that storage has.
+            fetch_s: estimated seconds to fetch these tokens.
+
+        Returns:
+            The number of tokens, from the end of the prompt, that the request should compute: 0 to
+                `tokens`.
         """
         if self._num_chosen >= _MAX_SAMPLES:
             return 0
@@ -224,11 +248,13 @@ class PrefillSpeed:
         return min(max(sample, 1), tokens)
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Record the engine's report of a prefill; observations are ignored from then on.
+        """Record a time that the engine reports for a prefill.
+
+        Observed times are ignored from then on.
 
         Args:
-            tokens: Number of computed tokens.
-            seconds: Time that computing took.
+            tokens: number of computed tokens.
+            seconds: time that computing took.
         """
         if not self.is_told:
             self._fitted, self.is_told = Line(), True
@@ -236,11 +262,11 @@ class PrefillSpeed:
         self._add(tokens, seconds)
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Record the time of a request's prefill, other waits included.
+        """Record the time from a request's admission to its commit, delays in the engine included.
 
         Args:
-            tokens: Number of computed tokens.
-            seconds: Time from admission to commit.
+            tokens: number of computed tokens.
+            seconds: time from admission to commit.
         """
         if not self.is_told:
             self._observed.append((tokens, seconds))
@@ -259,13 +285,17 @@ class PrefillSpeed:
 
 @dataclass(slots=True)
 class TierSpeed:
-    """Speed of one tier as two moving averages, and the running fetches.
+    """Speed of one tier as two moving averages, and counts of the fetches under way.
 
     Attributes:
-        round_trip_s: seconds until a question is answered; 0 while unknown.
-        found_share: share of recent questions that found something.
-        num_tries: fetches under way that measure the speed of the tier.
-        num_late: fetches under way that have outlasted their requests.
+        round_trip_s: seconds until a lookup is answered; 0 while unknown.
+        found_share: share of recent lookups that found something, 0 to 1.
+        num_tries: fetches under way that measure the tier while its speed is unknown or was low.
+        num_late: fetches under way that continue after their request stopped waiting.
+        queued_bytes: bytes of all fetches under way.
+        arrived_bytes: bytes that have arrived since the start of the node.
+        try_at: earliest time of the next measurement of a slow tier, in seconds of the loop's
+            clock.
     """
 
     round_trip_s: float = 0.0
@@ -284,14 +314,14 @@ class TierSpeed:
         return self._seconds > 0
 
     def forget(self) -> None:
-        """Forget all measurements: the tier was replaced, or is available again."""
+        """Discard all measurements, since the tier was replaced or is available again."""
         self.round_trip_s = self._bytes = self._seconds = 0.0
         self.found_share, self.try_at = 1.0, -math.inf
 
     def transfer_s(self, num_bytes: float) -> float:
         """Return the expected seconds of a transfer of `num_bytes` behind all queued bytes.
 
-        While nothing is known, that is the round trip alone.
+        While the bytes a second are unknown, that is the round trip alone.
         """
         if not self._seconds:
             return self.round_trip_s
@@ -300,12 +330,12 @@ class TierSpeed:
         return self.round_trip_s + (num_bytes + self.queued_bytes) * self._seconds / self._bytes
 
     def note_answer(self, seconds: float, *, has_found: bool | None = None) -> None:
-        """Record an answer of the store to a lookup.
+        """Record the time in which the store answered a lookup.
 
         Args:
-            seconds: time until the answer. A much shorter one than usual replaces the average: the
-                tier is quick again.
-            has_found: True if the tier had anything; None leaves `found_share` unchanged.
+            seconds: time until the answer. A time below half of the average replaces the average,
+                since the tier has become fast again.
+            has_found: True if the store had any of the blocks; None leaves `found_share` unchanged.
         """
         if not self.round_trip_s or seconds < self.round_trip_s / _SURPRISE - _TICK_S:
             self.round_trip_s = max(seconds, 1e-6)
@@ -315,9 +345,9 @@ class TierSpeed:
             self.found_share += _FOUND_SHARE * (has_found - self.found_share)
 
     def note_silence(self, seconds: float) -> None:
-        """Note that a question was not answered within `seconds`.
+        """Record that a lookup was not answered within `seconds`.
 
-        The estimate becomes twice as long.
+        The estimate of a round trip becomes at least twice as long as that.
         """
         self.round_trip_s = max(self.round_trip_s, 2 * seconds)
 
@@ -341,8 +371,11 @@ class TierSpeed:
         """Queue a transfer; later transfers are estimated to wait behind it.
 
         Args:
-            num_bytes: Bytes of the transfer.
-            now: Seconds on the loop's clock.
+            num_bytes: bytes of the transfer.
+            now: seconds on the loop's clock.
+
+        Returns:
+            The transfer, for `arrived` and `end`.
         """
         transfer = Transfer(num_bytes, now, self.queued_bytes, self.arrived_bytes)
         self.queued_bytes += num_bytes
@@ -352,23 +385,23 @@ class TierSpeed:
         """Record the progress of a transfer.
 
         Args:
-            transfer: The transfer.
-            num_bytes: Bytes that have arrived since its start.
+            transfer: the transfer, from `begin`.
+            num_bytes: bytes of it that have arrived since its start.
         """
         self.arrived_bytes += num_bytes - transfer.arrived_bytes
         transfer.arrived_bytes = num_bytes
 
     def end(self, transfer: Transfer, now: float, *, is_late: bool) -> None:
-        """End a transfer.
+        """End a transfer; its speed counts as a measurement if it is complete or took too long.
 
         Args:
             transfer: the transfer; no more of its bytes will arrive.
             now: seconds on the loop's clock.
-            is_late: True if it ended because it took too long.
+            is_late: True if the transfer ended because it took too long.
         """
         self.queued_bytes -= transfer.num_bytes
         if transfer.arrived_bytes >= transfer.num_bytes or is_late:
-            # Of what was queued before it, only what came: if nothing did, the tier is slow.
+            # Bytes queued before this transfer count only if they have arrived meanwhile.
             by_others = self.arrived_bytes - transfer.arrived_before - transfer.arrived_bytes
             queued = min(transfer.queued_before, by_others)
             self.note_transfer(transfer.arrived_bytes + queued, now - transfer.began)
@@ -376,11 +409,14 @@ class TierSpeed:
 
 @dataclass(slots=True)
 class Transfer:
-    """The bytes of one fetch on their way.
+    """One fetch under way, with the byte counts that its tier's speed is measured by.
 
     Attributes:
+        num_bytes: bytes to transfer.
+        began: start, in seconds of the loop's clock.
         queued_before: bytes of other transfers that were queued when this one began.
-        arrived_before: bytes that had arrived since the start when this one began.
+        arrived_before: bytes of all transfers that had arrived when this one began.
+        arrived_bytes: bytes of this transfer that have arrived.
     """
 
     num_bytes: float
@@ -390,19 +426,22 @@ class Transfer:
     arrived_bytes: float = 0.0
 
     def whole_s(self, now: float) -> float:
-        """Return the seconds until all of it has arrived, at its average speed until now."""
+        """Return the seconds until all bytes have arrived, at the average speed until now."""
         took_s = now - self.began
         return took_s * (self.num_bytes / max(self.arrived_bytes, 1.0) - 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The result of the rule for some missing tokens.
+    """The decision whether a request waits for storage or computes its missing tokens.
 
     Attributes:
-        wait_s: seconds that the request may wait from now on.
-        is_asked: False if the request computes at once and storage is not asked at all.
-        is_try: True if the tier is unknown, or estimated to be slower.
+        wait_s: seconds that the request may wait from now on; 0 to compute at once.
+        fetch_s: estimated seconds of fetching the tokens.
+        compute_s: estimated seconds of computing the tokens.
+        reason: the reason in words, for explanations and logs.
+        is_asked: False if storage is not asked at all.
+        is_try: True if the fetch measures a tier that is unknown or estimated to be slower.
     """
 
     wait_s: float
@@ -415,10 +454,12 @@ class Decision:
 
 @dataclass(slots=True)
 class Estimator:
-    """The rule of one node.
+    """The rule of one node for fetching or computing, and the speeds that it compares.
 
     Attributes:
         bytes_per_token: KV bytes of a token.
+        prefill: speed of the engine.
+        tier: speed of storage.
     """
 
     bytes_per_token: float
@@ -433,7 +474,10 @@ class Estimator:
         return [f"no fetch runs, but {queued:.0f} bytes are counted as queued"]
 
     def compute_s(self, tokens: int) -> float:
-        """Return the seconds that computing `tokens` is expected to take."""
+        """Return the estimated seconds to compute `tokens` tokens.
+
+        A guess while no speed is known.
+        """
         if not self.prefill.is_known:
             return max(tokens / _UNKNOWN_TOKENS_PER_S, _UNKNOWN_S)
         return self.prefill.seconds(tokens)
@@ -441,13 +485,17 @@ class Estimator:
     def judge(
         self, tokens: int, now: float, *, is_answered: bool = False, is_claim: bool = False
     ) -> Decision:
-        """Decide whether and how long to wait for `tokens` missing tokens.
+        """Decide whether, and for how long, a request waits for storage.
 
         Args:
-            tokens: number of the prompt's tokens that are missing here.
+            tokens: number of the prompt's tokens that are missing on device and host.
             now: seconds on the loop's clock.
-            is_answered: True if the tier has confirmed that it has them.
-            is_claim: True if they were published for this request.
+            is_answered: True if storage has already confirmed that it has these tokens.
+            is_claim: True if a prefill node published the tokens for this request.
+
+        Returns:
+            The decision. If it starts another measurement of a slow tier, the time of the next one
+                has been set.
         """
         tier, compute_s = self.tier, self.compute_s(tokens)
         if is_claim and not self.prefill.is_known:
