@@ -1,4 +1,7 @@
-"""Full deletions of stored values, and the writes and reads that must not outlive one."""
+"""Deletions of all that a service has stored, for example before new weights are loaded.
+
+Content from before a deletion must be neither written nor read afterwards.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,13 @@ from tierkv.errors import StoreRefusedError, StoreUnavailableError
 
 
 class Deletions:
-    """The deletions of what a service, or a pool of pages, has stored.
+    """The deletions of what a service, or a pool of pages, has stored, counted as generations.
 
-    Content belongs to the generation in which it was computed or queued. A deletion begins the
-    next generation: content of an earlier one is never written again, and reads that began before
-    the deletion bring nothing. Nothing is read or written while a deletion is under way, nor after
-    one that failed until another has succeeded: what is left in the store may be of old weights.
+    Content belongs to the generation in which it was computed or queued. A deletion begins the next
+    generation: content of an earlier one is never written again, and reads that began before the
+    deletion return nothing. Nothing is read or written during a deletion. After a deletion that
+    failed, nothing is read or written until another one succeeds, since values of old weights may
+    be left in the store.
     """
 
     def __init__(self) -> None:
@@ -32,7 +36,7 @@ class Deletions:
         return self._has_failed or self._num_under_way > 0
 
     def refusal(self, generation: int) -> str:
-        """Return why content of `generation` may not be written now; "" if it may be."""
+        """Return the reason why content of `generation` may not be written now; "" if it may be."""
         if generation != self.generation:
             return "the cache was deleted after this content was computed: compute the prompt again"
         if self._num_under_way:
@@ -42,13 +46,20 @@ class Deletions:
         return ""
 
     def check(self, generation: int) -> None:
-        """Raise StoreRefusedError if a deletion has begun since `generation` was read."""
+        """Check that no deletion has begun since `generation` was read.
+
+        Raises:
+            StoreRefusedError: a deletion has begun.
+        """
         if generation != self.generation:
             raise StoreRefusedError(self.refusal(generation))
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Make deletions wait until the body ends. The caller has checked `refusal` before."""
+        """Make deletions wait until the body, which writes, has ended.
+
+        The caller has checked `refusal` right before.
+        """
         self._num_writes += 1
         self._no_writes.clear()
         try:
@@ -60,12 +71,12 @@ class Deletions:
 
     @asynccontextmanager
     async def deleting(self, deadline_s: float) -> AsyncIterator[None]:
-        """Begin a generation.
+        """Begin a generation, wait until no write is under way, and run the body.
 
-        Run the body, which removes the stored values, once no write is under way.
+        The body removes the stored values.
 
         Args:
-            deadline_s: seconds to wait for the writes of earlier generations that are under way.
+            deadline_s: seconds to wait for writes that are under way.
 
         Raises:
             StoreUnavailableError: writes did not end in time; the body did not run.

@@ -1,8 +1,7 @@
 """Copies of blocks between Host and Device, awaitable as a whole or layer by layer.
 
-CUDA events become futures; a `LayerGate` waits for the copies of one layer.
-
-The mover decides nothing: callers pass validated ids of slots and blocks.
+The ends of copies are CUDA events. `EventPoller` turns events into futures; a `LayerGate` waits for
+the copies of one layer. The mover decides nothing: callers pass validated ids of slots and blocks.
 """
 
 from __future__ import annotations
@@ -62,11 +61,13 @@ OnDone = Callable[[TransferError | None], None]
 
 
 class _Pending(msgspec.Struct, eq=False):
-    """An event with its callback.
+    """An event that is not done, with its callback.
 
     Attributes:
         on_done: called once: with None when `event` is done, with the error if it failed.
-        position: the event's position in its line.
+        is_long: True if the work is known to take longer than 1 ms.
+        position: the event's place in the order in which the events of its line (a CUDA stream, or
+            another queue of the device) are done.
     """
 
     event: Event
@@ -76,9 +77,9 @@ class _Pending(msgspec.Struct, eq=False):
 
 
 class EventPoller:
-    """One task per device that resolves the futures of any number of CUDA events.
+    """A task that waits for any number of events of one device, and resolves their futures.
 
-    Idle without events.
+    The task sleeps while there are no events.
     """
 
     def __init__(self) -> None:
@@ -92,7 +93,7 @@ class EventPoller:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Poll until the body has ended and every event is done or has failed."""
+        """Run the task. At the end of the body, wait until every event is done or has failed."""
         watcher = Threads(1, "tierkv-poller")
         try:
             async with task_group() as tasks:
@@ -137,13 +138,13 @@ class EventPoller:
         return future
 
     def then(self, event: Event, on_done: OnDone, *, is_long: bool = False) -> None:
-        """Call `on_done` on the loop, in a later turn, when `event` is done or has failed.
+        """Call `on_done` on the event loop, in a later turn, when `event` is done or has failed.
 
         Args:
             event: the event to wait for.
             on_done: receives None, or the error of the event. An error that `on_done` raises ends
                 the poller.
-            is_long: as in `done`.
+            is_long: True if the work is known to take longer than 1 ms.
 
         Raises:
             ShuttingDownError: the poller is not running.
@@ -156,12 +157,14 @@ class EventPoller:
         self._wake_up()
 
     def then_now(self, event: Event, on_done: OnDone) -> bool:
-        """Call `on_done` at once if `event` is done or has failed.
+        """Call `on_done` at once if `event` is done or has failed; return True if it was called.
 
-        Return whether `on_done` was called.
+        The caller must be in a turn of the event loop later than the submission of the work.
 
-        The caller must be in a turn of the loop later than the submission. An error that `on_done`
-        raises ends the poller, as in `then`.
+        Args:
+            event: the event to look at.
+            on_done: receives None, or the error of the event. An error that `on_done` raises ends
+                the poller, as in `then`.
         """
         outcome = _outcome(event)
         if outcome is None or not self._is_running:
@@ -222,9 +225,9 @@ class EventPoller:
                 one.on_done(outcome[0])
 
     def _watch(self, firsts: Sequence[_Pending]) -> None:
-        """Return when one of `firsts` is done or failed, or when there is news.
+        """Wait, in a thread, until one of `firsts` is done or failed, or another event was added.
 
-        Runs in a thread.
+        `firsts` are the oldest events of each line.
         """
         began = time.monotonic()
         least_s = _LONG_NAP_S if all(one.is_long for one in firsts) else _LEAST_NAP_S
@@ -245,7 +248,7 @@ def _outcome(event: Event) -> tuple[TransferError | None] | None:
 
 
 class Submitted(msgspec.Struct, eq=False):
-    """The outcome of a finished submission, with the methods of a future."""
+    """The result of a copy's submission that has ended, with the methods of a future."""
 
     events: tuple[Event, ...]
     error: TierKVError | None = None
@@ -257,6 +260,11 @@ class Submitted(msgspec.Struct, eq=False):
         return self.error
 
     def result(self) -> tuple[Event, ...]:
+        """Return the events of the copy's layers.
+
+        Raises:
+            TierKVError: the submission failed.
+        """
         if self.error is not None:
             raise self.error
         return self.events
@@ -274,7 +282,10 @@ Submission = Submitted | Future[tuple[Event, ...]]
 
 
 def _events_of(submission: Submission) -> tuple[Event, ...]:
-    """Return the layers' events of a finished submission, or one failed event with the error."""
+    """Return one event per layer of a submission that has ended.
+
+    After a failed submission the result is one failed event with the error.
+    """
     error = submission.exception()
     if isinstance(error, TierKVError) and not isinstance(error, TransferError):
         error = TransferError(str(error))
@@ -282,13 +293,13 @@ def _events_of(submission: Submission) -> tuple[Event, ...]:
 
 
 class LayerGate:
-    """All movements that a request waits for before it may read its blocks, layer by layer.
+    """All copies that a request waits for before it may read its blocks, layer by layer.
 
-    Several movements can stand behind one gate: the request's own load, loads of the same blocks
-    that other requests started, and a copy within the device. With none the gate is open.
+    Several copies can stand behind one gate: the request's own load, loads of the same blocks that
+    other requests started, and a copy within the device. Without copies the gate is open.
 
-    A gate keeps its events for as long as it lives: a late waiter gets the same answer as an
-    early one. A failed movement fails the layer it broke at and every later one, each time.
+    A gate keeps its events for as long as it lives: a late waiter gets the same answer as an early
+    one. A failed copy fails the layer it broke at and every later one, each time.
     """
 
     def __init__(self, num_layers: int, submissions: Sequence[Submission], poller: EventPoller):
@@ -304,8 +315,8 @@ class LayerGate:
         Args:
             stream: the engine's stream.
             layer: index of the layer, from 0.
-            timeout_s: seconds until the copy must be submitted; on a CPU stream, until it must be
-                done.
+            timeout_s: seconds until the copy must be submitted; on a CPU stream, until the copy
+                must be done.
 
         Raises:
             GateTimeoutError: the copy was not submitted (on a CPU stream: not done) in time.
@@ -323,7 +334,7 @@ class LayerGate:
             stream.wait(events[layer], max(deadline - time.monotonic(), 0.0))
 
     def is_open(self, layer: int) -> bool:
-        """Return whether `layer` has arrived, without blocking.
+        """Return True if `layer` has arrived, without blocking.
 
         Raises:
             TierKVError: the load failed; the error is the load's.
@@ -334,7 +345,7 @@ class LayerGate:
         return True
 
     async def layer(self, layer: int, timeout_s: float) -> None:
-        """Return when `layer` has arrived.
+        """Wait until `layer` has arrived.
 
         Args:
             layer: index of the layer, from 0.
@@ -409,7 +420,7 @@ class Movement:
         self._on_end: list[Callable[[], object]] = []
 
     async def done(self) -> None:
-        """Return when every byte has arrived. Cancelling the wait does not touch the copy.
+        """Wait until every byte has arrived. Cancelling the wait does not touch the copy.
 
         Raises:
             TransferError: the copy failed.
@@ -446,7 +457,16 @@ class Movement:
 
 
 class Mover:
-    """Two lanes, and a thread that submits copies within the device."""
+    """The copies of blocks between Host and Device, and within the device.
+
+    Each direction has a lane of its own (a queue of the device), so loads and offloads run at the
+    same time. A thread submits copies within the device.
+
+    Args:
+        device: the device.
+        planes: the memory of the device blocks.
+        host: the memory of the host slots.
+    """
 
     def __init__(self, device: Device, planes: Planes, host: HostSlots) -> None:
         self._device = device
@@ -466,7 +486,7 @@ class Mover:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Open the lanes.
+        """Open the lanes of both directions.
 
         At the end, also after an error, wait for every copy and close the lanes.
         """
@@ -488,7 +508,7 @@ class Mover:
     async def _open_lanes(self) -> None:
         """Open the lanes in the submitting thread; a cancel is raised when that has ended.
 
-        A lane allocates memory, and its kernels may have to be compiled.
+        A lane allocates memory, and its kernels may have to be compiled, so opening takes long.
         """
         assert self._submitter is not None, "there is a thread"
 
@@ -510,7 +530,7 @@ class Mover:
         return self._planes
 
     async def suspend(self) -> None:
-        """Close both lanes of copies and drop the planes, until `reopen`. None is in flight."""
+        """Close both lanes and stop using the planes, until `reopen`. No copy may be in flight."""
         assert not self.num_in_flight, "suspended only when idle"
         lanes = list(self._lanes.values())
         self._lanes.clear()
@@ -550,7 +570,12 @@ class Mover:
         return self._move(BlockCopy(Direction.OFFLOAD, slot_ids, block_ids, tuple(after)))
 
     def copy_within(self, source_ids: Ids, target_ids: Ids) -> Movement:
-        """Copy device blocks to other device blocks. A quick copy has ended already on return."""
+        """Copy device blocks to other device blocks. A quick copy has ended already on return.
+
+        Args:
+            source_ids: int32 [n]; the caller must keep these blocks until the movement has ended.
+            target_ids: int32 [n], distinct; the caller must keep these blocks until then, too.
+        """
 
         def submit() -> tuple[Event, ...]:
             event = self._device.copy_blocks(self._planes, source_ids, target_ids)
@@ -575,7 +600,7 @@ class Mover:
     def gate(self, movements: Sequence[Movement]) -> LayerGate:
         """Return the gate that waits for `movements`.
 
-        Without movements, the one gate that is always open.
+        Without movements the result is one gate that is always open.
         """
         if not movements:
             return self._open_gate
@@ -591,11 +616,15 @@ class Mover:
         return movement
 
     def _follow(self, movement: Movement, counts: Direction | None) -> None:
-        """Arrange for the end of a movement that is submitted.
+        """Have a submitted movement ended, and counted, when its last event is done.
 
-        The movement ends in a later turn of the loop and in the poller's task: a bug in a callback
-        ends the service. `counts` is None for a copy within the device, which was submitted in an
-        earlier turn and may have ended.
+        The movement ends in a later turn of the event loop, in the poller's task, so a bug in a
+        callback ends the service.
+
+        Args:
+            movement: the movement.
+            counts: the direction to count its bytes in; None for a copy within the device, which
+                was submitted in an earlier turn and may have ended.
         """
         submission, is_long = movement.submission, movement.num_bytes > _SHORT_BYTES
         loop, events = asyncio.get_running_loop(), _events_of(submission)
@@ -637,7 +666,7 @@ class Mover:
 
 @contextmanager
 def _closing(lanes: Iterable[Lane]) -> Iterator[None]:
-    """Close each lane at the end, also if closing another one has raised."""
+    """Close all lanes at the end of the body, even if closing one of them raises."""
     with ExitStack() as stack:
         for lane in lanes:
             stack.callback(lane.close)

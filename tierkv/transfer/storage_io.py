@@ -1,8 +1,9 @@
-"""Movements of blocks between Host slots and a store: fetch and flush, with checks on fetch.
+"""Movements of blocks between host slots and a store: fetch (read and check) and flush (write).
 
 `StorageIO` asks the store. `Values` plans reads, checks them and encodes writes, without I/O.
-`Slices` maps ranks to parts of a block, `TailLists` lists tails. `made_ahead` has threads make
-headers while earlier values are sent, and `Toucher` renews the time to live of used blocks.
+`Slices` maps ranks to parts of a block, `TailLists` lists the stored tails (last, partial blocks of
+prompts). `made_ahead` has threads make headers while earlier values are sent, and `Toucher` renews
+the time to live of used blocks.
 """
 
 from __future__ import annotations
@@ -51,34 +52,41 @@ from tierkv.transfer.deletions import Deletions
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The share of one rank of this node in each block, and the rank's host slots."""
+    """The share that one rank of this node has in each block, and the rank's host slots."""
 
     shard: Shard
     layout: Layout
     host: HostSlots
 
     def payload(self, slot: int, num_tokens: int) -> Bytes1D:
-        """Return the slot's bytes for the payload of a value of `num_tokens` tokens.
+        """Return the bytes of a slot that a stored payload is read into.
 
-        The payload of a tail lies there only until its planes are moved to their places.
+        A tail's planes are then moved from there to their places in the slot.
+
+        Args:
+            slot: id of the host slot.
+            num_tokens: number of tokens of the block or tail.
+
+        Returns:
+            uint8 [stored bytes], a view of the slot's start.
         """
         payload: Bytes1D = self.host.array[slot][: self.layout.stored_bytes(num_tokens)]
         return payload
 
 
 class Slices:
-    """The values that make up a block in storage, and the bytes of host slots for each of them.
+    """The values that a block consists of in storage, and the host memory of each of them.
 
     A node that is not split has one value per block, as large as its slot. A node of n ranks has n
     values, a slice for each rank, and a block counts as stored when all are stored. Blocks of nodes
-    of other sizes are found under the names of their slices.
+    with other numbers of ranks are found under the names of their slices.
 
     Args:
         names: the names of the whole layout's fingerprint.
         parts: the slices of this node, one per rank.
         scheme: the split of blocks over ranks; None finds only blocks of this node's own size.
-        peer_tensor_parallel: other sizes to look for, in ranks; sizes with slices that cannot be
-            put together here become `foreign_sizes`.
+        peer_tensor_parallel: sizes of other nodes to look for, in ranks. Sizes with slices that
+            cannot be put together here become `foreign_sizes`.
 
     Raises:
         LayoutError: the number of `parts` is not the number of ranks.
@@ -112,7 +120,13 @@ class Slices:
 
     @classmethod
     def whole(cls, names: Names, layout: Layout, host: HostSlots) -> Slices:
-        """Return the slices of a node that is not split: one value per block."""
+        """Return the slices of a node that is not split: one value per block.
+
+        Args:
+            names: the stored names.
+            layout: layout of a block.
+            host: the host slots.
+        """
         return cls(names, [Slice(Shard(0, 1), layout, host)])
 
     def _can_be(self, size: int) -> bool:
@@ -125,11 +139,21 @@ class Slices:
         return True
 
     def names_of(self, key: StoredKey, size: int) -> list[str]:
-        """Return the names of a block's values as a node of `size` ranks stores them."""
+        """Return the names of a block's values, one per rank.
+
+        Args:
+            key: key of the block.
+            size: number of ranks of the node that stores them.
+        """
         return [names.name(key) for names in self._names[size]]
 
     def names_of_all(self, keys: Sequence[StoredKey], size: int) -> Sequence[str]:
-        """Return the names of `names_of` for each key, one key after the other."""
+        """Return the names of several blocks' values: those of the first block, then the next.
+
+        Args:
+            keys: keys of the blocks.
+            size: number of ranks of the node that stores them; each block has as many names.
+        """
         if size == 1 and isinstance(keys, KeyRun):
             return self._names[1][0].of_run(keys)
         per_rank = [names.all(keys) for names in self._names[size]]
@@ -146,6 +170,7 @@ class Slices:
         return tuple(sorted(set(needed)))
 
     def layout(self, shard: Shard) -> Layout:
+        """Return the layout of a slice."""
         layout = self._layouts.get(shard)
         if layout is None:
             assert self._scheme is not None, "other sizes are looked for only with a scheme"
@@ -157,6 +182,10 @@ class Slices:
 
         The rank is part of the identity: slices of two ranks have the same sizes, and one must not
         pass for the other.
+
+        Args:
+            key: key of the block.
+            shard: the slice.
         """
         digest = self._digests.get(shard)
         if digest is None:
@@ -164,11 +193,11 @@ class Slices:
         return ValueIdentity(digest, key.digest, key.num_tokens)
 
     def assemble(self, slot: int, payloads: dict[Shard, Bytes1D], num_tokens: int) -> None:
-        """Put slices of another size together in `slot` of every rank.
+        """Put a block of a node of another size together, in the slots of this node's ranks.
 
         Args:
             slot: id of the host slot, the same for every rank.
-            payloads: the payload of each source slice.
+            payloads: the payload of each slice that was read.
             num_tokens: number of tokens of the block.
         """
         assert self._scheme is not None, "other sizes are looked for only with a scheme"
@@ -178,9 +207,14 @@ class Slices:
 
 
 def slice_digest(layout: Layout, shard: Shard) -> bytes:
-    """Return 32 bytes: the layout's digest for a whole block; a digest with the rank for a slice.
+    """Return the layout digest in a value's header, 32 bytes.
 
-    With the rank, slices of equal layouts have different digests.
+    For a whole block this is the layout's digest. For a slice the rank is part of it, so slices
+    with equal layouts have different digests.
+
+    Args:
+        layout: layout of the slice.
+        shard: rank and number of ranks.
     """
     if shard.size == 1:
         return layout.digest
@@ -213,25 +247,25 @@ class _Entry(msgspec.Struct, array_like=True, frozen=True):
 
 
 class TailLists:
-    """The lists of stored tails: with them a prompt finds the tail of another prompt.
+    """The lists of stored tails, by which a prompt finds the tail of another prompt.
 
-    The name of a tail is known only to a prompt that ends exactly where the tail ends. The list,
-    one small value for each parent block, leads other prompts to the tail: longer and shorter ones,
-    and those that differ after a few tokens.
+    A tail is the last, partial block of a prompt. Its name is known only to a prompt that ends
+    exactly where the tail ends. The list, one small value for each parent block, leads other
+    prompts to the tail: longer and shorter ones, and those that differ after a few tokens.
 
     A list gives no wrong byte: a tail's digest is computed from the tokens in its entry, and its
-    value is checked like any other. A list that is lost, damaged or late costs the tails in it. If
+    value is checked like any other. If a list is lost, damaged or late, its tails are not found. If
     two nodes add to one list at once, one entry can be lost.
 
     Args:
         store: the store of the lists.
-        names: the names of the lists.
+        names: makes the names of the lists.
         layout: the layout of whole blocks.
         codecs: returns the codec of a fingerprint, by its short form.
         ttl_s: seconds to live of a list, as for blocks.
         stats: counts damaged lists.
-        used: receives the names of lists that are used and should live on.
-        deletions: see StorageIO.
+        used: called with the names of lists that are used, to renew their time to live.
+        deletions: forbids reads and writes around deletions of stored values; see StorageIO.
     """
 
     def __init__(  # noqa: PLR0913 - what a StorageIO has
@@ -258,12 +292,12 @@ class TailLists:
         self._stats = stats
 
     async def note(self, keys: Sequence[StoredKey], *, generation: int | None = None) -> None:
-        """List those of `keys` that are stored tails.
+        """Add the tails among `keys`, which have been stored, to their lists.
 
-        Never fails: a tail that is not listed is only lost.
+        Never fails: a tail that is not listed is only not found.
 
         Args:
-            keys: keys of blocks and tails.
+            keys: keys of blocks and tails; blocks are skipped.
             generation: the generation in which the tails were stored, None for the present one; see
                 `Deletions`.
         """
@@ -289,7 +323,7 @@ class TailLists:
         await self._store.put([PutItem(name, parts, ttl_s=self._ttl_s, keep_existing=False)])
 
     def _is_covered(self, old: Tail, new: Tail) -> bool:
-        """Return whether every prompt that could use `old` can use `new`."""
+        """Return True if every prompt that could use the tail `old` can use `new` instead."""
         if old == new:
             return True
         is_start = new.extra == old.extra and new.tokens.startswith(old.tokens)
@@ -304,14 +338,14 @@ class TailLists:
         *,
         missing: Collection[bytes] = (),
     ) -> SharedTail | None:
-        """Return the stored tail under `parent` that shares most of the packed tokens `wanted`.
+        """Return the listed tail after a block that shares the most tokens with a prompt.
 
-        In a layout without usable prefixes of blocks, only a tail with all of its tokens in
-        `wanted` counts.
+        Some layouts do not allow the use of a part of a block. Then only a tail counts whose tokens
+        are all in `wanted`.
 
         Args:
-            parent: digest of the parent block.
-            wanted: packed tokens after the parent block.
+            parent: digest of the block before the tail, 32 bytes.
+            wanted: the prompt's tokens after that block, packed int32.
             extra: extra keys of the tail, which must be equal.
             space: short form of another fingerprint, or "".
             missing: digests of tails that are known to be missing.
@@ -340,7 +374,9 @@ class TailLists:
         return best
 
     async def _read(self, parent: bytes, space: str) -> list[Tail]:
-        """Return the listed tails, newest first; [] if the list is damaged.
+        """Return the tails listed after the block `parent`, newest first.
+
+        [] if the list is damaged.
 
         Raises:
             StoreUnavailableError: the store did not answer.
@@ -371,7 +407,10 @@ class TailLists:
 
 
 def _identity(parent: bytes) -> ValueIdentity:
-    """Return the identity of a list, the same for every slice of a model: tokens have no layout."""
+    """Return the identity of the list of tails after the block `parent`.
+
+    It is the same for all layouts and ranks, since a list has tokens only.
+    """
     return ValueIdentity(bytes(LAYOUT_DIGEST_BYTES), parent, _NOT_A_BLOCK)
 
 
@@ -428,11 +467,12 @@ class StorageIO:
         layout: the layout of whole blocks.
         host: the host slots that blocks are read into and written from.
         block_ttl_s: seconds to live of a stored block; None for as long as the store keeps it.
-        touches_per_ttl: renewals of a used block's time to live within one such time; 0 for none.
+        touches_per_ttl: most renewals of a used block's time to live within one such time; 0 for
+            none.
         codecs: returns the codec of a fingerprint, by its short form; None for a plain checksum.
         slices: this node's share of each block; None for whole blocks in the slots of `host`.
-        deletions: the deletions of values that this and other objects have stored; None for own
-            ones.
+        deletions: knows of deletions of stored values, and is shared by all objects that store for
+            one service; None for one of its own.
     """
 
     def __init__(  # noqa: PLR0913 - a block needs all of them to become a value
@@ -493,9 +533,10 @@ class StorageIO:
         return not self.store.capabilities.has_cheap_questions
 
     async def count_present(self, keys: Sequence[StoredKey]) -> int:
-        """Return the number of leading `keys` that the store has whole, with all ranks' slices.
+        """Return the number of `keys` that the store has, before the first one that it lacks.
 
-        While a deletion bars reads the number is 0.
+        A block counts if the slices of all ranks are stored, by a node of this or another size that
+        can be read here. While a deletion bars reads the number is 0.
 
         Raises:
             StoreUnavailableError: the store did not answer.
@@ -533,7 +574,9 @@ class StorageIO:
             size = other
 
     async def foreign_size(self, key: StoredKey) -> int | None:
-        """Return the number of ranks in which this block is stored in slices that do not fit here.
+        """Return the size, in ranks, of a node that has stored this block in slices of no use here.
+
+        Such slices cannot be put together to this node's own.
 
         Returns:
             None if there are no such slices.
@@ -558,7 +601,7 @@ class StorageIO:
         return there
 
     async def present(self, names: Sequence[str]) -> list[bool]:
-        """Return the answers of `Store.present`; while a deletion bars reads every one is False.
+        """See `Store.present`. While a deletion bars reads every answer is False.
 
         Raises:
             StoreUnavailableError: the store did not answer.
@@ -568,16 +611,20 @@ class StorageIO:
         return await self.store.present(names)
 
     def used(self, names: Iterable[str]) -> None:
-        """Renew the time to live of these names' values, if values have one."""
+        """Have the time to live of these names' values renewed, if values have one."""
         if self._toucher is not None:
             self._toucher.used(names)
 
     async def _sizes_of(self, keys: Sequence[StoredKey], tried: int) -> list[int | None]:
-        """Return for each block the number of ranks that stored it, None if no node has.
+        """Return for each block the size, in ranks, of a node that has stored it.
 
-        Skip `tried`.
+        None if no node has.
 
         All blocks are asked for in one exchange.
+
+        Args:
+            keys: keys of the blocks.
+            tried: a size that is not asked for, as the caller knows the answer.
         """
         sizes = [n for n in (self.slices.size, *self.slices.peer_tensor_parallel) if n != tried]
         if not sizes or not keys:
@@ -606,7 +653,7 @@ class StorageIO:
     # Fetch
 
     async def fetch(self, keys: Sequence[StoredKey], slot_ids: Ids) -> list[GetOutcome]:
-        """Read blocks into host slots, which stay the caller's until this returns.
+        """Read blocks into host slots; the slots must stay the caller's until this returns.
 
         A damaged value is deleted; if the store has another copy, that copy is read.
 
@@ -641,7 +688,15 @@ class StorageIO:
     async def _fetch_missed(
         self, keys: Sequence[StoredKey], slot_ids: Ids, blocks: list[GetOutcome]
     ) -> None:
-        """Look for missed blocks in other sizes; only `count_present` learns sizes in advance."""
+        """Read missed blocks as nodes of other sizes have stored them, if they have.
+
+        Blocks that `count_present` has looked for are skipped.
+
+        Args:
+            keys: keys of all blocks of the fetch.
+            slot_ids: their target slots.
+            blocks: their outcomes; those of blocks that are found are replaced.
+        """
         missed = [
             at
             for at, key in enumerate(keys)
@@ -665,7 +720,14 @@ class StorageIO:
         *,
         tries: int = _MAX_COPIES,
     ) -> list[GetOutcome]:
-        """Read and check blocks; `sizes` is the number of ranks that stored each of them."""
+        """Read blocks, check them, and delete damaged values.
+
+        Args:
+            keys: keys of the blocks.
+            slot_ids: the target slots.
+            sizes: the number of ranks that stored each block.
+            tries: number of copies of a value that are read, while each is damaged.
+        """
         reads = self._values.reads(keys, slot_ids, sizes)
         outcomes = await self.store.get_into([read.item for read in reads])
         for read, outcome in zip(reads, outcomes, strict=True):
@@ -722,15 +784,16 @@ class StorageIO:
         Args:
             keys: keys of the blocks.
             slot_ids: int64 [len(keys)], the slots.
-            worth: the worth of each block: of too many writes those worth least are dropped. None
-                is the highest worth, for blocks that a request waits for.
-            notes_tails: list the tails among the blocks, too; if False, the caller does with
-                `tails.note`.
-            generation: the generation in which the blocks were computed or queued; None for the
-                present one.
+            worth: the worth of each block to later requests: of too many writes those worth least
+                are dropped. None is the highest worth, for blocks that a request waits for.
+            notes_tails: True to list the tails among the blocks, too; if False, the caller lists
+                them with `tails.note`.
+            generation: the generation in which the blocks were computed or queued, see `Deletions`;
+                None for the present one.
 
         Returns:
-            One outcome per key; FAILED for all if `Deletions` refuse the generation.
+            One outcome per key; FAILED for all if a deletion forbids to write content of this
+                generation.
         """
         deletions = self.deletions
         if why := deletions.refusal(deletions.generation if generation is None else generation):
@@ -782,7 +845,7 @@ class StorageIO:
     async def _encoded_later(
         self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float]
     ) -> list[PutItem] | None:
-        """Return the items of `Values.encode_later`, with pauses in which the loop can send."""
+        """See `Values.encode_later`; pauses between the items let the event loop send others."""
         items: list[PutItem] = []
         for at in range(0, len(keys), _MADE_AT_ONCE):
             if at:
@@ -801,13 +864,14 @@ class StorageIO:
 async def are_all_present(
     asked: Sequence[tuple[StorageIO, Sequence[StoredKey]]],
 ) -> list[list[bool]]:
-    """Ask one store once whether it has the keys of several layouts or fingerprints.
+    """Ask one store in one exchange for the blocks of several layouts or fingerprints.
 
     Args:
-        asked: pairs of an I/O and its keys, at least one; all I/Os have the same store.
+        asked: pairs of a StorageIO and its keys, at least one pair; all have the same store.
 
     Returns:
-        For each pair whether the store has each key, stored by as many ranks as the I/O has.
+        For each pair, and each of its keys, True if the block is stored, by as many ranks as the
+            StorageIO has.
 
     Raises:
         StoreUnavailableError: the store did not answer.
@@ -829,7 +893,7 @@ async def are_all_present(
 
 @dataclass(slots=True)
 class Read:
-    """One value on its way into a slot, or into a buffer from which slots are assembled."""
+    """One value to read into a host slot, or into a buffer from which slots are assembled."""
 
     at: int  # index of the key
     shard: Shard
@@ -858,11 +922,11 @@ class Values:
     def reads(
         self, keys: Sequence[StoredKey], slot_ids: Ids, sizes: Sequence[int]
     ) -> Sequence[Read]:
-        """Return the reads that bring each block into its slot.
+        """Return the reads that bring each block into its host slot.
 
         Args:
             keys: keys of the blocks.
-            slot_ids: the target slots.
+            slot_ids: int64 [len(keys)], the target slots.
             sizes: the number of ranks that stored each block.
         """
         return [
@@ -885,10 +949,10 @@ class Values:
     def reads_bytes(
         self, keys: Sequence[StoredKey], sizes: Sequence[int], reads: Sequence[Read]
     ) -> bool:
-        """Return whether `check` takes more than about 4 us per read.
+        """Return True if `check` would block the event loop: more than about 4 us per read.
 
-        That is so for a digest that the store has not computed, a payload codec, a tail, or a block
-        of another size.
+        That is so if the store has not computed the digest of a value, and for a payload codec, a
+        tail, a block of a node of another size, or very many reads.
 
         Args:
             keys: keys of the blocks.
@@ -913,13 +977,13 @@ class Values:
         sizes: Sequence[int],
         reads: Sequence[Read],
     ) -> list[GetOutcome]:
-        """Return the outcome of each block; a block with HIT is complete in its slot.
+        """Check the values that were read, and return the outcome of each block.
 
-        Blocks the thread.
+        A block with HIT is complete in its slot. Blocks the thread.
 
         Args:
             keys: keys of the blocks.
-            slot_ids: the slots.
+            slot_ids: int64 [len(keys)], the slots.
             sizes: the number of ranks that stored each block.
             reads: the reads, with outcomes.
         """
@@ -947,7 +1011,7 @@ class Values:
         return blocks
 
     def _decode(self, key: StoredKey, read: Read) -> None:
-        """Decode the payload of a hit into its host slot.
+        """Check a value that was read, and decode its payload where it lies.
 
         Raises:
             StoreCorruptError: the value is not the expected one.
@@ -968,9 +1032,17 @@ class Values:
     def encode_later(
         self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float]
     ) -> list[PutItem] | None:
-        """Return the items of `encode` with `is_late`.
+        """Return the values of each block with headers that are filled in right before sending.
 
-        None if an item's bytes must be read for that.
+        Making the values thus reads no bytes of blocks, and does not block the event loop.
+
+        Args:
+            keys: keys of the blocks.
+            slot_ids: int64 [len(keys)], the slots.
+            worth: the worth of each block, see `StorageIO.flush`.
+
+        Returns:
+            None if a block's bytes have to be read now, such as those of a tail.
         """
         items = []
         for key, slot, value in zip(keys, slot_ids, worth, strict=True):
@@ -988,9 +1060,9 @@ class Values:
 
         Args:
             keys: keys of the blocks.
-            slot_ids: the slots.
+            slot_ids: int64 [len(keys)], the slots.
             worth: the worth of each block, see `StorageIO.flush`.
-            is_late: leave headers to the sender, where that is possible.
+            is_late: True to leave headers to the sender, if possible; see `encode_later`.
         """
         return [
             (self._later(key, part, int(slot), value) if is_late else None)
@@ -1000,11 +1072,10 @@ class Values:
         ]
 
     def _later(self, key: StoredKey, part: Slice, slot: int, worth: float) -> PutItem | None:
-        """Return the value of a block with a header that the sender makes.
+        """Return a rank's value of a block, with a header that is filled in right before sending.
 
-        None if that is impossible.
-
-        A tail has no such header, since it is cut first, nor has a codec that reads the bytes.
+        The result is None for a tail, which has to be cut out of the slot first, and for a codec
+        that reads the bytes.
         """
         payload = part.host.array[slot].data
         header = None
@@ -1039,9 +1110,13 @@ def _worst_put(outcomes: Sequence[PutOutcome]) -> PutOutcome:
 
 @asynccontextmanager
 async def made_ahead(threads: WorkerThreads, items: Sequence[PutItem]) -> AsyncIterator[None]:
-    """Complete `items` in threads while the body sends them.
+    """Complete items in threads while the body sends them.
 
-    At the end no thread reads any item.
+    When the body ends, no thread reads any item any more.
+
+    Args:
+        threads: the threads to use.
+        items: the items, in the order in which they are sent; see `PutItem.complete`.
     """
     late = [item.complete for item in items if item.complete is not None]
     if not makes_ahead or len(late) < _LEAST_VALUES:
@@ -1057,12 +1132,12 @@ async def made_ahead(threads: WorkerThreads, items: Sequence[PutItem]) -> AsyncI
 
 
 class Toucher:
-    """Renewals of the time to live of stored blocks that are used.
+    """A task that renews the time to live of stored blocks that are used.
 
     Args:
         store: the store of the blocks.
         ttl_s: the new time to live, in seconds.
-        interval_s: seconds without another renewal after a block was touched or written.
+        interval_s: seconds without another renewal after a block was renewed or written.
     """
 
     def __init__(self, store: Store, *, ttl_s: float, interval_s: float) -> None:
@@ -1075,23 +1150,24 @@ class Toucher:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Renew until the body ends.
+        """Renew times to live until the body ends.
 
-        Renewals that are still due are dropped: such a block may expire.
+        Renewals that are still queued are dropped: such a block may expire.
         """
         async with supervised({"tierkv-touch": self._keep_touching}):
             yield
 
     def wrote(self, names: Iterable[str]) -> None:
-        """Note that the values of `names` have just been written with their whole time to live."""
+        """Note that the values of `names` have just been written, with their whole time to live."""
         now = asyncio.get_running_loop().time()
         for name in names:
             self._see(name, now)
 
     def used(self, names: Iterable[str]) -> None:
-        """Touch the values of `names`, which were found in the store, soon.
+        """Queue a renewal for the values of `names`, which were found in the store.
 
-        At most _MAX_NAMES are due.
+        Names that were renewed or written less than `interval_s` ago are skipped. At most
+        _MAX_NAMES wait; further ones are dropped.
         """
         now = asyncio.get_running_loop().time()
         for name in names:

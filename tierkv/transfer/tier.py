@@ -26,7 +26,7 @@ class StorageOptions:
     """The settings of a service's storage tier apart from the store.
 
     Attributes:
-        open: opens a store by its URL, for `attach`; None attaches only stores.
+        open: opens a store by its URL, for `attach`; if None, only store objects can be attached.
         tenants: a store of its own for each of these fingerprints, by the short form.
         codecs, touches_per_ttl: see StorageIO.
         small: the codec of tickets and other small values.
@@ -84,13 +84,16 @@ class StoreState(msgspec.Struct, frozen=True):
 
 
 class StorageTier:
-    """The storage tier. `io` exists inside `running()`, whether a store is attached or not.
+    """The storage tier of a service.
+
+    Inside `running()` the attribute `io` reads and writes blocks, whether a store is attached or
+    not.
 
     Args:
         store: the common store, None for none.
-        options: see StorageOptions.
-        on_change: called when another store is attached, or the same store is back after a failure:
-            blocks that were believed to be stored may be missing.
+        options: settings, and the stores of single tenants.
+        on_change: called when another store is attached, or the same store answers again after a
+            failure: blocks that were believed to be stored may be missing.
     """
 
     def __init__(
@@ -122,11 +125,12 @@ class StorageTier:
         Raises the errors of the stores' `running()`.
 
         Args:
-            names: see StorageIO.
-            layout: see StorageIO.
-            host: see StorageIO.
-            parts: the ranks' slices; empty for one rank that owns all of `host`.
-            block_ttl_s: seconds, see StorageIO.
+            names: makes the stored names of the service's blocks.
+            layout: layout of whole blocks.
+            host: the host slots that blocks are read into and written from.
+            parts: the share of each rank in every block; empty for one rank that owns all of
+                `host`.
+            block_ttl_s: seconds to live of a stored block; None for as long as the store keeps it.
         """
         self._prefix = names.prefix
         options = self.options
@@ -172,16 +176,17 @@ class StorageTier:
         own: str,
         block_ttl_s: float | None,
     ) -> AsyncIterator[StorageIO]:
-        """Run an I/O for blocks of another layout, with separate slots, in the same stores.
+        """Yield a `StorageIO` for blocks of another layout, which are kept in the same stores.
 
-        The blocks are stored as the fingerprint `own` is. Enter this around `running()`.
+        Enter this context before that of `running()`, and leave it after.
 
         Args:
-            names: see StorageIO, for the other layout.
-            layout: the other layout.
-            host: slots of the other layout.
-            own: short form of the fingerprint that names the codec.
-            block_ttl_s: seconds, see StorageIO.
+            names: makes the stored names of these blocks.
+            layout: layout of these blocks.
+            host: host slots of this layout.
+            own: short form of the service's fingerprint, by which the codec is chosen for these
+                blocks, too.
+            block_ttl_s: seconds to live of a stored block; None for as long as the store keeps it.
         """
         codecs = self.options.codecs
         io = StorageIO(
@@ -205,7 +210,7 @@ class StorageTier:
 
     @property
     def attached_io(self) -> StorageIO | None:
-        """`io` while some store is attached."""
+        """`io` while some store is attached, else None."""
         return self.io if self._stores.attached else None
 
     @property
@@ -219,10 +224,10 @@ class StorageTier:
         return tuple(self._stores.attached.values())
 
     async def attach(self, store: str | Store, tenant: str = "") -> None:
-        """Use a store from now on, in the place of the attached one, if any.
+        """Open a store and use it from now on, in the place of the attached one, if any.
 
-        The errors of the store's `running()` are raised, too; after any error the attached store
-        stays.
+        The errors of the store's `running()` are raised, too; after any error the earlier store
+        stays attached.
 
         Args:
             store: the store, or its URL.
@@ -244,9 +249,9 @@ class StorageTier:
         self._on_change()
 
     def detach(self, tenant: str = "") -> bool:
-        """Stop using the store of `tenant`; return whether there was one.
+        """Stop using the store of `tenant` ("" for the common one); return True if there was one.
 
-        Operations under way end on it.
+        Operations under way end on that store.
         """
         was_there = self._stores.detach(self._route(tenant)) is not None
         self._on_change()

@@ -1,7 +1,8 @@
-"""A Redis cluster: each name's slot, each slot's master, and retries when slots move.
+"""A Redis cluster: which server holds a name, and retries when that changes.
 
-A refusal or a node that does not answer makes the table of slots doubtful. A node is then asked for
-CLUSTER SLOTS; new nodes are joined, and former nodes are left when they are idle.
+A cluster divides names into 16,384 hash slots; each slot is held by one server, its master. If a
+server refuses a command or does not answer, the table of slots is read again (CLUSTER SLOTS): new
+servers are connected to, and former ones are left when they are idle.
 
 batch -> by slot -> node 1: connections, pipelined --.
                  -> node 2: connections, pipelined ---> replies in the batch's order
@@ -51,12 +52,13 @@ _ASKING = memoryview(pack("ASKING"))
 
 @dataclass(slots=True)
 class _Attempt:
-    """A call under way.
+    """A command under way, which may be sent several times.
 
     Attributes:
+        call: the command.
         result: the last reply.
-        target: the node that a redirection named, None for the slot's master.
-        is_ask: True if the target must be asked with ASKING.
+        target: the node that a redirection named, None for the master of the name's slot.
+        is_ask: True if the target must be asked with ASKING, since the slot is still moving there.
     """
 
     call: KeyCommand
@@ -66,7 +68,7 @@ class _Attempt:
 
 
 class ClusterRouter:
-    """A `Router` over a cluster's masters. Replicas are not read."""
+    """A `Router` over the masters of a cluster. Replicas are not read."""
 
     def __init__(self, url: RedisUrl, access: RedisAccess, clock: Clock) -> None:
         self._url = url
@@ -79,9 +81,10 @@ class ClusterRouter:
         return self._topology.nodes()
 
     async def ping(self) -> None:
-        """Return when every master has answered, if necessary after a new look at the topology.
+        """Check that every master answers.
 
-        Without requests for values, only this look notices that a replica has become master.
+        If one does not, the table of slots is read again and the masters in it are asked. While no
+        values are read or written, only this notices that a replica has become master.
 
         Raises:
             StoreUnavailableError: a master did not answer.
@@ -102,6 +105,7 @@ class ClusterRouter:
     async def carry_out(
         self, calls: Sequence[KeyCommand], purpose: Purpose
     ) -> list[Reply | Unanswered]:
+        """See `Router.carry_out`."""
         attempts = [
             _Attempt(
                 call,
@@ -131,9 +135,9 @@ class ClusterRouter:
         return found
 
     async def each(self, verb: str, names: Sequence[str], *more: int) -> list[int]:
-        """Return the answers of `Router.each`, with one pipelined request per node, in parallel.
+        """See `Router.each`. Each master gets one request with a command per name, all in parallel.
 
-        A variadic EXISTS would need all its names in one slot.
+        One command with several names would need them all in one slot.
         """
         answers = [0] * len(names)
         requests: list[tuple[list[int], WireRequest]] = []
@@ -166,7 +170,10 @@ class ClusterRouter:
         return answers
 
     def _by_master(self, names: Sequence[str]) -> dict[Address | None, list[int]]:
-        """Return the indexes of names by master; those under None have no known master."""
+        """Return the indexes of names by the address of their master.
+
+        None stands for an unknown one.
+        """
         table = self._topology.table
         # Addresses are grouped by identity first: hashing a thousand of them takes 0.5 ms.
         ranges: dict[int, tuple[Address | None, list[int]]] = {}
@@ -179,7 +186,7 @@ class ClusterRouter:
         return groups
 
     async def _try(self, attempts: Sequence[_Attempt], purpose: Purpose) -> list[_Attempt]:
-        """Send each attempt to its node; return the attempts to be sent again."""
+        """Send each command to its node, and return those that have to be sent again."""
         sent: list[tuple[_Attempt, Address, WireRequest]] = []
         again: list[_Attempt] = []
         topology = self._topology
@@ -214,7 +221,13 @@ class ClusterRouter:
         return again
 
     def _redirects(self, attempt: _Attempt, refusal: Refused, answered_by: Address) -> bool:
-        """Note the attempt's next node; return False if the refusal is no redirection."""
+        """Return True if a refused command has to be sent again, and note to which node.
+
+        Args:
+            attempt: the command, which gets its next node.
+            refusal: the error reply.
+            answered_by: the node that sent it.
+        """
         attempt.target, attempt.is_ask = None, False
         elsewhere = redirection(refusal, answered_by)
         if elsewhere is None:
@@ -236,18 +249,21 @@ _UNNAMED = "?"
 
 
 def slot_of(name: str) -> int:
-    """Return the slot of `name`, in 0.23 us; a loop in Python takes 37 us.
+    """Return the hash slot of `name`, 0 to 16,383.
 
-    Names have no braces, so there is no hash tag.
+    Takes 0.23 us; a loop in Python takes 37 us. Names have no braces, so there is no hash tag.
     """
     return binascii.crc_hqx(name.encode(), 0) % NUM_SLOTS
 
 
 @dataclass(frozen=True, slots=True)
 class Redirection:
-    """A slot has moved to `address`.
+    """The new place of a hash slot.
 
-    If `is_ask`, the slot is still moving and only this call goes there.
+    Attributes:
+        slot: number of the slot, 0 to 16,383.
+        address: the node to ask.
+        is_ask: True while the slot is still moving: only this one command goes to the address.
     """
 
     slot: int
@@ -263,7 +279,8 @@ def redirection(refusal: Refused, answered_by: Address) -> Redirection | None:
         answered_by: the node that sent it; an ASK without a host means the same host.
 
     Returns:
-        None for another refusal, and for a MOVED without a host, which the table of slots names.
+        None for another refusal. Also for a MOVED without a host: the table of slots names the
+            host.
     """
     words = refusal.message.split()
     if len(words) != _REDIRECTION_WORDS or words[0] not in {"MOVED", "ASK"}:
@@ -283,10 +300,10 @@ def _slot(text: str) -> int | None:
 
 
 def parse_slots(reply: object, answered_by: Address) -> list[Address | None]:
-    """Return the master of each slot, from the reply to CLUSTER SLOTS.
+    """Return the master of each slot, None for a slot without one.
 
     Args:
-        reply: the reply.
+        reply: the reply to CLUSTER SLOTS.
         answered_by: the node that sent it; an entry without a host means the same host.
 
     Raises:
@@ -323,7 +340,8 @@ def parse_slots(reply: object, answered_by: Address) -> list[Address | None]:
 def _host(host: object, more: Sequence[object]) -> str:
     """Return the host of an entry of CLUSTER SLOTS, "" for the host of the answering node.
 
-    `more` is the node's id and, since Redis 7, its other addresses, such as [b"ip", b"10.0.0.7"].
+    `more` is the rest of the entry: the node's id and, since Redis 7, its other addresses, such as
+    [b"ip", b"10.0.0.7"].
     """
     name = host.decode("utf-8", "replace") if isinstance(host, bytes) else ""
     match more:
@@ -364,10 +382,10 @@ class _Member:
 
 
 class Topology:
-    """The known masters of a cluster, kept up to date by a task.
+    """The masters of a cluster and their slots, kept up to date by a task.
 
     Attributes:
-        table: the master of each slot, None for an unknown one.
+        table: the master of each hash slot, None for an unknown one.
     """
 
     def __init__(self, url: RedisUrl, access: RedisAccess, clock: Clock) -> None:
@@ -403,7 +421,14 @@ class Topology:
         return [member.node for member in members if member is not None]
 
     async def node(self, address: Address, uses: ExitStack) -> RedisNode | None:
-        """Return the node at `address`, which runs until `uses` ends; None when leaving."""
+        """Return the node at `address`, connected if necessary.
+
+        None while the cluster is being closed.
+
+        Args:
+            address: address of a master.
+            uses: the node is kept open until this stack is closed.
+        """
         member = self._join(address)
         if member is None:
             return None
@@ -413,16 +438,24 @@ class Topology:
         return member.node
 
     def note(self, slot: int, address: Address) -> None:
-        """Send requests of `slot` to `address`, and look at the topology soon."""
+        """Send later commands about a slot to another node, and read the table of slots again soon.
+
+        Args:
+            slot: number of the hash slot, 0 to 16,383.
+            address: the node that has the slot now.
+        """
         self.table[slot] = address
         self.doubt()
 
     def doubt(self) -> None:
-        """Look at the topology soon."""
+        """Have the table of slots read again soon."""
         self._stale.set()
 
     async def look(self) -> None:
-        """Return when the topology was looked at, or when the deadline of a question has passed."""
+        """Have the table of slots read again.
+
+        Wait until that was tried, at most a question's deadline.
+        """
         self._looked.clear()
         self.doubt()
         with suppress(TimeoutError):
@@ -439,9 +472,9 @@ class Topology:
         return member
 
     async def _take(self, table: list[Address | None]) -> None:
-        """Use `table` from now on.
+        """Use `table` from now on, and leave former masters that are idle.
 
-        Its masters are joined at once, so that listings include each one.
+        The new masters are made ready first, so that listings include each of them.
         """
         known = set(masters(table))
         for member in [self._join(address) for address in known]:
@@ -472,7 +505,7 @@ class Topology:
             await asyncio.sleep(pause_s)
 
     async def _ask_for_table(self) -> list[Address | None]:
-        """Return the table of the first node that answers.
+        """Return the table of slots of the first node that answers.
 
         A node that lately did not answer is asked last, since it would cost its deadline again.
 

@@ -1,7 +1,7 @@
 """Questions through redis-py: sentinels, topology, listings and hints. Values go by `wire`.
 
 With redis-py's defaults a refused connection is reported after 4.3 s, and a silent server after
-more than 12 s. Here nothing is retried, and every exchange has a deadline of its own.
+more than 12 s. Here nothing is retried, and every exchange has a deadline.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _WORDS = 3  # of a message: kind, topic, content
 
 
 class RedisNotifier:
-    """A `Notifier` on Redis channels that are called like the topics.
+    """A `Notifier` on Redis channels; a channel has the name of its topic.
 
-    A user without the permissions has to poll; the log says so once.
+    If the Redis user lacks the permissions, listeners have to poll; the log says so once.
 
     Args:
         connect: returns a connection, logged in, to a server that receives every message.
@@ -77,6 +77,7 @@ class RedisNotifier:
             yield
 
     async def notify(self, topic: str, message: str = LOOK) -> None:
+        """See `Notifier.notify`."""
         try:
             await self._publish(topic, check_message(message))
         except StoreUnavailableError as error:
@@ -120,7 +121,11 @@ class RedisNotifier:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _ask(self, connection: RedisConnection, clock: _Heard) -> None:
-        """Subscribe to the wanted topics, and raise when the connection is silent for too long."""
+        """Keep the connection subscribed to the wanted topics.
+
+        Raises:
+            StoreUnavailableError: nothing was received for _SILENT_S seconds.
+        """
         loop = asyncio.get_running_loop()
         while True:
             self._topics.changed.clear()
@@ -177,10 +182,10 @@ class RedisNotifier:
 
 
 async def _send(connection: RedisConnection, commands: Sequence[Command]) -> None:
-    """Send `commands`.
+    """Send `commands` over a connection.
 
     Raises:
-        TimeoutError: the server takes no bytes any more; no reader would notice.
+        TimeoutError: the server has taken no bytes for _SILENT_S seconds.
     """
     async with asyncio.timeout(_SILENT_S):
         await connection.send_packed_command(connection.pack_commands(commands))
@@ -219,21 +224,23 @@ class RedisConnection(Protocol):
 
 
 class _BehavesWell:
-    """Corrections of redis-py's connections.
+    """Corrections of redis-py's connections, mixed into its classes.
 
-    redis-py waits on closing until unsent bytes are sent, which never ends if the peer is stopped.
-    Replies that no Redis sends, such as a MOVED without an address, raise TypeError or ValueError
-    in redis-py.
+    redis-py's `disconnect` waits until unsent bytes are sent, which never ends if the server is
+    stopped. Replies that no Redis sends, such as a MOVED without an address, raise TypeError or
+    ValueError in redis-py.
     """
 
     _writer: StreamWriter | None
 
     async def disconnect(self, *_: object, **__: object) -> None:
+        """See `RedisConnection.disconnect`."""
         if self._writer is not None:
             self._writer.transport.abort()
         await super().disconnect(nowait=True)  # type: ignore[misc]
 
     async def read_response(self, *args: object, **options: object) -> object:
+        """See `RedisConnection.read_response`."""
         try:
             return await super().read_response(*args, **options)  # type: ignore[misc]
         except (TypeError, ValueError) as error:
@@ -256,7 +263,7 @@ def connection_factory(
     *,
     connect_timeout_s: float,
 ) -> Callable[[], RedisConnection]:
-    """Return a function that makes connections, which are not connected yet.
+    """Return a function that makes redis-py connections, which are not connected yet.
 
     Args:
         address: the server's address.
@@ -287,7 +294,7 @@ def connection_factory(
 
 
 class Conversation:
-    """Questions over a connection of their own, which the first question opens."""
+    """Questions to one server over a separate connection, which the first question opens."""
 
     def __init__(self, connection: RedisConnection, *, url: str, deadline_s: float) -> None:
         self._connection = connection
@@ -297,7 +304,7 @@ class Conversation:
     async def ask(self, commands: Sequence[Command]) -> list[ControlReply]:
         """Return the reply to each command; a refused command has a ResponseError in its place.
 
-        The call takes at most deadline_s, connecting included.
+        The call takes at most `deadline_s` seconds, connecting included.
 
         Raises:
             StoreUnavailableError: the server did not answer, or cannot be used.
@@ -340,6 +347,13 @@ async def _reply(connection: RedisConnection) -> ControlReply:
 async def conversation(
     new_connection: Callable[[], RedisConnection], *, url: str, deadline_s: float
 ) -> AsyncIterator[Conversation]:
+    """Yield a `Conversation`, and close its connection at the end.
+
+    Args:
+        new_connection: makes the connection.
+        url: the server, for error messages.
+        deadline_s: seconds for each call of `ask`, connecting included.
+    """
     # In a thread: for each connection redis-py reads its own package's version from the disk.
     connection = await aside(new_connection)
     try:
@@ -351,7 +365,7 @@ async def conversation(
 async def ask_once(
     new_connection: Callable[[], RedisConnection], command: Command, *, url: str, deadline_s: float
 ) -> ControlReply:
-    """Return the reply to one command over a connection of its own.
+    """Return the reply to one command, over a connection for this command alone.
 
     Args:
         new_connection: makes the connection.

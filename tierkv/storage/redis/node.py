@@ -80,19 +80,35 @@ _EXISTED: Final = PutOutcome(PutStatus.EXISTED)
 
 
 def question(*command: Argument, num_bytes: int = 0) -> WireRequest:
-    """Return a command with a small reply, or one of at most `num_bytes`."""
+    """Return a request of one command with a short reply.
+
+    Args:
+        command: verb and arguments.
+        num_bytes: longest reply, for the time limit; 0 for a number or a line.
+    """
     return WireRequest([memoryview(pack(*command))], None, num_bytes)
 
 
 def pipeline(commands: bytes, num_replies: int) -> WireRequest:
-    """Return several packed commands in one request, each with a small reply."""
+    """Return one request of several commands, each with a short reply.
+
+    Args:
+        commands: the packed commands, one after the other.
+        num_replies: number of commands.
+    """
     request = WireRequest([memoryview(commands)], None, 0)
     request.num_replies = num_replies
     return request
 
 
 def question_each(verb: str, names: Sequence[str], *more: int) -> WireRequest:
-    """Return a request with `verb name more` for each name; the replies are numbers."""
+    """Return one request with a command `verb name more` for each name; the replies are numbers.
+
+    Args:
+        verb: such as EXISTS or PEXPIRE.
+        names: the names, ASCII.
+        more: arguments after each name.
+    """
     request = pipeline(pack_each(verb, names, *more), len(names))
     request.is_once = verb == "UNLINK"  # the second time there would be none
     return request
@@ -106,6 +122,7 @@ def get_request(item: GetItem) -> WireRequest:
 
 
 def put_request(item: PutItem) -> WireRequest:
+    """Return the SET that writes the value of `item`."""
     options: list[Argument] = []
     if item.ttl_s is not None:
         options += ["PX", math.ceil(item.ttl_s * 1000)]
@@ -121,6 +138,12 @@ def put_request(item: PutItem) -> WireRequest:
 def get_outcome(  # noqa: PLR0911 - a table
     item: GetItem, reply: Reply | Unanswered
 ) -> GetOutcome:
+    """Return the outcome of a read.
+
+    Args:
+        item: the value that was asked for.
+        reply: the reply to GET, or why there is none.
+    """
     match reply:
         case ValueLanded(num_bytes, digest):
             return GetOutcome(GetStatus.HIT, num_bytes=num_bytes, digest=digest)
@@ -140,6 +163,12 @@ def get_outcome(  # noqa: PLR0911 - a table
 
 
 def put_outcome(item: PutItem, reply: Reply | Unanswered) -> PutOutcome:
+    """Return the outcome of a write.
+
+    Args:
+        item: the value that was sent.
+        reply: the reply to SET, or why there is none.
+    """
     match reply:
         case None:
             return _EXISTED
@@ -176,10 +205,17 @@ class Purpose(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RedisAccess:
-    """Settings, login and shared counters for connections to any server of one store.
+    """Settings, login and shared counters for the connections to all servers of one store.
 
     Attributes:
-        turn: the send budget of all connections that write values.
+        settings: the store's settings.
+        login: user, password and database.
+        tls_files: paths of the TLS files, for redis-py; None for plain connections.
+        tls: the same as a context, for connections that move values.
+        stats: counts of connections and bytes.
+        pace: the time limit of an exchange.
+        turn: bytes that all connections that write values may still send in this turn of the event
+            loop.
     """
 
     settings: RedisSettings
@@ -193,9 +229,11 @@ class RedisAccess:
     def connection(
         self, address: Address, login: Login | None = None
     ) -> Callable[[], RedisConnection]:
-        """Return a factory of redis-py connections to `address`.
+        """Return a function that makes redis-py connections to a server.
 
-        `login` None means the store's own.
+        Args:
+            address: the server's address.
+            login: user, password and database; None for the store's own.
         """
         timeout_s = self.settings.connect_timeout_s
         return connection_factory(
@@ -214,7 +252,7 @@ class KeyCommand:
     """A command about one name.
 
     Attributes:
-        make: returns a new request for the command, for each attempt.
+        make: returns a new request for the command; called for each attempt to send it.
     """
 
     name: str
@@ -222,7 +260,7 @@ class KeyCommand:
 
 
 class Router(Protocol):
-    """Sends each command to the server that has its name."""
+    """The way of commands to the server, or the servers of a cluster, that hold their names."""
 
     def running(self) -> AbstractAsyncContextManager[None]: ...
 
@@ -230,7 +268,7 @@ class Router(Protocol):
         """Return the servers that hold values, always in the same order."""
 
     async def ping(self) -> None:
-        """Return when all servers have answered.
+        """Check that all servers answer.
 
         Raises:
             StoreUnavailableError: a server did not answer.
@@ -239,20 +277,29 @@ class Router(Protocol):
     async def carry_out(
         self, calls: Sequence[KeyCommand], purpose: Purpose
     ) -> list[Reply | Unanswered]:
-        """Return one reply per call.
+        """Return one reply for each command.
 
-        A cancel is raised when none of the calls' buffers is in use.
+        A cancel is raised when none of the commands' buffers is in use.
+
+        Args:
+            calls: the commands.
+            purpose: which connections to use: those for reads, writes or questions.
         """
 
     async def count_leading(self, names: Sequence[str]) -> int:
-        """Return the number of leading `names` that have a value.
+        """Return the number of `names` with a value before the first name without one.
 
         Raises:
             StoreUnavailableError: a server did not answer.
         """
 
     async def each(self, verb: str, names: Sequence[str], *more: int) -> list[int]:
-        """Return the number that `verb name more` answers for each name.
+        """Return the number that the command `verb name more` answers, for each name.
+
+        Args:
+            verb: such as EXISTS or PEXPIRE.
+            names: the names.
+            more: arguments after each name.
 
         Raises:
             StoreUnavailableError: a server did not answer.
@@ -260,7 +307,10 @@ class Router(Protocol):
 
 
 class RedisNode:
-    """One server; a `Router` if all values are on it. Connections are made when first needed."""
+    """One Redis server; a `Router` if all values are on it.
+
+    Connections are made when first needed.
+    """
 
     def __init__(self, locator: Locator, access: RedisAccess, clock: Clock, *, url: str) -> None:
         settings = access.settings
@@ -307,9 +357,13 @@ class RedisNode:
     async def ask(self, *command: str | int, num_bytes: int = 0) -> Reply:
         """Return the reply to one command.
 
+        Args:
+            command: verb and arguments.
+            num_bytes: longest reply, for the time limit; 0 for a number or a line.
+
         Raises:
             StoreUnavailableError: the server refused the command or did not answer.
-            StoreCorruptError: the value is of another kind.
+            StoreCorruptError: the value is not a string.
         """
         [outcome] = await self.pools[Purpose.QUESTION].ask(
             [question(*command, num_bytes=num_bytes)]
@@ -336,6 +390,7 @@ class RedisNode:
     async def carry_out(
         self, calls: Sequence[KeyCommand], purpose: Purpose
     ) -> list[Reply | Unanswered]:
+        """See `Router.carry_out`."""
         outcomes = await finished(self.pools[purpose].begin(call.make() for call in calls))
         return [outcome if isinstance(outcome, Unanswered) else outcome[-1] for outcome in outcomes]
 
@@ -349,6 +404,7 @@ class RedisNode:
         return found
 
     async def each(self, verb: str, names: Sequence[str], *more: int) -> list[int]:
+        """See `Router.each`."""
         if not names:
             return []
         request = question_each(verb, names, *more)
@@ -358,9 +414,11 @@ class RedisNode:
         return [expect(int, understood(reply, (verb,))) for reply in outcome]
 
     async def _count_leading(self, names: Sequence[str]) -> int:
-        """Count per part in one exchange, then within the first part that has a gap.
+        """Return the number of `names` with a value before the first name without one.
 
-        If an exchange takes long, each name is a part, and one exchange is enough.
+        The names are cut into parts, and one exchange counts the values of each part; the first
+        part that lacks a value is cut again. If the server is far, each name is a part, and one
+        exchange is enough.
         """
         present, time = 0, asyncio.get_running_loop().time
         num_parts = len(names) if self._is_far else _PARTS
@@ -390,17 +448,17 @@ class RedisNode:
     async def list(
         self, address: Address, prefix: str, position: int, limit: int
     ) -> tuple[int, dict[str, StoredValue], Sequence[str]]:
-        """List values from a position of the server's own on, over a connection for this call.
+        """List values over a connection of this call, as SCAN returns them.
 
         Args:
             address: the address that `locate` returned.
             prefix: prefix of the names.
-            position: the server's position to continue from, 0 at the start.
+            position: SCAN's cursor to continue from, 0 at the start.
             limit: about the most values to return.
 
         Returns:
-            The position to continue from, 0 at the end; the values; and names that are moving
-                between two servers of a cluster, which this server does not describe.
+            The cursor to continue from, 0 at the end; the values; and names that are moving between
+                two servers of a cluster, which this server does not describe.
 
         Raises:
             StoreUnavailableError: the server refused or did not answer.
@@ -436,9 +494,10 @@ class RedisNode:
     async def _describe(
         self, talk: Conversation, names: Sequence[str], moving: MutableSequence[str]
     ) -> Sequence[StoredValue]:
-        """Return size and expiry of each name, without missing names and values other than strings.
+        """Return the size and expiry of the value of each name.
 
-        Names that are moving to another server are appended to `moving`.
+        Names without a value, and values that are no strings, are left out. Names that are moving
+        to another server are appended to `moving`.
         """
         values = []
         now = self._clock.wall()
@@ -457,13 +516,13 @@ class RedisNode:
 
 
 def described(name: str, num_bytes: object, ttl_ms: object, *, now: float) -> list[StoredValue]:
-    """Return the value that STRLEN and PTTL describe; [] if there is no such value.
+    """Return the value that STRLEN and PTTL describe, in a list; [] if there is no such value.
 
     Args:
-        name: the name.
+        name: name of the value.
         num_bytes: the reply to STRLEN.
         ttl_ms: the reply to PTTL, in milliseconds.
-        now: wall time, in seconds.
+        now: this machine's time, in Unix seconds.
 
     Raises:
         StoreUnavailableError: a reply is not a number.
@@ -476,7 +535,7 @@ def described(name: str, num_bytes: object, ttl_ms: object, *, now: float) -> li
 
 
 def understood(reply: Reply | Unanswered, command: Sequence[object]) -> Reply:
-    """Return `reply` unless it is a failure.
+    """Return `reply` unless it is a failure, which is raised.
 
     Args:
         reply: the reply to `command`.
@@ -485,7 +544,7 @@ def understood(reply: Reply | Unanswered, command: Sequence[object]) -> Reply:
     Raises:
         StoreUnavailableError: there is no reply, or the server refused the command.
         StoreRefusedError: the server takes no changes now.
-        StoreCorruptError: the value is of another kind.
+        StoreCorruptError: the value is not a string.
     """
     if isinstance(reply, Unanswered):
         raise StoreUnavailableError(reply.reason)
@@ -507,10 +566,25 @@ def understood(reply: Reply | Unanswered, command: Sequence[object]) -> Reply:
 
 
 def cut(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+    """Cut names into consecutive parts.
+
+    Args:
+        names: the names in order.
+        size: most names of a part.
+    """
     return (names[at : at + size] for at in range(0, len(names), size))
 
 
 def expect(kind: type[T], reply: object) -> T:
+    """Return `reply` if it has the expected type.
+
+    Args:
+        kind: the type.
+        reply: a reply of the server.
+
+    Raises:
+        StoreUnavailableError: the reply has another type.
+    """
     if not isinstance(reply, kind):
         raise StoreUnavailableError(f"the Redis server's answer {reply!r:.80} is unexpected")
     return reply

@@ -1,4 +1,4 @@
-"""Connections for values to one Redis server, each owned by a task that feeds it requests."""
+"""Connections to one Redis server for values; each is fed with requests by a task of its own."""
 
 from __future__ import annotations
 
@@ -65,13 +65,14 @@ class FixedAddress:
 
 @dataclass(frozen=True, slots=True)
 class Login:
-    """The first commands of a new connection."""
+    """User, password and database of a new connection."""
 
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     db: int = 0
 
     def commands(self) -> list[tuple[Argument, ...]]:
+        """Return the first commands of a connection: AUTH and SELECT, as far as they are needed."""
         commands: list[tuple[Argument, ...]] = []
         if self.password is not None or self.username is not None:
             user = () if self.username is None else (self.username,)
@@ -83,7 +84,18 @@ class Login:
 
 @dataclass(frozen=True, slots=True)
 class Dialer:
-    """The parameters for connecting and logging in."""
+    """All that a pool needs to connect, log in, and send requests.
+
+    Attributes:
+        locator: the source of the server's address.
+        login: user, password and database.
+        tls: None for a plain connection.
+        connect_timeout_s: seconds for connecting.
+        pace: the time limit of a request.
+        stats: counts of connections and bytes.
+        turn: the bytes that may still be sent in this turn of the event loop.
+        home_bytes, away_bytes: see `Window`.
+    """
 
     locator: Locator
     login: Login
@@ -99,9 +111,9 @@ class Dialer:
 class ConnectionPool:
     """A fixed number of connections to one server, opened when first needed and after a failure.
 
-    If a server is silent on one connection, all requests fail, queued ones too. Requests on a
-    connection that the peer ended are sent again over another. While some connections work and no
-    new one can be opened, requests wait for those that work.
+    If the server does not answer in time on one connection, the requests of that connection and all
+    queued ones fail. Requests on a connection that the server closed are sent again over another.
+    While some connections work and no new one can be opened, requests wait for those that work.
     """
 
     def __init__(self, dialer: Dialer, *, num_connections: int, max_waiting: int, url: str) -> None:
@@ -143,16 +155,16 @@ class ConnectionPool:
             self._fail_waiting(f"{self._url} is closed")
 
     async def ask(self, requests: Sequence[WireRequest]) -> list[Outcome]:
-        """Return the outcome of each request.
+        """Send requests and return the outcome of each.
 
-        A cancel is raised when none of their buffers is in use.
+        A cancel is raised when none of the requests' buffers is in use.
         """
         return await finished(self.begin(requests))
 
     def begin(self, requests: Iterable[WireRequest]) -> list[WireRequest]:
-        """Begin `requests` and return them; `finished` waits for their outcomes.
+        """Queue requests and return them; `finished` waits for their outcomes.
 
-        The first requests are sent before the later ones are made.
+        `requests` may be a generator: the first requests are sent before the later ones are made.
         """
         refusal = None
         if not self._is_open:
@@ -208,7 +220,10 @@ class ConnectionPool:
                 wire.close(Unanswered("is closed"))
 
     async def _next(self, wire: Wire | None) -> WireRequest:
-        """Return the next request for a task with `wire`, or with a new connection in its place."""
+        """Wait for the next request for the task whose connection is `wire`.
+
+        If `wire` is None or lost, the task opens a new connection for that request.
+        """
         while True:
             while wire is not None and not (wire.is_lost or wire.has_room):
                 self._wake_one()  # another task, in the place of this one
@@ -222,9 +237,9 @@ class ConnectionPool:
             await idle
 
     def fill(self, wire: Wire) -> None:
-        """Submit to `wire` as many requests as it can take now; idle tasks take the rest.
+        """Submit to `wire` as many queued requests as it can take now; other tasks take the rest.
 
-        Otherwise the server would be idle until the next turn of the loop.
+        Otherwise the server would be idle until the next turn of the event loop.
         """
         while wire.has_room and (request := self._take()) is not None:
             wire.submit(request, since=asyncio.get_running_loop().time())
@@ -234,9 +249,10 @@ class ConnectionPool:
         self._wake_one()
 
     def _begin_at_once(self) -> None:
-        """Submit requests to open connections without waiting for their tasks.
+        """Submit queued requests to open connections without waiting for their tasks.
 
-        Otherwise the server would be idle until the tasks are awake, a turn of the loop later.
+        Otherwise the server would be idle until the tasks are awake, a turn of the event loop
+        later.
         """
         for wire in list(self._wires):
             while self._may_begin(wire):
@@ -249,17 +265,20 @@ class ConnectionPool:
                     return
 
     def _may_begin(self, wire: Wire) -> bool:
-        """Return whether `wire` gets the next request at once.
+        """Return True if `wire` may take the next queued request at once.
 
-        An idle connection does. On a connection to this machine a long write also goes behind
-        another, see WRITING_BYTES.
+        An idle connection may. On a connection to a server on this machine a long write may also
+        follow another, see WRITING_BYTES.
         """
         if not (self._waiting and wire.is_ready and wire.has_room and self._dialer.turn.left > 0):
             return False
         return wire.is_idle or (self._window.is_at_home and self._waiting[0].is_long_write)
 
     def _take(self) -> WireRequest | None:
-        """Return the oldest request without an outcome; None while the window is full."""
+        """Remove the oldest request without an outcome from the queue and return it.
+
+        The result is None if there is none, or while too many bytes are on their way (`Window`).
+        """
         while self._waiting and self._window.has_room:
             request = self._waiting.popleft()
             if request.outcome is None:
@@ -267,7 +286,10 @@ class ConnectionPool:
         return None
 
     def _wake_one(self) -> None:
-        """Wake a task to look for a request; that task wakes the next one if it finds one."""
+        """Wake one idle task if there may be a request for it.
+
+        A task that finds one wakes the next.
+        """
         while self._idle and self._waiting and self._window.has_room:
             idle = self._idle.popleft()
             if not idle.done():  # else its task is being cancelled
@@ -339,8 +361,12 @@ class ConnectionPool:
     def take_back(self, requests: Sequence[WireRequest], failure: Unanswered) -> None:
         """Retry or fail the requests of a connection that has ended.
 
-        Requests of a connection that the peer ended are retried, and those of a refused new
-        connection as long as others work; the rest fails.
+        Requests are retried if the server closed the connection. If the server refused a new
+        connection, they wait as long as other connections work. All other requests fail.
+
+        Args:
+            requests: the requests without an answer.
+            failure: why and how the connection ended.
         """
         reason = f"{self._url} {failure.reason}"
         may_retry = failure.is_over and self._is_open
@@ -359,14 +385,17 @@ class ConnectionPool:
         self._put_back(again)
 
     def _put_back(self, requests: Sequence[WireRequest]) -> None:
-        """Put requests that no connection has executed at the front of the queue."""
+        """Put requests that were not answered back at the front of the queue."""
         for request in reversed(requests):
             request.num_retries, request.was_sent = request.num_retries + 1, False
             self._waiting.appendleft(request)
         self._wake_one()
 
     def _serves(self) -> bool:
-        """Return whether some connection works: a server that refuses new ones serves old ones."""
+        """Return True if some connection works.
+
+        A server that refuses new connections may still serve old ones.
+        """
         return any(wire.has_answered and not wire.is_lost for wire in self._wires)
 
     def _fail_waiting(self, reason: str) -> None:
@@ -375,7 +404,7 @@ class ConnectionPool:
 
 
 async def finished(requests: Sequence[WireRequest]) -> list[Outcome]:
-    """Return the outcome of each request, when all have ended.
+    """Wait until all requests have ended; return their outcomes.
 
     A cancel withdraws requests that have not been sent, and is raised when the rest has ended.
     """

@@ -72,10 +72,11 @@ _LARGE_BYTES = 64 << 10  # a shorter value fits into every server's buffers
 
 
 class SentinelLocator:
-    """A `Locator` that asks sentinels; the one that answered last is asked first.
+    """A `Locator` that asks sentinels, the processes that know which server is the master.
 
-    After a failover the old master closes its clients' connections, or is dead. A connection that
-    still leads to a replica is closed when its first write is refused.
+    The sentinel that answered last is asked first. After a failover the old master closes its
+    clients' connections, or is dead. A connection that still leads to a replica is closed when its
+    first write is refused.
     """
 
     def __init__(self, url: RedisUrl, access: RedisAccess) -> None:
@@ -84,6 +85,7 @@ class SentinelLocator:
         self._sentinels = list(url.addresses)
 
     async def locate(self) -> Address:
+        """See `Locator.locate`."""
         failures = []
         for sentinel in tuple(self._sentinels):
             try:
@@ -134,9 +136,10 @@ __all__ = ["RedisSettings", "RedisStore"]
 class RedisStore(BaseStore):
     """A `Store` on Redis: a name is a key, a value a string, a time to live is PX.
 
-    Commands: GET SET EXISTS UNLINK PEXPIRE PING (AUTH, SELECT when connecting; in a cluster ASKING
-    and CLUSTER SLOTS), for listings SCAN STRLEN PTTL, and for hints PUBLISH SUBSCRIBE UNSUBSCRIBE
-    on channels called like the names. TIME, where the user may ask it.
+    The Redis user needs these commands: GET SET EXISTS UNLINK PEXPIRE PING (AUTH, SELECT when
+    connecting; in a cluster ASKING and CLUSTER SLOTS), for listings SCAN STRLEN PTTL, and for hints
+    PUBLISH SUBSCRIBE UNSUBSCRIBE on channels called like the names. TIME is used if the user is
+    allowed to.
     """
 
     def __init__(self, url: RedisUrl, settings: RedisSettings, clock: Clock) -> None:
@@ -191,7 +194,10 @@ class RedisStore(BaseStore):
             await self._read_clock(router, access)
 
     async def _read_clock(self, router: Router, access: RedisAccess) -> None:
-        """Ask a server for its time; without an answer the last one counts."""
+        """Ask a server for its time, and note the difference from this machine's clock.
+
+        If the server does not answer, the last difference stays.
+        """
         try:
             new_connection = access.connection(await router.nodes()[0].locate())
             deadline_s = access.pace.deadline_s(0)
@@ -229,6 +235,7 @@ class RedisStore(BaseStore):
         return [get_outcome(item, reply) for item, reply in zip(items, replies, strict=True)]
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+        """See `Store.get`."""
         check_name(name)
         call = KeyCommand(name, lambda: question("GET", name, num_bytes=max_bytes))
         [reply] = await self._carry_out([call], Purpose.QUESTION)
@@ -265,13 +272,14 @@ class RedisStore(BaseStore):
         ]
 
     async def _refusal_of_size(self, cut: Sequence[PutItem]) -> PutOutcome | None:
-        """Return the refusal of a server that closes connections on which a large value comes.
+        """Find out if the server closes connections because a value is too large for its limits.
 
-        Such a server sends no error, but answers small requests: the longest value of the
-        interrupted writes `cut` is written once more between two of them.
+        Such a server sends no error, and answers small requests. The longest value of the
+        interrupted writes `cut` is therefore written once more, between two pings.
 
         Returns:
-            None if the server takes the value, or answers nothing at all.
+            The outcome FULL for such a server. None if the server takes the value, or answers
+                nothing at all.
         """
         longest = max(cut, key=lambda item: item.num_bytes)
         if longest.num_bytes < _LARGE_BYTES:
@@ -297,11 +305,13 @@ class RedisStore(BaseStore):
         return sum(await self._each("UNLINK", names))
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
+        """See `Store.touch`."""
         check_names(names)
         check_ttl(ttl_s)
         return sum(await self._each("PEXPIRE", names, math.ceil(ttl_s * 1000)))
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
+        """See `Store.list`."""
         check_prefix(prefix)
         check_limit(limit)
         position, *passed = _parse_cursor(cursor)
@@ -328,7 +338,10 @@ class RedisStore(BaseStore):
         return ListPage(tuple(values.values()), after)
 
     async def _found_on_their_way(self, names: Sequence[str]) -> dict[str, StoredValue]:
-        """Return values that are moving between servers, as the server that has them describes."""
+        """Describe values that are moving between servers.
+
+        The server that has a value now is asked.
+        """
         calls = [
             KeyCommand(name, partial(question, verb, name))
             for name in names
@@ -348,7 +361,7 @@ class RedisStore(BaseStore):
         return {value.name: value for values in found for value in values}
 
     async def is_of_a_cluster(self, prefix: str) -> bool:
-        """Return whether this is a single server that has only its share of a cluster's values.
+        """Return True if this single server belongs to a cluster, and has only some of its values.
 
         Args:
             prefix: prefix of names that the user may access, with a colon at the end.
@@ -374,7 +387,7 @@ class RedisStore(BaseStore):
     async def _connect_to_hear(self) -> RedisConnection:
         """Return a connection to a server that receives every message.
 
-        Any node of a cluster does, but no node that has left it.
+        In a cluster every node receives them, unless it has left the cluster.
         """
         failure: Exception = StoreUnavailableError(f"{self.url} has no server that can be reached")
         nodes = list(self._opened().nodes())
@@ -400,7 +413,7 @@ class RedisStore(BaseStore):
         return await self._router.carry_out(calls, purpose)
 
     async def _each(self, verb: str, names: Sequence[str], *more: int) -> Sequence[int]:
-        """Return the number that `verb name more` answers for each name.
+        """Return the number that the command `verb name more` answers, for each name.
 
         Raises:
             StoreUnavailableError: a server did not answer.

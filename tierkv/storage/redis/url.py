@@ -52,10 +52,12 @@ REDIS_SCHEMES = tuple(_SCHEMES)
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """A parsed URL.
+    """A parsed URL of a Redis store.
 
     Attributes:
+        setup: one server, sentinels, or a cluster.
         addresses: the server, the sentinels, or some nodes of the cluster.
+        db: number of the database.
         service: the sentinels' name for the master; "" otherwise.
     """
 

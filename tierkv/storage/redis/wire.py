@@ -4,9 +4,9 @@
     outcome <- [ in flight, in order ] <- socket <-'
        '-> the owner submits more, before any caller is woken
 
-Requests are answered in order, so a reply belongs to the oldest request in flight, even if its
-caller waits no more. A request's buffers are in use from `submit` to its outcome; a request that
-will never be answered gets its outcome when the socket is closed.
+The server answers requests in order, so a reply belongs to the oldest request in flight, even if
+its caller was cancelled. A request's buffers are in use from `submit` to its outcome; a request
+that will never be answered gets its outcome when the socket is closed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def is_port(number: int) -> bool:
 class Pipe(Protocol):
     """A socket, plain or with TLS.
 
-    Reading and writing raise BlockingIOError if nothing can be moved now, and OSError if the
+    `read` and `write` raise BlockingIOError if nothing can be moved now, and OSError if the
     connection is lost.
     """
 
@@ -81,12 +81,15 @@ class Pipe(Protocol):
         """True if bytes can be read although the socket is not readable."""
 
     def read(self, into: Sequence[memoryview]) -> int:
-        """Receive into `into`, in order; return the number of bytes, 0 when the peer has ended."""
+        """Receive into the buffers `into`, in order.
+
+        Return the bytes received, 0 at the peer's end.
+        """
 
     def write(self, pieces: Sequence[memoryview]) -> int:
-        """Send from `pieces`, in order; return the number of bytes sent.
+        """Send from the buffers `pieces`, in order; return the number of bytes sent.
 
-        A write that was begun before is ended first: the number can be larger than `pieces` are
+        TLS ends a write that was begun before first, so the number can be larger than `pieces` are
         long. After BlockingIOError the next pieces must begin with the same bytes.
         """
 
@@ -94,7 +97,7 @@ class Pipe(Protocol):
 
 
 class PlainPipe:
-    """TCP or Unix: scattered reads and gathered writes, without a copy in Python."""
+    """A TCP or Unix socket. One call moves several buffers, without a copy in Python."""
 
     has_more = False
 
@@ -116,7 +119,7 @@ class PlainPipe:
 
 
 class TlsPipe:
-    """TLS: one buffer per call, as OpenSSL takes them.
+    """A socket with TLS. One call moves one buffer, as OpenSSL does.
 
     A write that OpenSSL could not end must be repeated with the same bytes and length: OpenSSL has
     encrypted, and maybe sent, a part of it. With another length the write fails ("bad length"), and
@@ -134,12 +137,14 @@ class TlsPipe:
         return self._socket.pending() > 0
 
     def read(self, into: Sequence[memoryview]) -> int:
+        """See `Pipe.read`."""
         try:
             return self._socket.recv_into(into[0])
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
             raise BlockingIOError from error
 
     def write(self, pieces: Sequence[memoryview]) -> int:
+        """See `Pipe.write`."""
         piece = pieces[0] if self._begun is None else self._begun
         try:
             num_bytes = self._socket.send(piece)
@@ -154,9 +159,13 @@ class TlsPipe:
 
 
 async def open_pipe(address: Address, tls: ssl.SSLContext | None) -> Pipe:
-    """Connect to `address`, with a TLS handshake if `tls` is given.
+    """Connect to a server.
 
     The call has no deadline of its own; a cancel closes the socket.
+
+    Args:
+        address: the server's address.
+        tls: settings of the TLS handshake; None for a plain connection.
 
     Raises:
         OSError: the connection failed; ssl.SSLError is one of these.
@@ -195,9 +204,9 @@ async def _connect(address: Address) -> socket.socket:
 
 
 async def _first_connected(found: Sequence[tuple[int, object]]) -> socket.socket:
-    """Connect to the address that answers first.
+    """Return the socket of the address that answers first.
 
-    The next address is tried when the one before has had _START_S seconds: its machine may be down.
+    Each address is tried _START_S seconds after the one before: that one's machine may be down.
     """
     infos = [(f, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", where) for f, where in found]
     try:
@@ -207,7 +216,7 @@ async def _first_connected(found: Sequence[tuple[int, object]]) -> socket.socket
 
 
 async def _resolved(address: Address) -> Sequence[tuple[int, object]]:
-    """Return families and socket addresses of a host, in the system's order.
+    """Return the address families and socket addresses of a host, in the system's order.
 
     Raises:
         OSError: the host has no address.
@@ -239,7 +248,7 @@ async def _connected(family: int, where: object) -> socket.socket:
 
 
 def _is_at_home(sock: socket.socket) -> bool:
-    """Return whether `sock` is a TCP connection within this machine."""
+    """Return True if `sock` is a TCP connection within this machine."""
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return False
     try:
@@ -285,8 +294,9 @@ class Unanswered:
     """The reason why a request has no reply.
 
     Attributes:
-        is_over: the peer ended or refused the connection; another one may carry the request.
-        is_new: nothing was ever received on the connection.
+        is_over: True if the server closed or refused the connection; another one may carry the
+            request.
+        is_new: True if nothing was ever received on the connection.
     """
 
     reason: str
@@ -298,9 +308,9 @@ Outcome = list[Reply] | Unanswered
 
 
 class Batch:
-    """The requests of one caller. The caller is woken when all have ended.
+    """One future for all requests of a caller, which is set when the last one has ended.
 
-    One future per request would take as long as all the rest of its work.
+    A future for each request would take as long as all other work for it.
     """
 
     __slots__ = ("_num_open", "ended")
@@ -317,20 +327,24 @@ class Batch:
 
 @dataclass(eq=False, slots=True)
 class WireRequest:
-    """A command in pieces, with the buffers for its value.
+    """One or several commands as bytes to send, with the buffers for a value.
 
     Attributes:
-        pieces: the bytes to send, one or several commands.
+        pieces: the bytes to send.
         into: buffers for the value of the last command's reply; None to return the reply itself.
         num_bytes: size of the value that is sent or asked for.
-        outcome: all replies; set once, when the buffers are the caller's again.
-        batch: the batch to notify of the outcome.
+        outcome: all replies, or why there are none; set once, when the buffers are the caller's
+            again.
+        batch: notified of the outcome.
         num_replies: number of commands in `pieces`.
         digest: receives the bytes that land in `into`.
-        may_retry: False if the request must not be sent again at all.
-        is_login: True if the request is valid on its own connection only.
-        is_once: not sent again after it may have been carried out.
-        complete: makes the rest of the value, see PutItem.
+        was_sent: True if the request was given to a connection.
+        may_retry: False if the request must not be sent again.
+        num_retries: number of times that the request was sent again.
+        is_login: True if the request makes sense on its own connection only.
+        is_once: True if the request must not be sent again after the server may have carried it
+            out.
+        complete: fills in the rest of the value, see `PutItem.complete`.
     """
 
     pieces: Sequence[memoryview]
@@ -349,9 +363,9 @@ class WireRequest:
 
     @property
     def bulk_bytes(self) -> int:
-        """Size of the value that the request moves.
+        """Size of the value that the request sends or receives.
 
-        0 for a question, whose reply is usually short.
+        0 for a question with a short reply.
         """
         is_question = self.into is None and len(self.pieces) == 1
         return 0 if is_question else self.num_bytes
@@ -361,7 +375,7 @@ class WireRequest:
         return self.into is None and self.bulk_bytes > _LONG_BYTES
 
     def make_ready(self) -> None:
-        """Complete the bytes to send, see PutItem."""
+        """Call `complete`, which fills in bytes to send, if that has not been done."""
         if self.complete is not None:
             self.complete()
             self.complete = None
@@ -381,7 +395,7 @@ class WireRequest:
 
 @dataclass(slots=True)
 class TransferTimeout:
-    """The time limit of an exchange.
+    """The time limit of an exchange: a fixed time, and the time for its bytes.
 
     Attributes:
         timeout_s: seconds for the exchange without its bytes.
@@ -396,9 +410,10 @@ class TransferTimeout:
 
 
 class Window:
-    """The values on their way to or from one server, over all connections of one purpose.
+    """A limit for the values on their way to or from one server.
 
-    Two values may be on their way in any case, so that the next one is there when one ends.
+    One object counts over all connections that read, another over all that write. Two values may be
+    on their way in any case, so that the next one is there when one ends.
 
     Args:
         home_bytes: most bytes on their way before another value begins, for a server on this
@@ -437,7 +452,7 @@ class WireStats:
 
 
 class Turn:
-    """The bytes that connections sharing this may still send in this turn of the loop."""
+    """The bytes that may still be sent in this turn of the event loop, over several connections."""
 
     def __init__(self) -> None:
         self.left = _TURN_BYTES
@@ -449,7 +464,7 @@ class Turn:
         self.left -= num_bytes
 
     def when_next(self, go_on: Callable[[], None]) -> None:
-        """Call `go_on` as the next turn begins, before the loop's other work."""
+        """Call `go_on` when the next turn begins, before the event loop's other work."""
         self._waiting.append(go_on)
 
     def _begin(self) -> None:
@@ -485,20 +500,28 @@ class _InFlight:
 
 
 class Owner(Protocol):
-    """The owner of the requests of several connections. Called on the loop.
+    """The owner of connections, which gives them requests and gets back those that fail.
 
-    Returns without waiting.
+    The methods are called on the event loop and return without waiting.
     """
 
     def fill(self, wire: Wire) -> None:
         """Submit more requests to `wire`, which has received answers and may have room."""
 
     def take_back(self, requests: Sequence[WireRequest], failure: Unanswered) -> None:
-        """Retry or fail `requests`, which get no reply; their buffers are free."""
+        """Retry or fail requests that get no reply on their connection; their buffers are free.
+
+        Args:
+            requests: the requests, the oldest first.
+            failure: why and how the connection ended.
+        """
 
 
 class Wire:
-    """A connected socket. All methods run on the loop; only `until_room` waits."""
+    """A connected socket, and the requests that are under way on it.
+
+    All methods run on the event loop; only `until_room` waits.
+    """
 
     def __init__(
         self,
@@ -541,9 +564,9 @@ class Wire:
         """Queue `request` for `send`, behind the requests submitted before.
 
         Args:
-            request: the request; its buffers are in use until its outcome.
-            since: time of the loop from which the request's time limit counts: the request was
-                ready then, even if no connection was open. At least half of the limit remains
+            request: the commands; its buffers are in use until its outcome.
+            since: time of the event loop from which the request's time limit counts: the request
+                was ready then, even if no connection was open. At least half of the limit remains
                 after this call, however long connecting took.
         """
         assert not self.is_lost, "the caller checks this before"
@@ -584,7 +607,7 @@ class Wire:
         return not (self.is_lost or self._is_broken) and len(self._in_flight) < _MAX_IN_FLIGHT
 
     async def until_room(self) -> None:
-        """Return when another request may be submitted, or when the connection is lost."""
+        """Wait until another request may be submitted, or the connection is lost."""
         await self._room.wait()
 
     def close(self, failure: Unanswered) -> None:
@@ -665,7 +688,7 @@ class Wire:
             self._room.set()
 
     def _answer(self, replies: list[Reply]) -> list[Reply]:
-        """Give the oldest request its replies; return the replies to later requests."""
+        """Give replies to the oldest request; return the replies that belong to later requests."""
         first = replies[0]
         if not self.has_answered and isinstance(first, Refused) and first.turns_away:
             why = f"refuses connections ({first.message:.80})"
@@ -721,9 +744,10 @@ class Wire:
             self._turn.when_next(self._send_on)
 
     def _next_pieces(self, max_bytes: int) -> list[memoryview]:
-        """Return the pieces for one call.
+        """Return the bytes to send with one system call, at most `max_bytes`.
 
-        A second long piece waits for a call of its own if the turn has no bytes left for it.
+        A second long piece waits for a call of its own if this turn of the event loop has no bytes
+        left for it.
         """
         pieces: list[memoryview] = []
         num_bytes = 0
@@ -756,9 +780,9 @@ class Wire:
         self.close(Unanswered(f"did not answer within {oldest.allowed_s * 1000:.0f} ms"))
 
     def _lose(self, why: str) -> None:
-        """Close after the peer ended the connection.
+        """Close the connection after the server has ended it.
 
-        Mark requests that cannot simply be repeated.
+        Requests that cannot simply be repeated are marked before (`may_retry`).
         """
         for place, waiting in enumerate(self._in_flight):
             # The oldest request's digest may have received a part of the value. Without an answer
