@@ -1,7 +1,7 @@
 """The whole cache service in a thread of an engine's process, driven by calls that never block.
 
-Arguments are checked on the engine's own thread: on the service's thread a value of the wrong kind
-would be an unexpected error, which stops the service; here its traceback shows its origin.
+Arguments are checked on the engine's own thread. A value of the wrong kind is then raised where it
+was passed; on the service's thread it would be an unexpected error, which stops the service.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ class Embedded:
     """A service in a thread of its own, and the requests of an engine that embeds it.
 
     Every method but `open`, `close` and `wait` returns within some tens of microseconds, from any
-    thread: a `Call`, which is READY, REFUSED or to be asked again. Calls about one request run in
-    the order in which they were made. Look at a call, or collect finished calls with `poll`, once
-    per step. An argument of the wrong kind raises BadRequestError in the caller's thread, and
+    thread. Most return a `Call`, whose result comes later. Calls about one request run in the order
+    in which they were made. Look at each call, or collect finished calls with `poll`, once per step
+    of the engine. An argument of the wrong kind raises BadRequestError in the caller's thread, and
     nothing has happened.
 
-    Args:
-        build: Makes the service, with its device and its store, on the service's own thread.
-        settings: Limits of calls and deadlines.
+    Tokens are given as packed bytes (int32, little-endian), which is the fastest; as a list of
+    ints, which the caller's thread packs in 8 ns a token; or as a `Prompt`, which also has images
+    and other media and the space (adapter, tenant) that its blocks belong to.
 
-    Tokens are packed bytes (int32 little-endian), which cost nothing here; a list of ints, which
-    the caller's thread packs in 8 ns a token; or a Prompt, which brings its media and its space.
+    Args:
+        build: makes the service, with its device and its store, on the service's own thread.
+        settings: limits of calls and deadlines.
     """
 
     def __init__(self, build: Callable[[], Service], settings: EmbedSettings | None = None) -> None:
@@ -70,50 +71,54 @@ class Embedded:
                 raise
 
     def open(self) -> None:
-        """Start the thread and the service, and return when the service takes calls.
+        """Start the thread and the service, and return when the service accepts calls.
 
         Raises:
-            ConfigError: The configuration of the service is wrong.
-            StoreUnavailableError: The store cannot be used.
-            CloseTimeoutError: The service did not open in time.
+            ConfigError: the configuration of the service is wrong.
+            StoreUnavailableError: the store cannot be used.
+            CloseTimeoutError: the service did not open in time.
         """
         self._thread.open()
 
     def close(self, deadline_s: float | None = None) -> None:
-        """Refuse new calls, wait for calls under way, end every request, and wait for copies.
+        """Refuse new calls, wait for running calls, end every request, and wait for copies.
 
         Any thread may call this any number of times.
 
         Args:
-            deadline_s: Seconds to wait; None for `EmbedSettings.close_deadline_s`.
+            deadline_s: seconds to wait; None for `EmbedSettings.close_deadline_s`.
 
         Raises:
-            CloseTimeoutError: The service was still closing after the deadline.
-            TierKVError: The service had ended with this error.
+            CloseTimeoutError: the service was still closing after the deadline.
+            TierKVError: the service had ended with this error.
         """
         self._thread.close(deadline_s)
 
     @property
     def is_open(self) -> bool:
-        """True if the service takes calls."""
+        """True if the service accepts calls."""
         return self._thread.is_open
 
     @property
     def service(self) -> Service:
-        """The service, for the values that an engine reads: `planes`, `device`, `fingerprint`.
+        """The service, of which an engine may read `planes`, `device` and `fingerprint`.
 
-        Its methods belong to the service's thread.
+        Only the service's own thread may call its methods.
         """
         return self._thread.service
 
     # Finished calls
 
     def poll(self) -> list[Call[Any]]:
-        """Return each finished call once, if `result` was not called for it."""
+        """Return each finished call once, except calls whose `result` was read."""
         return self._thread.exchange.poll()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until `poll` has something to return, or for `timeout_s`; return whether it has."""
+        """Block until `poll` has a call to return, or for `timeout_s` seconds.
+
+        Returns:
+            True if `poll` has a call to return.
+        """
         return self._thread.exchange.wait(timeout_s)
 
     @property
@@ -129,7 +134,10 @@ class Embedded:
     # Requests
 
     def lookup(self, tokens: Tokens | Prompt) -> Call[Lookup]:
-        """Tell where the prompt's tokens are right now. Changes nothing, and promises nothing."""
+        """Look up which of the prompt's tokens are on which tier right now.
+
+        Nothing is changed or held, so the answer may be outdated at once.
+        """
         prompt = _frozen(tokens)
         return self.run("lookup", lambda service: service.lookup(_prompt(service, prompt)))
 
@@ -143,18 +151,22 @@ class Embedded:
         priority: int = 0,
         until: Until = Until.LOADED,
     ) -> Call[Admitted]:
-        """Get blocks for a request, and load the cached part of the prompt into them.
+        """Allocate device blocks for a request, and load the cached part of the prompt into them.
 
-        Requests wait in fair order while there is no room. The result names the blocks that do not
-        load, and has all other blocks. A call that is refused or cancelled leaves nothing behind.
+        While there is no room, requests wait in fair order. If some cached blocks do not load, the
+        request is admitted all the same, and `Admitted.failed_blocks` names them. A call that is
+        refused or cancelled leaves nothing behind.
 
         Args:
             request_id: id of the request.
             tokens: the prompt.
-            max_new_tokens: tokens to reserve blocks for beyond the prompt.
-            uses_cache: False computes every token and caches none.
+            max_new_tokens: number of tokens beyond the prompt to reserve blocks for.
+            uses_cache: False to compute every token and cache none.
             priority: requests with a higher priority are admitted first.
             until: state at which the call is done.
+
+        Raises:
+            BadRequestError: an argument is of the wrong kind.
         """
         check_text(request_id=request_id)
         check_count(max_new_tokens=max_new_tokens)
@@ -188,20 +200,26 @@ class Embedded:
         deadline_s: float | None = None,
         sampling: Mapping[str, str] | None = None,
     ) -> Call[Admitted]:
-        """Wait for a published prompt and load all its tokens; see Session.claim.
+        """Wait for a prompt that another node publishes, and load all its tokens.
+
+        See `Session.claim`.
 
         Args:
-            request_id: A name for the request.
-            ticket_id: The ticket's name, which the producer was given.
-            tokens: The prompt.
-            max_new_tokens: Tokens beyond the prompt that blocks are needed for.
-            policy: With ClaimPolicy.RECOMPUTE `cached_tokens` may be fewer.
-            deadline_s: Seconds to wait for the ticket; None for the service's setting.
-            sampling: How this engine would go on, see `publish`; a ticket that says otherwise is
-                refused as incompatible, and the refusal names the difference.
+            request_id: id of the request.
+            ticket_id: id of the ticket, under which the other node publishes the prompt.
+            tokens: the prompt.
+            max_new_tokens: number of tokens beyond the prompt to reserve blocks for.
+            policy: WHOLE needs all tokens of the prompt; with RECOMPUTE `cached_tokens` may be
+                fewer, and the engine computes the rest.
+            deadline_s: seconds to wait for the ticket; None for the service's setting.
+            sampling: this engine's rules of choosing tokens, as for `publish`. A ticket with other
+                rules is refused as incompatible, and the refusal names the difference.
 
         Returns:
-            The request's blocks; the ticket is the result's `ticket`.
+            A call with the request's blocks and the ticket.
+
+        Raises:
+            BadRequestError: an argument is of the wrong kind.
         """
         check_text(request_id=request_id, ticket_id=ticket_id)
         check_count(max_new_tokens=max_new_tokens)
@@ -219,15 +237,18 @@ class Embedded:
         return self._thread.run("claim", work, request_id=request_id)
 
     def commit(self, request_id: str, tokens: Tokens, *, after: Sequence[Event] = ()) -> Call[None]:
-        """Record that the block table has the KV of `tokens`, or will once `after` is done.
+        """Record that the request's blocks have the KV of `tokens`, or will once `after` is done.
 
-        The call is refused with TransferError if a load that the tokens build on failed (with
-        Until.ADMITTED): `recover` the request then.
+        The call is refused with TransferError if a load that the tokens build on failed, which can
+        happen with Until.ADMITTED: then `recover` the request.
 
         Args:
             request_id: id of the request.
             tokens: all tokens so far, from the prompt's first on.
             after: events of the kernels that write the blocks.
+
+        Raises:
+            BadRequestError: an argument is of the wrong kind.
         """
         packed, done = _packed(tokens), events(after)
         return self._in_turn(
@@ -235,16 +256,16 @@ class Embedded:
         )
 
     def extend(self, request_id: str, num_tokens: int) -> Call[Admitted]:
-        """Make room for more tokens. The call's result has the longer block table.
+        """Allocate blocks for more tokens of a request; the result has the longer block table.
 
-        The call is refused with OutOfBlocksError if this request is the one to be preempted.
+        The call is refused with OutOfBlocksError if this request should be preempted to make room.
 
         Args:
-            request_id: Id of a running request.
-            num_tokens: Number of tokens beyond the committed ones.
+            request_id: id of a running request.
+            num_tokens: number of tokens beyond the committed ones.
 
         Raises:
-            BadRequestError: `num_tokens` is no count.
+            BadRequestError: `num_tokens` is not an integer of 0 or more.
         """
         check_count(num_tokens=num_tokens)
 
@@ -255,15 +276,18 @@ class Embedded:
         return self._in_turn("extend", request_id, work)
 
     def recover(self, request_id: str, *, after: Sequence[Event] = ()) -> Call[Admitted]:
-        """Give the request other blocks after a layer's gate failed.
+        """Give a request other blocks after a load failed, and fill them with what is still cached.
 
-        The result names what must be computed; blocks that are intact on the device are filled.
-        For Until.ADMITTED: with Until.LOADED this has been done when the admission is READY. What
-        was not committed is lost. If the call is refused, `abort` the request.
+        The result names the tokens to compute. Tokens that were not committed are lost. Only needed
+        with Until.ADMITTED: with Until.LOADED the admission does it itself. If the call is refused,
+        `abort` the request.
 
         Args:
-            request_id: The request.
-            after: Events of the kernels that may still use the blocks it had.
+            request_id: id of the request.
+            after: events of the kernels that may still use the blocks that the request had.
+
+        Raises:
+            BadRequestError: an argument is of the wrong kind.
         """
         done, timeout_s = events(after), self._load_timeout_s
 
@@ -280,8 +304,11 @@ class Embedded:
         Committed tokens stay cached if there is room.
 
         Args:
-            request_id: Id of a running request.
-            after: Events of kernels that may still use the blocks.
+            request_id: id of a running request.
+            after: events of kernels that may still use the blocks.
+
+        Raises:
+            BadRequestError: an argument is of the wrong kind.
         """
         done = events(after)
         return self._in_turn("preempt", request_id, lambda session: session.preempt(after=done))
@@ -289,14 +316,17 @@ class Embedded:
     def resume(
         self, request_id: str, *, max_new_tokens: int, until: Until = Until.LOADED
     ) -> Call[Admitted]:
-        """Wait for blocks again, with all committed tokens that are still cached.
+        """Allocate blocks for a preempted request, and load its tokens that are still cached.
 
         A request whose call is cancelled stays preempted, and can be resumed again or aborted.
 
         Args:
             request_id: id of the preempted request.
-            max_new_tokens: tokens to reserve blocks for beyond the committed tokens.
+            max_new_tokens: number of tokens beyond the committed ones to reserve blocks for.
             until: state at which the call is done.
+
+        Raises:
+            BadRequestError: an argument is of the wrong kind.
         """
         check_count(max_new_tokens=max_new_tokens)
         check_choice(Until, until=until)
@@ -316,18 +346,21 @@ class Embedded:
         after: Sequence[Event] = (),
         sampling: Mapping[str, str] | None = None,
     ) -> Call[Published]:
-        """Store the committed prompt and a ticket for it. An `end` may follow at once: it waits.
+        """Store the committed prompt, and a ticket by which another node can claim it.
 
-        Refused with DuplicateRequestError if another prompt's ticket of this id can still be
-        claimed.
+        An `end` may follow at once: it waits for the publish. The call is refused with
+        DuplicateRequestError if a ticket of this id for another prompt is still valid.
 
         Args:
-            request_id: The request.
-            ticket_id: The ticket's name.
-            first_tokens: The tokens that follow the prompt.
-            after: Events of the kernels that wrote the blocks.
-            sampling: How `first_tokens` were chosen, in the engine's own words, as equal texts
-                where equal tokens would be chosen.
+            request_id: id of the request.
+            ticket_id: id of the ticket.
+            first_tokens: the tokens that follow the prompt.
+            after: events of the kernels that wrote the blocks.
+            sampling: the rules by which `first_tokens` were chosen, in the engine's own words.
+                Rules that choose equal tokens must be equal texts.
+
+        Raises:
+            BadRequestError: an argument is of the wrong kind.
         """
         check_text(ticket_id=ticket_id)
         first, done = token_ids("first_tokens", first_tokens), events(after)
@@ -351,6 +384,9 @@ class Embedded:
         Args:
             request_id: id of the request.
             after: events of the kernels that may still use the blocks.
+
+        Raises:
+            BadRequestError: an argument is of the wrong kind.
         """
         check_text(request_id=request_id)
         done = events(after)
@@ -362,11 +398,14 @@ class Embedded:
         """End the request in any state; its running calls are refused with AbortedError.
 
         Args:
-            request_id: Id of the request.
-            after: Events of kernels that may still use the blocks.
+            request_id: id of the request.
+            after: events of kernels that may still use the blocks.
 
         Returns:
             A call whose result is True if there was such a request.
+
+        Raises:
+            BadRequestError: an argument is of the wrong kind.
         """
         check_text(request_id=request_id)
         done = events(after)
@@ -377,7 +416,7 @@ class Embedded:
     # The rest
 
     def stats(self) -> Call[Stats]:
-        """Count what the service has done."""
+        """Return statistics of the service, its tiers and its store."""
 
         async def work(service: Service) -> Stats:
             return service.stats()
@@ -385,7 +424,7 @@ class Embedded:
         return self.run("stats", work)
 
     def verify(self) -> Call[list[str]]:
-        """Recount everything; the result says in words what is wrong."""
+        """Recount slots, leases and tasks; the call's result is a sentence for each fault."""
 
         async def work(service: Service) -> list[str]:
             return service.verify()
@@ -393,11 +432,11 @@ class Embedded:
         return self.run("verify", work)
 
     def run(self, name: str, work: Callable[[Service], Awaitable[T]]) -> Call[T]:
-        """Run anything else, such as pins, resizing or a reset, on the service's thread.
+        """Run any other work on the service's thread, such as pins, resizing or a reset.
 
         Args:
-            name: The call's name.
-            work: Called with the service; must not block. An error of `work` that is no
+            name: the call's name, for errors and traces.
+            work: called with the service; must not block. An error of `work` that is not a
                 TierKVError stops the service.
         """
         return self._thread.run(name, work)
@@ -405,7 +444,16 @@ class Embedded:
     def _in_turn(
         self, kind: str, request_id: str, work: Callable[[Session], Awaitable[T]]
     ) -> Call[T]:
-        """Run `work` on the request's session, after the calls that were made before."""
+        """Run `work` on the request's session, after all earlier calls about the request.
+
+        Args:
+            kind: name of the method that makes the call.
+            request_id: id of the request.
+            work: called with the session.
+
+        Raises:
+            BadRequestError: `request_id` is not a text.
+        """
         check_text(request_id=request_id)
 
         async def job(_: Service) -> T:
@@ -435,7 +483,10 @@ def _prompt(service: Service, tokens: bytes | Prompt) -> Prompt:
 
 
 def _packed(tokens: Tokens) -> bytes:
-    """Return the tokens as bytes; the service's thread checks given bytes."""
+    """Return the tokens as bytes. Bytes are returned as they are.
+
+    The service's thread checks them.
+    """
     return tokens if isinstance(tokens, bytes) else pack(tokens)
 
 
@@ -449,10 +500,10 @@ class _Waitable(Protocol):
 
 
 def check_text(**values: str) -> None:
-    """Check that texts can be written as UTF-8, since they become names in storage.
+    """Check that named arguments are texts that can be written as UTF-8, for names in storage.
 
     Raises:
-        BadRequestError: a value cannot.
+        BadRequestError: an argument is not such a text; the error names it.
     """
     for name, value in values.items():
         if not isinstance(value, str):
@@ -464,10 +515,10 @@ def check_text(**values: str) -> None:
 
 
 def check_count(**values: int) -> None:
-    """Check that counts are integers of 0 or more.
+    """Check that named arguments are integers of 0 or more.
 
     Raises:
-        BadRequestError: a count is not.
+        BadRequestError: an argument is not; the error names it.
     """
     check_integer(**values)
     for name, value in values.items():
@@ -490,11 +541,11 @@ def check_choice(kind: type[Enum], **values: Enum) -> None:
     """Check that named arguments are members of an enum.
 
     Args:
-        kind: The enum.
-        **values: Arguments by name.
+        kind: the enum.
+        values: arguments by name.
 
     Raises:
-        BadRequestError: An argument is not a member; the error names it.
+        BadRequestError: an argument is not a member; the error names it.
     """
     for name, value in values.items():
         if not isinstance(value, kind):
@@ -502,7 +553,7 @@ def check_choice(kind: type[Enum], **values: Enum) -> None:
 
 
 def check_deadline(deadline_s: float | None) -> None:
-    """Check that a deadline is a number of seconds of at least 0, or None for the default.
+    """Check that a deadline is a finite number of seconds of at least 0, or None for the default.
 
     Raises:
         BadRequestError: the deadline is another value.
@@ -516,10 +567,10 @@ def check_deadline(deadline_s: float | None) -> None:
 
 
 def events(after: Sequence[Event]) -> tuple[Event, ...]:
-    """Return an immutable copy of `after`.
+    """Return an immutable copy of the argument `after`, a list or tuple of events.
 
     Raises:
-        BadRequestError: an item is not an event.
+        BadRequestError: `after` is something else, or an item is not an event.
     """
     if not isinstance(after, list | tuple):
         raise _wrong("after", "a sequence of events", after)
@@ -550,14 +601,14 @@ def token_ids(name: str, values: Sequence[int]) -> tuple[int, ...]:
 
 
 def texts(name: str, values: Mapping[str, str] | None) -> dict[str, str]:
-    """Return a copy of `values`; empty for None.
+    """Return a copy of a mapping of texts; empty for None.
 
     Args:
         name: name of the argument, for the error.
-        values: texts by text.
+        values: the mapping, from text to text.
 
     Raises:
-        BadRequestError: a name or a value is not a text.
+        BadRequestError: a key or a value is not a text.
     """
     if values is None:
         return {}

@@ -1,18 +1,19 @@
-"""The cache for an engine that owns its device blocks: its own block pool, its own block tables.
+"""The cache for an engine that owns its device blocks: its own block pool and block tables.
 
-The tiers are Host and Storage, and nothing on the device is ever believed to be there.
+The tiers are Host and Storage. The cache never assumes that a block is still on the device.
 
     engine's thread                     service's thread              engine's thread, in each rank
-    lookup(key)  ask again, Found  <--  storage asked, host slots
-                                        held for the promise
+    lookup(key)  ask again, Found  <--  asks storage, holds the
+                                        found blocks on the host
     load(key, blocks)  Plan  ------------ in the engine's own step ->  start_loads(plan, after)
     save(key, blocks)  Plan  ------------ in the engine's own step ->  start_saves(plan, after)
     poll(finished)  <--------------------------------------------- -   finished()
                                    -->  saved blocks become visible,
                                         are stored and published
 
-A plan says which host slots and which device blocks; copies come after the events that the engine
-records where it starts them, so that what a later step writes is never saved for an earlier one.
+A plan lists host slots and device blocks to copy between. The engine records an event where it
+starts the copies of a plan, and the copies wait for that event. So a save never copies what a later
+step writes.
 """
 
 from __future__ import annotations
@@ -77,14 +78,14 @@ _MOST_CALLS = 1 << 20  # only this cache makes calls, and promises are bounded
 
 @dataclass(slots=True)
 class Found:
-    """The blocks that can be loaded. Immutable once returned.
+    """The result of a lookup: the blocks that can be loaded. Immutable once returned.
 
     Attributes:
-        num_tokens: number of tokens beyond those that the engine has.
-        first_tokens: tokens that follow the prompt, from its ticket.
-        problem: why there are not more tokens; None if nothing went wrong.
-        blocks: for each group, positions in the prompt of the blocks to load, in its own block
-            size.
+        num_tokens: number of tokens that can be loaded beyond those that the engine has.
+        first_tokens: tokens that follow the prompt, from the ticket of a handed-over prompt.
+        problem: reason why there are not more tokens; None if nothing went wrong.
+        blocks: for each cache group, positions in the prompt of the blocks to load, counted in the
+            group's own block size.
         num_there: number of the prompt's leading tokens on the host, those that the engine has
             included.
         storage_tokens: number of the last tokens that came from storage for this lookup; 0 from a
@@ -104,11 +105,11 @@ class Polled:
     """The copies and publishes that have ended since the last poll.
 
     Attributes:
-        loaded: keys with an ended load, each with (), or, after a failure, with the positions of
-            each group's blocks in the prompt.
-        saved: keys without a save under way: their blocks may be reused.
-        stored: by key, the number of blocks that became visible to lookups.
-        published: by key, the ticket or the error that prevented it.
+        loaded: keys of requests whose load has ended, each with () after success. After a failure,
+            with the positions in the prompt of each group's blocks.
+        saved: keys of requests of which no save runs any more: their device blocks may be reused.
+        stored: by key, the number of blocks that lookups find from now on.
+        published: by key, the published ticket, or the error that prevented it.
     """
 
     loaded: list[tuple[str, tuple[tuple[int, ...], ...]]] = field(default_factory=list)
@@ -120,7 +121,13 @@ class Polled:
 class LocalHost:
     """The host tier in this process, on a thread of its own.
 
-    `NodeHost` is one in another process.
+    `NodeHost` is the same for a host tier in another process.
+
+    Args:
+        build: makes the service, on the thread.
+        sizes: cache groups and numbers of host slots.
+        settings: limits of the host tier.
+        embed: limits of the thread.
     """
 
     def __init__(
@@ -142,7 +149,14 @@ class LocalHost:
         return self._thread.is_open
 
     def open(self, _fingerprint: Fingerprint, _groups: Sequence[CacheGroup]) -> None:
-        """Start the thread, and return when the memory is allocated.
+        """Start the thread, and return when the host memory is allocated.
+
+        Both arguments exist because `NodeHost.open` has them; here `sizes` has their values
+        already.
+
+        Args:
+            _fingerprint: ignored.
+            _groups: ignored.
 
         Raises:
             ConfigError: a setting is wrong, or there is no room.
@@ -164,29 +178,47 @@ class LocalHost:
         *args: P.args,
         **named: P.kwargs,
     ) -> Call[T]:
-        """Ask the tier. Never blocks."""
+        """Call a method of the host tier on its thread. Never blocks.
+
+        Args:
+            method: an asynchronous method of `HostSide`.
+            args: positional arguments of the method.
+            named: keyword arguments of the method.
+
+        Returns:
+            The call, whose result comes later.
+        """
         work = partial(method, self._side, *args, **named)
         return self.calls.submit(method.__name__, "", work)
 
     def poll(self) -> list[Call[Any]]:
-        """Return each answered call once, if `result` was not called for it."""
+        """Return each answered call once, except calls whose `result` was read."""
         return self.calls.poll()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until `poll` has something to return, or for `timeout_s`; return whether it has."""
+        """Wait at most `timeout_s` seconds until `poll` has a call to return.
+
+        Return True if it has.
+        """
         return self.calls.wait(timeout_s)
 
     def take_events(self) -> list[CacheEvent]:
-        """Return the events since the last call."""
+        """Return the events of cached blocks since the last call."""
         return self._side.take_events()
 
     @property
     def names(self) -> HostNames | None:
-        """The engine's names of the index's blocks; None without an index."""
+        """The engine's names of the blocks that the index has on the host.
+
+        None without an index.
+        """
         return self._side.names
 
     def close(self) -> None:
-        """Give everything back. No rank copies any more."""
+        """Release all blocks and slots of the engine, and end the thread.
+
+        The ranks must have stopped copying before.
+        """
         try:
             self.call(HostSide.give_back).wait(_CLOSE_S)
         finally:
@@ -195,7 +227,15 @@ class LocalHost:
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """The blocks of one group that a plan copies, and their positions in the prompt."""
+    """The blocks of one cache group that a plan copies.
+
+    Attributes:
+        group: number of the group.
+        positions: position of each block in the prompt.
+        blocks: device block of each.
+        slots: host slot of each.
+        external_ids: the engine's name of each; () if the engine gives none.
+    """
 
     group: int
     positions: Sequence[int]
@@ -206,12 +246,13 @@ class _Part:
 
 @dataclass(slots=True, eq=False)
 class _Publish:
-    """A publish under way.
+    """A publish that runs: a prompt is being stored for another node to claim.
 
     Attributes:
-        ticket: id of the ticket.
+        ticket: id of the ticket, the record by which the other node finds the prompt.
         number: number of the publish on the service's side.
-        first_tokens: tokens that follow the prompt; None until the whole prompt is given to saves.
+        first_tokens: tokens that follow the prompt; None until all blocks of the prompt were passed
+            to `save`.
     """
 
     ticket: str
@@ -221,22 +262,25 @@ class _Publish:
 
 @dataclass(slots=True, eq=False)
 class _RequestState:
-    """The state of one request.
+    """What the cache knows of one request of the engine.
 
     Attributes:
         prompt: the prompt of its lookups.
-        ticket: the ticket of its lookups.
-        call: the lookup under way.
-        promise: the promise it holds.
-        nothing: the answer if there is nothing to hold; valid until `asks_again_at`.
-        asks_again_at: seconds on the monotonic clock.
-        limit: number of tokens offered at most, since a load of the tokens behind them failed.
-        saved: by group, the number of leading blocks of `saved_of` that are saved.
+        ticket: id of the ticket whose prompt the lookups wait for; None without one.
+        call: the lookup that runs; None without one.
+        promise: the blocks that are held on the host for its load; None without any.
+        nothing: the result of a lookup that found no block, which is returned again until
+            `asks_again_at`; None otherwise.
+        asks_again_at: time of the monotonic clock, in seconds.
+        limit: largest number of tokens that lookups may find, since a load of later tokens failed;
+            None for no limit.
+        saved: by group, the number of leading blocks of `saved_of` that are saved or being saved.
         saved_of: the prompt of its saves.
-        num_saves: number of saves under way.
-        publish: the publish of an unfinished ticket.
-        published: id of the finished ticket.
-        is_of_old: True if the cache was reset since: nothing of the request is kept.
+        num_saves: number of saves that run.
+        publish: the running publish; None without one.
+        published: id of the last ticket that is complete; None without one.
+        is_of_old: True if the cache was reset since the request began: no block of the request is
+            saved.
     """
 
     prompt: Prompt
@@ -254,7 +298,7 @@ class _RequestState:
     is_of_old: bool = False
 
     def goes_on_with(self, prompt: Prompt) -> bool:
-        """Return True if `prompt` is the saved prompt, or one of the two begins with the other."""
+        """Return True if `prompt` continues the saved prompt, or is a beginning of it."""
         mine = self.saved_of
         if mine is None or mine is prompt:
             return True
@@ -271,9 +315,13 @@ class _RequestState:
         )
 
     def has_nothing_beyond(self, have_tokens: int) -> bool:
-        """Return True if `nothing` is still the answer to a request that has `have_tokens` tokens.
+        """Return True if the last lookup found nothing, and this still holds for the request.
 
-        A preempted request has lost its own tokens, and asks again with fewer.
+        It no longer holds for a preempted request: the request has lost its own tokens, and the
+        host may have some of their blocks.
+
+        Args:
+            have_tokens: number of leading tokens that the engine has now.
         """
         nothing = self.nothing
         is_so = nothing is not None and have_tokens >= nothing.num_there
@@ -282,7 +330,18 @@ class _RequestState:
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """A plan under way: one part for each group, and in `missing` the ranks that owe a report."""
+    """A plan of one request that ranks carry out.
+
+    Attributes:
+        key: key of the request.
+        known: state of the request.
+        prompt: the prompt whose blocks are copied.
+        plan: the plan that the ranks get.
+        parts: the plan's blocks, for each cache group that has any.
+        missing: ranks that have not reported the plan's end.
+        promise: the held blocks of a load; None for a save.
+        problem: the first failure that a rank reported; None without one.
+    """
 
     key: str
     known: _RequestState
@@ -295,10 +354,10 @@ class _Step:
 
 
 class EngineCache:
-    """Host and storage tiers for an engine's own device blocks.
+    """Host and storage tiers for an engine that owns its device blocks.
 
-    All methods but `open`, `close` and `read_events` belong to one thread, the engine's scheduler;
-    they take microseconds and do no I/O. A key names a request of the engine.
+    All methods but `open`, `close` and `read_events` must be called by one thread, that of the
+    engine's scheduler. They take microseconds and do no I/O. A key names a request of the engine.
     """
 
     def __init__(  # noqa: PLR0913 - what a service is made of
@@ -323,27 +382,30 @@ class EngineCache:
         """Build the cache; `open` starts it.
 
         Args:
-            fingerprint: fingerprint of the engine's blocks.
-            groups: groups of the engine's blocks, in the engine's order. The fingerprint's layout,
-                and the block size of every prompt, are those of the first group of full attention.
+            fingerprint: identity of the engine's blocks; engines with equal ones share stored
+                blocks.
+            groups: cache groups of the engine's layers, in the engine's order. The fingerprint's
+                layout, and the block size of every prompt, are those of the first group of full
+                attention.
             host_bytes: bytes of the host tier.
-            cache: rules of the tiers; their sizes are `host_bytes` and no device.
+            cache: rules of the tiers; their sizes are replaced: `host_bytes`, and no device tier.
             node: another process with the tiers, which has its own memory, store, events and rules.
-            store: makes the store, on the service's thread; None for a host tier alone.
-            planes: planes of a rank in this process, which `poll` asks itself.
-            ranks: socket that hands ranks in other processes their host slots.
-            num_ranks: number of ranks that report each plan, without `ranks`.
+            store: makes the store, on the service's thread; returns None for a host tier alone.
+            planes: device blocks of a rank in this process; `poll` then collects the rank's
+                reports.
+            ranks: socket that gives ranks in other processes their host slots.
+            num_ranks: number of ranks that report each plan; ignored with `ranks`.
             settings: limits of the host tier.
             handoff: settings of tickets.
             storage: options of the storage tier.
             embed: limits of the service's thread.
-            kv_events: addresses that events are published at, under the engine's own hashes where
-                it gives them.
+            kv_events: addresses that events of cached blocks are published at, with the engine's
+                own hashes if it passes them as external ids.
             name: name of this node.
 
         Raises:
             ConfigError: the groups are not those of the fingerprint, there is no room for two
-                blocks of each, or the ranks' shards do not make up the groups.
+                blocks of each, or the ranks' layouts together are not the groups' layout.
         """
         self.groups = as_groups(groups)
         self._main = main_group(self.groups)
@@ -436,7 +498,9 @@ class EngineCache:
         self.close()
 
     def open(self) -> None:
-        """Start the service's thread, or reach the node; return when the memory is mapped.
+        """Start the service's thread, or connect to the node.
+
+        Return when the host memory is mapped.
 
         Raises:
             ConfigError: a setting is wrong, there is no room, or there is no node.
@@ -458,9 +522,10 @@ class EngineCache:
             raise
 
     def close(self) -> None:
-        """Wait for running copies, release all blocks and memory, and close. May be called again.
+        """Wait for running copies, release all blocks and memory, and end the thread.
 
-        Copies that ranks have finished are kept, and stored if the store takes them soon.
+        Blocks that ranks have finished copying are kept, and stored if the store accepts them
+        within 5 s. Further calls do nothing.
         """
         if not self._host.is_open:
             return
@@ -488,20 +553,23 @@ class EngineCache:
         promise_ttl_s: float | None = None,
         external_ids: Sequence[Sequence[ExternalId | None]] = (),
     ) -> Found | None:
-        """Return how many tokens of `prompt` beyond `have_tokens` can be loaded; None to ask again.
+        """Return the tokens of `prompt` beyond `have_tokens` that can be loaded.
 
-        After None, ask again in the next step. No device block is needed, and the whole prompt may
-        be found. Promised blocks are held on the host until they are loaded, `release`d or expired.
-        The sum of promises is bounded: the answer is None until there is room.
+        None for no answer yet.
+
+        After None, ask again in the next step. The lookup needs no device block, and may find the
+        whole prompt. Found blocks are promised: the cache holds them on the host until they are
+        loaded, `release` is called or the promise expires. All promises together are bounded, so
+        the answer is also None while there is no room for one more.
 
         Args:
-            key: the request.
-            prompt: its prompt.
-            have_tokens: number of leading tokens that the engine has.
-            ticket: id of a ticket to wait for, with everything that it promises.
+            key: name of the request.
+            prompt: prompt of the request.
+            have_tokens: number of leading tokens that the engine has in device blocks.
+            ticket: id of a ticket to wait for, with all blocks that it names; None for no ticket.
             promise_ttl_s: seconds until the promise expires; None for the setting.
-            external_ids: for each group, the engine's names of its blocks from the first on, for
-                events about blocks that this lookup brings.
+            external_ids: for each group, the engine's names of the prompt's blocks from the first
+                on; events about blocks that this lookup fetches repeat them.
 
         Raises:
             BadRequestError: external ids are not given for each group.
@@ -553,9 +621,14 @@ class EngineCache:
         promise_ttl_s: float,
         names: Sequence[Sequence[ExternalId | None]],
     ) -> HostPromise | None:
-        """Return the promise once it is made.
+        """Return the promise of the request's lookup; None until it is made.
 
-        Until then None, with the answer in `known.nothing`.
+        After a failed lookup the result is None too, and `known.nothing` has the reason.
+
+        Args:
+            known: the request.
+            promise_ttl_s: seconds until the promise expires.
+            names: for each group, the engine's names of the prompt's blocks.
         """
         call = known.call
         if call is None:
@@ -577,8 +650,8 @@ class EngineCache:
         """Block until a lookup has an answer, for an engine that has nothing else to do.
 
         Args:
-            key: The request's key, as given to `lookup`.
-            timeout_s: Longest time to block, in seconds.
+            key: key of the request, as given to `lookup`.
+            timeout_s: longest time to block, in seconds.
         """
         known = self._known.get(key)
         if known is not None and known.call is not None:
@@ -587,17 +660,21 @@ class EngineCache:
 
     @property
     def sees_host(self) -> bool:
-        """True if `num_on_host` answers: the host tier is in this process, and has an index."""
+        """True if `num_on_host` and `num_saved` can answer.
+
+        They need the host tier in this process, and a cache group of full attention.
+        """
         return self._host.names is not None
 
     def num_on_host(self, names: Sequence[ExternalId]) -> int:
-        """Return how many of a prompt's leading blocks a lookup would find on the host now.
+        """Return the number of a prompt's leading blocks that a lookup would find on the host now.
 
-        The answer is this thread's own, and at once. Blocks count whose names were given when they
-        were saved, or to `name_blocks`.
+        The answer comes at once, without the service's thread. A block counts only if its name was
+        given when it was saved, or to `name_blocks`.
 
         Args:
-            names: the engine's names of the prompt's blocks in the main group, from the first on.
+            names: the engine's names of the prompt's blocks in the first group of full attention,
+                from the first block on.
         """
         known, keeping = self._host.names, self._keeping
         if known is None:
@@ -609,9 +686,7 @@ class EngineCache:
         )
 
     def num_saved(self, names: Sequence[ExternalId]) -> int:
-        """Return how many of a prompt's leading blocks need no save.
-
-        They are on the host, or a save of them is under way.
+        """Return the number of a prompt's leading blocks that are on the host or being saved.
 
         Args:
             names: as for `num_on_host`.
@@ -629,23 +704,24 @@ class EngineCache:
         )
 
     def name_blocks(self, prompt: Prompt, names: Sequence[ExternalId | None]) -> None:
-        """Give names to the blocks of `prompt` on the host that storage has brought.
+        """Record names of a prompt's blocks that were fetched from storage, for `num_on_host`.
 
         Args:
             prompt: the prompt.
-            names: the engine's names of its blocks in the main group, from the first on.
+            names: the engine's names of the prompt's blocks in the first group of full attention,
+                from the first block on.
         """
         self._host.call(HostSide.name_blocks, prompt, names)
 
     def count(self, key: str, prompt: Prompt, have_tokens: int = 0) -> Found | None:
         """Return what `lookup` would find now, storage included; None until the answer is there.
 
-        Nothing is fetched or held. Call again with the same key and prompt for the answer.
+        No block is fetched or held. After None, call again with the same key and prompt.
 
         Args:
-            key: the request's key.
-            prompt: the prompt.
-            have_tokens: leading tokens that the engine has already.
+            key: key of the request.
+            prompt: prompt of the request.
+            have_tokens: number of leading tokens that the engine has already.
         """
         asked, call = self._counts.get(key, (None, None))
         if call is None or asked != prompt:
@@ -667,16 +743,20 @@ class EngineCache:
         block_ids: Sequence[Sequence[int]],
         first_blocks: Sequence[int] = (),
     ) -> Plan | None:
-        """Return the plan that copies promised blocks into the engine's blocks.
+        """Return the plan that copies the blocks promised by `lookup` into device blocks.
 
-        None if the promise has expired, or nothing is to be loaded. A promise serves one load. The
-        block of a tail is a whole block with its first tokens right.
+        A promise serves one load. A partial block is loaded as a whole block, of which only the
+        first tokens are right.
 
         Args:
-            key: the request.
-            block_ids: for each group, the engine's blocks for the positions from `first_blocks` on,
-                NO_BLOCK for a position it does not want; `Found.blocks` has the promised positions.
-            first_blocks: first position of each group; () for 0 in all groups.
+            key: key of the request.
+            block_ids: for each group, the engine's device blocks for the positions from
+                `first_blocks` on, NO_BLOCK for a position that is not to be loaded. `Found.blocks`
+                has the promised positions.
+            first_blocks: for each group, the position of its first entry; () for 0 in all groups.
+
+        Returns:
+            None if the promise has expired, or there is nothing to load.
 
         Raises:
             DeviceFailedError: a rank is lost.
@@ -718,25 +798,30 @@ class EngineCache:
         first_tokens: Sequence[int] = (),
         external_ids: Sequence[Sequence[ExternalId | None]] = (),
     ) -> Plan | None:
-        """Return the plan that copies computed blocks of `prompt` to the host, the tail included.
+        """Return the plan that copies computed blocks of `prompt` to the host.
 
-        None if nothing is to be copied. Lookups find the blocks once the copies are done. Blocks
-        that this request has saved are skipped, so all its blocks may be passed in each step. A
-        block without a free host slot is not saved, nor are the blocks of its group after it. If
-        the prompt saved under the key before is neither a beginning nor a continuation of this one,
-        this is a new request, and the key is released first.
+        A partial last block is copied too. Lookups find the blocks once the copies are done. Blocks
+        that this request has saved are skipped, so a caller may pass all its blocks in each step. A
+        block without a free host slot is not saved, nor are later blocks of its group. If the
+        prompt neither continues the one saved under the key before nor is a beginning of it, the
+        key counts as a new request, and the old one is released first.
 
         Args:
-            key: the request.
-            prompt: its prompt.
-            block_ids: for each group, the engine's blocks for the positions from `first_blocks` on,
-                NO_BLOCK for a position without one.
-            first_blocks: first position of each group; () for 0 in all groups.
-            ticket: id to publish the prompt under, from the first save with it on: claimers fetch
-                saved blocks while the rest is computed. The save that reaches the prompt's end in
-                the first group of full attention is the last; `poll` returns the ticket.
+            key: key of the request.
+            prompt: the tokens of the blocks.
+            block_ids: for each group, the engine's device blocks for the positions from
+                `first_blocks` on, NO_BLOCK for a position without a block.
+            first_blocks: for each group, the position of its first entry; () for 0 in all groups.
+            ticket: id under which the prompt is published to other engines, from the first save
+                with it on: they fetch saved blocks while the rest is computed. The save that
+                reaches the prompt's end in the first group of full attention is the last; `poll`
+                then returns the ticket. None to publish nothing.
             first_tokens: tokens that follow the prompt, given with the last save.
-            external_ids: for each group, the engine's names of its blocks, which events repeat.
+            external_ids: for each group, the engine's name of each of its entries; events repeat
+                them.
+
+        Returns:
+            None if there is nothing to copy.
 
         Raises:
             DeviceFailedError: a rank is lost.
@@ -817,7 +902,15 @@ class EngineCache:
         positions: Sequence[int],
         blocks: array[int],
     ) -> _Part | None:
-        """Return the part of these blocks to copy, into reserved slots; None if there is none."""
+        """Return the blocks of one group to copy, with reserved host slots; None if there are none.
+
+        Args:
+            known: the request.
+            prompt: the tokens of the blocks.
+            group: number of the cache group.
+            positions: positions of the given blocks in the prompt.
+            blocks: device block of each position.
+        """
         full = prompt.num_tokens // self.groups[group].block_size
         saved = known.saved.get(group, 0)
         if positions[0] < saved:
@@ -835,13 +928,14 @@ class EngineCache:
         return _Part(group, positions[:count], blocks[:count], slots)
 
     def join(self, plans: Sequence[Plan]) -> Plan:
-        """Return one plan that carries out all of these saves.
+        """Return one plan that carries out all the given saves.
 
         Ranks are given this plan instead of `plans`: one copy costs them less than many. If the
         copy fails, all of the saves have failed.
 
         Args:
-            plans: plans of `save`, one or more, none of which was joined or given to a rank.
+            plans: plans of `save`, one or more, that have not been joined or given to a rank
+                before.
         """
         if len(plans) == 1:
             return plans[0]
@@ -875,7 +969,12 @@ class EngineCache:
     def _given(
         self, block_ids: Sequence[Sequence[int]], first_blocks: Sequence[int]
     ) -> list[tuple[int, Sequence[int], array[int]]]:
-        """Return number, positions and blocks of each group that has any."""
+        """Return number, positions and device blocks of each cache group that has any blocks.
+
+        Raises:
+            BadRequestError: the arguments do not have one entry for each group, or a position is
+                negative.
+        """
         if len(block_ids) != len(self.groups) or len(first_blocks) not in (0, len(block_ids)):
             raise BadRequestError(
                 "block_ids and first_blocks must have one entry for each of "
@@ -906,7 +1005,11 @@ class EngineCache:
         return first + len(block_ids[main]) >= prompt.num_blocks + bool(prompt.tail_tokens)
 
     def cancel(self, plan: Plan) -> None:
-        """Cancel a plan that no rank has received. The blocks of a load may be looked up again."""
+        """Cancel a plan that no rank has received.
+
+        Blocks of a cancelled load may be looked up again, blocks of a cancelled save may be saved
+        again.
+        """
         step = self._steps.pop(plan.number, None)
         if step is None:
             return
@@ -918,13 +1021,14 @@ class EngineCache:
             self._save_over(step)
 
     def fence(self, block_ids: Iterable[int], group: int | None = None) -> tuple[int, ...]:
-        """Return the device blocks among `block_ids` that a plan under way still reads or writes.
+        """Return the device blocks among `block_ids` that a running plan still reads or writes.
 
-        () if all may be reused.
+        The other blocks may be reused.
 
         Args:
-            block_ids: device blocks.
-            group: the group of the blocks; None if all groups share one pool.
+            block_ids: device blocks to check.
+            group: number of the cache group of the blocks; None if all groups share one pool of
+                blocks.
         """
         if self._touched is None:
             self._touched = [set() for _ in self.groups]
@@ -935,9 +1039,9 @@ class EngineCache:
         return tuple(block for block in block_ids if any(block in one for one in touched))
 
     def release(self, key: str) -> None:
-        """Release everything that is held for a request. May be called again.
+        """Release all that is held for a request. Further calls do nothing.
 
-        Saves under way go on, and their blocks are kept.
+        Running saves continue, and their blocks are kept.
         """
         self._release(key, "the request ended before its whole prompt was saved")
 
@@ -953,7 +1057,7 @@ class EngineCache:
         self._end_lookup(known)
 
     def end_lookup(self, key: str) -> None:
-        """Give back what a request's lookup holds. Its saves and its publish go on."""
+        """Release the blocks that a request's lookup holds. Its saves and its publish continue."""
         known = self._known.get(key)
         if known is not None:
             self._end_lookup(known)
@@ -968,7 +1072,7 @@ class EngineCache:
             self._free(promise)
 
     def poll(self, finished: Iterable[Finished] = ()) -> Polled:
-        """Return the copies and publishes that have ended.
+        """Return the copies and publishes that have ended since the last call.
 
         Args:
             finished: reports of ranks in other processes.
@@ -993,45 +1097,51 @@ class EngineCache:
     # What is known of all
 
     def hold_calls(self) -> None:
-        """Collect later calls to the service's thread; `flush` sends them (and stores no block)."""
+        """Collect later calls to the service's thread until `flush` sends them.
+
+        Waking the thread once in a step costs the engine less than waking it for each call.
+        """
         self._host.calls.holds = True
 
     def flush(self) -> None:
-        """Send the waiting calls to the service's thread; call it once in each step."""
+        """Send the collected calls to the service's thread; call this once in each step."""
         self._host.calls.flush()
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until a call has been answered, or for `timeout_s` seconds; return True if one has.
+        """Block until a call to the service has been answered, or for `timeout_s` seconds.
 
-        For an engine that has nothing else to do: poll first.
+        For an engine that has nothing else to do. Call `poll` before.
+
+        Returns:
+            True if a call has been answered.
         """
         return self._host.wait(timeout_s)
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Record the engine's speed; see Service.note_prefill.
+        """Record the engine's speed, which decides between fetching and computing.
 
         Args:
-            num_tokens: Number of prompt tokens computed.
-            seconds: Time that computing took.
+            num_tokens: number of prompt tokens computed.
+            seconds: time that computing took.
         """
         self._host.call(HostSide.note_prefill, num_tokens, seconds)
 
     def keep_session(self, session: str, prompt: Prompt, ttl_s: float) -> None:
-        """Keep the host's blocks of a session's last turn, for the next one.
+        """Keep the blocks of a conversation's last turn on the host, for its next turn.
 
-        These blocks are evicted after all others; see HostSide.keep_session.
+        These blocks are evicted after all others.
 
         Args:
-            session: id of the session, or conversation.
+            session: id of the session (a conversation).
             prompt: the turn's prompt and answer, which were saved before.
-            ttl_s: seconds to keep them; 0 to end the session.
+            ttl_s: seconds to keep the blocks; 0 to end the session.
         """
         self._host.call(HostSide.keep_session, session, prompt, ttl_s)
 
     def read_events(self) -> list[CacheEvent]:
-        """Return the events of cached blocks since the last call, from any thread.
+        """Return the events of cached blocks since the last call. Any thread may call.
 
-        If there are too many, the oldest are missing, as their numbers show.
+        If too many events came in between, the oldest are missing, as a gap in their numbers shows.
         """
         return self._host.take_events()
 
@@ -1039,11 +1149,14 @@ class EngineCache:
         return self._host.call(HostSide.stats)
 
     def reset(self) -> Call[int]:
-        """Remove all blocks from the host that nothing holds.
+        """Remove all blocks from the host that no request holds.
 
-        The call's result is the number of host copies left. Storage keeps its values. Running saves
-        are dropped, and so is every later save of a request that has looked up or saved before,
-        until the engine releases that request. Tickets of such requests are not published.
+        Storage keeps its values. Running saves are dropped, and so is every later save of a request
+        that has looked up or saved before, until the engine releases that request. Tickets of such
+        requests are not published.
+
+        Returns:
+            A call whose result is the number of blocks left on the host.
         """
         self._keep_copied()  # the copied blocks are forgotten with the rest
         for known in [*self._known.values(), *(step.known for step in self._steps.values())]:
@@ -1058,7 +1171,11 @@ class EngineCache:
         return self._host.call(HostSide.forget)
 
     def verify(self) -> Call[list[str]]:
-        """Recount slots, leases and promises; the call's result is a sentence for each error."""
+        """Recount host slots, leases (references against eviction) and promises (held blocks).
+
+        Returns:
+            A call whose result is a sentence for each fault; empty if the counts are right.
+        """
         return self._host.call(HostSide.verify)
 
     # Inside
@@ -1071,7 +1188,15 @@ class EngineCache:
         parts: list[_Part],
         promise: HostPromise | None = None,
     ) -> Plan:
-        """Begin a plan of these parts: a load of `promise`, or a save."""
+        """Make the plan of a load or a save, and expect each rank's report of it.
+
+        Args:
+            key: key of the request.
+            known: state of the request.
+            prompt: the tokens of the blocks.
+            parts: the blocks to copy, by group.
+            promise: the held blocks of a load; None for a save.
+        """
         blocks = b"".join([part.blocks for part in parts])
         slots = b"".join([part.slots for part in parts])
         counts: tuple[int, ...] = ()
@@ -1093,7 +1218,11 @@ class EngineCache:
             raise DeviceFailedError(failure)
 
     def _fail_lost(self, lost: dict[int, str]) -> None:
-        """Report plans as failed that a lost rank cannot finish."""
+        """Count the plans that lost ranks cannot finish as failed.
+
+        Args:
+            lost: by number of a lost rank, the reason.
+        """
         for step in list(self._steps.values()):
             for rank in step.missing & lost.keys():
                 self._report(Finished(step.plan.number, rank, lost[rank]))
@@ -1109,7 +1238,7 @@ class EngineCache:
                 self._end(step)
 
     def _end(self, step: _Step) -> None:
-        """End a plan that every rank has reported."""
+        """End a plan after the report of its last rank."""
         del self._steps[step.plan.number]
         self._joined.pop(step.plan.number, None)
         self._touched = None
@@ -1147,14 +1276,14 @@ class EngineCache:
         self._save_over(step)
 
     def _not_saved(self, step: _Step) -> None:
-        """Free the slots of a save, and let the next save copy its blocks."""
+        """Free the host slots of a save that failed; the next save copies its blocks again."""
         saved = step.known.saved
         for part in step.parts:
             self._reserve[part.group].extend(part.slots)
             saved[part.group] = min(saved.get(part.group, 0), part.positions[0])
 
     def _names_in(self, parts: Sequence[_Part]) -> list[ExternalId | None]:
-        """Return the engine's names of the main group's blocks in `parts`."""
+        """Return the engine's names of the blocks in `parts` that belong to the main group."""
         of_main = [part.external_ids for part in parts if part.group == self._main]
         return [name for names in of_main for name in names if name is not None]
 
@@ -1172,7 +1301,10 @@ class EngineCache:
             self._polled.saved.append(step.key)
 
     def _finish_if_saved(self, known: _RequestState) -> None:
-        """Write the ticket of a request without saves under way; earlier calls are done before."""
+        """Complete the publish of a request once its prompt is saved whole and no save runs.
+
+        Its blocks are kept by an earlier call to the service, which is done first.
+        """
         publish = known.publish
         if publish is None or publish.first_tokens is None or known.num_saves:
             return
@@ -1182,7 +1314,7 @@ class EngineCache:
         self._host.call(HostSide.finish, number, first_tokens)
 
     def _keep_copied(self) -> None:
-        """Let lookups find the blocks copied since the last time, with one call for all."""
+        """Make the blocks that were copied since the last time findable, with one call for all."""
         if self._copied:
             copied, self._copied = self._copied, []
             call = self._host.call(HostSide.keep, [what for _, what in copied])
@@ -1235,12 +1367,17 @@ class EngineCache:
 def _slices_of(
     whole: Layout, shards: Sequence[Layout], storage: StorageOptions | None
 ) -> Sequence[Layout]:
-    """Return the shards, if blocks of `whole` are stored as slices of them.
+    """Return the ranks' layouts if blocks of `whole` are stored in one part per rank, otherwise ().
 
-    () if `whole` is the shards side by side, or each of the shards.
+    The result is () if `whole` is already the ranks' layouts side by side, or the same as each.
+
+    Args:
+        whole: the layout of a whole block.
+        shards: the layout of each rank's part.
+        storage: options of the storage tier, with the rule that cuts a block into parts.
 
     Raises:
-        ConfigError: the shards are not those that `storage.scheme` makes.
+        ConfigError: the ranks' layouts are not those that the rule makes of `whole`.
     """
     if len(shards) < 2 or whole.digest in (shards[0].digest, side_by_side(shards).digest):  # noqa: PLR2004 - one rank has all
         return ()

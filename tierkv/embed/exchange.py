@@ -1,8 +1,8 @@
-"""Calls between an engine's threads and the loop's: asked at once, answered later, picked up once.
+"""Calls from an engine's threads to the service's thread: made at once, answered later.
 
-No lock is taken and nothing is waited for when an engine asks or polls: a lock that another thread
-holds would cost it the GIL, and up to a switch interval (5 ms) to get it back. Every step below is
-one operation on a dict or deque, which no other thread can cut in two.
+An engine's thread takes no lock and never waits when it makes a call or polls. A lock held by
+another thread would cost it the GIL, and up to a switch interval (5 ms) to get the GIL back. Every
+step below is one operation on a dict or deque, which no other thread can interrupt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class QueueFullError(TierKVError):
-    """Too many calls are open: take finished calls with `poll`, and ask again."""
+    """Too many calls are open: collect finished calls with `poll`, and call again."""
 
 
 class AbortedError(TierKVError):
@@ -31,20 +31,23 @@ class AbortedError(TierKVError):
 
 
 class Answer(Enum):
+    """The state of a call."""
+
     READY = "ready"  # `result()` is there
     ASK_AGAIN = "ask_again"  # not yet: look again in the next step
     REFUSED = "refused"  # `error` says why; there will be no result
 
 
 class Call(Generic[T]):
-    """One question to the service. Any thread may look at it.
+    """One call to the service, and later its result. Any thread may look at it.
 
     Attributes:
         number: number of the call in its exchange.
-        kind: name of the method that made it.
-        request_id: id of the request it is about; "" for none.
-        span: the caller's tracing context, which the work becomes part of; None if nothing is
-            traced.
+        kind: name of the method that made the call.
+        request_id: id of the request that the call is about; "" for none.
+        span: tracing context of the caller, under which the work is traced; None without tracing.
+        answer: state of the call.
+        error: reason of a refused call; None otherwise.
     """
 
     __slots__ = ("_bell", "_callbacks", "_exchange", "_result", "answer", "error", "kind", "number",
@@ -67,10 +70,10 @@ class Call(Generic[T]):
         return self.answer is not Answer.ASK_AGAIN
 
     def result(self) -> T:
-        """Return the result.
+        """Return the result. `poll` does not return the call any more.
 
         Raises:
-            TierKVError: the call was refused; this is its `error`.
+            TierKVError: the call was refused with this error.
             GateTimeoutError: the call is not done.
         """
         if self.answer is Answer.ASK_AGAIN:
@@ -81,10 +84,15 @@ class Call(Generic[T]):
         return cast("T", self._result)
 
     def wait(self, timeout_s: float) -> T:
-        """Block this thread until there is a result. The thread must not run an event loop.
+        """Block this thread until the call is done; return its result.
+
+        The thread must not run an event loop.
+
+        Args:
+            timeout_s: longest time to block, in seconds.
 
         Raises:
-            GateTimeoutError: there is none after `timeout_s` seconds; the call goes on.
+            GateTimeoutError: the call is not done after `timeout_s` seconds; it continues.
             TierKVError: the call was refused.
         """
         bell = threading.Event()
@@ -100,6 +108,9 @@ class Call(Generic[T]):
         """Wait for the result on the engine's own event loop.
 
         A cancel ends the wait, not the call.
+
+        Raises:
+            TierKVError: the call was refused.
         """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
@@ -118,27 +129,33 @@ class Call(Generic[T]):
         return self.result()
 
     def when_done(self, wake: Callable[[], None]) -> None:
-        """Call `wake` once the call is done: at once if it is, else on the loop's thread.
+        """Call `wake` once the call is done, at once if it is done already.
 
-        `wake` must be quick and must not raise.
+        Args:
+            wake: must be quick and must not raise. Called on this thread or on the service's.
         """
         self._callbacks.append(wake)
         if self.is_done:
             self.run_callbacks()
 
     def cancel(self) -> None:
-        """Cancel the call, unless it is done. Everything the call holds is released."""
+        """Cancel the call, unless it is done; all that it holds is released."""
         self._exchange.cancel(self)
 
     def settle(self, result: T | None, error: TierKVError | None) -> None:
-        """Set the answer. Only the exchange calls this."""
+        """Set the answer. Only the exchange calls this.
+
+        Args:
+            result: the result of a call that succeeded.
+            error: the reason of a refused call; None for success.
+        """
         self._result = result
         self.error = error
         self.answer = Answer.READY if error is None else Answer.REFUSED
         self.run_callbacks()
 
     def run_callbacks(self) -> None:
-        """Run each callback once, on the thread that comes first."""
+        """Run each callback of `when_done` once, on the first thread that gets here."""
         while self._callbacks:
             try:
                 tell = self._callbacks.popleft()
@@ -154,14 +171,19 @@ Work = Callable[..., Any]
 
 
 class Exchange:
-    """All open calls: pending calls, and finished calls that `poll` has not returned.
+    """All open calls of an engine: calls without an answer, and finished calls not yet polled.
 
-    With `holds`, new calls wait for `flush`: an engine then wakes the loop's thread once in a step,
-    not for every call, which takes 30 us each time. A method that waits for a call flushes first.
+    With `holds` set, new calls are only collected, and `flush` sends them. An engine then wakes the
+    service's thread once in a step instead of once for each call, which takes 30 us each. A method
+    that waits for a call flushes first.
+
+    Attributes:
+        failure: error with which new calls are refused; None while calls are accepted.
+        holds: True to collect new calls until `flush`.
 
     Args:
-        max_calls: number of open calls beyond which new ones are refused.
-        wake: makes the loop's thread call `pop_work`; must not block.
+        max_calls: number of open calls beyond which new calls are refused.
+        wake: makes the service's thread call `pop_work`; must not block.
     """
 
     def __init__(self, max_calls: int, wake: Callable[[], None]) -> None:
@@ -179,14 +201,15 @@ class Exchange:
     # The engine's side
 
     def submit(self, kind: str, request_id: str, work: Work) -> Call[Any]:
-        """Add a call.
+        """Make a call.
 
-        It is refused at once, and never polled, if too many are open or the service ended.
+        The call is refused at once, and `poll` never returns it, if too many calls are open or the
+        service has ended.
 
         Args:
-            kind: name of the method that makes it.
-            request_id: id of the request it is about; "" for none.
-            work: the work for the loop's thread.
+            kind: name of the method that makes the call.
+            request_id: id of the request that the call is about; "" for none.
+            work: what the service's thread does for the call.
         """
         call: Call[Any] = Call(self, next(self._numbers), kind, request_id)
         if self.failure is not None:
@@ -210,12 +233,12 @@ class Exchange:
         return call
 
     def flush(self) -> None:
-        """Wake the loop's thread if there is anything for it."""
+        """Wake the service's thread if there are calls or cancels for it."""
         if self._inbox or self._cancels:
             self._wake()
 
     def poll(self) -> list[Call[Any]]:
-        """Return each finished call once, if `result` was not called for it. Never blocks.
+        """Return each finished call once, except calls whose `result` was read. Never blocks.
 
         The calls are in the order in which they finished.
         """
@@ -227,7 +250,8 @@ class Exchange:
     def wait(self, timeout_s: float) -> bool:
         """Block until `poll` has a call to return, or for `timeout_s` seconds.
 
-        Return True if it has.
+        Returns:
+            True if `poll` has a call to return.
         """
         deadline = time.monotonic() + timeout_s
         self.flush()
@@ -239,9 +263,11 @@ class Exchange:
                 return False
 
     def take(self, call: Call[Any]) -> None:
+        """Remove a finished call whose result is read, so that `poll` does not return it."""
         self._finished.pop(call.number, None)
 
     def cancel(self, call: Call[Any]) -> None:
+        """Ask the service's thread to cancel a call, unless the call is done."""
         if call.number in self._pending:
             self._cancels.append(call.number)
             if not self.holds:
@@ -258,7 +284,7 @@ class Exchange:
         return self._inbox.popleft() if self._inbox else None
 
     def pop_cancel(self) -> int | None:
-        """Return the number of the next call to be cancelled; None if there is none now."""
+        """Return the number of the next call to cancel; None if there is none now."""
         return self._cancels.popleft() if self._cancels else None
 
     def finish(
@@ -278,17 +304,18 @@ class Exchange:
         self._bell.set()
 
     def pending(self) -> list[Call[Any]]:
+        """Return the calls that have no answer yet."""
         return list(self._pending.values())
 
     def refuse(self, error: TierKVError) -> None:
-        """Refuse every later call with `error`; pending calls go on."""
+        """Refuse every later call with `error`; calls without an answer continue."""
         if self.failure is None:
             self.failure = error
 
     def fail(self, error: TierKVError) -> None:
-        """Refuse every pending call with `error`, and every later one.
+        """Refuse with `error` every call without an answer, and every later call.
 
-        After `refuse`, later calls keep the error given there.
+        After `refuse`, later calls keep the error that was given there.
         """
         self.refuse(error)
         for call in self.pending():
@@ -296,9 +323,9 @@ class Exchange:
         self._bell.set()
 
     def fork(self, error: TierKVError) -> None:
-        """Refuse all calls in a forked child, which has no loop thread.
+        """Refuse all calls in a forked child process, which has no service thread.
 
-        No lock is touched: a thread of the parent may have held it.
+        No lock is touched, since a thread of the parent process may have held it at the fork.
         """
         self.failure = error
         for call in self.pending():

@@ -1,14 +1,15 @@
 """A host tier in a process of its own, for several engines on one machine.
 
     an engine's scheduler                              the node, `tierkv serve --engine external`
-    EngineCache(node=NodeHost(path))     -- hello ---> the first one says what a block is
+    EngineCache(node=NodeHost(path))     -- hello ---> the first engine decides the kind of blocks
     its ranks map the same memory        <- memory --- one host tier, one store
-    lookup, load, save: as ever          -- calls ---> promises, slots for saves, tickets
-    its end, or death                    -- EOF -----> what it held is released
+    lookup, load, save: as without node  -- calls ---> promises, slots for saves, tickets
+    its end, or death                    -- EOF -----> all that it held is released
 
-What an engine asks of its `HostSide` goes over a Unix socket; all else of an `EngineCache` stays in
-the engine's process, and so do its ranks. Each process that may copy holds one end of a pair of
-sockets; only when the last has let go are the engine's host slots given to others.
+An engine calls its `HostSide` in the node over a Unix socket; the rest of an `EngineCache` and the
+ranks stay in the engine's process. Each process of the engine that may copy holds one end of a
+socket pair. The node gives the engine's host slots to others only after the last of these processes
+has closed its end.
 """
 
 from __future__ import annotations
@@ -101,13 +102,13 @@ _METHODS: dict[str, Callable[..., Awaitable[Any]]] = {
 
 
 class EngineHello(msgspec.Struct, frozen=True, tag="engine"):
-    """The first record of an engine.
+    """The first record that an engine sends to the node.
 
     Attributes:
-        fingerprint: fingerprint of its blocks.
-        groups: its groups of blocks.
+        fingerprint: identity of the engine's blocks.
+        groups: the engine's cache groups.
         name: name for log lines.
-        key: token that admits the engine.
+        key: token that admits the engine; "" without one.
     """
 
     fingerprint: Fingerprint
@@ -117,14 +118,15 @@ class EngineHello(msgspec.Struct, frozen=True, tag="engine"):
 
 
 class NodeMemory(msgspec.Struct, frozen=True, tag="node"):
-    """The host slots of each group, sent with one descriptor for each group and one more.
+    """The node's answer to an engine: sizes of the host slots, with file descriptors of the memory.
 
-    A process that holds the last descriptor may copy.
+    There is one descriptor for each group, and one more: a process that holds the last may copy.
 
     Attributes:
-        num_slots: number of slots of each group.
-        block_bytes: bytes of a slot of each group.
-        max_reserved: see HostSizes; the answer to `reserve` has the value of that time.
+        num_slots: by group, the number of host slots.
+        block_bytes: by group, the bytes of a slot.
+        max_reserved: by group, the number of slots that the engine may have ready for saves; each
+            answer to `reserve` updates it.
     """
 
     num_slots: tuple[int, ...]
@@ -133,7 +135,11 @@ class NodeMemory(msgspec.Struct, frozen=True, tag="node"):
 
 
 class EngineRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """The reason why this engine cannot be served here."""
+    """The node's answer to an engine that it does not serve.
+
+    Attributes:
+        reason: a sentence for the engine's error.
+    """
 
     reason: str
 
@@ -146,7 +152,12 @@ _TYPES: dict[str, Any] = {one.__name__: one for one in (Copied, HeldRun, Kept)}
 
 
 def _packed(value: Any, numbers: dict[object, int]) -> Any:  # noqa: ANN401, PLR0911 - any of them
-    """Return `value` as plain msgpack values. `numbers` has the number of each promise."""
+    """Return `value` as plain msgpack values, to be sent.
+
+    Args:
+        value: an argument or a result of a call.
+        numbers: number of each promise, which stands for it.
+    """
     if isinstance(value, HostPromise):
         return {"number": numbers[value]}
     if isinstance(value, (array, range)):
@@ -217,14 +228,14 @@ def _memory(record: bytes, num_descriptors: int) -> NodeMemory:
 
 
 class NodeHost:
-    """The node's `HostSide` for one engine: for `EngineCache(node=)`.
+    """The connection of one engine to a node with the host tier, for `EngineCache(node=...)`.
 
-    Calls are answered later, so a lookup asks again as usual. Saves and loads are planned here at
+    Calls are answered later, as with `LocalHost`. Loads and saves are planned in this process, at
     once.
 
     Args:
         path: path of the node's socket, its `node.engine_socket`.
-        name: name for the node's log lines.
+        name: name of this engine in the node's log lines.
         key: an admin's token, if the node has an auth file.
         deadline_s: seconds to wait for the node to appear.
     """
@@ -252,8 +263,8 @@ class NodeHost:
         """Connect to the node, and map its host slots.
 
         Args:
-            fingerprint: fingerprint of the engine's blocks.
-            groups: its groups of blocks.
+            fingerprint: identity of the engine's blocks.
+            groups: its cache groups.
 
         Raises:
             ConfigError: there is no such node, or it keeps blocks of another kind.
@@ -309,7 +320,16 @@ class NodeHost:
         *args: P.args,
         **named: P.kwargs,
     ) -> Call[T]:
-        """Ask the node to call a method of its `HostSide`. Never blocks."""
+        """Make the node call a method of its `HostSide` for this engine. Never blocks.
+
+        Args:
+            method: an asynchronous method of `HostSide`.
+            args: arguments of the method.
+            named: must be empty.
+
+        Returns:
+            The call, whose result comes later.
+        """
         assert not named, "a call has arguments by place alone"
         name = method.__name__
         body = msgspec.msgpack.encode([name, _packed(args, self._numbers)])
@@ -327,18 +347,19 @@ class NodeHost:
         return self.calls.submit(name, "", frame)
 
     def poll(self) -> list[Call[Any]]:
-        """Return each answered call once, if `result` was not called for it."""
+        """Return each answered call once, except calls whose `result` was read."""
         return self.calls.poll()
 
     def wait(self, timeout_s: float) -> bool:
         """Block until `poll` has a call to return, or for `timeout_s` seconds.
 
-        Return True if it has.
+        Returns:
+            True if `poll` has a call to return.
         """
         return self.calls.wait(timeout_s)
 
     def take_events(self) -> list[CacheEvent]:
-        """Refuse: events belong to the node, since they are about what all engines share.
+        """Refuse the call: the events belong to the node, since all engines share its blocks.
 
         Raises:
             BadRequestError: always.
@@ -349,7 +370,12 @@ class NodeHost:
         )
 
     def close(self) -> None:
-        """Give everything back to the node. No rank of this process may copy any more."""
+        """Wait up to 5 s for running calls, and disconnect.
+
+        The node releases all that this engine held.
+
+        The ranks of this process must have stopped copying before.
+        """
         if self._thread is None:
             return
         deadline = time.monotonic() + _GRACE_S
@@ -445,11 +471,11 @@ class NodeHost:
 
 
 class EngineListener:
-    """The socket that engines on this machine use to reach this node's host tier.
+    """The socket by which engines on this machine reach this node's host tier.
 
     Args:
         path: path of the socket, open to processes of this user alone.
-        why_not: returns why an engine with this key is not served; "" if it is.
+        why_not: returns why an engine with this key is not served; "" if it is served.
     """
 
     def __init__(self, path: str, why_not: Callable[[str], str] = lambda _: "") -> None:
@@ -476,7 +502,10 @@ class EngineListener:
                 os.unlink(self._path)
 
     async def first(self) -> EngineHello:
-        """Return the hello of the first engine, which waits until a tier for its blocks exists."""
+        """Wait for the first engine, and return its hello.
+
+        The engine is answered only in `serving`, when a tier for its blocks exists.
+        """
         while self._first is None:
             self._first = await self._hello()
         return self._first[1]
@@ -485,12 +514,12 @@ class EngineListener:
     async def serving(
         self, side: HostSide, sizes: HostSizes, settings: EngineCacheSettings
     ) -> AsyncIterator[None]:
-        """Accept engines at the socket in the body, if their fingerprint is that of `sizes`.
+        """Serve engines at the socket in the body, if their fingerprint is that of `sizes`.
 
         Args:
-            side: The host tier that engines use.
-            sizes: Fingerprint, groups and numbers of slots of the tier.
-            settings: Limits for all engines together.
+            side: the host tier that engines use.
+            sizes: fingerprint, groups and numbers of slots of the tier.
+            settings: limits for all engines together.
         """
         self._sizes, self._settings = sizes, settings
         async with task_group() as group:
@@ -507,7 +536,7 @@ class EngineListener:
                 come = await self._hello()
 
     async def _hello(self) -> tuple[socket.socket, EngineHello] | None:
-        """Return the next connection and its hello; None if it is no engine, or a refused one."""
+        """Return the next connection and its hello; None if it was refused or is not an engine."""
         try:
             end, _ = await asyncio.get_running_loop().sock_accept(self._listener)
         except OSError as error:  # such as too many open files
@@ -541,7 +570,14 @@ class EngineListener:
         return hello
 
     async def _serve(self, come: tuple[socket.socket, EngineHello], side: HostSide) -> None:
-        """Serve an engine until it has ended and none of its processes copies any more."""
+        """Serve one engine until it has ended and none of its processes can copy any more.
+
+        Then release all that it held.
+
+        Args:
+            come: the connection and the engine's hello.
+            side: the host tier.
+        """
         (end, hello), loop = come, asyncio.get_running_loop()
         try:
             mine, theirs = socket.socketpair()
@@ -582,7 +618,7 @@ class EngineListener:
             log.info("engine %s ended, and its slots and promises were released", hello.name)
 
     def _share(self) -> list[int]:
-        """Return, by group, the host slots for saves that one engine may have ready now."""
+        """Return by group the number of host slots that one engine may have ready for saves now."""
         return self._sizes.max_reserved(self._settings, self._num_here)
 
     def _welcome(
@@ -592,9 +628,16 @@ class EngineListener:
         theirs: socket.socket,
         max_reserved: Sequence[int],
     ) -> bool:
-        """Hand an engine the memory.
+        """Answer an engine's hello with the host memory, or with a refusal.
 
-        Return False if the engine's blocks are of another kind, or the engine has ended.
+        Args:
+            come: the connection and the engine's hello.
+            side: the host tier.
+            theirs: the engine's end of the socket pair that shows whether it may still copy.
+            max_reserved: by group, the number of slots that it may have ready for saves.
+
+        Returns:
+            False if the engine was refused, or has ended.
         """
         end, hello = come
         link, sizes = Link(end), self._sizes
@@ -621,7 +664,12 @@ class EngineListener:
 
 
 def _difference(mine: Fingerprint, theirs: Fingerprint) -> str:
-    """Return why an engine of `theirs` cannot be served; "" if it can."""
+    """Return why an engine's blocks cannot be kept in this tier; "" if they can.
+
+    Args:
+        mine: identity of this tier's blocks.
+        theirs: identity of the engine's blocks.
+    """
     if mine.root() == theirs.root():
         return ""
     had, asked = mine.readable(), theirs.readable()
@@ -637,14 +685,15 @@ def _difference(mine: Fingerprint, theirs: Fingerprint) -> str:
 
 
 class _Engine:
-    """One attached engine: its running calls, and the blocks and slots that it holds.
+    """One connected engine: its running calls, and the blocks and slots that it holds.
 
     Args:
         number: number of the connection.
         name: the engine's name for log lines.
-        side: the tier.
-        allowed: by group, the slots for saves that the engine was last allowed to have ready.
-        share: returns the slots that it may have ready now.
+        side: the host tier.
+        allowed: by group, the number of slots for saves that the engine was last allowed to have
+            ready.
+        share: returns the numbers that it may have ready now.
     """
 
     def __init__(
@@ -667,7 +716,12 @@ class _Engine:
         self._last_number = 0
 
     async def answer_all(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer calls until the engine closes the connection, or sends an invalid frame."""
+        """Answer calls until the engine closes the connection, or sends an invalid frame.
+
+        Args:
+            reader: the connection, for calls.
+            writer: the connection, for answers.
+        """
         async with task_group() as group:
             try:
                 while True:
@@ -700,10 +754,10 @@ class _Engine:
             _send(writer, [number, error, None])
 
     def _read(self, frame: bytes) -> tuple[int, str, list[Any]]:
-        """Return the number, method and arguments of a call.
+        """Return the number, the method and the arguments of a call.
 
         Raises:
-            BadRequestError: the frame is no call.
+            BadRequestError: the frame is not a valid call.
         """
         try:
             number, (method, packed) = msgspec.msgpack.decode(frame)
@@ -759,9 +813,10 @@ class _Engine:
         return _packed(result, self._numbers)
 
     async def _reserve(self, counts: Sequence[int]) -> list[Any]:
-        """Return slots for saves, and by group the number that the engine may have ready now.
+        """Return by group the slots for saves, and the number that the engine may have ready now.
 
-        `counts` is the number it was allowed before, less the slots it has.
+        Args:
+            counts: by group, the number that the engine was last allowed, less the slots it has.
         """
         before, self._allowed = self._allowed, self._share()
         parts = zip(counts, before, self._allowed, strict=True)
@@ -781,14 +836,14 @@ class _Engine:
         return [number, promise.num_tokens, _packed(promise.parts, {}), ticket, promise.problem]
 
     async def give_back(self) -> None:
-        """Give back everything the engine holds. None of its processes may copy any more."""
+        """Release all that the engine holds. None of its processes may copy any more."""
         for held in list(self._known.values()):
             await self._side.free(held)
         await self._side.give(self._lent)
 
 
 def _all_copied(args: list[Any]) -> list[Copied]:
-    """Return the copied blocks of all prompts in a call of `keep`."""
+    """Return the copied blocks of all prompts from the arguments of `HostSide.keep`."""
     return [some for _, copied in args[0] for some in copied]
 
 
@@ -800,14 +855,24 @@ async def _frame(reader: asyncio.StreamReader) -> bytes:
 
 
 def _send(writer: asyncio.StreamWriter, answer: list[Any]) -> None:
-    """Send an answer, unless the engine has ended: uvloop raises, asyncio drops the bytes."""
+    """Send an answer, unless the connection is closed.
+
+    A write would then raise with uvloop, and be dropped with asyncio.
+    """
     if not writer.is_closing():
         data = msgspec.msgpack.encode(answer)
         writer.write(_LENGTH.pack(len(data)) + data)
 
 
 class ExternalEngines:
-    """The engines of a node without one of its own; the first decides the kind of blocks."""
+    """The engines of a node that has no engine of its own.
+
+    The first engine to connect decides the kind of blocks.
+
+    Args:
+        listener: the socket for engines.
+        sizes: fingerprint, groups and numbers of slots of the host tier.
+    """
 
     def __init__(self, listener: EngineListener, sizes: HostSizes) -> None:
         self.sizes = sizes
@@ -815,7 +880,7 @@ class ExternalEngines:
 
     @asynccontextmanager
     async def running(self, service: Service) -> AsyncIterator[None]:
-        """Serve engines while the body runs."""
+        """Serve engines in the body; `service` has the host tier and the store."""
         settings = EngineCacheSettings()
         self._side = await self.sizes.open(service, settings)
         async with self._listener.serving(self._side, self.sizes, settings):

@@ -1,7 +1,8 @@
-"""One group of an engine's blocks on the host and in storage, found by key.
+"""The blocks of one cache group on the host and in storage, found by key.
 
-The radix tree has only the blocks of the first group of full attention. All
-code here runs on the service's loop.
+The radix tree of the index has only the blocks of the first group of full attention; every other
+group (sliding windows, recurrent states, further full attention) has a tier of this kind. All code
+here runs on the service's event loop.
 """
 
 from __future__ import annotations
@@ -35,25 +36,32 @@ _MOST_KNOWN = 64  # number of prompts with remembered keys
 
 
 def group_fingerprint(whole: Fingerprint, number: int, group: CacheGroup) -> Fingerprint:
-    """Return the fingerprint of one group's blocks, which differs for each group."""
+    """Return the identity of one cache group's blocks, from which their keys are made.
+
+    Args:
+        whole: the engine's fingerprint.
+        number: number of the group.
+        group: the group, whose layout replaces the engine's.
+    """
     return replace(whole, layout=group.layout, group=str(number))
 
 
 @dataclass(slots=True, eq=False)
 class GroupLook:
-    """The state of a lookup of a prompt in one group.
+    """The state of a lookup of one prompt in one cache group.
 
     Attributes:
-        prompt: the prompt, in blocks of the group's size.
-        keys: keys of the blocks.
-        asked: positions that storage was asked for.
-        tails_asked: positions that storage was asked for tails of.
-        stored: by position, the key of a stored block, and how many of the prompt's tokens it
-            serves.
-        lost: digests of blocks that storage reported and did not return.
-        problem: why storage is not asked any more; None while it is.
-        held: blocks that are kept on the host in this `round`.
-        round: number of times that the held blocks were released.
+        prompt: the prompt, cut into blocks of the group's size.
+        keys: key of each block.
+        asked: positions of blocks that storage was asked for.
+        tails_asked: positions at which storage was asked for partial blocks with the same
+            beginning.
+        stored: by position, the key of a block that storage has, and the number of the prompt's
+            tokens that it serves.
+        lost: keys of blocks that storage has listed but did not return.
+        problem: reason why storage is not asked any more; None while it is.
+        held: blocks that the lookup keeps from eviction.
+        round: number of times that held blocks were released.
     """
 
     prompt: Prompt
@@ -67,11 +75,16 @@ class GroupLook:
     round: int = 0
 
     def tokens(self, position: int) -> bytes:
+        """Return the tokens of the block at `position`."""
         return self.prompt.block(position)
 
 
 class _UnknownError(Exception):
-    """Storage has to be asked for the block at this position."""
+    """Storage must be asked for the block at a position before the lookup can go on.
+
+    Args:
+        position: position of the block in the prompt.
+    """
 
     def __init__(self, position: int) -> None:
         super().__init__(position)
@@ -79,7 +92,7 @@ class _UnknownError(Exception):
 
 
 class _Asked(Enum):
-    """The number of tokens of a block of which storage has not been asked."""
+    """The number of tokens that a block counts if storage has not been asked for it."""
 
     HOST_ALONE = "host"  # storage does not count at all
     HOPES = "hopes"  # all of the block
@@ -87,9 +100,15 @@ class _Asked(Enum):
 
 
 class _Valid:
-    """Number of usable prompt tokens at each position, computed when read.
+    """Number of usable tokens of the block at each position, computed when it is read.
 
-    Only the last positions of a window and a state are read.
+    A rule of a window or a state reads only the last positions.
+
+    Args:
+        tier: the cache group's tier.
+        look: the lookup.
+        limit: number of the prompt's tokens to consider.
+        unknown: what counts for blocks that storage has not been asked for.
     """
 
     def __init__(self, tier: GroupTier, look: GroupLook, limit: int, unknown: _Asked) -> None:
@@ -114,14 +133,14 @@ class _Valid:
 
 
 class GroupTier:
-    """The blocks of one group, in memory of its own.
+    """The host slots and stored blocks of one cache group.
 
     Args:
-        service: the service that the group's blocks are stored and published through.
+        service: the service that stores and publishes the group's blocks.
         number: number of the cache group.
-        group: layout and rule of the cache group.
-        memory: the group's host slots and its way to storage.
-        is_bad: returns True for the digest of a block whose loads failed too often.
+        group: layout of the group's blocks, and the rule of which blocks a prompt needs.
+        memory: the group's host slots, and the reader and writer of its stored blocks.
+        is_bad: returns True for the key of a block whose loads failed too often.
     """
 
     def __init__(
@@ -151,12 +170,13 @@ class GroupTier:
 
     @property
     def storage(self) -> StorageIO | None:
-        """The way to storage; None while no store is attached."""
+        """The reader and writer of stored blocks; None while no store is attached."""
         return self.io if self._service.store is not None else None
 
     # Looking
 
     def look(self, prompt: Prompt) -> GroupLook:
+        """Begin a lookup of `prompt` in this group. Keys of recent prompts are remembered."""
         known = self._known.get(id(prompt))  # it is not made anew for each chunk that is saved
         if known is None:
             root = self._roots.get(prompt.space)
@@ -172,14 +192,26 @@ class GroupTier:
         return GroupLook(cut, keys)
 
     def valid(self, look: GroupLook, limit: int) -> TokensAt:
-        """Return how many of the prompt's tokens the host has at each position before `limit`.
+        """Return the number of tokens that the host has of each of the prompt's blocks.
 
-        See `CacheGroup.longest`.
+        See `CacheGroup.longest`, which reads the result.
+
+        Args:
+            look: the lookup.
+            limit: number of the prompt's tokens to consider.
         """
         return _Valid(self, look, limit, _Asked.HOST_ALONE)
 
     def here(self, look: GroupLook, at: int) -> tuple[FlatBlock | None, int]:
-        """Return the host block with most leading tokens of block `at`, and their number."""
+        """Return the host block with the most leading tokens of the prompt's block at a position.
+
+        Args:
+            look: the lookup.
+            at: position of the block in the prompt.
+
+        Returns:
+            The host block, None without one, and the number of tokens that it serves.
+        """
         key = look.keys[at]
         block = self.blocks.get(key.digest)
         if block is not None and not self._is_bad(key.digest):
@@ -192,10 +224,14 @@ class GroupTier:
         return None, 0
 
     async def longest(self, look: GroupLook, limit: int) -> int:
-        """Return the longest length of at most `limit` tokens that host and storage make valid.
+        """Return the longest beginning of the prompt that host and storage have in this group.
 
-        Blocks that storage has not been asked for count as present: see `to_ask`. Tails of other
-        prompts are looked for here.
+        Blocks that storage has not been asked for yet count as present: see `to_ask`. Partial
+        blocks in storage are looked up here.
+
+        Args:
+            look: the lookup.
+            limit: largest length, in tokens.
         """
         size = self.group.block_size
         while True:
@@ -205,13 +241,13 @@ class GroupTier:
                 return length
 
     def to_ask(self, look: GroupLook, limit: int, most: int) -> list[int]:
-        """Return the positions that storage must be asked for, as `limit` tokens need them.
+        """Return the positions that storage must be asked for, if `limit` tokens are to be usable.
 
         Args:
             look: the lookup so far; [] is returned if its answers are enough.
             limit: a length in tokens.
-            most: number of positions, or more if the group needs more: those of a window or a state
-                end at `limit`.
+            most: number of positions to return; more if the group's rule needs more. For a window
+                or a state these are the positions up to `limit`.
         """
         try:
             self.group.longest(limit, _Valid(self, look, limit, _Asked.RAISES))
@@ -225,21 +261,36 @@ class GroupTier:
         return list(range(max(at + 1 - count, 0), at + 1))
 
     def missing(self, look: GroupLook, positions: Sequence[int]) -> list[int]:
-        """Return the `positions` at which the host does not have the whole block."""
+        """Return the `positions` at which the host does not have the whole block.
+
+        Args:
+            look: the lookup.
+            positions: positions of blocks in the prompt.
+        """
         return [at for at in positions if self.here(look, at)[1] < look.keys[at].num_tokens]
 
     def note_answer(self, look: GroupLook, missing: Sequence[int], there: Sequence[bool]) -> None:
-        """Note for each of the `missing` positions whether storage has its block."""
+        """Record storage's answer about blocks.
+
+        Args:
+            look: the lookup, which gets the answer.
+            missing: positions of the blocks that storage was asked for.
+            there: for each of them, True if storage has the block.
+        """
         for at, is_there in zip(missing, there, strict=True):
             key = look.keys[at]
             if is_there and not self._is_bad(key.digest) and key.digest not in look.lost:
                 look.stored[at] = (key, key.num_tokens)
 
     async def _asks_for_tail(self, look: GroupLook, at: int) -> bool:
-        """Look in storage for a tail that serves the beginning of the block at `at`.
+        """Ask storage for a partial block that has the same first tokens as the block at `at`.
+
+        Args:
+            look: the lookup, which gets the answer.
+            at: position of the block in the prompt.
 
         Returns:
-            True if a tail serves more tokens than was known.
+            True if a partial block serves more tokens than the host has.
         """
         if (
             not self.group.has_prefixes
@@ -267,10 +318,16 @@ class GroupTier:
     # Bringing and holding
 
     def hold(self, look: GroupLook, num_tokens: int) -> tuple[int, list[FlatBlock]]:
-        """Keep the blocks that the first `num_tokens` tokens need, all of them on the host.
+        """Keep the blocks that the first `num_tokens` tokens need from eviction.
+
+        All are on the host.
+
+        Args:
+            look: the lookup.
+            num_tokens: a number of tokens that `valid` allows.
 
         Returns:
-            The first position, and the blocks.
+            The position of the first of these blocks, and the blocks.
         """
         needed = self.group.needed(num_tokens)
         blocks = []
@@ -285,16 +342,20 @@ class GroupTier:
         return needed.start, blocks
 
     def release(self, look: GroupLook) -> None:
-        """Release the blocks that are held for this look."""
+        """Release the blocks that the lookup keeps from eviction."""
         look.round += 1
         held, look.held = look.held, []
         self.blocks.release(held)
 
     async def bring(self, look: GroupLook, num_tokens: int) -> str | None:
-        """Bring to the host, and hold, the stored blocks that the first `num_tokens` tokens need.
+        """Fetch stored blocks that the first `num_tokens` tokens need, and hold all needed blocks.
+
+        Args:
+            look: the lookup, which keeps the blocks from eviction until `release`.
+            num_tokens: number of leading tokens of the prompt.
 
         Returns:
-            Why a block did not arrive; None if all did.
+            Reason why a block did not arrive; None if all did.
         """
         wanted: list[int] = []
         for at in self.group.needed(num_tokens):
@@ -382,15 +443,15 @@ class GroupTier:
     def keep(
         self, prompt: Prompt, positions: Sequence[int], slots: Sequence[int]
     ) -> tuple[int, tuple[int, ...]]:
-        """Enter the blocks of `prompt` in `slots`, so that lookups find them.
+        """Make copied blocks of `prompt` findable by lookups.
 
         Args:
-            prompt: the prompt.
-            positions: positions of the blocks, in order.
-            slots: the slot of each block.
+            prompt: the prompt of the blocks.
+            positions: positions of the blocks in the prompt, in order.
+            slots: host slot of each block.
 
         Returns:
-            The number of these blocks, and the slots that were not needed.
+            The number of these blocks, and the slots of blocks that the host had already.
         """
         look, unused = self.look(prompt), []
         pairs = list(zip(positions, slots, strict=True))
@@ -409,10 +470,10 @@ class GroupTier:
     # Storing
 
     def _write_down(self, block: FlatBlock) -> None:
-        """Store a block if the rule says so by now.
+        """Store a block, if the write policy says that it is due by now.
 
-        A block that is to be stored when it is evicted is stored at once: an eviction here waits
-        for nothing.
+        With write-back, a block is due at once instead of at its eviction, because evictions here
+        do not wait for a store.
         """
         is_due = self._rule.writes_now(block.hits) or self._rule.policy is WritePolicy.WRITE_BACK
         if is_due and not block.is_stored and self.storage is not None:
@@ -435,7 +496,7 @@ class GroupTier:
             self._is_storing = False
 
     async def _flush(self, blocks: Sequence[FlatBlock]) -> list[str]:
-        """Store blocks, and return why each block that is not stored failed."""
+        """Store blocks; return the reason of each failure."""
         if any(self.blocks.get(block.key.digest) is not block for block in blocks):
             return ["the cache was deleted before the blocks were stored"] * len(blocks)
         self.blocks.hold(blocks)
@@ -455,7 +516,10 @@ class GroupTier:
         return problems
 
     async def store_missing(self, blocks: Sequence[FlatBlock]) -> None:
-        """Store those of the held `blocks` that storage does not have.
+        """Store those of the given blocks that storage does not have.
+
+        Args:
+            blocks: blocks that the caller keeps from eviction.
 
         Raises:
             StoreUnavailableError: a block was not stored.
@@ -475,9 +539,10 @@ class GroupTier:
     # What is known of it
 
     def findings(self, num_holds: int) -> list[str]:
-        """Return a sentence for each error, given that promises hold `num_holds` blocks.
+        """Recount the group's blocks; return a sentence for each fault. No copy may be running.
 
-        No copy may be under way.
+        Args:
+            num_holds: number of blocks that promises hold in this group.
         """
         wrong = self.blocks.findings()
         if self._coming or self._is_storing:
@@ -492,7 +557,7 @@ class GroupTier:
         self._tell(CacheEventKind.EVICTED, block)
 
     def runs(self) -> list[BlockRun]:
-        """Return all blocks of the group, each as a run of its own, for events."""
+        """Return all blocks of the group as runs of one block each, for events."""
         return [_run(block, self.number) for block in self.blocks]
 
     def _tell(self, what: CacheEventKind, block: FlatBlock) -> None:

@@ -1,4 +1,4 @@
-"""The engine's names of the blocks on the host, for an engine's thread to look at by itself."""
+"""The engine's names of blocks on the host, which the engine's thread can read without a call."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from tierkv.sched.events import CacheEvent, CacheEventKind, ExternalId
 
 
 class HostNames:
-    """Names of the blocks of one group that lookups find on the host.
+    """Names of the blocks of one cache group that lookups find on the host.
 
     The service's thread writes. Any thread may read: each read is one operation on a dict, which no
-    other thread can cut in two. An answer is advice, since blocks come and go meanwhile.
+    other thread can interrupt. An answer is advice only, since blocks may come and go right after.
 
     Args:
-        group: number of the group, which must be the index's: its blocks are there without gaps.
+        group: number of the cache group; must be the group in the index, in which a prompt's blocks
+            on the host have no gaps.
     """
 
     wants_tokens = False
@@ -33,11 +34,11 @@ class HostNames:
 
     @property
     def digests(self) -> set[bytes]:
-        """The keys of the host blocks that the engine has named (`external_ids`), for `verify`."""
+        """The keys of the named blocks, for `verify`."""
         return set(self._names)
 
     def put(self, event: CacheEvent) -> None:
-        """Follow an event about blocks on the host. See EventListener."""
+        """See `EventListener.put`. Events of stored and evicted host blocks change the names."""
         if event.tier != "host" or event.group != self._group:
             return
         if event.kind is CacheEventKind.STORED:
@@ -49,7 +50,12 @@ class HostNames:
                     del self._digests[name]
 
     def add(self, digests: Iterable[bytes], names: Iterable[ExternalId | None]) -> None:
-        """Add blocks that are on the host; a block without a name is left out."""
+        """Add blocks that are on the host.
+
+        Args:
+            digests: key of each block.
+            names: the engine's name of each block; blocks with None are left out.
+        """
         for digest, name in zip(digests, names, strict=False):
             if name is not None:
                 self._names[digest] = name
@@ -62,8 +68,11 @@ class HostNames:
 
 
 def num_leading(names: Sequence[ExternalId], is_there: Callable[[ExternalId], bool]) -> int:
-    """Return how many of the `names`, from the first on, are there.
+    """Return the number of a prompt's leading blocks that are present.
 
-    The names are of a prompt's blocks: where one is there, so are all before it.
+    Args:
+        names: the engine's names of the prompt's blocks, from the first on. If a block is present,
+            all blocks before it are.
+        is_there: returns True if the block of a name is present.
     """
     return bisect_left(range(len(names)), 1, key=lambda at: not is_there(names[at]))

@@ -1,7 +1,9 @@
 """The service's side of an `EngineCache`: promises on the host tier, slots for saves, tickets.
 
-Everything here runs on the service's loop. Blocks of the first group of full attention are in the
-service's index; each other group has a `GroupTier` beside it.
+A promise is a set of host blocks that are held for one request until the engine has loaded them.
+All code here runs on the service's event loop. The engine's layers form cache groups (layers with
+the same layout and the same rule of which blocks are needed). Blocks of the first group of full
+attention are in the service's index; each other group has a `GroupTier`.
 """
 
 from __future__ import annotations
@@ -82,11 +84,12 @@ class EngineCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """Limits of an engine's host tier.
 
     Attributes:
-        max_promised: share of host slots that lookups may hold for requests that wait.
-        promise_ttl_s: seconds that a promise is held before it is loaded.
+        max_promised: share of host slots that lookups may hold for requests that have not loaded
+            yet.
+        promise_ttl_s: seconds that found blocks are held for a load.
         save_blocks: number of host slots kept ready for saves.
-        max_failures: number of failed loads after which a block is offered no more.
-        max_events: number of events that may wait to be taken.
+        max_failures: number of failed loads after which a block is found no more.
+        max_events: number of events that may wait to be read.
         event_tokens: events carry the tokens of blocks, which are the content of prompts.
     """
 
@@ -107,7 +110,14 @@ class EngineCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
 
 def whole_fingerprint(fingerprint: Fingerprint, groups: Sequence[CacheGroup]) -> Fingerprint:
-    """Return the fingerprint of an engine, with all of its groups."""
+    """Return the fingerprint of an engine, extended by a description of its cache groups.
+
+    Engines share blocks only if both agree. With one group of full attention it is unchanged.
+
+    Args:
+        fingerprint: the engine's fingerprint.
+        groups: its cache groups.
+    """
     if len(groups) == 1 and groups[0].kind is GroupKind.FULL:
         return fingerprint  # all keys are what they were
     return replace(fingerprint, groups="; ".join(map(str, groups)))
@@ -115,13 +125,13 @@ def whole_fingerprint(fingerprint: Fingerprint, groups: Sequence[CacheGroup]) ->
 
 @dataclass(frozen=True, slots=True)
 class HostSizes:
-    """The groups of blocks that a host tier is made for, and the number of slots of each.
+    """The cache groups that a host tier is made for, and the number of host slots of each.
 
     Attributes:
-        fingerprint: the engine's fingerprint, with all groups.
-        groups: the groups of blocks.
+        fingerprint: the engine's fingerprint, extended by its groups.
+        groups: the cache groups.
         num_slots: number of host slots of each group.
-        main: number of the group with the fingerprint's layout.
+        main: number of the group whose layout is the fingerprint's.
     """
 
     fingerprint: Fingerprint
@@ -141,10 +151,10 @@ class HostSizes:
 
         Args:
             fingerprint: the engine's fingerprint.
-            groups: its groups of blocks.
+            groups: its cache groups.
             host_bytes: bytes of all host slots together.
-            shards: layouts of a block's parts in a host slot, side by side, if blocks are stored in
-                these parts; () otherwise.
+            shards: layout of each rank's part of a block, side by side in a host slot, if the parts
+                are stored separately; () otherwise.
 
         Raises:
             ConfigError: the groups are not those of the fingerprint, or there is no room for two
@@ -170,21 +180,32 @@ class HostSizes:
     def for_blocks(
         cls, fingerprint: Fingerprint, groups: Sequence[CacheGroup], num_blocks: int
     ) -> HostSizes:
-        """Return sizes with room for `num_blocks` blocks of a prompt in all groups."""
+        """Return sizes with room for `num_blocks` blocks of tokens in all groups.
+
+        Args:
+            fingerprint: the engine's fingerprint.
+            groups: its cache groups.
+            num_blocks: number of blocks of the main group; each other group gets room for as many
+                tokens.
+
+        Raises:
+            ConfigError: the groups are not those of the fingerprint, or there is no room for two
+                blocks of each.
+        """
         size = groups[main_group(groups)].block_size
         of_block = sum(-(-one.layout.block_bytes * size // one.block_size) for one in groups)
         return cls.of(fingerprint, groups, num_blocks * of_block)
 
     @property
     def indexed(self) -> int | None:
-        """The number of the group in the service's index.
+        """The number of the group whose blocks are in the service's index.
 
-        None if `main` is not of full attention.
+        None without full attention.
         """
         return self.main if self.groups[self.main].kind is GroupKind.FULL else None
 
     def settings(self, cache: CacheSettings) -> CacheSettings:
-        """Return the rules of `cache`, with these slots and no device."""
+        """Return the rules of `cache`, with the host slots of these sizes and no device tier."""
         in_index = 1 if self.indexed is None else self.num_slots[self.main]
         return msgspec.structs.replace(
             cache,
@@ -195,9 +216,13 @@ class HostSizes:
         )
 
     def max_reserved(self, settings: EngineCacheSettings, num_engines: int = 1) -> list[int]:
-        """Return, by group, the most host slots that one engine has ready for saves.
+        """Return by group the largest number of host slots that one engine has ready for saves.
 
-        All `num_engines` engines together have at most a quarter of the slots.
+        All engines together have at most a quarter of the slots ready.
+
+        Args:
+            settings: the limit of one engine.
+            num_engines: number of engines that share the host tier.
         """
         most, parts = settings.save_blocks, 4 * num_engines
         return [max(min(most, count // parts), 1) for count in self.num_slots]
@@ -211,7 +236,12 @@ class HostSizes:
         ]
 
     async def open(self, service: Service, settings: EngineCacheSettings) -> HostSide:
-        """Return the host side of a running service. Call it on the service's loop."""
+        """Return the host side of a running service. Must be called on the service's loop.
+
+        Args:
+            service: the service, made with these sizes.
+            settings: limits of promises, saves and events.
+        """
         side = HostSide(
             service,
             self.groups,
@@ -228,7 +258,12 @@ class HostSizes:
 
 @dataclass(frozen=True, slots=True)
 class HeldRun:
-    """Slots of one group's blocks in a row, from position `first` in the prompt on."""
+    """Host slots of consecutive blocks of one group.
+
+    Attributes:
+        first: position of the first block in the prompt.
+        slots: host slot of each block.
+    """
 
     first: int
     slots: array[int]
@@ -236,19 +271,21 @@ class HeldRun:
 
 @dataclass(slots=True, eq=False)
 class HostPromise:
-    """Tokens of a prompt on the host, held for one request until it has loaded them.
+    """Leading tokens of a prompt on the host, held for one request until it has loaded them.
 
     Attributes:
-        num_tokens: number of tokens.
-        parts: slots of the blocks of each group, with the last or partly shared block.
-        lease: lease on the index's blocks.
-        held: held blocks of each other group.
+        num_tokens: number of these tokens.
+        parts: by group, host slots of the blocks that the tokens need; the last block may be
+            partial.
+        lease: the reference that keeps the index's blocks from eviction.
+        held: by group outside the index, the held blocks.
         ticket: the ticket that was claimed; None without one.
-        problem: why there are not more tokens; None if nothing went wrong.
-        storage_tokens: number of tokens that were brought from storage for this promise.
-        num_blocks: number of blocks that the promise counts for, by group.
+        problem: reason why there are not more tokens; None if nothing went wrong.
+        storage_tokens: number of tokens that were fetched from storage for this promise.
+        num_blocks: by group, the blocks that count against the limit of all promises.
         timer: ends the promise when it expires.
-        owner: has one entry. The code that ends the promise takes it, in one step on any thread.
+        owner: has one entry while the promise holds blocks. Code that ends the promise removes the
+            entry first, which only one thread or task can.
     """
 
     num_tokens: int
@@ -268,11 +305,14 @@ class HostPromise:
 
     @property
     def is_over(self) -> bool:
-        """True if the promise was loaded, released, or has expired."""
+        """True if the promise was loaded or released, or has expired."""
         return not self.owner
 
     def take(self) -> bool:
-        """End the promise, and return True; False if another thread or task has ended it before."""
+        """End the promise; return False if another thread or task has ended it before.
+
+        The caller that gets True must release the blocks.
+        """
         if not self.owner:  # mostly; an error costs as much as all of a lookup
             return False
         try:
@@ -283,9 +323,12 @@ class HostPromise:
 
 
 class _OnHost(NamedTuple):
-    """The number of a prompt's tokens that the index has on the host.
+    """The leading tokens of a prompt that the index has on the host.
 
-    The tokens are in the first `stop` blocks of the path to `node`.
+    Attributes:
+        num_tokens: number of these tokens.
+        node: the node of the radix tree with the last block; None without any.
+        stop: number of blocks on the path to `node` that have the tokens.
     """
 
     num_tokens: int
@@ -295,12 +338,12 @@ class _OnHost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """Blocks of one group that were copied to `slots`.
+    """Blocks of one group that the engine has copied to host slots.
 
     Attributes:
         group: number of the group.
-        positions: positions of the blocks in a prompt.
-        slots: the slot of each block.
+        positions: position of each block in its prompt.
+        slots: host slot of each block.
         external_ids: the engine's name of each block; () if it gives none.
     """
 
@@ -312,11 +355,12 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The outcome of `HostSide.keep`.
+    """The result of `HostSide.keep`.
 
     Attributes:
-        num_blocks: number of blocks of each prompt that lookups find now.
-        unused: by group, the slots that were not needed.
+        num_blocks: by prompt, the number of blocks that lookups find now.
+        unused: by group, host slots that were not needed, since their blocks were there already or
+            cannot be kept.
     """
 
     num_blocks: tuple[int, ...]
@@ -324,12 +368,12 @@ class Kept:
 
 
 class _Planned(NamedTuple):
-    """A length that every group can have.
+    """The longest beginning of a prompt that every group has on the host or in storage.
 
     Attributes:
-        num_tokens: the length.
-        problem: why it is not longer; None if nothing went wrong.
-        known: storage's answer about the index's group; None if it gave none.
+        num_tokens: number of its tokens.
+        problem: reason why it is not longer; None if nothing went wrong.
+        known: storage's answer about blocks of the index's group; None if there is none.
     """
 
     num_tokens: int
@@ -339,18 +383,20 @@ class _Planned(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Bringing:
-    """Blocks that are brought for a promise.
+    """The state of a fetch of blocks for one promise.
 
     Attributes:
-        budget: budget of the lookup.
-        promise: the promise; None once it holds the blocks, or its request goes on without them.
-        is_timed: True if all groups are timed together here, not each by its fetch.
-        here: number of tokens that the host had before.
-        is_try: True if the blocks are brought to find out how fast storage is.
-        is_late: True if the request goes on without the blocks.
-        has_answered: True if storage has said what it has.
-        transfer: the transfer of the blocks that storage has.
-        is_missing: True if storage has said that it has no more.
+        budget: the time that the lookup may wait for storage.
+        promise: the promise to fill; None once it holds the blocks, or its request continues
+            without them.
+        is_timed: True if all groups are timed together here; False if the fetch of the only group
+            is timed by itself.
+        here: number of leading tokens that the host had before.
+        is_try: True if the blocks are fetched to measure the speed of storage.
+        is_late: True if the request continues without the blocks, and the fetch goes on.
+        has_answered: True if storage has answered which blocks it has.
+        transfer: the measured transfer of the blocks that storage has; None before the answer.
+        is_missing: True if storage has answered that it has no further block.
     """
 
     budget: Budget
@@ -365,18 +411,18 @@ class _Bringing:
 
 
 class HostSide:
-    """The service's side of an engine's cache.
+    """The service's side of an engine's cache; `EngineCache` calls it.
 
     Args:
-        service: the service.
-        groups: groups of the engine's blocks.
+        service: the service, which has the index, the host slots and the store.
+        groups: the engine's cache groups.
         main: number of the group in the service's index; None if no group is of full attention.
-        max_promised: by group, the blocks that all promises hold together; a larger promise is
-            held alone.
-        max_reserved: by group, the host slots kept ready for saves.
-        max_failures: see EngineCacheSettings.
-        max_events: see EngineCacheSettings.
-        event_tokens: see EngineCacheSettings.
+        max_promised: by group, the largest number of blocks that all promises hold together. A
+            promise of more blocks is made while no other one exists.
+        max_reserved: by group, the number of host slots kept ready for saves.
+        max_failures: see `EngineCacheSettings`.
+        max_events: see `EngineCacheSettings`.
+        event_tokens: see `EngineCacheSettings`.
     """
 
     def __init__(  # noqa: PLR0913 - bounds
@@ -422,14 +468,14 @@ class HostSide:
 
     @property
     def slots(self) -> list[HostSlots]:
-        """The host slots of each group."""
+        """The host slots of each cache group."""
         return [
             self._service.host_slots if number == self._main else self._tiers[number].host
             for number in range(len(self._groups))
         ]
 
     def begin(self, service: Service) -> None:
-        """Listen to the service's events from now on."""
+        """Start collecting the service's events of cached blocks."""
         events = service.events
         events.groups, events.indexed = self._groups, self._main or 0
         events.beside = lambda: [run for tier in self._tiers.values() for run in tier.runs()]
@@ -441,7 +487,7 @@ class HostSide:
         service.flat_blocks = [tier.blocks for tier in self._tiers.values()]
 
     def take_events(self) -> list[CacheEvent]:
-        """Return the events since the last call, with the engine's block hashes; thread-safe."""
+        """Return the events since the last call, with the engine's names of blocks. Thread-safe."""
         return self._events.take()
 
     # Promises
@@ -454,16 +500,16 @@ class HostSide:
         limit: int | None = None,
         external_ids: Sequence[Sequence[ExternalId | None]] = (),
     ) -> HostPromise:
-        """Bring to the host what storage has of `prompt`, and hold what is there then.
+        """Fetch the blocks of `prompt` that storage has, then hold its blocks on the host.
 
         A cancelled call holds nothing.
 
         Args:
-            prompt: the prompt.
+            prompt: the prompt to look up.
             ticket_id: id of a ticket to wait for; None for none.
             promise_ttl_s: seconds after which the promise expires.
-            limit: number of tokens to hold at most; None for all.
-            external_ids: by group, the engine's names of its blocks from the first on.
+            limit: largest number of tokens to hold; None for all.
+            external_ids: by group, the engine's names of the prompt's blocks from the first on.
 
         Raises:
             HandoffError: the ticket does not come, or is for another prompt.
@@ -498,7 +544,7 @@ class HostSide:
         return promise
 
     def _most_needed(self, prompt: Prompt) -> list[int]:
-        """Return, by group, the most blocks that a promise of the prompt or a part of it holds."""
+        """Return by group the largest number of blocks that a promise of the prompt can hold."""
         most = []
         for group in self._groups:
             whole = group.needed(prompt.num_tokens)
@@ -508,17 +554,23 @@ class HostSide:
         return most
 
     async def count(self, prompt: Prompt) -> HostPromise:
-        """Return the promise that a lookup would make now, without holding blocks."""
+        """Return the promise that a lookup would make now, without fetching or holding blocks."""
         planned = await self._plan(prompt, self._looks(prompt), prompt.num_tokens)
         return HostPromise(planned.num_tokens, problem=planned.problem)
 
     async def _ticket(
         self, ticket_id: str, prompt: Prompt, budget: Budget, deadline_s: float
     ) -> tuple[Ticket, Sequence[StoredKey]]:
-        """Wait for the ticket; return it and the prompt's keys.
+        """Wait for the ticket; return it with the keys of the prompt's blocks.
+
+        Args:
+            ticket_id: id of the ticket.
+            prompt: the prompt that the ticket must be for.
+            budget: the time that the lookup may wait.
+            deadline_s: seconds until the wait ends.
 
         Raises:
-            HandoffError: the ticket does not come; the engine computes the prompt then.
+            HandoffError: the ticket does not come; the engine then computes the prompt.
         """
         handoff = self._service.require_handoff()
         try:
@@ -537,14 +589,17 @@ class HostSide:
             raise
 
     async def _bring_ahead(self, prompt: Prompt) -> bool:
-        """Bring the index's blocks of `prompt` to the host; return whether all of them came."""
+        """Fetch the index's blocks of `prompt` before its ticket comes; return True if all came."""
         step_s = self._service.settings.fetch_deadline_s
         bringing = _Bringing(Budget(step_s, step_s=step_s))
         async with self._fetched(prompt, (), bringing) as problem:
             return problem is None
 
     async def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Record the speed of a prefill: fetching is weighed against it (Service.note_prefill)."""
+        """Record the speed of a prefill, which decides between fetching and computing.
+
+        See `Service.note_prefill`.
+        """
         self._service.note_prefill(num_tokens, seconds)
 
     # What can be had in all groups
@@ -560,12 +615,11 @@ class HostSide:
         Host and storage count together; storage is asked once for all groups.
 
         Args:
-            prompt: the prompt.
+            prompt: the prompt to look up.
             looks: the blocks that each cache group has on the host, by group number.
             bound: largest number of tokens.
-            num_promised: first blocks of the index's group that a ticket lists as stored; storage
-                is not
-                asked for these.
+            num_promised: number of leading blocks of the index's group that a ticket lists as
+                stored; storage is not asked for these.
         """
         if self._main is None:
             await self._ask(looks, self._first_asked(looks, bound))
@@ -591,10 +645,14 @@ class HostSide:
         return _Planned(length, problem or _problem_of(looks), None if problem else known)
 
     def _first_asked(self, looks: dict[int, GroupLook], bound: int) -> dict[int, Sequence[int]]:
-        """Return, by cache group, the positions of the blocks in the first lookup in storage.
+        """Return by cache group the positions of the blocks in the first lookup in storage.
 
-        If there is a group of full attention, these are all blocks of a short prompt, so that no
-        second lookup is needed.
+        If there is a group of full attention and the prompt is short, these are all blocks, so that
+        no second lookup is needed.
+
+        Args:
+            looks: by group number, the lookup so far.
+            bound: number of tokens to look up.
         """
         tiers = {n: self._tiers[n] for n in looks if self._tiers[n].storage is not None}
         whole = {n: range(-(-bound // tier.group.block_size)) for n, tier in tiers.items()}
@@ -603,7 +661,14 @@ class HostSide:
         return {n: tier.to_ask(looks[n], bound, _FEWEST_ASKED) for n, tier in tiers.items()}
 
     async def _ask(self, looks: dict[int, GroupLook], wanted: Mapping[int, Sequence[int]]) -> None:
-        """Ask storage once, for all groups, which of the `wanted` positions' blocks it has."""
+        """Ask storage once, for all groups, which of the wanted blocks it has.
+
+        Answers are recorded in `looks`; blocks that were asked for before are left out.
+
+        Args:
+            looks: by group number, the lookup so far.
+            wanted: by group number, positions of the blocks.
+        """
         missing: dict[int, list[int]] = {}
         for number, positions in wanted.items():
             look = looks[number]
@@ -628,10 +693,13 @@ class HostSide:
             tier.note_answer(look, some, there)
 
     async def _longest(self, looks: dict[int, GroupLook], bound: int) -> int:
-        """Return the longest length that host and storage have in the groups outside the index.
+        """Return the longest beginning that host and storage have in all groups outside the index.
 
-        The length is at most `bound` tokens. Storage is asked for all groups at once, in batches
-        that grow.
+        Storage is asked for all groups at once, in batches that grow.
+
+        Args:
+            looks: by group number, the lookup so far.
+            bound: largest length, in tokens.
         """
         length, most = bound, _FEWEST_ASKED
         while True:
@@ -651,7 +719,12 @@ class HostSide:
             most *= _MORE_ASKED
 
     def _longest_here(self, looks: dict[int, GroupLook], bound: int) -> int:
-        """Return the longest length that the host alone has in the groups outside the index."""
+        """Return the longest beginning that the host alone has in all groups outside the index.
+
+        Args:
+            looks: by group number, the lookup so far.
+            bound: largest length, in tokens.
+        """
         valid = [
             (self._groups[number], self._tiers[number].valid(look, bound))
             for number, look in looks.items()
@@ -666,10 +739,17 @@ class HostSide:
         promise: HostPromise,
         bound: int,
     ) -> str | None:
-        """Bring to the host, and hold for `promise`, the longest length that every group can have.
+        """Fetch missing blocks, and hold the longest beginning that every group has then.
 
-        The length is at most `bound` tokens. Returns why it is not the whole prompt; None if
-        nothing went wrong.
+        Args:
+            prompt: the prompt to look up.
+            keys: keys of the blocks that a ticket lists; () without a ticket.
+            budget: the time that the lookup may wait for storage.
+            promise: gets the held blocks.
+            bound: largest number of tokens to hold.
+
+        Returns:
+            Reason why it is not the whole prompt; None if nothing went wrong.
         """
         bringing = _Bringing(budget, promise)
         if not self._tiers or self._service.store is None:  # a fetch of one group decides by itself
@@ -686,10 +766,19 @@ class HostSide:
     async def _bring_all_groups(
         self, prompt: Prompt, keys: Sequence[StoredKey], bringing: _Bringing, bound: int
     ) -> str | None:
-        """Bring blocks as `_brought` does, if that is estimated to be faster than computing.
+        """Fetch missing blocks as `_brought` does, if that seems to be faster than computing.
 
-        The wait ends with the budget. If the request may compute, the work goes on without it,
-        which measures how fast the tier is.
+        The wait ends with the budget. If the request may compute then, the fetch goes on without
+        it, which measures the speed of storage.
+
+        Args:
+            prompt: the prompt to look up.
+            keys: keys of the blocks that a ticket lists; () without a ticket.
+            bringing: the state of the fetch.
+            bound: largest number of tokens to hold.
+
+        Returns:
+            Reason why it is not the whole prompt; None if nothing went wrong.
         """
         service, budget, promise = self._service, bringing.budget, bringing.promise
         assert promise is not None, "its request waits"
@@ -742,9 +831,16 @@ class HostSide:
         bound: int,
         answered: asyncio.Future[str | None],
     ) -> None:
-        """Bring all groups, and note how fast storage was.
+        """Fetch missing blocks as `_brought` does, and measure the speed of storage.
 
-        If the request may compute, the work ends after the deadline for fetches.
+        If the request may compute, the fetch ends at `cache.fetch_deadline_s`.
+
+        Args:
+            prompt: the prompt to look up.
+            keys: keys of the blocks that a ticket lists; () without a ticket.
+            bringing: the state of the fetch.
+            bound: largest number of tokens to hold.
+            answered: gets the reason why it is not the whole prompt; None if nothing went wrong.
         """
         service, time = self._service, asyncio.get_running_loop().time
         tier, began_at = service.estimator.tier, time()
@@ -764,7 +860,7 @@ class HostSide:
         _tell(answered, problem)
 
     def _all_here(self, prompt: Prompt, bound: int) -> int:
-        """Return the longest length of at most `bound` tokens that the host has in every group."""
+        """Return the longest beginning, up to `bound` tokens, that the host has in every group."""
         return self._longest_here(self._looks(prompt), self._on_host(prompt, bound).num_tokens)
 
     async def _brought(
@@ -774,10 +870,21 @@ class HostSide:
         bringing: _Bringing,
         bound: int,
     ) -> str | None:
-        """Bring blocks, and hold them if the request still waits; return why some did not arrive.
+        """Fetch missing blocks.
 
-        Blocks that storage reported and has lost make the length shorter, and are not asked for
-        again.
+        If the request still waits, hold the longest beginning for its promise.
+
+        A block that storage has listed but lost meanwhile makes the beginning shorter, and is not
+        asked for again.
+
+        Args:
+            prompt: the prompt to look up.
+            keys: keys of the blocks that a ticket lists; () without a ticket.
+            bringing: the state of the fetch.
+            bound: largest number of tokens to hold.
+
+        Returns:
+            Reason why a block did not arrive; None if all did.
         """
         looks, problem, estimator = self._looks(prompt), None, self._service.estimator
         time = asyncio.get_running_loop().time
@@ -819,7 +926,13 @@ class HostSide:
         return problem
 
     def _note_answer(self, bringing: _Bringing, num_tokens: int, seconds: float) -> None:
-        """Record that storage answered after `seconds`, and has `num_tokens` tokens more."""
+        """Record storage's answer to a lookup, and start measuring the transfer of its blocks.
+
+        Args:
+            bringing: the state of the fetch.
+            num_tokens: number of tokens that storage has beyond the host.
+            seconds: time that the answer took.
+        """
         estimator = self._service.estimator
         estimator.tier.note_answer(seconds, has_found=num_tokens > 0)
         if num_tokens > 0:
@@ -830,9 +943,14 @@ class HostSide:
             bringing.budget.arrived()
 
     async def _foreign(self, prompt: Prompt, num_tokens: int, bringing: _Bringing) -> str | None:
-        """Return a sentence if the next block was stored by an engine with another number of ranks.
+        """Return a sentence if the next block is stored, but for another number of ranks.
 
-        Such a block is of no use here. None if there is no such block.
+        Such a block cannot be used here. None if there is no such block.
+
+        Args:
+            prompt: the prompt to look up.
+            num_tokens: number of leading tokens that were found.
+            bringing: the state of the fetch.
         """
         storage = self._service.tiers.copies.storage
         if storage is None or self._main is None or len(self._groups) > 1:
@@ -857,14 +975,14 @@ class HostSide:
         bringing: _Bringing,
         known: Beyond | None = None,
     ) -> AsyncIterator[GetOutcome | None]:
-        """Fetch the index's blocks of a prompt, and keep them on the host in the body.
+        """Fetch a prompt's blocks of the index's group, and keep them on the host during the body.
 
-        Yields why not all of them arrived; None if they did. The promise records how many tokens
-        came.
+        The body gets the reason why not all of them arrived; None if they did. The promise records
+        the number of fetched tokens.
 
         Args:
-            prompt: the prompt.
-            keys: keys of the blocks that a ticket promises; () without a ticket.
+            prompt: the prompt to look up.
+            keys: keys of the blocks that a ticket lists; () without a ticket.
             bringing: the budget and the promise.
             known: storage's answer about these blocks; None if it was not asked.
         """
@@ -891,7 +1009,7 @@ class HostSide:
             fetched.release()
 
     def _on_host(self, prompt: Prompt, bound: int) -> _OnHost:
-        """Return what the index has on the host of the first `bound` tokens now."""
+        """Return the leading tokens, at most `bound`, that the index has on the host now."""
         if self._main is None:
             return _OnHost(bound, None, 0)
         index, size, group = self._service.index, prompt.block_size, self._groups[self._main]
@@ -920,7 +1038,7 @@ class HostSide:
     ) -> None:
         """Hold for `promise` the first `num_tokens` tokens, which the host has in every group.
 
-        There is no await in here: no block can be evicted in between.
+        The method has no await, so that no block can be evicted between check and hold.
         """
         promise.num_tokens = num_tokens
         promise.parts = [HeldRun(0, array("i")) for _ in self._groups]
@@ -939,9 +1057,12 @@ class HostSide:
 
     @asynccontextmanager
     async def _room(self, num_blocks: list[int]) -> AsyncIterator[HostPromise]:
-        """Wait until `num_blocks` blocks of each group may be promised, and provide a promise.
+        """Wait until more blocks may be promised, and provide a new promise to the body.
 
         Waiting calls are served in order. If the body fails, the promise is released.
+
+        Args:
+            num_blocks: by group, the number of blocks that the promise may hold.
         """
         promise = HostPromise(0)
         async with self._turn:
@@ -972,17 +1093,18 @@ class HostSide:
             self._release(promise)
 
     async def free(self, promise: HostPromise) -> None:
-        """Release a promise that the request does not need; the caller has taken it."""
+        """Release a promise that the request does not load; its `take` must have returned True."""
         self._release(promise)
 
     async def loaded(self, promise: HostPromise, failed: Sequence[Sequence[int]]) -> None:
         """Release a promise after its load.
 
-        The ticket of a prompt that loaded whole is acknowledged.
+        If the whole prompt of a ticket was loaded, the ticket is acknowledged to its publisher.
 
         Args:
             promise: the promise whose blocks the engine has loaded.
-            failed: by group, positions of blocks that did not load; each counts against its block.
+            failed: by group, positions of blocks that did not load. Each failure counts against the
+                block, which is found no more after `max_failures`.
         """
         for number, positions in enumerate(failed):
             if not positions:
@@ -1024,7 +1146,14 @@ class HostSide:
     # Saves
 
     async def reserve(self, counts: Sequence[int]) -> list[list[int]]:
-        """Return, by group, up to `counts` host slots for saves; blocks are evicted for them."""
+        """Reserve host slots for saves, if necessary by evicting blocks.
+
+        Args:
+            counts: by group, the number of slots wanted.
+
+        Returns:
+            By group, the slots: as many as could be freed.
+        """
         found = [
             self._reserve(count)
             if number == self._main
@@ -1051,10 +1180,13 @@ class HostSide:
         return found
 
     async def keep(self, saves: Sequence[tuple[Prompt, Sequence[Copied]]]) -> Kept:
-        """Let lookups find the copied blocks of each prompt.
+        """Make copied blocks findable by lookups.
 
-        A block whose parent in the index was evicted in between is not kept, nor is a block that
-        may have been computed before a deletion.
+        A block is not kept if the block before it in the index was evicted meanwhile, or if cached
+        content was deleted after its slot was reserved, since its bytes may be of before.
+
+        Args:
+            saves: each prompt with its copied blocks.
         """
         num_blocks = [0] * len(saves)
         unused: list[list[int]] = [[] for _ in self._groups]
@@ -1078,7 +1210,7 @@ class HostSide:
         return Kept(tuple(num_blocks), tuple(map(tuple, unused)))
 
     def _are_of_old(self, copied: Sequence[Copied]) -> bool:
-        """Return whether a deletion has begun since one of these slots was reserved."""
+        """Return True if cached content was deleted after one of these slots was reserved."""
         generation, is_of_old = self._service.deletions.generation, False
         for some in copied:
             for slot in some.slots:
@@ -1121,7 +1253,14 @@ class HostSide:
         positions: Iterable[int],
         names: Sequence[ExternalId | None],
     ) -> None:
-        """Record the engine's names of blocks, for events about them."""
+        """Record the engine's names of blocks, for events about these blocks.
+
+        Args:
+            prompt: the prompt of the blocks.
+            group: number of their cache group.
+            positions: position of each block in the prompt.
+            names: the engine's name of each block; None for no name.
+        """
         if not names:
             return
         if group == self._main:
@@ -1137,7 +1276,12 @@ class HostSide:
                 self._service.events.note_name(digest, name)
 
     async def name_blocks(self, prompt: Prompt, names: Sequence[ExternalId | None]) -> None:
-        """Record the engine's names of the index's blocks of `prompt` that are on the host."""
+        """Record the engine's names of those blocks of `prompt` that the index has on the host.
+
+        Args:
+            prompt: the prompt of the blocks.
+            names: the engine's name of each block, from the first on; None for no name.
+        """
         index = self._service.index
         for first in range(0, len(names), HASHED_BLOCKS):
             stop = min(first + HASHED_BLOCKS, len(names))
@@ -1151,7 +1295,11 @@ class HostSide:
             await asyncio.sleep(0)  # others have their turn
 
     async def give(self, slots: Sequence[Iterable[int]]) -> None:
-        """Give back, by group, reserved slots that no copy writes any more."""
+        """Give back reserved host slots that were not used for saves.
+
+        Args:
+            slots: by group, the slots; no copy may still write them.
+        """
         for number, some in enumerate(slots):
             if number != self._main:
                 self._tiers[number].blocks.give(list(some))
@@ -1167,13 +1315,13 @@ class HostSide:
     async def keep_session(self, session: str, prompt: Prompt, ttl_s: float) -> None:
         """Evict the index's blocks of `prompt` on the host last, for `ttl_s` seconds.
 
-        A later call for the same session replaces this one; one with 0 seconds ends it. Of more
-        than 10,000 sessions the oldest ends.
+        A later call for the same session replaces this one. Beyond 10,000 sessions, the one with
+        the oldest turn ends.
 
         Args:
-            session: id of the session.
+            session: id of the session (a conversation).
             prompt: the prompt with the answer, as far as it is cached.
-            ttl_s: seconds until the session is over.
+            ttl_s: seconds until the session is over; 0 to end it now.
         """
         pins = self._service.tiers.pins
         self._sessions.pop(session, None)
@@ -1189,19 +1337,19 @@ class HostSide:
     # Tickets
 
     async def publish(self, number: int, prompt: Prompt, ticket_id: str) -> Published:
-        """Store the saved blocks of `prompt` that storage does not have, and then a ticket.
+        """Store the blocks of `prompt` as the engine saves them, then a ticket for them.
 
-        The blocks are stored as they are saved. The ticket follows once `finish` was called with
-        the same number.
+        Blocks that storage has are left out. The ticket, by which another engine finds the prompt,
+        follows once `finish` was called with the same number.
 
         Args:
             number: number of this publish.
-            prompt: the prompt.
+            prompt: the prompt to hand over.
             ticket_id: id of the ticket.
 
         Raises:
             HandoffError: there is no storage, or the prompt was not saved whole.
-            DuplicateRequestError: another prompt's ticket of this id can be claimed.
+            DuplicateRequestError: a ticket of this id for another prompt is still valid.
         """
         handoff, deadline_s = (
             self._service.require_handoff(),
@@ -1218,13 +1366,23 @@ class HostSide:
                 del self._publishes[number]
 
     async def finish(self, number: int, first_tokens: Sequence[int]) -> None:
-        """Complete a publish: the whole prompt was saved."""
+        """Complete a publish after the last save of its prompt.
+
+        Args:
+            number: number of the publish.
+            first_tokens: tokens that follow the prompt, for the ticket.
+        """
         if number in self._publishes:
             stream, _ = self._publishes[number]
             stream.finish(first_tokens)
 
     async def fail(self, number: int, reason: str) -> None:
-        """End a publish without a ticket: the rest of the prompt will not be saved."""
+        """End a publish without a ticket, since the rest of its prompt will not be saved.
+
+        Args:
+            number: number of the publish.
+            reason: the reason, for the publish's error.
+        """
         if number in self._publishes:
             stream, _ = self._publishes[number]
             stream.fail(reason)
@@ -1239,14 +1397,18 @@ class HostSide:
             self._release(promise)
 
     def keys_of(self, prompt: Prompt) -> Sequence[StoredKey]:
-        """Return the stored keys of the prompt's blocks in the index's group."""
+        """Return the keys in storage of the prompt's blocks in the index's group."""
         return [] if self._main is None else self._service.tiers.copies.prompt_keys(prompt)
 
     def hold_saved(self, promise: HostPromise, prompt: Prompt) -> int:
-        """Lease for `promise` the full blocks of `prompt` that the index has on the host by now.
+        """Keep the full blocks of `prompt` that the index has on the host by now from eviction.
+
+        Args:
+            promise: holds the blocks until the publish ends.
+            prompt: the prompt that is published.
 
         Returns:
-            Number of tokens in leased blocks; no call returns less than the call before.
+            Number of tokens in held blocks; no call returns less than the call before.
         """
         size, before = prompt.block_size, promise.lease
         held = before.num_blocks if before is not None else 0
@@ -1260,7 +1422,11 @@ class HostSide:
         return num_blocks * size
 
     def hold_whole(self, promise: HostPromise, prompt: Prompt) -> None:
-        """Lease for `promise` the host blocks that `prompt` needs in every cache group.
+        """Keep all host blocks that `prompt` needs, in every cache group, from eviction.
+
+        Args:
+            promise: holds the blocks until the publish ends.
+            prompt: the prompt that is published.
 
         Raises:
             HandoffError: a block is not on the host.
@@ -1277,9 +1443,13 @@ class HostSide:
 
     @asynccontextmanager
     async def slots_of(self, promise: HostPromise, blocks: range) -> AsyncIterator[Ids]:
-        """Keep held blocks of the index's group, and yield their slots.
+        """Keep blocks of the index's group from eviction, and provide their host slots to the body.
 
-        A store may still read the slots when the promise is over.
+        The body may go on after the promise has ended, since a store may still read the slots.
+
+        Args:
+            promise: holds the blocks at the call.
+            blocks: positions of the blocks in the prompt.
         """
         index, lease = self._service.index, promise.lease
         assert lease is not None, "blocks are published that are held"
@@ -1292,7 +1462,7 @@ class HostSide:
             self._service.tiers.work.capacity_changed()
 
     def was_deleted(self, promise: HostPromise) -> bool:
-        """Return True if the index's blocks that `promise` holds have been deleted."""
+        """Return True if the blocks that `promise` holds in the index have been deleted."""
         lease = promise.lease
         return lease is not None and self._service.index.spaces.is_retired(lease.node)
 
@@ -1311,7 +1481,7 @@ class HostSide:
         return self._service.stats()
 
     async def verify(self) -> list[str]:
-        """Return the findings of Service.verify and of this side's promises and groups."""
+        """Return a sentence for each fault that `Service.verify` or a recount here finds."""
         leases = sum(one.lease is not None for one in self._promises)
         wrong = self._service.verify(num_leases=leases)
         counted = [one.num_blocks for one in self._promises if one.num_blocks]
@@ -1338,15 +1508,15 @@ class HostSide:
         return found
 
     async def forget(self) -> int:
-        """Forget the blocks of all groups that are not held; see Service.forget."""
+        """Remove the blocks of all groups that nothing holds; see `Service.forget`."""
         if self.names is not None:
             self.names.clear()  # also of blocks that stay for their holders
         return await self._service.forget()
 
     async def give_back(self) -> None:
-        """Release all promises and reserved slots, at the end.
+        """Release all promises and reserved slots when the engine closes its cache.
 
-        Saved blocks are stored first, if the store takes them soon.
+        Before that, wait up to 5 s until saved blocks are stored.
         """
         work = self._service.tiers.work
         try:
@@ -1368,9 +1538,14 @@ class HostSide:
 
 
 class SavedPrompt:
-    """The blocks of a prompt that an engine saves, for their publisher: see PromptBlocks.
+    """The host blocks of a prompt that an engine saves, as `PublishStream` reads them.
 
-    promise: the leases of the prompt's host blocks, until the prompt is published.
+    See `PromptBlocks`.
+
+    Args:
+        side: has the blocks.
+        prompt: the prompt that is published.
+        promise: keeps the prompt's host blocks from eviction until the publish ends.
     """
 
     def __init__(self, side: HostSide, prompt: Prompt, promise: HostPromise) -> None:
@@ -1381,20 +1556,23 @@ class SavedPrompt:
 
     @property
     def lease(self) -> Lease | None:
-        """See PromptBlocks."""
+        """See `PromptBlocks.lease`."""
         return self._promise.lease
 
     @property
     def were_deleted(self) -> bool:
-        """See PromptBlocks."""
+        """See `PromptBlocks.were_deleted`."""
         return self._side.was_deleted(self._promise)
 
     def grow(self) -> int:
-        """Lease the full blocks that are saved by now; return the number of their tokens."""
+        """Keep the full blocks that are saved by now from eviction.
+
+        Return the number of their tokens.
+        """
         return self._side.hold_saved(self._promise, self.prompt)
 
     def check_whole(self) -> None:
-        """Lease all blocks of the prompt on the host, the tail too.
+        """Keep all blocks of the prompt from eviction, a partial last one too.
 
         Raises:
             HandoffError: a block is not on the host.
@@ -1402,17 +1580,20 @@ class SavedPrompt:
         self._side.hold_whole(self._promise, self.prompt)
 
     def offer(self, _ticket_id: str, _ledger: TicketLedger) -> None:
-        """Offer nothing: claimers read an engine's blocks from storage."""
+        """See `PromptBlocks.offer`.
+
+        Nothing is offered: other nodes fetch an engine's blocks from storage.
+        """
 
     def show(self, start: int, stop: int) -> None:
-        """Do nothing: all blocks are on the host."""
+        """See `PromptBlocks.show`. Nothing is done: all blocks are on the host already."""
 
     def on_host(self, blocks: range, _after: Sequence[Event]) -> AbstractAsyncContextManager[Ids]:
-        """Return the slots of blocks that were saved: their bytes are there."""
+        """See `PromptBlocks.on_host`. Saved blocks have their bytes, so no event is waited for."""
         return self._side.slots_of(self._promise, blocks)
 
     async def store_beside(self) -> None:
-        """Store the blocks of the other groups."""
+        """Store the blocks of the groups outside the index."""
         await self._side.store_groups(self._promise)
 
 

@@ -1,10 +1,10 @@
-"""Storage for an engine that keeps its own host memory: its pages, under keys the engine makes.
+"""Storage for an engine that has its own host memory: pages under keys that the engine makes.
 
-Engines with a host tier of their own (vLLM's offloading, SGLang's HiCache) want one thing of
-tierkv: pages out of that memory into a store and back, by calls that never block. The store, with
-deadlines, retries and a breaker, lives on the event loop of a thread; each call returns a
+Engines with a host tier of their own (vLLM's offloading, SGLang's HiCache) need only one thing of
+tierkv: calls that copy pages from that memory to a store and back, and never block. The store, with
+deadlines, retries and a circuit breaker, runs on the event loop of a thread; each call returns a
 `concurrent.futures.Future`. Values have the header and the checksum of every stored block
-(docs/storage-format.md), so a page that comes back is the page that was stored, or a miss.
+(docs/storage-format.md), so that a loaded page is exactly the stored page, or counts as missing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,14 @@ _TOUCHES_PER_TTL = 10  # as `StorageSettings`: a page that is used lives on
 
 
 class EnginePages:
-    """The engine's host memory as the slots of `StorageIO`: uint8 [num_pages, page_bytes]."""
+    """The engine's host memory, in the form that `StorageIO` reads and writes.
+
+    Args:
+        pages: uint8 [num_pages, page_bytes], each page contiguous.
+
+    Raises:
+        LayoutError: `pages` has another shape, type or order in memory.
+    """
 
     def __init__(self, pages: Pages) -> None:
         if pages.ndim != 2 or pages.dtype != np.uint8 or pages.strides[1] != 1:  # noqa: PLR2004
@@ -62,29 +69,35 @@ class EnginePages:
 
     @property
     def array(self) -> Pages:
+        """The pages, uint8 [num_pages, page_bytes].
+
+        Raises:
+            LayoutError: `close` was called.
+        """
         if self._pages is None:
             raise LayoutError("the memory of these pages was returned to the engine")
         return self._pages
 
     def close(self) -> None:
-        """Release the memory, which the engine may unmap now."""
+        """Release the memory; the engine may unmap it from now on."""
         self._pages = None
 
 
 class PageStorage:
-    """The store `url` for pages of an engine, on a thread of its own; `pool` names the pages.
+    """A store for an engine's pages, on a thread of its own; `pool` adds a kind of pages.
 
-    Any thread may call; only `open`, `pool` and `close` wait for the store.
+    Any thread may call. Only `open`, `pool` and `close` wait for the store.
 
     Args:
         url: URL of the store.
         settings: settings of the store.
         ttl_s: seconds that a stored page lives after its last use; None for as long as the store
             keeps it.
-        deadline_s: seconds after which a question counts as "not there". Reads and writes have the
-            deadlines of the store's settings.
+        deadline_s: seconds after which an unanswered lookup counts as "not there". Reads and writes
+            have the deadlines of the store's settings.
         prefix: prefix of all names in the store.
-        codecs: signed or sealed values (`StorageSettings.codecs`); None for a plain checksum.
+        codecs: makes the codec for signed or sealed values (`StorageSettings.codecs`); None for a
+            plain checksum.
 
     Raises:
         ConfigError: the URL names no store, or a setting is out of range.
@@ -122,11 +135,13 @@ class PageStorage:
         return self._store.url
 
     def open(self) -> None:
-        """Open the store: an engine should not start with a cache that keeps nothing.
+        """Open the store, and wait until it answers.
+
+        So an engine does not start with a cache that keeps nothing.
 
         Raises:
-            StoreUnavailableError: The store cannot be used; the text says what to do.
-            ConfigError: The store's settings are wrong, or it was opened before.
+            StoreUnavailableError: the store cannot be used; the text says what to do.
+            ConfigError: the store's settings are wrong, or it was opened before.
         """
         if not self._thread.open(_OPEN_S):
             raise StoreUnavailableError(
@@ -134,10 +149,10 @@ class PageStorage:
             )
 
     def close(self) -> None:
-        """Wait for the calls under way, and close the store. May be called again.
+        """Wait for running calls, and close the store. Further calls do nothing.
 
         Raises:
-            StoreUnavailableError: That takes too long: pages may still be read or written.
+            StoreUnavailableError: that took more than 30 s: pages may still be read or written.
         """
         if not self._thread.close():
             raise StoreUnavailableError(
@@ -145,14 +160,15 @@ class PageStorage:
             )
 
     def pool(self, identity: Mapping[str, str], *parts: Pages) -> PagePool:
-        """Return a pool of pages that all engines with the same `identity` share.
+        """Return a pool of pages, which all engines with the same `identity` share.
 
         Args:
-            identity: everything that shapes a page's bytes: model, revision, dtype, layout, page
-                size, ranks. Engines that differ in any of it never see each other's pages.
-            parts: uint8 [num_pages, part_bytes], each row contiguous. Page n is row n of every
-                part, each a value of its own, and counts only when all are stored. The memory is
-                the engine's, and stays mapped until `close` has returned.
+            identity: everything that decides on a page's bytes: model, revision, dtype, layout,
+                page size, ranks. Engines that differ in any of these never see each other's pages.
+            parts: uint8 [num_pages, part_bytes] each, rows contiguous. Page n is row n of every
+                part. Each part is stored as a value of its own, and a page counts as stored only
+                with all its parts. The memory is the engine's, and must stay mapped until `close`
+                has returned.
 
         Raises:
             ConfigError: identity names no model.
@@ -164,11 +180,11 @@ class PageStorage:
         return pool
 
     def storage_io(self, fingerprint: Fingerprint, slices: Sequence[Slice]) -> StorageIO:
-        """Return the reader and writer of pages of one fingerprint.
+        """Return the reader and writer of the pages with one identity.
 
         Args:
-            fingerprint: Identity of the pages' content.
-            slices: Memory and layout of each part of a page; the first stands for the whole.
+            fingerprint: identity of the pages' content.
+            slices: memory and layout of each part of a page; the first stands for the whole page.
         """
         names, whole = Names(self._prefix, fingerprint.short), slices[0]
         return StorageIO(
@@ -183,11 +199,11 @@ class PageStorage:
         )
 
     def run(self, work: Coroutine[object, object, _Result]) -> Future[_Result]:
-        """Run `work` on the storage's loop.
+        """Run `work` on the event loop of the storage's thread.
 
         Returns:
-            A future that is always done in the end: with ShuttingDownError if the storage is not
-            open.
+            A future that is always done in the end, with ShuttingDownError if the storage is not
+                open.
         """
         return self._thread.run(work)
 
@@ -209,14 +225,21 @@ class PageStorage:
         await began
 
     async def _live(self, pool: PagePool, began: asyncio.Future[None]) -> None:
-        """Keep a pool's I/O running; a task of its own, which enters its lifetime and leaves it."""
+        """Keep a pool's I/O running until the storage closes.
+
+        The I/O needs a task of its own, which both enters and leaves its lifetime.
+
+        Args:
+            pool: the pool.
+            began: set when the I/O runs.
+        """
         async with pool.io.running():
             began.set_result(None)
             await self._closing.wait()
 
 
 class PagePool:
-    """Pages of one identity. `PageStorage.pool` makes it, and explains the arguments."""
+    """Pages with one identity, made by `PageStorage.pool`, which explains the arguments."""
 
     def __init__(
         self, storage: PageStorage, identity: Mapping[str, str], parts: Sequence[Pages]
@@ -249,16 +272,16 @@ class PagePool:
             memory.close()
 
     def present(self, keys: Sequence[bytes]) -> Future[list[bool]]:
-        """Return for each key whether its page is stored.
+        """Return a future of one bool per key: True if its page is stored.
 
-        False for all if the store does not answer in time.
+        If the store does not answer in time, all are False.
         """
         return self._storage.run(self._present(self._stored(keys)))
 
     def count(self, keys: Sequence[bytes]) -> Future[int]:
-        """Return the number of stored pages before the first gap.
+        """Return a future of the number of stored pages before the first missing one.
 
-        0 if the store does not answer in time.
+        If the store does not answer in time, it is 0.
         """
         return self._storage.run(self._count(self._stored(keys)))
 
@@ -266,15 +289,14 @@ class PagePool:
         """Load pages from the store into the engine's memory.
 
         The engine must not use the pages before the future is done. A page that did not arrive may
-        hold any
-        bytes.
+        then hold any bytes.
 
         Args:
-            keys: The engine's names of the pages.
-            page_ids: Page of the engine's memory for each key.
+            keys: the engine's keys of the pages.
+            page_ids: number of the page in the engine's memory for each key.
 
         Returns:
-            Future of one bool per key: True if every byte has arrived and matches its checksum.
+            A future of one bool per key: True if every byte has arrived and matches its checksum.
         """
         return self._storage.run(self._load(self._stored(keys), self._ids(keys, page_ids)))
 
@@ -284,20 +306,23 @@ class PagePool:
         The engine must not change the pages before the future is done.
 
         Args:
-            keys: The engine's names of the pages.
-            page_ids: Page of the engine's memory for each key.
+            keys: the engine's keys of the pages.
+            page_ids: number of the page in the engine's memory for each key.
 
         Returns:
-            Future of one bool per key: True if the page is in the store now.
+            A future of one bool per key: True if the page is in the store now.
         """
         return self._storage.run(self._save(self._stored(keys), self._ids(keys, page_ids)))
 
     def clear(self) -> Future[int]:
-        """Delete every stored page of this identity, of all engines; return the number of values.
+        """Delete every stored page of this identity, also those of other engines.
 
-        The call waits for pages that are being stored. Until the future is done no page is stored,
-        and `load` brings none. The future raises StoreUnavailableError if the store does not
-        answer; pages may be left then.
+        The call waits for pages that are being stored. Until it has ended no page is stored, and
+        `load` brings none.
+
+        Returns:
+            A future of the number of deleted values. It raises StoreUnavailableError if the store
+                does not answer; some pages may then remain.
         """
         return self._storage.run(self._clear())
 

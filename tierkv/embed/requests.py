@@ -1,4 +1,4 @@
-"""The requests of an embedded service, on its loop: for each request one operation at a time."""
+"""The requests of an embedded service, on its event loop: each does one operation at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tierkv.transfer.mover import LayerGate
 
 
 class Until(Enum):
-    """The moment at which an admission is READY."""
+    """The state that an engine waits for when it admits a request."""
 
     LOADED = "loaded"  # every cached token is in the block table, or is named as failed
     ADMITTED = "admitted"  # the request has its blocks; the engine waits at `gate`, layer by layer
@@ -30,12 +30,17 @@ class Admitted:
     """The blocks of an admitted request: an immutable snapshot.
 
     Attributes:
+        request_id: id of the request.
         block_table: int32, read-only: the device blocks for the prompt and max_new_tokens more.
-        cached_tokens: number of leading tokens with KV in these blocks (once `gate` is open, with
-            Until.ADMITTED); the engine computes from there on.
-        failed_blocks: blocks of the prompt, counted from 0, that were found in the cache but could
-            not be loaded. All lie behind cached_tokens: the engine computes them with the rest.
-        load_problem: why these blocks failed; None if there are none.
+        cached_tokens: number of leading tokens with KV in these blocks; the engine computes from
+            there on. With Until.ADMITTED the KV of a layer is there once `gate` lets the layer
+            through.
+        matched: numbers of the prompt's tokens that were found on each tier.
+        gate: waits, layer by layer, for cached KV that is still being loaded.
+        ticket: the ticket of a claimed prompt; None without one.
+        failed_blocks: positions in the prompt of blocks that were found in the cache but could not
+            be loaded. All lie behind `cached_tokens`, so the engine computes them with the rest.
+        load_problem: reason why these blocks failed; None if there are none.
     """
 
     request_id: str
@@ -49,7 +54,7 @@ class Admitted:
 
     @classmethod
     def of(cls, session: Session) -> Admitted:
-        """Return the session's blocks as they are now."""
+        """Return a snapshot of the session's blocks as they are now."""
         request = session.request
         table = request.block_table.copy()  # `extend` makes another one
         table.flags.writeable = False
@@ -69,8 +74,11 @@ class Admitted:
 class _Held:
     """A request from the call that begins it to the call that ends it.
 
-    turn: First come, first served, so that a commit and the end after it stay in this order.
-    tasks: Operations that run or wait for their turn.
+    Attributes:
+        session: the request in the service.
+        turn: a lock that operations get in the order of their calls, so that a commit before an
+            `end` is done before it.
+        tasks: operations that run or wait for the lock.
     """
 
     session: Session
@@ -79,17 +87,23 @@ class _Held:
 
 
 class Requests:
-    """The sessions of a service by request id, and the order of operations on each."""
+    """The requests of a service by id, and the order of the operations on each."""
 
     def __init__(self) -> None:
         self._held: dict[str, _Held] = {}
 
     @asynccontextmanager
     async def new(self, service: Service, spec: RequestSpec) -> AsyncIterator[Session]:
-        """Begin a request in the body; if the body fails, nothing of the request is left.
+        """Begin a request, and provide its session to the body.
+
+        If the body fails or is cancelled, the request is aborted and nothing of it is left.
+
+        Args:
+            service: the service that the request runs in.
+            spec: prompt and options of the request.
 
         Raises:
-            DuplicateRequestError: A request of this id is running.
+            DuplicateRequestError: a request of this id is running.
         """
         if spec.request_id in self._held:
             raise DuplicateRequestError(
@@ -109,10 +123,13 @@ class Requests:
 
     @asynccontextmanager
     async def turn(self, request_id: str) -> AsyncIterator[Session]:
-        """Wait for the operations that were asked before, and run the body alone.
+        """Wait until earlier operations on the request have ended, and run the body alone.
+
+        Args:
+            request_id: id of the request.
 
         Raises:
-            OwnershipError: There is no such request, or it has ended.
+            OwnershipError: there is no such request, or it has ended.
         """
         held = self._held.get(request_id)
         if held is None:
@@ -124,16 +141,28 @@ class Requests:
                 yield held.session
 
     async def end(self, request_id: str, after: Sequence[Event]) -> None:
-        """End the request in its turn; what was committed stays cached."""
+        """End the request after all earlier operations on it. Committed tokens stay cached.
+
+        Args:
+            request_id: id of the request.
+            after: events of the kernels that may still use the request's blocks.
+
+        Raises:
+            OwnershipError: there is no such request, or it has ended.
+        """
         async with self.turn(request_id) as session:
             session.end(after=after)
             del self._held[request_id]
 
     async def abort(self, request_id: str, after: Sequence[Event]) -> bool:
-        """End the request whatever it is doing.
+        """Cancel the operations on a request, and end it.
+
+        Args:
+            request_id: id of the request.
+            after: events of the kernels that may still use the request's blocks.
 
         Returns:
-            Whether there was such a request.
+            True if there was such a request.
         """
         held = self._held.get(request_id)
         if held is None:
@@ -150,7 +179,7 @@ class Requests:
         return True
 
     def end_all(self) -> list[str]:
-        """End the requests that are left when no operation runs any more; return their names."""
+        """End all requests that are left at the close, when no operation runs; return their ids."""
         left = list(self._held)
         for name in left:
             self._held.pop(name).session.abort()
@@ -159,7 +188,7 @@ class Requests:
 
 @contextmanager
 def _listed(held: _Held) -> Iterator[None]:
-    """List the request's task for `abort` during the body."""
+    """List the current task among the request's operations, which `abort` cancels."""
     task = _current_task()
     held.tasks.add(task)
     try:

@@ -1,4 +1,4 @@
-"""An embedded service in a loop's thread: its life, and a task for every call."""
+"""An embedded service in a thread with an event loop: its lifetime, and a task for every call."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class ForkedError(TierKVError):
 
 
 class CloseTimeoutError(TierKVError):
-    """Opening or closing takes longer than its deadline, and goes on in the service's thread.
+    """Opening or closing took longer than its deadline, and goes on in the service's thread.
 
-    The memory of copies in flight is released once the copies are done.
+    Memory that running copies use is released once they are done.
     """
 
 
@@ -40,7 +40,7 @@ class EmbedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Limits of an embedded service.
 
     Attributes:
-        max_calls: number of open calls, finished calls with an untaken result included.
+        max_calls: number of open calls, finished calls included whose result was not read.
         load_timeout_s: seconds after which cached blocks that have not arrived are computed
             instead.
         open_deadline_s: seconds that `open` waits for memory and the store.
@@ -71,9 +71,9 @@ class ServiceThread:
     """A service in a thread of its own, and the calls to it from any other thread.
 
     Args:
-        build: Makes the service, on the thread; the service and its device are closed there.
-        settings: Limits of calls and deadlines.
-        at_close: Called on the thread when all calls have ended, before the service closes.
+        build: makes the service, on the thread; the service and its device are closed there.
+        settings: limits of calls and deadlines.
+        at_close: called on the thread when all calls have ended, before the service closes.
     """
 
     def __init__(
@@ -106,12 +106,12 @@ class ServiceThread:
     # From any thread
 
     def open(self) -> None:
-        """Start the thread, and return when the service takes calls.
+        """Start the thread, and return when the service accepts calls.
 
         Raises:
-            ConfigError: The configuration is wrong, or the service was opened before.
-            StoreUnavailableError: The store cannot be used.
-            CloseTimeoutError: The service did not open within `open_deadline_s`.
+            ConfigError: the configuration is wrong, or the service was opened before.
+            StoreUnavailableError: the store cannot be used.
+            CloseTimeoutError: the service did not open within `open_deadline_s`.
         """
         tracing.join()
         deadline_s = self._settings.open_deadline_s
@@ -127,16 +127,16 @@ class ServiceThread:
             )
 
     def close(self, deadline_s: float | None = None) -> None:
-        """Take no more calls, let calls under way end, and close the service. May be called again.
+        """Refuse new calls, let running calls end, and close the service. Further calls do nothing.
 
-        Calls that are under way after `grace_s` are cancelled; copies are waited for.
+        Calls that still run after `grace_s` are cancelled; copies are waited for.
 
         Args:
-            deadline_s: Seconds to wait; None for `close_deadline_s`.
+            deadline_s: seconds to wait; None for `close_deadline_s`.
 
         Raises:
-            CloseTimeoutError: The service was still closing after the deadline.
-            TierKVError: The service had ended with this error, which no call has reported.
+            CloseTimeoutError: the service was still closing after the deadline.
+            TierKVError: the service had ended with this error, which no call has reported.
         """
         if not self._thread.close(deadline_s):
             raise CloseTimeoutError(
@@ -148,12 +148,12 @@ class ServiceThread:
 
     @property
     def is_open(self) -> bool:
-        """True if the service takes calls."""
+        """True if the service accepts calls."""
         return self._thread.is_open and self.exchange.failure is None
 
     @property
     def service(self) -> Service:
-        """The service, once it is open. Its methods belong to its thread."""
+        """The service, once it is open. Only its own thread may call its methods."""
         assert self._service is not None, "the service is open"
         return self._service
 
@@ -163,9 +163,10 @@ class ServiceThread:
         """Run `work(service)` on the service's thread, which `work` must not block.
 
         Args:
-            kind: The call's name.
-            work: An error of `work` that is no TierKVError stops the service.
-            request_id: The request that the call is about, "" for none.
+            kind: the call's name.
+            work: called with the service. An error of `work` that is not a TierKVError stops the
+                service.
+            request_id: id of the request that the call is about; "" for none.
         """
         return self.exchange.submit(kind, request_id, partial(self._with_service, work))
 
@@ -225,7 +226,7 @@ class ServiceThread:
             watcher.cancel()
 
     async def _finish_calls(self) -> None:
-        """Return when no call runs: after the grace time calls are cancelled."""
+        """Return when no call runs; calls that still run after the grace time are cancelled."""
         self._drain()
         tasks = {task for _, task in self._running.values()}
         if tasks:
@@ -258,7 +259,10 @@ class ServiceThread:
         task.add_done_callback(partial(self._answer, call))
 
     async def _run(self, call: Call[Any], work: Work) -> object:
-        """Return an expected failure: it is for the caller, not for the group."""
+        """Do the work of a call; return its result, or an expected error instead of raising it.
+
+        A raised error would end the task group, and with it the service.
+        """
         try:
             if call.kind not in NEEDS_NO_DEVICE:
                 self._check_device()
@@ -267,7 +271,11 @@ class ServiceThread:
             return error
 
     def _answer(self, call: Call[Any], task: asyncio.Task[object]) -> None:
-        """Answer outside of the task: a task cancelled before its first step runs no `finally`."""
+        """Answer a call when its task has ended.
+
+        This is a callback, as a task that is cancelled before its first step runs no code of its
+        own.
+        """
         del self._running[call.number]
         reason = self._reasons.pop(call.number, None)
         if task.cancelled():
@@ -282,9 +290,10 @@ class ServiceThread:
             self.exchange.finish(call, result=result)
 
     async def _watch_device(self, service: Service) -> None:
-        """Cancel all calls that need the device once the device is lost.
+        """Once the device is lost, cancel all calls that need it.
 
-        Without a call the task sleeps: each look costs an engine's thread the GIL.
+        Without a running call the task sleeps, since each look takes the GIL from an engine's
+        thread.
         """
         while service.device.failure is None:
             await self._has_calls.wait()
@@ -305,7 +314,10 @@ class ServiceThread:
                 task.cancel()
 
     def _failed(self) -> None:
-        """End the service, also where a task that does not end keeps its failure from arriving."""
+        """End the service after an unexpected error.
+
+        Callers are answered after 2 s even if a task that does not end delays the service's end.
+        """
         self._thread.ask_to_close()
         asyncio.get_running_loop().call_later(_UNWIND_S, self._fail_slowly)
 
