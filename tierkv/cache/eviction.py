@@ -1,7 +1,7 @@
-"""The order of eviction: leaves before their parents, and leaves in the order of a policy.
+"""The order of eviction: leaves of the radix tree before their parents, leaves by a policy.
 
-The write rule of a tier is here too: blocks that are not written early are written as they are
-evicted.
+The write rules of the tiers are here too: when a block is copied to the tier below, early or as it
+is evicted.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Final, NamedTuple, assert_never
 from tierkv.cache.node import HOST, CopyState, Segment, Tier, TreeNode
 from tierkv.errors import ConfigError
 
-_AGE_BITS: Final = 48  # of a rank, for the tick of the last use: 2.8e14 uses
-_SMALL_SHARE = 0.1  # of the tier, as in the paper
-SOFT_PIN: Final = 1 << 120  # added to a rank: softly pinned runs go when nothing else is left
+_AGE_BITS: Final = 48  # bits of a rank for the tick of the last use: 2.8e14 uses
+_SMALL_SHARE = 0.1  # share of the tier for S3-FIFO's small queue, as in the paper
+SOFT_PIN: Final = 1 << 120  # added to the rank of a softly pinned node, which is evicted last
 # Rank, a number that no other entry has, the run.
 Entry = tuple[int, int, TreeNode]
 _FEW_ENTRIES: Final = 64
@@ -34,6 +34,13 @@ class WritePolicy(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WriteRule:
+    """The rule for the time at which a tier's blocks are copied to the tier below.
+
+    Attributes:
+        policy: the kind of rule.
+        after_hits: number of matches after which SELECTIVE copies a block, at least 1.
+    """
+
     policy: WritePolicy
     after_hits: int = 2
 
@@ -42,14 +49,14 @@ class WriteRule:
             raise ConfigError(f"after_hits must be at least 1, not {self.after_hits}")
 
     def writes_now(self, hits: int) -> bool:
-        """Return whether a block with `hits` matches should have been copied down by now."""
+        """Return whether a block with `hits` matches should have been copied by now."""
         if self.policy is WritePolicy.SELECTIVE:
             return hits >= self.after_hits
         return self.policy is WritePolicy.WRITE_THROUGH
 
     @property
     def writes_early(self) -> bool:
-        """True if some blocks are copied down before eviction."""
+        """True if some blocks are copied before they are evicted."""
         return self.policy in (WritePolicy.WRITE_THROUGH, WritePolicy.SELECTIVE)
 
     @property
@@ -58,7 +65,13 @@ class WriteRule:
 
 
 class Victim(NamedTuple):
-    """Ready copies of run blocks [start, stop) of an unheld node, to be evicted in this order."""
+    """Copies of blocks [start, stop) of one node that are to be evicted from a tier.
+
+    Attributes:
+        node: a node that no lease protects.
+        start: index of the first block within the node.
+        stop: index after the last block within the node.
+    """
 
     node: TreeNode
     start: int
@@ -66,12 +79,22 @@ class Victim(NamedTuple):
 
 
 class EvictionOrder:
-    """One tier's candidates: unheld nodes without a child that has a copy on this tier.
+    """The order in which one tier's blocks are evicted.
 
-    The queue is lazy: `offer` adds an entry whenever a node may have become a candidate, and
-    entries that are no longer true are skipped when they come up. Entries that arrive in the order
-    of their rank, nearly all by LRU, wait in `_line`, O(1) each; the rest in `_heap`, O(log n).
-    Nothing scans the tree.
+    Candidates are nodes that no lease protects and that have no child with a copy on this tier. The
+    queue is lazy: `offer` adds an entry whenever a node may have become a candidate, and outdated
+    entries are skipped when they come up. Entries that arrive in the order of their rank, as nearly
+    all do under LRU, wait in `_line`, O(1) each; the rest in `_heap`, O(log n). Nothing scans the
+    tree.
+
+    Args:
+        tier: the tier: device or host.
+        policy: ranks the candidates; None for LRU.
+
+    Attributes:
+        num_unheld: number of copies in nodes that no lease protects; all of them can be evicted.
+        memory: the policy, if it keeps a history of its own (see `EvictionPolicy`); None for the
+            others.
     """
 
     def __init__(self, tier: Tier, policy: EvictionPolicy | None = None) -> None:
@@ -80,14 +103,15 @@ class EvictionOrder:
         self.num_unheld = 0  # copies in nodes without holders: all of them can be evicted
         self._line: deque[Entry] = deque()  # ascending
         self._heap: list[Entry] = []
-        self._newest: dict[int, Entry] = {}  # by uid: the only entry of a run that counts
-        self._most_queued = _FEW_ENTRIES  # entries before the stale ones among them are dropped
+        self._newest: dict[int, Entry] = {}  # by uid: the only entry of a node that is valid
+        self._most_queued = _FEW_ENTRIES  # with more entries, outdated ones are removed
         self._num_pushed = 0
-        # Not asked of LRU: it has neither, and the question takes time.
+        # LRU's rank is read from the node directly, which saves a call.
         self._rank = None if type(self.policy) is Lru else self.policy.rank
         self.memory = self.policy if self.policy.has_memory else None
 
     def is_candidate(self, node: TreeNode) -> bool:
+        """Return whether the node's last blocks could be evicted next."""
         if self.tier is HOST:
             copies, children = node.host, node.children_on_host
         else:
@@ -96,16 +120,17 @@ class EvictionOrder:
         return not (node.holders or children or copies is None or not copies.num_present)
 
     def rank(self, node: TreeNode) -> int:
+        """Return the node's rank by the policy, raised by SOFT_PIN for a softly pinned node."""
         rank = self.policy.rank(node)
         return rank + SOFT_PIN if node.soft_pins else rank
 
     def offer(self, node: TreeNode) -> None:
-        """Queue `node` if it can go."""
+        """Queue `node` if it is a candidate; called after each change that may have made it one."""
         if self.is_candidate(node):
             self.queue(node)
 
     def queue(self, node: TreeNode) -> None:
-        """Queue a candidate."""
+        """Queue a node that is a candidate."""
         if self.memory is None:
             self._push(node)
             return
@@ -132,7 +157,7 @@ class EvictionOrder:
             self._drop_stale()
 
     def _drop_stale(self) -> None:
-        """Keep only the entries that count; until there are twice as many, all are left alone."""
+        """Remove outdated entries; called when there are twice as many entries as the last time."""
         self._line = deque(sorted(self._newest.values()))
         self._heap = []
         self._most_queued = 2 * len(self._line) + _FEW_ENTRIES
@@ -143,27 +168,33 @@ class EvictionOrder:
             self._push(node)
 
     def resized(self, capacity: int) -> None:
-        """Note the new capacity of the tier or quota, in blocks."""
+        """Adapt the policy to a new capacity of the tier or quota, in blocks."""
         for node in self.policy.resized(capacity):
             self._push_again(node)
 
     def forget(self, node: TreeNode) -> None:
-        """Forget a node that has left the tree."""
+        """Remove the entries of a node that has left the tree."""
         entry = self._newest.pop(node.uid, None)
         if entry is not None and self._line and self._line[0] is entry:
-            self._line.popleft()  # as what is evicted was the first
+            self._line.popleft()  # the common case: an evicted node was the first
         if self.memory is not None:
             self.memory.forget(node)
 
     def leaf_to_go(self, most: int, rule: WriteRule) -> Segment | None:
-        """Return the next blocks to evict, at most `most`, if evicting them needs no plan.
+        """Return the next blocks to evict, if the eviction needs no plan; a fast path.
 
-        That is the case for the last blocks of a leaf without copies on the other tier, by a rule
-        that copies nothing at eviction, and by a policy without memory: a policy with memory queues
-        a run whose children were evicted one by one, where a plan evicts both together.
+        No plan is needed for the last blocks of a leaf without copies on the other tier, if the
+        rule copies nothing at eviction and the policy keeps no history. (Under a policy with a
+        history, a node enters the queue once its children are evicted one by one, while a plan
+        evicts node and children together.)
+
+        Args:
+            most: most blocks to evict, at least 1.
+            rule: the rule for copies to the tier below.
 
         Returns:
-            The blocks, or None if anything else, or nothing, is next.
+            The blocks, as a node and a range within it; None if a plan is needed, or nothing can be
+                evicted.
         """
         if rule.policy is WritePolicy.WRITE_BACK or self.memory is not None:
             return None
@@ -178,13 +209,13 @@ class EvictionOrder:
         return node, stop - most if most < stop else 0, stop
 
     def victims(self, count: int) -> list[Victim]:
-        """Return the next `count` copies to evict, the first leaf's last blocks first.
+        """Return the next `count` copies to evict, the last blocks of the first leaf first.
 
-        Nothing changes.
+        The call changes nothing.
         """
         victims: list[Victim] = []
         tier = self.tier
-        chosen: list[Entry] = []  # taken out of the queue, to go back in the end
+        chosen: list[Entry] = []  # removed from the queue, and put back at the end
         virtual: list[Entry] = []  # parents with all children chosen already
         gone_children: dict[int, int] = {}
         while count > 0 and (entry := self._first(virtual)) is not None:
@@ -203,7 +234,7 @@ class EvictionOrder:
                     count -= stop - start
                     present -= stop - start
             if present and count <= 0:
-                break  # a part of it goes: it stays the first
+                break  # only some of its blocks are victims: the node stays the first
             if virtual and virtual[0] is entry:
                 heapq.heappop(virtual)
             else:
@@ -222,14 +253,17 @@ class EvictionOrder:
         return victims
 
     def _first(self, virtual: list[Entry]) -> Entry | None:
-        """Return the entry to evict next, which may be one of `virtual`."""
+        """Return the entry to evict next, from the queue or from `virtual`.
+
+        `virtual` has the nodes that become candidates by the evictions chosen so far.
+        """
         entry = self._top()
         if virtual and (entry is None or virtual[0] < entry):
             return virtual[0]
         return entry
 
     def _top(self) -> Entry | None:
-        """Return the first entry of the queue; outdated entries before it are dropped."""
+        """Return the first entry of the queue, after dropping outdated entries before it."""
         line, heap, newest = self._line, self._heap, self._newest
         while line or heap:
             entry = line[0] if line else heap[0]
@@ -250,13 +284,13 @@ class EvictionOrder:
         return None
 
     def _pop(self, entry: Entry) -> Entry:
-        """Take off the first entry, which is `entry`."""
+        """Remove and return `entry`, which is the first of the queue."""
         if self._line and self._line[0] is entry:
             return self._line.popleft()
         return heapq.heappop(self._heap)
 
     def findings(self, nodes: list[TreeNode]) -> list[str]:
-        """Return what is wrong, in words, if `nodes` are all the nodes of the tree."""
+        """Return violated invariants as sentences, where `nodes` are all nodes of the tree."""
         wrong = []
         unheld = sum(n.copies[self.tier].num_present for n in nodes if n.holders == 0)
         if unheld != self.num_unheld:
@@ -280,69 +314,80 @@ class EvictionOrder:
 
 
 class EvictionPolicy:
-    """The order in which leaves are evicted.
+    """The order in which leaves are evicted; leaves go before their parents under every policy.
 
-    Ranks are integers, and the lowest is evicted first. Asking changes nothing that another answer
-    depends on. Leaves are evicted before their parents whatever the policy.
+    The leaf with the lowest rank, an integer, is evicted first.
 
     Attributes:
-        has_memory: whether `spares`, `queued`, `evicted` and `forget` are called.
+        has_memory: True if the policy keeps a history of its own: then `spares`, `queued`,
+            `evicted` and `forget` are called.
     """
 
     has_memory = False
 
     def rank(self, node: TreeNode) -> int:
-        """Return the rank of a run without holders, by its last use."""
+        """Return the rank of a node that no lease protects; the lowest is evicted first.
+
+        Returns:
+            The rank, at least 0 and below SOFT_PIN.
+
+        Raises:
+            NotImplementedError: the subclass defines no rank.
+        """
         raise NotImplementedError
 
     def spares(self, node: TreeNode) -> bool:  # noqa: ARG002
-        """Return True if the next run to evict has changed its rank.
+        """Let the policy keep the node that is next to be evicted, by giving it another rank.
 
-        Another run may then be next. A second call for the same run without a match between them
+        Another node may then be next. A second call for the same node without a match between them
         returns False.
+
+        Returns:
+            True if the rank has changed.
         """
         return False
 
     def queued(self, node: TreeNode) -> list[TreeNode]:  # noqa: ARG002
-        """Note that `node` can be evicted; return the runs with a changed rank."""
+        """Record that `node` can be evicted; return the nodes with a changed rank."""
         return []
 
     def evicted(self, node: TreeNode) -> None:
-        """Note that blocks of `node` were evicted."""
+        """Record that blocks of `node` were evicted."""
 
     def forget(self, node: TreeNode) -> None:
         """Forget a node that has left the tree."""
 
     def resized(self, capacity: int) -> list[TreeNode]:  # noqa: ARG002
-        """Note that the tier has `capacity` blocks; return the runs with a changed rank."""
+        """Adapt to a tier of `capacity` blocks; return the nodes with a changed rank."""
         return []
 
 
 class Lru(EvictionPolicy):
-    """Least recently used first."""
+    """Policy: least recently used first."""
 
     def rank(self, node: TreeNode) -> int:
         return node.last_used
 
 
 class Lfu(EvictionPolicy):
-    """Least often matched first, the least recently used among equals."""
+    """Policy: least often matched first, and among equals the least recently used."""
 
     def rank(self, node: TreeNode) -> int:
         return (node.hits << _AGE_BITS) + node.last_used
 
 
 class S3Fifo(EvictionPolicy):
-    """S3-FIFO (Yang et al., 2023): a small queue, a main queue, and a memory of evicted runs.
+    """Policy S3-FIFO (Yang et al., 2023): a small queue, a main queue, and a history of evictions.
 
-    A run that was not matched is evicted from the small queue; a matched one moves to the main
-    queue.
+    Its units are nodes of the tree. A new node enters the small queue. There a node without a match
+    is evicted, and one with a match moves to the main queue. A node that was evicted lately enters
+    the main queue at once.
 
     Args:
         capacity: blocks of the tier.
 
     Attributes:
-        max_small: blocks of the small queue.
+        max_small: most blocks in the small queue.
     """
 
     has_memory = True
@@ -381,9 +426,10 @@ class S3Fifo(EvictionPolicy):
         return self._overflow()
 
     def _overflow(self) -> list[TreeNode]:
-        """Move the oldest runs of the small queue until the rest is within its share.
+        """Move the oldest nodes out of the small queue until the rest is within its share.
 
-        Return those moved.
+        Returns:
+            The moved nodes, which are evicted before all others.
         """
         fallen = []
         while self._small_blocks > self.max_small and len(self._small) > 1:
@@ -394,9 +440,9 @@ class S3Fifo(EvictionPolicy):
         return fallen
 
     def spares(self, node: TreeNode) -> bool:
-        """Return whether the next run was matched since it was placed.
+        """Return whether the next node was matched since it was queued; if so, move it.
 
-        Such a run moves to the end of the main queue.
+        Such a node moves to the end of the main queue.
         """
         place = self._places.get(node.uid)
         if place is None or node.hits <= place.seen_hits:
@@ -443,7 +489,7 @@ class _Place:
 
 
 def _ghost(node: TreeNode) -> int:
-    """Return a hash of the run's start and first block, by which an evicted run is recognised."""
+    """Return a hash of a node's place and first block, by which it is recognised after eviction."""
     return hash((node.space.name, node.start, node.key))
 
 
@@ -463,8 +509,11 @@ def make_policy(kind: EvictionKind, capacity: int) -> EvictionPolicy:
     """Return the eviction policy for a tier, or for a tenant's quota of the tier.
 
     Args:
-        kind: The policy's kind.
-        capacity: Number of blocks of the tier or quota.
+        kind: the policy's kind.
+        capacity: number of blocks of the tier or quota.
+
+    Returns:
+        A new policy.
     """
     match kind:
         case EvictionKind.LRU:

@@ -1,4 +1,6 @@
-"""Groups of an engine's blocks: layers that share a layout, a block size and a rule of need.
+"""Groups of an engine's layers, and the blocks that each group needs for a number of tokens.
+
+All layers of a group share a layout, a block size, and one of these rules:
 
 full attention     every block before a length, the last one perhaps in part
 sliding window     only the blocks that hold the last tokens before a length
@@ -37,7 +39,7 @@ class GroupKind(Enum):
 
 
 class TokensAt(Protocol):
-    """A number for each position: how many leading tokens its block has."""
+    """The number of leading tokens that a group's block has, by the block's position."""
 
     def __len__(self) -> int: ...
 
@@ -49,11 +51,12 @@ class CacheGroup:
     """One group of an engine's layers.
 
     Attributes:
-        layout: layout of a block, block size included; the size of a state's block is the number of
-            tokens between two states.
+        layout: layout of a block, block size included. The block size of a state (a recurrent
+            layer's) is the number of tokens between two saved states.
+        kind: the rule of which blocks are needed.
         window: number of tokens before a length that are needed; only for a sliding window.
-        share: share of the host memory. None for a share by bytes per token, so that every group
-            holds as many tokens and none alone limits what is found.
+        share: share of the host memory, between 0 and 1. None for a share by bytes per token: then
+            every group holds as many tokens, and none alone limits the matches.
     """
 
     layout: Layout
@@ -85,8 +88,11 @@ class CacheGroup:
         """Return the positions of the blocks that the first `num_tokens` tokens need.
 
         Args:
-            num_tokens: tokens that the engine wants to use.
-            have_tokens: first tokens that the engine has already.
+            num_tokens: number of first tokens that the engine wants to use.
+            have_tokens: number of first tokens that the engine has already.
+
+        Returns:
+            The positions, which may be empty.
         """
         size = self.layout.block_size
         stop = -(-num_tokens // size)
@@ -105,12 +111,15 @@ class CacheGroup:
         return self.kind is not GroupKind.STATE and self.layout.has_prefixes
 
     def longest(self, limit: int, valid: TokensAt) -> int:
-        """Return the largest number of tokens, at most `limit`, with all needed blocks.
+        """Return the largest number of first tokens, at most `limit`, with all needed blocks.
 
         Args:
             limit: largest number of tokens.
             valid: for each position the number of first tokens of its block that exist; for a
                 state, the distance from the last boundary to the state.
+
+        Returns:
+            The number of tokens, 0 to `limit`.
         """
         size = self.layout.block_size
         length = min(limit, len(valid) * size)
@@ -132,11 +141,14 @@ class CacheGroup:
 
 
 def longest_of_all(groups: Sequence[tuple[CacheGroup, TokensAt]], limit: int) -> int:
-    """Return the largest number of tokens at which every group is valid.
+    """Return the largest number of first tokens for which every group has all needed blocks.
 
     Args:
-        groups: Each group with its tokens at each position.
-        limit: Largest number of tokens to return.
+        groups: each group with its tokens at each position.
+        limit: largest number of tokens to return.
+
+    Returns:
+        The number of tokens, 0 to `limit`.
     """
     length, before = limit, -1
     while length != before:
@@ -149,8 +161,14 @@ def longest_of_all(groups: Sequence[tuple[CacheGroup, TokensAt]], limit: int) ->
 def as_groups(groups: Sequence[CacheGroup | Layout]) -> tuple[CacheGroup, ...]:
     """Return the groups of an engine; a layout alone becomes one group of full attention.
 
+    Args:
+        groups: groups or layouts, at least one.
+
+    Returns:
+        The groups, in the same order.
+
     Raises:
-        ConfigError: There is no group.
+        ConfigError: there is no group.
     """
     if not groups:
         raise ConfigError("an engine needs at least one group of layers")
@@ -158,7 +176,7 @@ def as_groups(groups: Sequence[CacheGroup | Layout]) -> tuple[CacheGroup, ...]:
 
 
 def main_group(groups: Sequence[CacheGroup]) -> int:
-    """Return the index of the group that gives a fingerprint its layout and a prompt its blocks.
+    """Return the number of the group that defines layout and blocks of the index.
 
     It is the first group of full attention, or the first group if there is none.
     """
@@ -172,14 +190,14 @@ def slots_of(groups: Sequence[CacheGroup], num_bytes: int) -> list[int]:
     Groups with a share get that share; the other groups divide the rest by bytes per token.
 
     Args:
-        groups: The engine's groups.
-        num_bytes: Host memory of all groups together.
+        groups: the engine's groups.
+        num_bytes: host memory of all groups together.
 
     Returns:
         The number of slots of each group.
 
     Raises:
-        ConfigError: The shares leave nothing for a group.
+        ConfigError: the shares leave nothing for a group.
     """
     said = sum(group.share or 0.0 for group in groups)
     others = [group for group in groups if group.share is None]
@@ -204,10 +222,19 @@ def slots_of(groups: Sequence[CacheGroup], num_bytes: int) -> list[int]:
 
 @dataclass(slots=True, eq=False)
 class FlatBlock:
-    """One block of a group, whole on the host in `slot`.
+    """One block of a group outside the radix tree, with all bytes in a host slot.
 
-    parent: the digest before it. tokens, extra: what its key says of it. holders: who need its
-    bytes. hits: how often it was found. is_stored: whether storage was given it.
+    Attributes:
+        key: key of the block in storage.
+        parent: digest of the block before it.
+        tokens: its tokens, packed int32.
+        extra: digest of media that overlap the block; b"" for none.
+        position: number of the block in its prompt.
+        slot: the host slot.
+        holders: number of `hold` calls without a `release`; the block is not evicted while there
+            are any.
+        hits: number of times that the block was found.
+        is_stored: True if the block was given to storage.
     """
 
     key: StoredKey
@@ -224,12 +251,14 @@ class FlatBlock:
 class FlatBlocks:
     """Blocks of one group on the host, by key.
 
-    An engine saves the blocks of windows and states that it has, which is no unbroken run from the
-    start of a prompt, as the radix tree needs. Blocks without a holder are evicted in the order of
-    their last use. A slot is free, taken by a caller, or a block's.
+    The radix tree needs unbroken runs from the start of a prompt. An engine saves only some blocks
+    of sliding windows and states, so these are kept here. Blocks without a holder are evicted in
+    the order of their last use. Each slot is free, allocated to a caller, or a block's.
 
-    Attributes:
-        on_evict: called with the key of each block that is evicted.
+    Args:
+        name: name of the tier in error messages.
+        capacity: number of slots.
+        on_evict: called with each block that is evicted.
     """
 
     def __init__(
@@ -257,12 +286,15 @@ class FlatBlocks:
         return self._blocks.get(digest)
 
     def best(self, parent: bytes, tokens: bytes, extra: bytes) -> tuple[FlatBlock | None, int]:
-        """Return the block under `parent` that shares most of `tokens`, and their number.
+        """Find the block after `parent` that shares most of the leading tokens.
 
         Args:
             parent: digest of the parent block.
-            tokens: packed tokens after the parent.
-            extra: extra keys of the block.
+            tokens: packed int32 tokens after the parent.
+            extra: digest of the media that overlap the block; b"" for none.
+
+        Returns:
+            The block and the number of shared tokens; None and 0 if no block shares any.
         """
         best, shared = None, 0
         for block in self._siblings.get((parent, tokens[:TOKEN_BYTES]), {}).values():
@@ -291,13 +323,16 @@ class FlatBlocks:
                 self._unheld[block.key.digest] = block
 
     def use(self, digests: Sequence[bytes]) -> None:
-        """Mark the blocks of `digests` that are here as used last, the last of them first."""
+        """Mark the blocks of `digests` that are here as used now.
+
+        Among them, the last block counts as the least recently used: it is evicted first.
+        """
         for digest in reversed(digests):
             if digest in self._unheld:
                 self._unheld.move_to_end(digest)
 
     def take(self, count: int) -> list[int]:
-        """Take up to `count` slots; evict blocks without a holder for them."""
+        """Allocate up to `count` slots, evicting blocks without a holder for them."""
         count = min(count, self._pool.num_free + len(self._unheld))
         while self._pool.num_free < count:
             self._evict(next(iter(self._unheld.values())))
@@ -306,12 +341,12 @@ class FlatBlocks:
         return slots
 
     def give(self, slots: Sequence[int]) -> None:
-        """Free slots that were taken."""
+        """Free slots that `take` allocated."""
         self._taken.difference_update(slots)
         self._pool.release(slots)
 
     def put(self, block: FlatBlock) -> bool:
-        """Assign an allocated slot to a block.
+        """Add a block; its slot, from `take`, becomes the block's.
 
         Returns:
             False if the block is cached already; the slot then stays the caller's.
@@ -325,7 +360,7 @@ class FlatBlocks:
         return True
 
     def forget(self) -> int:
-        """Evict all blocks without a holder; return how many blocks are left."""
+        """Evict all blocks without a holder; return the number of blocks that are left."""
         for block in list(self._unheld.values()):
             self._evict(block)
         return len(self._blocks) + len(self._retired)
@@ -351,7 +386,7 @@ class FlatBlocks:
             del self._siblings[_first(block)]
 
     def findings(self) -> list[str]:
-        """Return what is wrong, in words; [] if nothing is."""
+        """Return violated invariants as sentences; [] if there are none."""
         name, blocks = self._pool.tier, self._blocks
         every = (*blocks.values(), *self._retired)
         wrong = self._pool.findings([*self._taken, *(one.slot for one in every)])

@@ -1,6 +1,6 @@
-"""A bounded memory of what happened to blocks that are not cached any more.
+"""A bounded history of the events by which blocks left the cache.
 
-Explanations read it, and nothing else.
+Only explanations of misses read it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tierkv.cache.node import HOST, Tier, TreeNode
 
 
 class MissCause(Enum):
-    """Why a block that was asked for was not there."""
+    """The event that made a block unavailable."""
 
     EVICTED = "evicted"
     DAMAGED = "checksum failed"
@@ -30,7 +30,14 @@ class MissCause(Enum):
 
 
 class HistoryEvent(msgspec.Struct, frozen=True, gc=False):
-    """at: seconds on the caller's clock. tier: its name, "storage" included."""
+    """An event by which a block left the cache or did not reach it.
+
+    Attributes:
+        fate: the kind of event.
+        tier: "device", "host" or "storage".
+        at: time of the event, in seconds on the caller's clock.
+        detail: further words; "" for none.
+    """
 
     fate: MissCause
     tier: str
@@ -38,21 +45,25 @@ class HistoryEvent(msgspec.Struct, frozen=True, gc=False):
     detail: str = ""
 
 
-# Hash of the fingerprint, the block, and a hash of its tokens and media, and of those of some
-# blocks before it: what another prompt lost is not taken for this one's, nor is all of it hashed.
+# Hash of the fingerprint, the block's index, and the tokens and media of the block and of up to
+# _BEFORE blocks before it. This tells prompts apart without hashing all of their blocks.
 _Key = int
 _BEFORE = 32  # blocks
 _MOST_BACK = 8192  # blocks before one that are looked at
-_MOST_RUNS = 3  # that begin with the same block
-_RUN_BYTES, _EXTRA_BYTES = 400, 120  # of a run, and of one of its extras, beside tokens: measured
+_MOST_RUNS = 3  # runs kept that begin with the same block
+_RUN_BYTES, _EXTRA_BYTES = 400, 120  # memory of a run, and of one of its extras, beside tokens
 _NO_EXTRAS: Mapping[int, bytes] = {}
 
 
 class _Run(msgspec.Struct, frozen=True, gc=False):
-    """The blocks that an event is about, from the first one on.
+    """The blocks that an event is about, as tokens.
 
     Attributes:
-        packed: bytes whose part [start, stop) holds the tokens; shared with the run's node.
+        event: the event.
+        packed: bytes whose part [start, stop) holds the tokens; shared with the node of the index.
+        start: first byte of the tokens.
+        stop: byte after the tokens.
+        extras: digests of media by number of the block.
         longer: runs that begin with the same block and have later ones, the newest first.
     """
 
@@ -64,7 +75,16 @@ class _Run(msgspec.Struct, frozen=True, gc=False):
     longer: tuple[_Run, ...] = ()
 
     def covers(self, prompt: Prompt, first: int, block: int) -> bool:
-        """Return whether this run begins with `prompt`'s block `first` and equals it to `block`."""
+        """Return whether this run has the prompt's blocks from `first` to `block`.
+
+        Args:
+            prompt: the prompt.
+            first: index of the prompt's block at which the run would begin.
+            block: index of the last block.
+
+        Returns:
+            True if the run begins with these blocks.
+        """
         width = prompt.block_token_bytes
         tokens = prompt.tokens[first * width : (block + 1) * width]
         return (
@@ -78,32 +98,43 @@ class _Run(msgspec.Struct, frozen=True, gc=False):
 
 
 class History:
-    """The newest events, at most `capacity`, and the tokens of the newest runs.
+    """The newest events, at most `capacity`, and the tokens of the newest runs of blocks.
 
     An event takes some 240 bytes, the tokens at most `capacity_bytes`: at most 12 MB by default.
 
     Recording costs one hash of a few blocks per run. An evicted run is found by its first block,
-    which
-    is mostly the first block that a later match misses, or by its tokens. A full history drops its
-    older half at once, since one drop per event would cost 5 us each.
+    which is mostly the first block that a later match misses, or by its tokens. A full history
+    drops its older half at once, since one drop per event would cost 5 us each.
+
+    Args:
+        capacity: most events.
+        capacity_bytes: most bytes of tokens.
     """
 
     def __init__(self, capacity: int = 32_768, capacity_bytes: int = 4 << 20) -> None:
         self._most_events = max(capacity // 2, 1)
         self._most_bytes = capacity_bytes // 2
         self._num_bytes = 0
-        self._events: dict[_Key, HistoryEvent] = {}  # the newest of each block
+        self._events: dict[_Key, HistoryEvent] = {}  # the newest event of each block
         self._older_events: dict[_Key, HistoryEvent] = {}
-        self._runs: dict[_Key, _Run] = {}  # the newest of each first block
+        self._runs: dict[_Key, _Run] = {}  # the newest run by its first block
         self._older_runs: dict[_Key, _Run] = {}
-        self._packed = b""  # of the newest run
+        self._packed = b""  # the tokens of the newest run
 
     def __len__(self) -> int:
         """Return the number of blocks with a recorded eviction or loss."""
         return len(self._events.keys() | self._older_events.keys())
 
     def evicted(self, node: TreeNode, first: int, stop: int, tier: Tier, at_s: float) -> None:
-        """Record that blocks [first, stop) of a run leave `tier`. Call this before that."""
+        """Record that blocks [first, stop) of a node are about to leave `tier`.
+
+        Args:
+            node: the node, which still has the blocks.
+            first: index of the first block within the node.
+            stop: index after the last block within the node.
+            tier: the tier.
+            at_s: seconds on the caller's clock.
+        """
         width = node.token_bytes // node.num_blocks
         name = "host" if tier is HOST else "device"
         event = HistoryEvent(MissCause.EVICTED, name, at_s)
@@ -116,13 +147,27 @@ class History:
             self._keep_run(key, run)
 
     def record(self, prompt: Prompt, block: int, event: HistoryEvent) -> None:
+        """Record an event of one block.
+
+        Args:
+            prompt: the prompt.
+            block: index of the block in the prompt.
+            event: the event.
+        """
         self._keep(self._key(prompt, block), event)
 
     def find(self, prompt: Prompt, block: int) -> HistoryEvent | None:
-        """Return what happened last to a block of `prompt`; None if nothing is remembered.
+        """Return the last event of a block of `prompt`.
 
-        Looks at all runs that begin before the block: where the first blocks of an evicted run are
-        cached again, a match misses in the middle of that run.
+        The call looks at all runs that begin before the block: if only the first blocks of an
+        evicted run were cached again, a match ends in the middle of that run.
+
+        Args:
+            prompt: the prompt.
+            block: index of the block in the prompt.
+
+        Returns:
+            The event; None if none is recorded.
         """
         newest = self.newest(prompt, block)
         is_any = self._runs or self._older_runs
@@ -135,7 +180,15 @@ class History:
         return newest
 
     def newest(self, prompt: Prompt, block: int) -> HistoryEvent | None:
-        """Return what happened last to this block or to a run that begins with it: one hash."""
+        """Return the last event of a block, or of a run that begins with it. Costs one hash.
+
+        Args:
+            prompt: the prompt.
+            block: index of the block in the prompt.
+
+        Returns:
+            The event; None if none is recorded. `find` looks further.
+        """
         if not self._events:
             return None
         key = self._key(prompt, block)
@@ -161,14 +214,14 @@ class History:
         self._events[key] = event
 
     def _keep_run(self, key: _Key, run: _Run) -> None:
-        """Remember `run` beside longer runs that begin with the same block."""
+        """Keep `run`, and up to _MOST_RUNS longer runs that begin with the same block."""
         if (known := self._run_at(key)) is not None:
             most = run.stop - run.start
             others = (msgspec.structs.replace(known, longer=()), *known.longer)
             longer = [one for one in others if one.stop - one.start > most][:_MOST_RUNS]
             run = msgspec.structs.replace(run, longer=tuple(longer))
             self._num_bytes += sum(_RUN_BYTES + len(one.packed) for one in longer)
-        if run.packed is not self._packed:  # parts of one run mostly go one after the other
+        if run.packed is not self._packed:  # parts of one run are mostly evicted one after another
             self._packed = run.packed
             self._num_bytes += len(run.packed)
         self._num_bytes += _RUN_BYTES + _EXTRA_BYTES * len(run.extras)
@@ -179,7 +232,7 @@ class History:
 
 
 def _mark_before(node: TreeNode, first: int, width: int) -> int:
-    """Return a hash of run block `first` and the _BEFORE blocks of the path before it."""
+    """Return a hash of the node's block `first` and of up to _BEFORE blocks before it."""
     block, at = node.start + first, node.packed_at + first * width
     back = min(_BEFORE, block)
     if back <= first and not node.extras:  # all that is hashed lies in the run
@@ -206,5 +259,5 @@ def _mark_before(node: TreeNode, first: int, width: int) -> int:
 
 
 def _mark(tokens: bytes, extras: list[tuple[int, bytes]]) -> int:
-    mark = xxh3_64_intdigest(tokens)  # of 2 KiB in a quarter of the time that hash() takes
+    mark = xxh3_64_intdigest(tokens)  # for 2 KiB a quarter of the time of hash()
     return hash((mark, *extras)) if extras else mark

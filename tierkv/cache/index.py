@@ -1,10 +1,10 @@
-"""The index of cached blocks: the radix tree, the walk for a prompt's longest run, and leases.
+"""The index of cached blocks: the radix tree, the search for a prompt's longest cached run, leases.
 
-Plain data without I/O or a clock.
+Plain data without I/O or a clock. A node of the tree holds a run, that is, consecutive blocks; a
+lease forbids eviction of a path of the tree.
 
-A block is in the tree while Device or Host has a copy, ready or incoming. Device copies are
-prefix-closed: a block on the device has its whole path there. Storage is asked by digest, and the
-index does not remember its content.
+A block is in the tree while device or host has a copy, ready or incoming. A block on the device has
+all blocks before it on the device. Storage is not part of the index: it is asked by digest.
 """
 
 from __future__ import annotations
@@ -56,11 +56,20 @@ _BY_USE: Final = (EvictionKind.LRU, EvictionKind.LRU)
 
 
 class Spaces:
-    """The roots of the tree, one for each fingerprint's space, and the eviction queues.
+    """The roots of the tree and the eviction queues.
+
+    Each fingerprint (model, tenant, adapter ...) has a root of its own; the blocks below it are its
+    space.
+
+    Args:
+        root_digest: root digest of the service's own fingerprint.
+        policies: eviction policies of device and host; None for LRU.
 
     Attributes:
-        order: eviction queues of all spaces together, by tier.
-        own_orders: eviction queues of each space with a quota, by the space's name and tier.
+        order: eviction queues of all spaces together, for device and host.
+        own_orders: eviction queues of each space with a quota, by the space's name, for device and
+            host.
+        root: root of the service's own fingerprint.
     """
 
     def __init__(
@@ -70,15 +79,18 @@ class Spaces:
         self.order = (EvictionOrder(Tier.DEVICE, device), EvictionOrder(Tier.HOST, host))
         self.own_orders: dict[str, tuple[EvictionOrder, EvictionOrder]] = {}
         self._roots: dict[str, TreeNode] = {}
-        self._retired: list[TreeNode] = []  # roots of before a `renew`, below which blocks are held
+        self._retired: list[TreeNode] = []  # roots from before a `renew`, with blocks in use
         self.root = self.open(Space(DEFAULT, root_digest))
 
     def open(self, space: Space, kinds: EvictionKinds = _BY_USE) -> TreeNode:
-        """Open a space for prompts and return its root.
+        """Open a space for prompts.
 
         Args:
             space: a space whose name is not open yet.
-            kinds: eviction policy of each tier within the space's quota.
+            kinds: eviction policies of device and host within the space's quota.
+
+        Returns:
+            The root of the space.
 
         Raises:
             BadRequestError: a space of that name is open already.
@@ -92,7 +104,7 @@ class Spaces:
         return root
 
     def close(self, name: str) -> None:
-        """Close the space `name`, which has no block and is not the default one."""
+        """Close a space that has no blocks and is not the service's own."""
         root = self.root_named(name)
         assert not root.children, "a space is closed when it is empty"
         assert root is not self.root, "the default space stays"
@@ -101,11 +113,10 @@ class Spaces:
         self.own_orders.pop(name, None)
 
     def renew(self) -> None:
-        """Make all cached content unmatchable.
+        """Exclude all cached blocks from matching, by giving each space a new root.
 
-        Held blocks stay for their holders. Blocks computed after them hang below them, under
-        `retired`
-        roots that are never matched.
+        Blocks that a lease protects stay until it ends, below their old root, which is called
+        retired. Blocks that a request computes after them are added there too.
         """
         for name, root in self._roots.items():
             if root.children or root.holders:
@@ -114,13 +125,13 @@ class Spaces:
         self.root = self._roots[DEFAULT]
 
     def retired(self, name: str | None = None) -> list[TreeNode]:
-        """Return the roots, of one space or of all, below which blocks of before a `renew` are."""
+        """Return the retired roots (see `renew`) that still have blocks, of one space or of all."""
         if self._retired:
             self._retired = [root for root in self._retired if root.children or root.holders]
         return [root for root in self._retired if name in (None, root.space.name)]
 
     def is_retired(self, node: TreeNode) -> bool:
-        """Return whether `node` is of before a `renew`, or was computed after such blocks."""
+        """Return whether `node` is below a retired root (see `renew`): no prompt matches it."""
         if not self._retired:
             return False
         while node.parent is not None:
@@ -128,9 +139,14 @@ class Spaces:
         return self._roots.get(node.space.name) is not node
 
     def set_quota(self, space: Space, quota: Quota, kinds: EvictionKinds = _BY_USE) -> None:
-        """Set another quota; evict nothing.
+        """Set the quota of a space; evict nothing.
 
-        Walks the tree of a space that had no quota before, to queue its blocks.
+        If the space had no quota before, all of its nodes are visited to queue them.
+
+        Args:
+            space: the space.
+            quota: largest numbers of device and host blocks; None for no limit.
+            kinds: eviction policies of device and host within the quota.
         """
         space.quota = quota
         if not space.has_quota:
@@ -161,12 +177,15 @@ class Spaces:
         """Return the root of the prompt's space.
 
         Raises:
-            BadRequestError: no space of that name is open.
+            BadRequestError: the space is not open.
         """
         return self._roots.get(prompt.space) or self.root_named(prompt.space)
 
     def root_named(self, name: str) -> TreeNode:
-        """Return the root of the space `name`.
+        """Return the root of a space by the space's name.
+
+        Returns:
+            The root.
 
         Raises:
             BadRequestError: no space of this name is open.
@@ -182,12 +201,20 @@ class Spaces:
         return [root.space for root in self._roots.values()]
 
     def own_order(self, space: Space, tier: Tier) -> EvictionOrder | None:
-        """Return the queue of the space's own blocks, None if the space has no quota."""
+        """Return the eviction queue of one space's blocks.
+
+        Args:
+            space: the space.
+            tier: the tier.
+
+        Returns:
+            The queue; None if the space has no quota.
+        """
         own = self.own_orders.get(space.name)
         return None if own is None else own[tier]
 
     def orders(self, tier: Tier) -> list[tuple[EvictionOrder, Space | None]]:
-        """Return every queue of the tier, with the space that limits it, None for all spaces."""
+        """Return every eviction queue of the tier with its space, None for that of all spaces."""
         own = [(order, space) for space in self.all() if (order := self.own_order(space, tier))]
         return [(self.order[tier], None), *own]
 
@@ -196,7 +223,7 @@ class Spaces:
         return list(self._roots.values())
 
     def nodes(self) -> Iterator[TreeNode]:
-        """Yield every node except the roots, those of closed tenants with held blocks included.
+        """Yield every node except the roots; nodes below retired roots are included.
 
         This walks the whole tree, so only `verify` and listings use it.
         """
@@ -208,20 +235,21 @@ class Spaces:
             yield node
 
 
-# A run that others do not hold grows in place while that copies little; a long one gets a child.
+# Blocks are appended to a node without other leases while that copies little; a longer node gets a
+# child instead.
 _SMALL_RUN_BLOCKS: Final = 256
 _READY: Final = CopyState.READY
 
 
 class Tree:
-    """Nodes and what is counted about them, below the roots of all spaces.
+    """The nodes below the roots of all spaces, and the counts kept about them.
 
         root ── [b0 b1 b2] ─┬─ [b3 b4]        a node holds a run of blocks; children branch off
                             ├─ [b3' b4' b5']   at its end; a tail is a child with a partial block
                             └─ (tail, 5 tokens)
 
-    Every change keeps the counts of `TreeNode`, `Space` and the eviction orders right; what a
-    change means is the business of `Index`.
+    Every change keeps the counts of `TreeNode`, `Space` and the eviction orders right. `Index`
+    decides which changes are made.
     """
 
     def __init__(self, spaces: Spaces, block_size: int) -> None:
@@ -233,7 +261,7 @@ class Tree:
     # Holders
 
     def hold(self, node: TreeNode) -> None:
-        """Add a holder at `node`'s end."""
+        """Add a lease that ends at `node`: no block on the path to it is evicted until `unhold`."""
         device = host = 0
         while True:
             before, parent = node.holders, node.parent
@@ -248,7 +276,7 @@ class Tree:
             self.count_unheld(node.space, device, host)
 
     def unhold(self, node: TreeNode) -> None:
-        """Remove a holder at `node`'s end and queue the runs that may be evicted now."""
+        """Remove a lease that ends at `node`, and queue the nodes that may be evicted now."""
         device = host = 0
         (on_device, on_host), has_quotas = self._order, bool(self._own_orders)
         while True:
@@ -272,7 +300,13 @@ class Tree:
             self.count_unheld(node.space, device, host)
 
     def count_unheld(self, space: Space, device: int, host: int) -> None:
-        """Add to the numbers of evictable copies of `space` on each tier."""
+        """Add to the numbers of copies of `space` that can be evicted.
+
+        Args:
+            space: the space.
+            device: number of device copies, negative if fewer can be evicted.
+            host: number of host copies, likewise.
+        """
         self._order[0].num_unheld += device
         if host:
             self._order[1].num_unheld += host
@@ -281,7 +315,7 @@ class Tree:
             own[1].num_unheld += host
 
     def offer(self, node: TreeNode) -> None:
-        """Queue `node` on every tier where it may be evicted now."""
+        """Queue `node` for eviction on every tier where it may be evicted now."""
         device, host = self._order
         device.offer(node)
         if node.host is not None:
@@ -293,9 +327,16 @@ class Tree:
     # Growing
 
     def new_node(self, parent: TreeNode, prompt: Prompt, device: TierCopies) -> TreeNode:
-        """Return a child with the next blocks of `prompt`, one for each block of `device`.
+        """Add a child with the next blocks of a prompt; the caller counts its copies.
 
-        If only the prompt's tail is left, the child holds the tail. The caller counts the copies.
+        Args:
+            parent: the node that the blocks follow.
+            prompt: the prompt. If only its tail (partial last block) is left, the child holds the
+                tail.
+            device: the device copies, one for each block of the child.
+
+        Returns:
+            The child.
         """
         tokens, width, first = prompt.tokens, self.block_token_bytes, parent.end
         uid = self._next_uid
@@ -325,14 +366,15 @@ class Tree:
         Args:
             tier: the tier where the blocks are ready.
             node: a node whose path covers the first `pos` blocks.
-            pos: number of blocks above the new ones.
+            pos: index of the first new block.
             prompt: the prompt that has the blocks.
-            stop: end of the new blocks.
+            stop: index after the last new block.
             slots: int32 [stop - pos], the slots on `tier`.
             held: the node where the caller's lease ends.
 
         Returns:
-            The node in which the blocks end; a new node is held.
+            The node in which the blocks end. If it is new, it counts the caller's lease as a
+                holder.
         """
         if pos < node.end:
             node = self.split(node, pos - node.start)
@@ -360,11 +402,10 @@ class Tree:
         return child
 
     def _grows_in_place(self, node: TreeNode, num_blocks: int, held: TreeNode) -> bool:
-        """Return whether blocks can be appended to `node` instead of a new child.
+        """Return whether blocks can be appended to `node` instead of becoming a new child.
 
-        A lease of another request would protect the added blocks too, so nobody but the caller may
-        hold the node; hits and soft pins of the run would count for the added blocks, so there must
-        be none.
+        A lease of another request would protect the added blocks too, so only the caller may have
+        one; hits and soft pins of the node would count for the added blocks, so there must be none.
         """
         return (
             node.holders == int(node is held)
@@ -375,9 +416,14 @@ class Tree:
         )
 
     def split(self, node: TreeNode, at: int) -> TreeNode:
-        """Cut a run in two and return the upper half.
+        """Split a node in two; its leases stay with the lower half, which becomes the only child.
 
-        Leases stay with the lower half, its only child.
+        Args:
+            node: the node, which becomes the lower half.
+            at: number of blocks of the upper half.
+
+        Returns:
+            The upper half, a new node.
         """
         assert 0 < at < node.num_blocks, "a split leaves two non-empty runs"
         parent = node.parent
@@ -399,7 +445,14 @@ class Tree:
     def _recount_halves(
         self, parent: TreeNode, upper: TreeNode, lower: TreeNode, had: tuple[bool, bool]
     ) -> None:
-        """Correct the counts after a run was cut into halves that are on different tiers."""
+        """Correct the counts after a split of a node with blocks on different tiers.
+
+        Args:
+            parent: parent of the upper half.
+            upper: the new upper half.
+            lower: the node that was split.
+            had: True for each tier, device and host, on which the node had copies.
+        """
         is_lower, is_upper = (
             tuple(int(half.num_present(tier) > 0) for tier in TIERS) for half in (lower, upper)
         )
@@ -422,7 +475,19 @@ class Tree:
         *,
         slots: Ids | None = None,
     ) -> Ids:
-        """Advance the copies of run blocks [i, j); return the slots they had."""
+        """Apply a change to the copies of a node's blocks, and keep all counts right.
+
+        Args:
+            tier: the tier.
+            node: the node.
+            i: index of the first block within the node.
+            j: index after the last block.
+            change: the change.
+            slots: new slots for RESERVE and PLACE, int32 [j - i].
+
+        Returns:
+            The slots that the blocks had before, int32 [j - i].
+        """
         copies = node.on(tier)
         before = copies.num_present
         had = copies.change(i, j, change, slots)
@@ -434,9 +499,10 @@ class Tree:
         return had
 
     def _recount(self, tier: Tier, node: TreeNode, before: int) -> TreeNode | None:
-        """Correct the counts after `node` had `before` copies on `tier`.
+        """Correct the counts after the number of copies of `node` on `tier` was `before`.
 
-        Return the node to queue, if any.
+        Returns:
+            The node that may have become a candidate for eviction; None for none.
         """
         after = node.num_present(tier)
         if after == before:
@@ -457,7 +523,7 @@ class Tree:
     # Shrinking
 
     def prune(self, node: TreeNode) -> None:
-        """Remove blocks without any copy from the end of `node`'s path."""
+        """Remove blocks without any copy from the end of the path to `node`."""
         while node.parent is not None and not node.children:
             device, host = node.device.num_present, node.host.num_present if node.host else 0
             if device or host:
@@ -465,11 +531,11 @@ class Tree:
                     self._trim(node)
                 return
             if node.holders:
-                return  # its lease will end; until then the path must stay
+                return  # the path must stay until the lease has ended
             node = self.unlink(node)
 
     def unlink(self, node: TreeNode) -> TreeNode:
-        """Take a node that has nothing left out of the tree; returns its parent."""
+        """Remove a node without copies and children from the tree; return its parent."""
         parent = node.parent
         assert parent is not None, "the root stays"
         parent.disown(node)
@@ -493,13 +559,21 @@ class Tree:
 
 
 def _extras_of(prompt: Prompt, start: int, stop: int) -> dict[int, bytes] | None:
-    """Return the extra keys of blocks [start, stop), None if there are none."""
-    extras = prompt.extras  # of which there may be many more than these blocks
+    """Return the extra keys (media) of blocks [start, stop) by block; None if there are none."""
+    extras = prompt.extras  # may have many more blocks than these
     return {i: e for i in range(start, stop) if (e := extras.get(i))} or None
 
 
 class PartialMatch(NamedTuple):
-    """A cached block or tail that begins with the prompt's next tokens; its bytes are copied."""
+    """A cached block that begins with the prompt's next tokens but then differs.
+
+    A request copies the block to use these tokens.
+
+    Attributes:
+        node: the node with the block.
+        block: index of the block, from the start of the prompt.
+        num_tokens: number of shared tokens, at least 1.
+    """
 
     node: TreeNode
     block: int  # counted from the prompt's start
@@ -507,10 +581,18 @@ class PartialMatch(NamedTuple):
 
 
 class Match(msgspec.Struct):
-    """The longest cached run from the start of a prompt, in order.
+    """The longest cached run of blocks from the start of a prompt.
 
-    The first `device_blocks` are on the device, then `loading_blocks` are on their way there,
-    then `host_blocks` are on the host; together they are `num_blocks`.
+    In the order of the prompt, the first `device_blocks` are on the device, the next
+    `loading_blocks` are being copied there, and the next `host_blocks` are on the host only.
+
+    Attributes:
+        node: the node with the last matched block; the root if none matches.
+        num_blocks: number of matched blocks.
+        device_blocks: blocks that are on the device.
+        loading_blocks: blocks that are being copied to the device.
+        host_blocks: blocks that are on the host only.
+        partial: a cached block that shares the first tokens of the next one; None for none.
     """
 
     node: TreeNode
@@ -522,7 +604,16 @@ class Match(msgspec.Struct):
 
 
 def longest_match(root: TreeNode, prompt: Prompt, max_tokens: int) -> Match:
-    """Return the longest run of `prompt`'s first `max_tokens` tokens."""
+    """Find the longest cached run of a prompt's first tokens.
+
+    Args:
+        root: root of the prompt's space.
+        prompt: the prompt.
+        max_tokens: number of first tokens that may be matched.
+
+    Returns:
+        The match.
+    """
     size = prompt.block_size
     node, pos = descend(root, 0, prompt, max_tokens // size)
     device, loading = pos, 0
@@ -539,14 +630,14 @@ def longest_match(root: TreeNode, prompt: Prompt, max_tokens: int) -> Match:
 
 
 def _may_go_on(node: TreeNode, prompt: Prompt, at: int) -> bool:
-    """Return whether a child of `node` may share the token `at`."""
+    """Return whether a child of `node` may begin with the prompt's token at index `at`."""
     if prompt.extras or not node.children:
         return bool(node.children)
     return prompt.tokens[at * TOKEN_BYTES : (at + 1) * TOKEN_BYTES] in node.children
 
 
 def _on_device(node: TreeNode, pos: int) -> tuple[int, int]:
-    """Return how many of the first `pos` blocks are ready, and how many follow incoming."""
+    """Return how many of the first `pos` blocks are on the device, and how many are loading."""
     device = loading = 0
     for part, start, stop in segments(node, 0, pos):
         copies = part.device
@@ -558,7 +649,17 @@ def _on_device(node: TreeNode, pos: int) -> tuple[int, int]:
 
 
 def descend(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> tuple[TreeNode, int]:
-    """Follow blocks [pos, stop) of `prompt` from `node`, the path of which covers [0, pos)."""
+    """Follow a prompt's blocks down the tree as far as they are cached.
+
+    Args:
+        node: a node whose path has the first `pos` blocks.
+        pos: index of the first block to look for.
+        prompt: the prompt.
+        stop: index of the block to stop before.
+
+    Returns:
+        The node with the last block found, and the index after that block.
+    """
     tokens, width, extras = prompt.tokens, prompt.block_size * TOKEN_BYTES, prompt.extras
     startswith = tokens.startswith
     end = node.end
@@ -591,7 +692,16 @@ def descend(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> tuple[TreeNo
 
 
 def segments(node: TreeNode, start: int, stop: int) -> list[Segment]:
-    """Return blocks [start, stop) of the path to `node` as parts of runs, in path order."""
+    """Return blocks [start, stop) of the path to `node`, divided by nodes.
+
+    Args:
+        node: the end of the path.
+        start: index of the first block, from the start of the prompt.
+        stop: index after the last block.
+
+    Returns:
+        For each node, in the order of the path, the node and a range of blocks within it.
+    """
     parts: list[Segment] = []
     part: TreeNode | None = node
     while part is not None and part.end > start:
@@ -604,7 +714,7 @@ def segments(node: TreeNode, start: int, stop: int) -> list[Segment]:
 
 
 def _shared_blocks(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> int:
-    """Return how many blocks from `pos` on, up to `stop`, `node` shares with the prompt."""
+    """Return how many blocks from index `pos` on, up to `stop`, `node` shares with the prompt."""
     width = prompt.block_size * TOKEN_BYTES
     at, most = node.packed_at + (pos - node.start) * width, min(stop, node.end) - pos
     blocks = common_blocks(prompt.tokens, pos * width, node.packed, at, most, width)
@@ -616,13 +726,15 @@ def _shared_blocks(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> int:
 
 
 def _partial(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> PartialMatch | None:
-    """Return the cached block that shares the most, but not all, tokens with block `pos`.
+    """Return the cached block that shares most tokens with the prompt's block `pos`.
+
+    None if no block shares the first token.
 
     Args:
-        node: a node whose path covers [0, pos).
-        pos: a block of the prompt.
+        node: a node whose path has the blocks before `pos`.
+        pos: index of the block in the prompt.
         prompt: the prompt.
-        stop: the token where the block ends.
+        stop: number of prompt tokens that may be matched.
     """
     rest = prompt.tokens[pos * prompt.block_size * TOKEN_BYTES : stop * TOKEN_BYTES]
     extra = prompt.extras.get(pos, b"")
@@ -654,7 +766,10 @@ class Lease(msgspec.Struct, eq=False):
     The lease covers all tiers.
 
     Attributes:
-        used_before: tick of the node's last use before this lease.
+        node: the end of the path.
+        num_blocks: number of protected blocks.
+        used_before: LRU tick of the node's last use before this lease.
+        is_released: True once the lease has ended.
     """
 
     node: TreeNode
@@ -664,9 +779,19 @@ class Lease(msgspec.Struct, eq=False):
 
 
 class Index:
-    """All cached runs, of one fingerprint or of several, each in a space of its own.
+    """All cached blocks, each fingerprint's in a space of its own.
 
-    A lease ends on the node that ends where it does, which is split off for it.
+    A lease always covers whole nodes: a node is split if a lease ends inside it.
+
+    Args:
+        block_size: number of tokens of a block.
+        root_digest: root digest of the service's own fingerprint.
+        policies: eviction policies of device and host; None for LRU.
+
+    Attributes:
+        spaces: the roots and eviction queues.
+        num_held_leases: number of leases that have not ended.
+        reuse_gaps: histogram of the times between two uses of the last block of a match.
     """
 
     def __init__(
@@ -685,28 +810,70 @@ class Index:
     # Looking
 
     def match(self, prompt: Prompt, max_tokens: int | None = None) -> Match:
-        """Return the longest run of `prompt`'s first `max_tokens` tokens. Nothing changes."""
+        """Find the longest cached run of a prompt. The call changes nothing.
+
+        Args:
+            prompt: the prompt.
+            max_tokens: number of first tokens that may be matched; None for all.
+
+        Returns:
+            The match.
+
+        Raises:
+            BadRequestError: the prompt's space is not open.
+        """
         limit = prompt.num_tokens
         if max_tokens is not None and max_tokens < limit:
             limit = max_tokens
         return longest_match(self.spaces.root_of(prompt), prompt, limit)
 
     def slots(self, tier: Tier, node: TreeNode, start: int, stop: int) -> Ids:
-        """Return the slots of blocks [start, stop) on the path to `node`."""
+        """Return the slots of blocks [start, stop) on the path to `node`.
+
+        Args:
+            tier: the tier.
+            node: the end of the path.
+            start: index of the first block, from the start of the prompt.
+            stop: index after the last block.
+
+        Returns:
+            The slots, int32 [stop - start], NO_SLOT for a block without a copy; read-only.
+        """
         if start >= stop:
             return np.zeros(0, np.int32)
         parts = [n.copies_on(tier).slots[i:j] for n, i, j in segments(node, start, stop)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def is_in(self, state: CopyState, tier: Tier, node: TreeNode, start: int, stop: int) -> Mask:
-        """Return a mask of the blocks [start, stop) on the path to `node` that are in `state`."""
+        """Return which of blocks [start, stop) on the path to `node` are in `state`.
+
+        Args:
+            state: the state.
+            tier: the tier.
+            node: the end of the path.
+            start: index of the first block, from the start of the prompt.
+            stop: index after the last block.
+
+        Returns:
+            A mask, bool [stop - start].
+        """
         found = [
             part.copies_on(tier).is_in(state, i, j) for part, i, j in segments(node, start, stop)
         ]
         return found[0] if len(found) == 1 else np.concatenate([*found, np.zeros(0, np.bool_)])
 
     def states(self, tier: Tier, node: TreeNode, start: int, stop: int) -> list[CopyState]:
-        """Return the states of blocks [start, stop) on the path to `node`."""
+        """Return the states of blocks [start, stop) on the path to `node`.
+
+        Args:
+            tier: the tier.
+            node: the end of the path.
+            start: index of the first block, from the start of the prompt.
+            stop: index after the last block.
+
+        Returns:
+            One state for each block.
+        """
         return [
             _STATES[state]
             for n, i, j in segments(node, start, stop)
@@ -716,7 +883,15 @@ class Index:
     def digests(self, node: TreeNode, stop: int, *, start: int = 0) -> list[bytes]:
         """Return the keys of full blocks [start, stop) of the path to `node`.
 
-        Each key is computed once; the tree node that holds the block remembers it.
+        Each key is computed once and kept in the tree.
+
+        Args:
+            node: the end of the path.
+            stop: index after the last block.
+            start: index of the first block, from the start of the prompt.
+
+        Returns:
+            The digests, 32 bytes each.
         """
         found: list[bytes] = []
         digest = node.space.root_digest
@@ -731,11 +906,14 @@ class Index:
         return found
 
     def known_digests(self, node: TreeNode, stop: int) -> list[bytes]:
-        """Return the keys of the first blocks of the path to `node` that are known without a gap.
+        """Return the keys of the path's first blocks, as far as they were computed before.
 
         Args:
-            node: end of the path.
-            stop: block before which the keys end.
+            node: the end of the path.
+            stop: index after the last block.
+
+        Returns:
+            The digests, 32 bytes each, without a gap; at most `stop`.
         """
         found: list[bytes] = []
         for part, _, last in segments(node, 0, stop):
@@ -747,7 +925,7 @@ class Index:
         return found
 
     def _compute_digests(self, part: TreeNode, parent: bytes, known: int, stop: int) -> list[bytes]:
-        """Compute and remember the keys of run blocks [known, stop), the first that have none."""
+        """Compute and keep the keys of the node's blocks [known, stop), where `known` have keys."""
         digest = part.digests[-DIGEST_BYTES:] or parent
         if part.extras:
             more = []
@@ -763,9 +941,16 @@ class Index:
     # Leases: what may not be evicted
 
     def hold(self, node: TreeNode, num_blocks: int) -> Lease:
-        """Forbid eviction of the path up to `num_blocks`, and mark the path as used now.
+        """Protect the first blocks of a path from eviction, and mark the path as used now.
 
-        A run that continues beyond `num_blocks` is split, so that its rest can still be evicted.
+        A node that continues beyond `num_blocks` is split, so that its rest can still be evicted.
+
+        Args:
+            node: the end of a path with at least `num_blocks` blocks.
+            num_blocks: number of blocks to protect.
+
+        Returns:
+            The lease, for `release`.
         """
         if node.end != num_blocks:
             node = self._ending_at(node, num_blocks)
@@ -776,7 +961,10 @@ class Index:
         return Lease(node, num_blocks, used_before)
 
     def hold_as_is(self, node: TreeNode) -> Lease:
-        """Forbid eviction of the path to `node`'s end for a movement: no split, and no use."""
+        """Protect the whole path to `node` from eviction, for a copy between tiers.
+
+        Splits no node, and does not count as a use.
+        """
         self._tree.hold(node)
         self.num_held_leases += 1
         return Lease(node, node.end)
@@ -802,7 +990,7 @@ class Index:
         Args:
             lease: a lease that has not ended.
             node: the lease's new end.
-            is_new: whether the node was made for the lease, and already counts it as a holder.
+            is_new: True if the node was made for the lease, and already counts it as a holder.
         """
         before, lease.node, lease.num_blocks = lease.node, node, node.end
         end = node.parent if is_new else node
@@ -813,7 +1001,7 @@ class Index:
         self._use(node)
 
     def _use(self, node: TreeNode) -> None:
-        """Mark the path to `node` as used now; nodes above learn it when their holder ends."""
+        """Mark `node` as used now; the nodes above it are marked when the lease ends."""
         tick = self._tick = self._tick + 1
         node.last_used = tick
         if not node.born:
@@ -826,9 +1014,9 @@ class Index:
             self._tick = tick
 
     def count_hit(self, lease: Lease) -> None:
-        """Count a hit for the path that `lease`, taken for a request, holds.
+        """Count a match for each node on the path of a request's lease.
 
-        The age of the hit is the time since the path's end was used last, 0 while others hold it.
+        `reuse_gaps` gets the time since the path's end was used last, 0 if another lease is on it.
         """
         node = lease.node
         for part in node.path():
@@ -836,9 +1024,9 @@ class Index:
         self.reuse_gaps.add(self._tick - lease.used_before if node.holders == 1 else 0)
 
     def _ending_at(self, node: TreeNode, num_blocks: int) -> TreeNode:
-        """Return the node of the path to `node` that ends at `num_blocks`.
+        """Return the node that ends with block `num_blocks` of the path.
 
-        Split a run if necessary.
+        Split a node if necessary.
         """
         while node.parent is not None and node.start >= num_blocks:
             node = node.parent
@@ -849,17 +1037,21 @@ class Index:
     # Soft pins
 
     def pin_softly(self, node: TreeNode, num_blocks: int) -> TreeNode:
-        """Evict the path up to `num_blocks` only after all blocks that are not pinned.
+        """Let the first blocks of a path be evicted only after all blocks without a soft pin.
+
+        Args:
+            node: the end of a path with at least `num_blocks` blocks.
+            num_blocks: number of blocks to pin.
 
         Returns:
-            The node that `unpin_softly` takes.
+            The node to pass to `unpin_softly`.
         """
         node = self._ending_at(node, num_blocks)
         self._pin(node, +1)
         return node
 
     def unpin_softly(self, node: TreeNode) -> None:
-        """Undo one `pin_softly`; blocks that have been evicted since are no error."""
+        """Undo one `pin_softly`, even if the blocks have been evicted since."""
         self._pin(node, -1)
 
     def _pin(self, node: TreeNode, step: int) -> None:
@@ -872,20 +1064,20 @@ class Index:
     def insert(
         self, tier: Tier, at: Lease, prompt: Prompt, stop: int, slots: Ids
     ) -> tuple[int, ...]:
-        """Add blocks [at.num_blocks, stop) of `prompt` and extend the lease `at` over them.
+        """Add blocks [at.num_blocks, stop) of `prompt`, and extend the lease `at` over them.
 
-        A block that is there already keeps its copy. On the device all blocks from an incoming one
-        on are refused, and `at` ends before it.
+        A block that has a copy already keeps it. On the device, if one of the blocks is just being
+        loaded, that block and all after it are refused, and `at` ends before it.
 
         Args:
             tier: the tier of `slots`.
-            at: a lease of the path above the blocks.
+            at: a lease of the blocks before.
             prompt: the prompt that has the blocks.
-            stop: end of the blocks.
+            stop: index after the last block.
             slots: int32 [stop - at.num_blocks], with all bytes of each block.
 
         Returns:
-            Positions in `slots` that the index does not own; the caller keeps them.
+            Positions in `slots` that the index has refused; these slots stay the caller's.
         """
         assert not at.is_released, "a lease is extended while it holds"
         first, node = at.num_blocks, at.node
@@ -910,13 +1102,14 @@ class Index:
     def _fill_in(
         self, tier: Tier, node: TreeNode, first: int, pos: int, slots: Ids
     ) -> tuple[int, tuple[int, ...]]:
-        """Place absent copies of blocks [first, pos) of the path.
+        """Assign slots to those of blocks [first, pos) of the path that have no copy on `tier`.
 
-        On the device this ends at an incoming block: its load may still fail, and device copies are
-        prefix-closed, so the rest stays private to the caller.
+        On the device the call stops at a block that is being loaded: the load may fail, and a block
+        is on the device only if all blocks before it are.
 
         Returns:
-            The block reached, and the positions in `slots` up to there that were not needed.
+            The index of the block where the call stopped, and the positions in `slots` before it
+                that were not needed.
         """
         refused: list[int] = []
         for part, start, end in segments(node, first, pos):
@@ -937,11 +1130,17 @@ class Index:
     def insert_tail(
         self, tier: Tier, at: Lease, prompt: Prompt, slot: int
     ) -> tuple[TreeNode, bool]:
-        """Add the tail of `prompt` in `slot` under `at`, which covers the prompt's full blocks.
+        """Add the tail of `prompt`, its partial last block, below its full blocks.
+
+        Args:
+            tier: the tier of `slot`.
+            at: a lease of all full blocks of the prompt.
+            prompt: the prompt, which has a tail.
+            slot: the slot with the tail's bytes.
 
         Returns:
-            The tail's node, and whether the index owns `slot` now; False if the tail was there
-                already.
+            The tail's node, and True if the index owns `slot` now; False if the tail had a copy
+                already, so that the slot stays the caller's.
         """
         assert at.num_blocks == prompt.num_blocks, "a tail hangs under its parent block"
         assert prompt.tail_tokens, "the prompt has no tail"
@@ -968,9 +1167,20 @@ class Index:
         *,
         slots: Ids | None = None,
     ) -> Ids:
-        """Advance the copies of path blocks [start, stop); return the slots they had.
+        """Apply a change to the copies of blocks [start, stop) of a path.
 
         Blocks that are then on no tier leave the tree.
+
+        Args:
+            tier: the tier.
+            node: the end of the path.
+            start: index of the first block, from the start of the prompt.
+            stop: index after the last block.
+            change: the change.
+            slots: new slots for RESERVE and PLACE, int32 [stop - start].
+
+        Returns:
+            The slots that the blocks had before, int32 [stop - start].
         """
         had, at = [], 0
         for part, i, j in segments(node, start, stop):
@@ -981,26 +1191,47 @@ class Index:
         return np.concatenate(had) if had else np.zeros(0, np.int32)
 
     def mark_stored(self, node: TreeNode, start: int, stop: int) -> None:
-        """Remember that path blocks [start, stop) were written to storage, to not write them again.
+        """Record that blocks [start, stop) of a path were written to storage.
 
-        This is a belief, never a match: the store may lose values, and is asked before it is relied
-        on.
+        The mark avoids a second write. It is never used for a match: storage may lose values, and
+        is asked before a fetch.
+
+        Args:
+            node: the end of the path.
+            start: index of the first block, from the start of the prompt.
+            stop: index after the last block.
         """
         for part, i, j in segments(node, start, stop):
             part.believe_stored(i, j, np.ones(j - i, np.bool_))
 
     def unmark_stored(self, node: TreeNode, start: int, stop: int) -> None:
-        """Forget that path blocks [start, stop) were written to storage."""
+        """Undo `mark_stored` for blocks [start, stop) of a path.
+
+        Args:
+            node: the end of the path.
+            start: index of the first block, from the start of the prompt.
+            stop: index after the last block.
+        """
         for part, i, j in segments(node, start, stop):
             part.believe_stored(i, j, np.zeros(j - i, np.bool_))
 
     def unmark_all_stored(self) -> None:
-        """Forget what was written to storage; walks the tree, 1 us a run."""
+        """Undo `mark_stored` for all blocks; visits the whole tree, 1 us a node."""
         for node in self.spaces.nodes():
             node.believe_nothing_stored()
 
     def drop(self, tier: Tier, node: TreeNode, i: int, j: int) -> Ids:
-        """Evict ready copies of run blocks [i, j) of an unheld node; return their slots."""
+        """Evict copies of blocks [i, j) of a node from one tier.
+
+        Args:
+            tier: the tier.
+            node: a node that no lease protects; the copies are ready.
+            i: index of the first block within the node.
+            j: index after the last block.
+
+        Returns:
+            The slots of the copies, int32 [j - i].
+        """
         assert node.holders == 0, "a held copy is never evicted"
         copies, other = (node.on(tier), node.device) if tier is HOST else (node.device, node.host)
         memory = self.spaces.order[tier].memory
@@ -1034,7 +1265,11 @@ class Index:
         return had
 
     def forget_below(self, node: TreeNode, i: int) -> tuple[Ids, Ids]:
-        """Evict every copy of run blocks from `i` on, and of all blocks below, of an unheld node.
+        """Evict a node's blocks from `i` on, and all blocks below the node, from both tiers.
+
+        Args:
+            node: a node that no lease protects.
+            i: index of the first block within the node.
 
         Returns:
             The device slots and the host slots that are free now.

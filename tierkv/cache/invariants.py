@@ -1,4 +1,4 @@
-"""Recounts an index and its pools and says in words what does not add up."""
+"""Check of an index and its pools: recounts them and returns violated invariants as sentences."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ from tierkv.cache.node import (
 def findings(
     index: Index, pools: Mapping[Tier, BlockPool], owned_elsewhere: Mapping[Tier, Iterable[int]]
 ) -> list[str]:
-    """Return everything that is wrong with `index` and `pools`; [] if nothing is.
+    """Return all violated invariants of `index` and `pools`.
 
     Walks the whole tree: for tests, shutdown, and an operator's request.
 
     Args:
         index: the index.
         pools: the pool of each tier.
-        owned_elsewhere: slots of each tier that requests and movements hold outside the index.
+        owned_elsewhere: slots of each tier that requests and copies use outside the index.
+
+    Returns:
+        One sentence for each violation; [] if there is none.
     """
     nodes = list(index.spaces.nodes())
     wrong: list[str] = []
@@ -77,7 +80,7 @@ def _space_findings(index: Index, nodes: list[TreeNode], tier: Tier) -> list[str
 
 
 def _lease_findings(index: Index, nodes: list[TreeNode]) -> list[str]:
-    """Return findings about holders: each must be a held lease or a child with holders."""
+    """Return violations of the lease counts: holders of a node are leases and held children."""
     wrong = []
     num_leases = 0
     for node in [*index.spaces.roots(), *index.spaces.retired(), *nodes]:
@@ -96,7 +99,7 @@ def _node_findings(node: TreeNode, index: Index) -> list[str]:
     wrong += [f"{name} {what}" for what in _memory_findings(node)]
     wrong += [f"{name} {what}" for what in _children_findings(node)]
     unfit = [tier for tier in Tier if not node.copies[tier].fits(node.num_blocks)]
-    if unfit:  # there's no telling what is where
+    if unfit:  # the further checks would read slots of other blocks
         names = " and ".join(tier.name for tier in unfit)
         return [*wrong, f"{name} has not a {names} slot and state for each of its blocks"]
     wrong += [f"{name} {what}" for what in _residency_findings(node)]
@@ -106,7 +109,7 @@ def _node_findings(node: TreeNode, index: Index) -> list[str]:
 
 
 def _shape_findings(node: TreeNode, block_token_bytes: int) -> list[str]:
-    """Return findings about the tree itself: tokens, order, parents and holders."""
+    """Return violations of a node's tokens, its range of blocks, and the link to its parent."""
     parent = node.parent
     assert parent is not None, "the root is not listed"
     wrong = []
@@ -128,7 +131,7 @@ def _shape_findings(node: TreeNode, block_token_bytes: int) -> list[str]:
 
 
 def _children_findings(node: TreeNode) -> list[str]:
-    """Return what is wrong with the counts and keys of `node`'s children."""
+    """Return violations of the counts and keys of `node`'s children."""
     wrong = []
     children = node.children.values()
     by_first = {_first(child) for child in children}
@@ -154,7 +157,7 @@ def _first(node: TreeNode) -> bytes:
 
 
 def _memory_findings(node: TreeNode) -> list[str]:
-    """Return the faults of a node's lengths, digests, use counts and links, as sentences."""
+    """Return violations of a node's lengths, digests, use counts and shared token bytes."""
     parent = node.parent
     assert parent is not None, "the root is not listed"
     wrong = []
@@ -181,7 +184,7 @@ def _memory_findings(node: TreeNode) -> list[str]:
 
 
 def _bytes_that_share(node: TreeNode) -> int:
-    """Return how many bytes of `node.packed` the runs from here up need that share it."""
+    """Return how many bytes of `node.packed` the nodes that share it still need."""
     packed = node.packed
     if any(child.packed is packed for child in node.children.values()):
         return len(packed)
@@ -194,7 +197,10 @@ def _bytes_that_share(node: TreeNode) -> int:
 
 
 def _digests_of(node: TreeNode) -> bytes:
-    """Compute the run's remembered digests again from its tokens and its parent's last digest."""
+    """Compute a node's digests again, as many as it keeps.
+
+    B"" if its parent's last one is unknown.
+    """
     parent = node.parent
     assert parent is not None, "the root is not listed"
     if parent.parent is None:
@@ -211,9 +217,10 @@ def _digests_of(node: TreeNode) -> bytes:
 
 
 def _residency_findings(node: TreeNode) -> list[str]:
-    """Return findings about orphans: blocks without a block that they depend on.
+    """Return violations of two rules of placement.
 
-    Device copies need their whole path on the device.
+    Each block that no lease protects is on some tier, and each block on the device has its whole
+    path there.
     """
     wrong = []
     device, host = node.copies

@@ -24,17 +24,18 @@ Bytes1D = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One role of one layer.
+    """One role of one layer, such as the keys of layer 3.
 
-    layer: 0-based index of the layer; speculative (MTP) layers follow the main model's.
-    role: "key", "value", "latent", "scale", "indexer", or what the engine calls it.
-    dtype: the element type's name; part of the identity, not interpreted by movers.
-    block_bytes: bytes of this plane in one block.
-    token_bytes: bytes of one token, if token t lies at [t * token_bytes, (t + 1) * token_bytes);
-        None if the inside of the plane is private to the attention backend.
-    has_prefixes: True if a block also serves prompts that share only its first tokens, as the KV of
-        any attention does, even if the place of a token in the block is private. False for a
-        recurrent state, which is valid only after all tokens of its block.
+    Attributes:
+        layer: 0-based index of the layer; speculative (MTP) layers follow the main model's.
+        role: "key", "value", "latent", "scale", "indexer", or the engine's own word.
+        dtype: name of the element type; part of the identity, not interpreted by copies.
+        block_bytes: bytes of this plane in one block.
+        token_bytes: bytes of one token, if token t lies at [t * token_bytes, (t + 1) *
+            token_bytes); None if the inside of the plane is private to the attention backend.
+        has_prefixes: True if a block also serves prompts that share only its first tokens, as the
+            KV of any attention does, even if the place of a token in the block is private. False
+            for a recurrent state, which is valid only after all tokens of its block.
     """
 
     layer: int
@@ -56,6 +57,10 @@ class Plane:
 @dataclass(frozen=True)
 class Layout:
     """All planes of a block of `block_size` tokens, ordered by layer.
+
+    Attributes:
+        block_size: number of tokens of a block.
+        planes: the planes, in the order of their bytes.
 
     Raises:
         LayoutError: there are no planes, they are not ordered by layer, repeat a (layer, role),
@@ -104,7 +109,7 @@ class Layout:
 
     @cached_property
     def planes_of_layer(self) -> tuple[range, ...]:
-        """Indices of each layer's planes; consecutive, since planes are ordered."""
+        """The indices of each layer's planes, one range for each layer."""
         ranges, start = [], 0
         for layer in range(self.num_layers):
             stop = start
@@ -116,17 +121,17 @@ class Layout:
 
     @cached_property
     def has_token_bytes(self) -> bool:
-        """True if every plane declares where a token's bytes are, so that a tail can be cut."""
+        """True if every plane declares the place of each token, so that a part can be stored."""
         return all(plane.token_bytes is not None for plane in self.planes)
 
     @cached_property
     def has_prefixes(self) -> bool:
-        """True if a block also serves prompts that share only its first tokens: see `Plane`."""
+        """True if a block also serves prompts that share only its first tokens (see `Plane`)."""
         return all(plane.has_prefixes for plane in self.planes)
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes that differ whenever two layouts could be confused byte for byte."""
+        """32 bytes that differ for any two layouts that give the same bytes another meaning."""
         h = hashlib.sha256(b"tierkv layout v1")
         h.update(self.block_size.to_bytes(8, "little"))
         for plane in self.planes:
@@ -143,10 +148,13 @@ class Layout:
         """Return the bytes of a stored block's payload.
 
         Args:
-            num_tokens: Tokens in the block, from 1 to the block size.
+            num_tokens: number of tokens in the block, from 1 to the block size.
+
+        Returns:
+            The number of bytes; that of a full block if the place of a token is private.
 
         Raises:
-            LayoutError: The number of tokens is outside that range.
+            LayoutError: the number of tokens is outside that range.
         """
         if not 0 < num_tokens <= self.block_size:
             raise LayoutError(f"a block holds 1 to {self.block_size} tokens, not {num_tokens}")
@@ -162,10 +170,10 @@ class Layout:
 
         Args:
             slot: uint8 [block_bytes].
-            num_tokens: Tokens in the tail, from 1 to the block size.
+            num_tokens: number of first tokens, from 1 to the block size.
 
         Returns:
-            A copy, or `slot` itself.
+            A copy, or `slot` itself; uint8 [stored_bytes(num_tokens)].
         """
         if self.stored_bytes(num_tokens) == self.block_bytes:
             return slot
@@ -182,10 +190,10 @@ class Layout:
         Args:
             payload: uint8 [stored_bytes(num_tokens)].
             slot: uint8 [block_bytes], which is written.
-            num_tokens: Tokens in the tail, from 1 to the block size.
+            num_tokens: number of first tokens, from 1 to the block size.
 
         Raises:
-            LayoutError: A length is wrong; nothing was written.
+            LayoutError: a length is wrong; nothing was written.
         """
         if len(payload) != self.stored_bytes(num_tokens) or len(slot) != self.block_bytes:
             raise LayoutError(
@@ -217,12 +225,15 @@ def attention_layout(
     Planes are token-major: [block_size, heads, head_dim].
 
     Args:
-        num_layers: Number of layers.
-        num_kv_heads: Number of key and value heads of a layer.
-        head_dim: Numbers of one head and token.
-        dtype: Name of the numbers' type, such as bfloat16.
-        item_bytes: Bytes of one number.
-        block_size: Tokens of a block.
+        num_layers: number of layers.
+        num_kv_heads: number of key and value heads of a layer.
+        head_dim: numbers of one head and token.
+        dtype: name of the numbers' type, such as bfloat16.
+        item_bytes: bytes of one number.
+        block_size: number of tokens of a block.
+
+    Returns:
+        The layout.
     """
     token_bytes = num_kv_heads * head_dim * item_bytes
     return Layout(
@@ -236,15 +247,18 @@ def attention_layout(
 
 
 def layered(block_size: int, roles: Sequence[tuple[str, str, int]], num_layers: int) -> Layout:
-    """Make a layout of `num_layers` equal layers.
+    """Return a layout of `num_layers` equal layers.
 
     MLA is `[("latent", "bfloat16", 1152)]`; sparse attention with an indexer adds `("indexer",
     "uint8", 132)`; block-wise fp8 adds `("scale", "float32", ...)` planes.
 
     Args:
-        block_size: tokens per block.
+        block_size: number of tokens of a block.
         roles: role, dtype and bytes per token of each plane of a layer, in order.
         num_layers: number of layers.
+
+    Returns:
+        The layout.
     """
     return Layout(
         block_size=block_size,

@@ -1,6 +1,7 @@
-"""A node of the radix tree (a run of blocks and their copies), and the free slots of a tier.
+"""A node of the radix tree, which holds a run of blocks, and the free slots of a tier.
 
-Each node belongs to the space of one fingerprint: tenants and adapters never meet in one tree.
+Each node belongs to the space (part of the index) of one fingerprint: tenants and adapters never
+share a node.
 """
 
 from __future__ import annotations
@@ -38,12 +39,16 @@ class PoolStats:
 class BlockPool:
     """A pool of the ids 0..capacity-1, each free or taken.
 
-    Allocation is all or nothing and takes O(n) time for n ids. Free ids form a stack, so the id
-    that was released last is given first: its memory is warmest. A mark per id catches a double
-    release.
+    Allocation is all or nothing and takes O(n) time for n ids. Free ids form a stack: the id that
+    was released last is allocated first, as its memory is most likely in a CPU cache. A mark per id
+    catches a double release.
+
+    Args:
+        tier: name of the tier in error messages.
+        capacity: number of ids.
 
     Attributes:
-        num_free: ids that can be allocated.
+        num_free: number of ids that can be allocated.
     """
 
     def __init__(self, tier: str, capacity: int) -> None:
@@ -52,22 +57,26 @@ class BlockPool:
         self.tier = tier
         self.capacity = 0
         self._free: Ids = np.zeros(0, np.int32)
-        # Of every id, and then as many that never are: where negative ids end up.
+        # One mark for each id, then as many marks that stay False: a negative id indexes these.
         self._is_taken = np.zeros(0, np.bool_)
         self._mark: Ids = np.zeros(0, np.int32)  # scratch: written before each use
-        self._count_up: Ids = np.zeros(0, np.int32)  # 0, 1, 2 ...: marks, without making them
+        self._count_up: Ids = np.zeros(0, np.int32)  # 0, 1, 2 ...: values for `_mark`
         self.num_free = 0
         self.grow(capacity)
 
     def stats(self) -> PoolStats:
-        """Return capacity and free ids now."""
+        """Return the present capacity and number of free ids."""
         return PoolStats(self.tier, self.capacity, self.num_free)
 
     def allocate(self, count: int) -> Ids:
-        """Take `count` ids; return an empty array for 0.
+        """Allocate `count` ids.
+
+        Returns:
+            The ids, int32 [count].
 
         Raises:
-            OutOfBlocksError: fewer than `count` ids are free; none was taken.
+            OutOfBlocksError: fewer than `count` ids are free; none was allocated.
+            ValueError: `count` is negative.
         """
         if count < 0:
             raise ValueError(f"{self.tier}: cannot allocate {count} blocks")
@@ -75,7 +84,7 @@ class BlockPool:
             raise OutOfBlocksError(self.tier, needed=count, available=self.num_free)
         start, stop = self.num_free - count, self.num_free
         self.num_free = start
-        if count == 1:  # as a request grows; half the time
+        if count == 1:  # a request grows by one block: this takes half the time
             self._is_taken[self._free.item(start)] = True
             return self._free[start:stop].copy()
         ids = self._free[start:stop][::-1].copy()
@@ -83,7 +92,7 @@ class BlockPool:
         return ids
 
     def release(self, ids: Ids | Sequence[int]) -> None:
-        """Give ids back.
+        """Free ids.
 
         Raises:
             OwnershipError: an id is out of range, not taken, or given twice; nothing changed.
@@ -105,11 +114,14 @@ class BlockPool:
         self.num_free = stop
 
     def exchange(self, given: Sequence[Ids], count: int) -> Ids:
-        """Take `count` ids and pass `given` on to the new owner without a stop on the free stack.
+        """Allocate `count` ids, reusing the ids in `given`, which their owner gives up.
 
         Args:
             given: int32 arrays of ids that are taken now, each id once.
             count: number of ids to return, those of `given` included.
+
+        Returns:
+            The ids, int32 [count].
 
         Raises:
             OwnershipError: an id of `given` is not taken; nothing changed.
@@ -128,7 +140,11 @@ class BlockPool:
         return np.concatenate([ids, self.allocate(more)]) if more else ids
 
     def _check_taken(self, ids: Ids) -> None:
-        """Raise OwnershipError if an id of `ids` is out of range or not taken."""
+        """Check that all ids are in range and taken.
+
+        Raises:
+            OwnershipError: an id is not.
+        """
         try:
             taken = self._is_taken[ids.astype(_INTP)]
         except IndexError:
@@ -151,7 +167,11 @@ class BlockPool:
     # Resizing
 
     def grow(self, capacity: int) -> None:
-        """Add the ids from the present capacity up to `capacity`, all free."""
+        """Add the ids from the present capacity up to `capacity`, all free.
+
+        Raises:
+            ValueError: `capacity` is below the present one.
+        """
         if capacity < self.capacity:
             raise ValueError(f"{self.tier}: {capacity} blocks are fewer than {self.capacity}")
         more = np.arange(capacity - 1, self.capacity - 1, -1, dtype=np.int32)
@@ -160,10 +180,12 @@ class BlockPool:
     def shrink(self, capacity: int) -> None:
         """Remove all ids from `capacity` on.
 
-        Call `take_from` first and free the ids that `taken_from(capacity)` returns.
+        Call `take_from` first, so that none is allocated again, and free the ids that
+        `taken_from(capacity)` returns.
 
         Raises:
             OwnershipError: an id from `capacity` on is taken; nothing changed.
+            ValueError: `capacity` is negative or above the present one.
         """
         if not 0 <= capacity <= self.capacity:
             raise ValueError(f"{self.tier}: {capacity} blocks are not fewer than {self.capacity}")
@@ -173,7 +195,7 @@ class BlockPool:
         self._reset(capacity, free[free < capacity])
 
     def taken_from(self, first: int) -> Ids:
-        """Return the taken ids from `first` on."""
+        """Return the taken ids from `first` on, int32 [n]."""
         taken = np.flatnonzero(self._is_taken[first : self.capacity])
         return (taken + first).astype(np.int32)
 
@@ -198,7 +220,7 @@ class BlockPool:
         self.capacity, self._free, self.num_free = capacity, stack, len(free)
 
     def findings(self, owned: Iterable[int]) -> list[str]:
-        """Return what is wrong, in words, if exactly the ids `owned` should be taken."""
+        """Return violated invariants as sentences; exactly the ids `owned` should be taken."""
         wrong: list[str] = []
         slots = np.fromiter(owned, np.int64)
         is_known = (slots >= 0) & (slots < self.capacity)
@@ -227,10 +249,10 @@ class BlockPool:
 
 
 class CopyState(IntEnum):
-    """The state of a block's copy on one tier; the copies of a block on two tiers are independent.
+    """The state of a block's copy on one tier; the copies on two tiers are independent.
 
-    ABSENT: no slot is assigned. INCOMING: a slot is assigned and bytes are on their way; no match
-    sees the copy. READY: all bytes are there.
+    ABSENT: the block has no slot. INCOMING: the block has a slot, and its bytes are being copied
+    there; no match uses the copy. READY: all bytes are there.
     """
 
     ABSENT = 0
@@ -258,11 +280,14 @@ _TABLE = {
 
 
 def is_allowed(current: CopyState, change: Change) -> bool:
-    """Return True if the transition table allows a change.
+    """Return whether a copy in state `current` can go through `change`.
 
     Args:
-        current: State of the copy.
-        change: The change.
+        current: state of the copy.
+        change: the change.
+
+    Returns:
+        True if the transition table has the change.
     """
     return (current, change) in _TABLE
 
@@ -271,8 +296,11 @@ def advance(current: CopyState, change: Change) -> CopyState:
     """Return the state of a copy after a change.
 
     Args:
-        current: State of the copy.
-        change: The change.
+        current: state of the copy.
+        change: the change.
+
+    Returns:
+        The new state.
 
     Raises:
         OwnershipError: a copy in state `current` cannot go through `change`.
@@ -284,9 +312,9 @@ def advance(current: CopyState, change: Change) -> CopyState:
         raise OwnershipError(message) from None
 
 
-NO_SLOT: Final = -1  # the filler inside slot arrays; never leaves this room
-# A run that is evicted piece by piece, from its end, is copied to shorter bytes when it would keep
-# more than MOST_KEPT times its own. With 4 a piece takes 2.7 us on a public trace, with 2 3.1 us.
+NO_SLOT: Final = -1  # in arrays of slots, for a block without a slot
+# A node that is evicted block by block from its end keeps its old bytes until they are longer than
+# MOST_KEPT times what it needs. With 4 a block takes 2.7 us on a public trace, with 2 3.1 us.
 MOST_KEPT: Final = 4
 _SLOT_BYTES: Final = 4
 _NO_SLOT_BYTES: Final = NO_SLOT.to_bytes(_SLOT_BYTES, "little", signed=True)
@@ -304,15 +332,20 @@ _AFTER: dict[Change, States] = {
 
 
 class TierCopies:
-    """The copies of a run's blocks on one tier: a slot and a state for each block.
+    """The copies of a node's blocks on one tier: a slot and a state for each block.
 
-    Nearly all runs have one state throughout, so that state is kept as one value, and an array of
-    states exists only while blocks differ. Slots are packed int32 bytes, or None while no block has
-    one: bytes are cut in a quarter of the time of small NumPy arrays, and slices that were returned
-    earlier stay as they were.
+    In nearly all nodes all blocks have the same state; then only that value is kept, and an array
+    of states exists only while blocks differ. Slots are packed int32 bytes, or None while no block
+    has one: slicing bytes takes a quarter of the time of small NumPy arrays, and slices that were
+    returned earlier do not change.
+
+    Args:
+        num_blocks: number of blocks of the node.
+        uniform: the state of every block.
+        slots: the slots, int32 [num_blocks]; None for blocks without slots.
 
     Attributes:
-        num_present: blocks with a slot, ready or incoming.
+        num_present: number of blocks with a slot, ready or incoming.
         uniform: the state of every block, None if states differ.
     """
 
@@ -341,7 +374,10 @@ class TierCopies:
         return np.frombuffer(packed, _INT32, self.num_blocks)
 
     def fits(self, num_blocks: int) -> bool:
-        """Return whether slots and states fit `num_blocks` blocks, in the most compact form."""
+        """Return whether slots and states have `num_blocks` entries and waste no memory.
+
+        For checks.
+        """
         slots, states = self._slots, self._states
         least = num_blocks * _SLOT_BYTES
         return (
@@ -357,27 +393,53 @@ class TierCopies:
         return self._slots[start * _SLOT_BYTES : stop * _SLOT_BYTES]
 
     def is_in(self, state: CopyState, start: int, stop: int) -> Mask:
-        """Return a mask of the blocks [start, stop) that are in `state`."""
+        """Return which blocks are in `state`.
+
+        Args:
+            state: the state.
+            start: index of the first block within the node.
+            stop: index after the last block.
+
+        Returns:
+            A mask, bool [stop - start].
+        """
         if self._states is None:
             return np.full(stop - start, self.uniform is state, np.bool_)
         found: Mask = self._states[start:stop] == state
         return found
 
     def leading(self, state: CopyState, start: int, stop: int) -> int:
-        """Return the number of leading blocks of [start, stop) that are in `state`."""
+        """Return how many blocks in a row from `start` on are in `state`.
+
+        Args:
+            state: the state.
+            start: index of the first block within the node.
+            stop: index after the last block.
+
+        Returns:
+            The number of blocks, 0 to stop - start.
+        """
         if self._states is None:
             return stop - start if self.uniform is state else 0
         other = np.flatnonzero(self._states[start:stop] != state)
         return int(other[0]) if len(other) else stop - start
 
     def present_in(self, start: int, stop: int) -> int:
-        """Return how many of blocks [start, stop) have a slot."""
+        """Return the number of blocks with a slot, ready or incoming.
+
+        Args:
+            start: index of the first block within the node.
+            stop: index after the last block.
+
+        Returns:
+            The number of blocks, 0 to stop - start.
+        """
         if self._states is None:
             return stop - start if self.uniform is not _ABSENT else 0
         return int(np.count_nonzero(self._states[start:stop]))
 
     def ready_runs(self, count: int) -> list[tuple[int, int]]:
-        """Return the last `count` ready blocks as (start, stop) pairs, the last pair first."""
+        """Return the last `count` ready blocks as ranges (start, stop), the last range first."""
         if self._states is None:
             if self.uniform is not _READY:
                 return []
@@ -391,16 +453,20 @@ class TierCopies:
         return [(int(part[0]), int(part[-1]) + 1) for part in reversed(parts)]
 
     def change(self, start: int, stop: int, change: Change, slots: Ids | None = None) -> Ids:
-        """Advance blocks [start, stop) of the run and return the slots they had.
+        """Apply a change to blocks [start, stop).
 
         Args:
-            start: First block.
-            stop: Block after the last one.
-            change: The change. FAIL and EVICT remove the slots.
-            slots: Slots that RESERVE and PLACE assign; None for other changes.
+            start: index of the first block within the node.
+            stop: index after the last block.
+            change: the change. FAIL and EVICT remove the slots.
+            slots: slots that RESERVE and PLACE assign, int32 [stop - start]; None for other
+                changes.
+
+        Returns:
+            The slots that the blocks had before, int32 [stop - start], NO_SLOT for none.
 
         Raises:
-            OwnershipError: One of the blocks cannot go through the change; nothing has changed.
+            OwnershipError: one of the blocks cannot go through the change; nothing has changed.
         """
         is_whole = start == 0 and stop == self.num_blocks
         had = self.slots[start:stop]
@@ -435,7 +501,7 @@ class TierCopies:
         self._slots = above + packed + below
 
     def behead(self, at: int) -> TierCopies:
-        """Give up the first `at` blocks; returns their copies."""
+        """Remove the first `at` blocks and return their copies."""
         upper = TierCopies(at)
         upper.uniform = self.uniform
         slots = states = None
@@ -452,13 +518,23 @@ class TierCopies:
         return upper
 
     def adopt(self, slots: bytes | None, states: States | None) -> None:
-        """Keep packed `slots` and `states`; `num_blocks` fits them already."""
+        """Replace slots and states; their number of blocks is set already.
+
+        Args:
+            slots: packed int32 slots; None if no block has one.
+            states: the states, uint8 [num_blocks]; None if all are equal.
+        """
         self._slots, self._states = slots, states
         if states is not None:
             self._settle()
 
     def extend(self, num_blocks: int, slots: Ids | None) -> None:
-        """Add blocks at the end, ready in `slots`, or on no slot."""
+        """Add blocks at the end.
+
+        Args:
+            num_blocks: number of new blocks.
+            slots: their slots, in which they are ready, int32 [num_blocks]; None for absent blocks.
+        """
         state = CopyState.ABSENT if slots is None else CopyState.READY
         total = self.num_blocks + num_blocks
         if self._states is not None or self.uniform is not state:
@@ -471,12 +547,13 @@ class TierCopies:
         self._settle()
 
     def drop_ready(self, num_blocks: int) -> Ids:
-        """Truncate a run that is ready throughout to `num_blocks`.
+        """Remove all blocks from `num_blocks` on, if every block is ready.
 
-        Return the slots of the removed blocks.
+        With 0 the blocks stay and become absent, since a copy under way may still refer to a node
+        that has left the tree.
 
-        With 0 the copies become absent throughout instead, since a movement may still refer to a
-        node that has left the tree.
+        Returns:
+            The slots of the removed blocks.
         """
         slots, kept = self._slots, num_blocks * _SLOT_BYTES
         assert slots is not None, "ready blocks have slots"
@@ -486,12 +563,12 @@ class TierCopies:
             self.uniform, self._slots = _ABSENT, None
             return had
         self.num_blocks = num_blocks
-        if len(slots) > MOST_KEPT * kept:  # else those that went stay for a while
+        if len(slots) > MOST_KEPT * kept:  # else the removed slots stay in memory for a while
             self._slots = slots[:kept]
         return had
 
     def truncate(self, num_blocks: int) -> None:
-        """Drop all blocks from `num_blocks` on."""
+        """Remove all blocks from `num_blocks` on."""
         if self.uniform is _ABSENT:
             self.num_blocks = num_blocks
             return
@@ -505,7 +582,7 @@ class TierCopies:
             self._slots = slots[:kept]
 
     def _settle(self) -> None:
-        """Keep one value for all states if they are equal."""
+        """Replace the array of states by one value if all states are equal."""
         states = self._states
         if states is None:
             return
@@ -523,28 +600,30 @@ def _packed(slots: Ids) -> bytes:
 DEFAULT: Final = ""  # the space of an index with a single fingerprint
 Quota = tuple[int | None, int | None]  # the most device and host blocks, None for any
 Segment = tuple["TreeNode", int, int]  # blocks [i, j) of a node's run, counted from the run's start
-_NO_TOKEN: Final = b"\xff" * 4  # a negative number: what comes before extra keys can't be tokens
-# Of no children, as most runs have none: never changed.
+_NO_TOKEN: Final = b"\xff" * 4  # before extra keys: a negative number, which no token is
+# The children of a node without children, as most nodes are: shared and never changed.
 _NOBODY: Final[dict[bytes, TreeNode]] = {}
 _NO_ORDER: Final[list[bytes]] = []
-_BY_BLOCK: Final = b"\xff"  # at the end of a key of a whole block: no token ends so
+_BY_BLOCK: Final = b"\xff"  # at the end of the key of a whole block: no token ends with this byte
 
 
 class Tier(IntEnum):
-    """A tier that has slots. Storage has names instead and is asked, never assumed."""
+    """A tier with slots.
+
+    Storage is not one: its values have names, and its content is looked up.
+    """
 
     DEVICE = 0
     HOST = 1
 
 
-TIERS: Final = tuple(Tier)  # going over these takes a tenth of what going over the enum takes
-# Compared with, as `Tier.HOST` takes 0.1 us.
-HOST: Final = Tier.HOST
+TIERS: Final = tuple(Tier)  # iterating over a tuple takes a tenth of the time of an enum
+HOST: Final = Tier.HOST  # a name of the module, as the look-up `Tier.HOST` takes 0.1 us
 
 
-# Seconds, each some three times the one before: from a request to a day.
+# Bounds of ages in seconds, each some three times the one before, up to a day.
 BOUNDS_S: Final = (0.1, 0.3, 1, 3, 10, 30, 60, 180, 600, 1_800, 3_600, 10_800, 36_000, 86_400)
-TICKS_PER_S: Final = 1_000_000  # of `TreeNode.born` and `last_used`, at the least
+TICKS_PER_S: Final = 1_000_000  # ticks of the LRU clock (`born`, `last_used`) in a second, at least
 _BOUNDS: Final = tuple(int(bound * TICKS_PER_S) for bound in BOUNDS_S)
 
 
@@ -562,9 +641,12 @@ class AgeCounts:
     total_ticks: int = 0
 
     def add(self, ticks: int, count: int = 1) -> None:
-        """Count `count` ages of `ticks`.
+        """Count ages.
 
-        A negative age, of an LRU clock ahead of time, counts as 0.
+        Args:
+            ticks: the age, in ticks of the LRU clock. A negative one, which a clock ahead of time
+                gives, counts as 0.
+            count: number of blocks or uses with this age.
         """
         self.counts[bisect_left(_BOUNDS, ticks)] += count
         if ticks > 0:
@@ -573,13 +655,13 @@ class AgeCounts:
 
 @dataclass(slots=True, eq=False)
 class Space:
-    """The part of the index that belongs to one fingerprint.
+    """The part of the index that belongs to one fingerprint (model, layout, tenant, adapter ...).
 
     Attributes:
         name: the fingerprint's short form, "" for the service's own.
         root_digest: the parent digest of every first block's key.
-        used: copies per tier, incoming ones included.
-        quota: the most device and host blocks, None for no limit.
+        used: number of copies by tier, incoming ones included.
+        quota: largest numbers of device and host blocks, None for no limit.
     """
 
     name: str
@@ -599,27 +681,34 @@ def check_quota(quota: Quota) -> None:
     """Check a quota.
 
     Raises:
-        ConfigError: A number of blocks is below 0.
+        ConfigError: a number of blocks is below 0.
     """
     if any(most is not None and most < 0 for most in quota):
         raise ConfigError("a quota is a number of blocks, at least 0")
 
 
 class TreeNode:
-    """A run: blocks [start, end) of every prompt that passes here.
+    """A node of the radix tree: consecutive blocks [start, end) of the prompts that pass here.
 
     Attributes:
-        packed: bytes with the run's tokens at `packed_at`, `token_bytes` long. Tokens of the path
-            above lie before that part; tokens of runs that were split off or removed lie behind it.
-        key: the parent finds this node by it, see `adopt`.
-        extras: extra keys by block, where media overlap.
-        is_tail: the run is one partial block; a tail has no children.
-        holders: leases that end here, and children that have holders. While there is one, no copy
-            in this node is evicted, so a lease protects its whole path.
-        last_used: the newest tick at which a lease was taken that has ended or ends here.
-        born: tick of the first use, of the first blocks if blocks were added since.
-        digests: block keys of the run's first blocks, 32 bytes each, as far as they were needed.
-        children_on_device, children_on_host: children, tails included, with a copy on that tier.
+        uid: number of the node; no other node has it.
+        start: index of the first block, from the start of the prompt.
+        end: index after the last block.
+        hits: number of times that the node was matched.
+        packed: bytes with the node's tokens at `packed_at`, `token_bytes` long. Tokens of the path
+            above lie before that part; tokens of nodes that were split off or removed lie behind
+            it.
+        key: key of the node among its parent's children, see `adopt`.
+        extras: extra keys by number of the block, where media overlap; None for none.
+        is_tail: True if the node has one partial block (a tail); such a node has no children.
+        holders: number of leases that end here, plus number of children with holders. While there
+            is one, no copy in this node is evicted: a lease protects its whole path.
+        last_used: LRU tick of the newest lease that has ended here or below, or ends here.
+        born: LRU tick of the first use of the node's first blocks.
+        soft_pins: number of soft pins that end here or below; such a node is evicted last.
+        digests: keys of the node's first blocks, 32 bytes each, as far as they were needed.
+        children_on_device, children_on_host: number of children, tails included, with a copy on
+            that tier.
         device, host: copies on that tier; host is None where there is none, the common case.
         order: sorted keys of the children that are found by their whole first block. The child that
             shares the most leading tokens with a prompt stands next to the prompt's place in this
@@ -691,7 +780,7 @@ class TreeNode:
         self._stored: Mask | None = None
 
     def extra(self, block: int) -> bytes:
-        """Return the extra keys of `block`, counted from the prompt's start."""
+        """Return the extra keys of `block`, an index from the start of the prompt; b"" for none."""
         return self.extras.get(block, b"") if self.extras else b""
 
     def path(self) -> Iterator[TreeNode]:
@@ -703,18 +792,29 @@ class TreeNode:
 
     @property
     def tokens(self) -> bytes:
-        """Packed tokens of the run; a copy unless `packed` holds nothing else."""
+        """Packed tokens of the node; a copy unless `packed` holds nothing else."""
         return self.packed[self.packed_at : self.packed_at + self.token_bytes]
 
     def tokens_of(self, start: int, stop: int) -> bytes:
-        """Return the packed tokens of run blocks [start, stop)."""
+        """Return the packed tokens of some blocks.
+
+        Args:
+            start: index of the first block within the node.
+            stop: index after the last block.
+
+        Returns:
+            The tokens, packed int32.
+        """
         width = self.token_bytes // self.num_blocks
         return self.packed[self.packed_at + start * width : self.packed_at + stop * width]
 
     def put_tokens(self, packed: bytes, start: int, stop: int) -> None:
-        """Keep bytes [start, stop) of `packed` as the run's tokens.
+        """Keep a part of `packed` as the node's tokens; without a copy if the rest is small.
 
-        Copy unless `packed` is hardly longer.
+        Args:
+            packed: packed int32 tokens, for example of a whole prompt.
+            start: first byte of the node's tokens.
+            stop: byte after the node's tokens.
         """
         self.token_bytes = num_bytes = stop - start
         if 8 * len(packed) <= 9 * num_bytes:
@@ -723,10 +823,10 @@ class TreeNode:
             self.packed, self.packed_at = packed[start:stop], 0
 
     def keep_less(self, packed: bytes) -> None:
-        """Copy the tokens of the runs that share `packed`, if it is much longer than they need.
+        """Copy the tokens of the nodes that share `packed`, if it is much longer than they need.
 
-        Called when blocks below, which needed the rest of `packed`, have been removed. This run and
-        the runs above it share the bytes when a run was split.
+        Called when nodes below, which needed the rest of `packed`, have been removed. After a
+        split, this node and the nodes above share the bytes.
         """
         part, needed = self, 0
         while part.packed is packed and part.parent is not None:
@@ -742,15 +842,15 @@ class TreeNode:
 
     @property
     def copies(self) -> tuple[TierCopies, TierCopies]:
-        """Copies by tier; read-only."""
+        """Copies on device and host; read-only."""
         return self.device, self.host or TierCopies(self.num_blocks)
 
     def copies_on(self, tier: Tier) -> TierCopies:
-        """Return one of `copies`; read-only."""
+        """Return the copies on `tier`; read-only."""
         return (self.host or TierCopies(self.num_blocks)) if tier is HOST else self.device
 
     def on(self, tier: Tier) -> TierCopies:
-        """Return the copies on `tier`, to be changed."""
+        """Return the copies on `tier`, for a caller that changes them."""
         if tier is not HOST:
             return self.device
         if self.host is None:
@@ -765,11 +865,11 @@ class TreeNode:
     # Children
 
     def adopt(self, child: TreeNode) -> None:
-        """Make `child`, which has its tokens, findable below this node.
+        """Add `child`, which has its tokens, to the children of this node.
 
-        The key is the child's first token. If another child has that key, the key is the whole
-        first block, or the tail. Most children need neither a long key nor a place in `order`, and
-        where all children begin alike a search takes O(log n).
+        Its key is its first token. If another child has that key, its key is its whole first block,
+        or the tail. Most children need neither a long key nor a place in `order`; where all
+        children begin alike, a search takes O(log n).
         """
         at, extra = child.packed_at, b""
         key = child.packed[at : at + TOKEN_BYTES]
@@ -795,13 +895,21 @@ class TreeNode:
         at = bisect_left(order, key)
         if key.endswith(_BY_BLOCK):
             del order[at]
-        elif at < len(order) and order[at].startswith(key):  # one that begins with that token, too
+        elif at < len(order) and order[at].startswith(key):  # a sibling with the same first token
             heir = self.children.pop(order.pop(at))
             heir.key = key
             self.children[key] = heir
 
     def child_with(self, tokens: bytes, extra: bytes) -> TreeNode | None:
-        """Return the child that begins with this block or is this tail, None if there is none."""
+        """Return the child that begins with a block, or is a tail with exactly its tokens.
+
+        Args:
+            tokens: packed int32 tokens of the block or tail.
+            extra: its extra keys, b"" for none.
+
+        Returns:
+            The child; None if there is none.
+        """
         child = self.children.get(child_key(tokens[:TOKEN_BYTES], extra))
         if child is not None and child.tokens_of(0, 1) != tokens:
             child = self.children.get(child_key(tokens, extra) + _BY_BLOCK)
@@ -809,25 +917,45 @@ class TreeNode:
 
     @property
     def present_children(self) -> tuple[int, int]:
-        """The number of children, tails included, with a copy on each tier."""
+        """Numbers of children, tails included, with a copy on device and host."""
         return self.children_on_device, self.children_on_host
 
     def count_present(self, tier: Tier, step: int) -> None:
-        """Add `step` to the number of children with a copy on `tier`."""
+        """Add `step` to the number of children with a copy on `tier`.
+
+        Args:
+            tier: the tier.
+            step: 1 or -1; 0 changes nothing.
+        """
         if tier is HOST:
             self.children_on_host += step
         else:
             self.children_on_device += step
 
-    # What was written to storage: a belief that saves writes, never a match.
+    # Marks of blocks that were written to storage: they save writes and are never used for a match.
 
     def stored_in(self, start: int, stop: int) -> Mask:
-        """Return a mask of the run blocks [start, stop) that are believed to be in storage."""
+        """Return which blocks were written to storage as far as known; storage may have lost them.
+
+        Args:
+            start: index of the first block within the node.
+            stop: index after the last block.
+
+        Returns:
+            A mask, bool [stop - start].
+        """
         if self._stored is None:
             return np.zeros(stop - start, np.bool_)
         return self._stored[start:stop]
 
     def believe_stored(self, start: int, stop: int, believed: Mask) -> None:
+        """Record which blocks are in storage, so that they are not written again.
+
+        Args:
+            start: index of the first block within the node.
+            stop: index after the last block.
+            believed: True for each block that storage has, bool [stop - start].
+        """
         if self._stored is None:
             if not believed.any():
                 return
@@ -835,14 +963,17 @@ class TreeNode:
         self._stored[start:stop] = believed
 
     def believe_nothing_stored(self) -> None:
+        """Record that no block is known to be in storage."""
         self._stored = None
 
     # The shape of the run
 
     def append(self, tier: Tier, slots: Ids) -> None:
-        """Append blocks to this node's run, ready in `slots` of `tier`.
+        """Append blocks to this node; the caller adds their tokens.
 
-        The caller must append the tokens of these blocks to the node.
+        Args:
+            tier: the tier on which they are ready.
+            slots: their slots on `tier`, int32 [number of blocks].
         """
         ready, num_blocks = self.on(tier), len(slots)
         self.num_blocks += num_blocks
@@ -854,7 +985,7 @@ class TreeNode:
             self._stored = np.append(self._stored, np.zeros(num_blocks, np.bool_))
 
     def truncate(self, num_blocks: int) -> None:
-        """Remove blocks from `num_blocks` on.
+        """Remove the blocks from `num_blocks` on, and their copies.
 
         Their tokens stay in memory for a while, see `keep_less`.
         """
@@ -864,9 +995,13 @@ class TreeNode:
             self.host.truncate(num_blocks)
 
     def cut(self, tier: Tier, num_blocks: int) -> None:
-        """Truncate a run that has all its copies on `tier` and no others.
+        """Remove the blocks from `num_blocks` on of a node that has copies on `tier` only.
 
-        The caller truncates the copies on `tier`.
+        The caller removes the copies on `tier`.
+
+        Args:
+            tier: the tier with all copies.
+            num_blocks: number of blocks that stay, at least 1.
         """
         self._shorten(num_blocks)
         if tier is HOST:
@@ -889,10 +1024,17 @@ class TreeNode:
             self._stored = self._stored[:num_blocks].copy()
 
     def behead(self, uid: int, at: int) -> TreeNode:
-        """Cut the run in two and return a new node with the first `at` blocks.
+        """Move the first `at` blocks into a new node.
 
-        This node keeps the rest, its children and its leases. The caller mends the links between
-        the two and their parent.
+        This node keeps the remaining blocks, its children and its leases. The caller corrects the
+        links between the two nodes and their parent.
+
+        Args:
+            uid: number of the new node.
+            at: number of blocks to move.
+
+        Returns:
+            The new node, which becomes the parent of this one.
         """
         cut = self.token_bytes // self.num_blocks * at
         upper = TreeNode(uid, self.parent, self.space, self.device.behead(at))
@@ -920,10 +1062,16 @@ class TreeNode:
 
 
 def child_key(tokens: bytes, extra: bytes) -> bytes:
-    """Return the key by which a run that begins with `tokens` is found.
+    """Return the key, among its parent's children, of a node that begins with `tokens`.
 
-    The extra keys of the first block come first if media overlap that block. Different runs have
-    different keys, and sorted keys put runs with equal extra keys and the most common leading
-    tokens side by side.
+    Extra keys of the first block come first in the key. Different nodes have different keys, and
+    sorting puts nodes with equal extra keys and the most common leading tokens side by side.
+
+    Args:
+        tokens: packed tokens: the first token, the first block, or the tail.
+        extra: extra keys of the first block; b"" if no media overlap it.
+
+    Returns:
+        The key.
     """
     return _NO_TOKEN + len(extra).to_bytes(4, "little") + extra + tokens if extra else tokens

@@ -1,13 +1,13 @@
-"""Slices of a block under tensor parallelism: who holds which heads, and how to put them together.
+"""Slices of a block under tensor parallelism: each rank's heads, and how to assemble a slice.
 
     whole block, heads | 0 1 2 3 |
     2 ranks            | 0 1 | 2 3 |        stored as ...:0of2 and ...:1of2
     4 ranks            | 0 | 1 | 2 | 3 |    stored as ...:0of4 to ...:3of4
 
-The names of all slices come from the fingerprint of the *whole* layout, so a node finds what nodes
-of another size have stored, and assembles its own slice from theirs. A plane that is not split by
-heads (MLA's latent, an indexer) is the same on every rank. With fewer heads than ranks, neighbours
-hold the same head.
+The names of all slices come from the fingerprint of the *whole* layout. A node with another number
+of ranks than the writer therefore finds the slices, and assembles its own from them. A plane that
+is not split by heads (MLA's latent, an indexer) is the same on every rank. With fewer heads than
+ranks, neighbouring ranks hold the same head.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tierkv.errors import LayoutError
 
 @dataclass(frozen=True, slots=True, order=True)
 class Shard:
-    """Rank `rank` of `size` ranks."""
+    """Rank `rank` of `size` ranks, and its slice of a block."""
 
     rank: int
     size: int
@@ -40,10 +40,16 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`count` runs of `width` bytes to copy from one shard's payload to another's.
+    """Bytes to copy from one writer's payload to the reader's: `count` times `width` bytes.
 
-    Runs are read from `source` in steps of `source_pitch`, and written from `target` in steps of
-    `target_pitch`, all in bytes.
+    Attributes:
+        shard: the writer.
+        source: first byte to read.
+        source_pitch: bytes from one read to the next.
+        target: first byte to write.
+        target_pitch: bytes from one write to the next.
+        width: bytes of each copy.
+        count: number of copies.
     """
 
     shard: Shard
@@ -63,8 +69,7 @@ class ShardScheme:
         whole: the layout of an unsharded block.
         heads: number of heads by role, for the roles that are split. The heads follow each other in
             each token's bytes or, in a plane without token bytes, in the block's. Other roles are
-            on
-            every rank.
+            on every rank.
 
     Raises:
         LayoutError: the bytes are not a whole number of equal heads.
@@ -105,8 +110,11 @@ class ShardScheme:
         """Return the fewest shards that together hold a reader's bytes.
 
         Args:
-            reader: The reader's shard.
-            writers: Number of ranks of the writer.
+            reader: the reader's shard.
+            writers: number of ranks of the writer.
+
+        Returns:
+            The writer's shards.
         """
         return tuple(dict.fromkeys(piece.shard for piece in self.pieces(reader, writers)))
 
@@ -120,7 +128,10 @@ class ShardScheme:
         Args:
             reader: the rank that reads.
             writers: number of ranks that wrote.
-            num_tokens: tokens of the payload, None for a full block.
+            num_tokens: number of tokens of the payload; None for a full block.
+
+        Returns:
+            The pieces, in the order of the reader's bytes.
         """
         tokens = self.whole.block_size if num_tokens is None else num_tokens
         return tuple(self._pieces(reader, writers, tokens))
@@ -133,13 +144,14 @@ class ShardScheme:
         *,
         num_tokens: int | None = None,
     ) -> None:
-        """Fill `target`, the reader's payload, from the payloads of `sources`, all of one size.
+        """Fill `target`, the reader's payload, from the payloads of the writers in `sources`.
 
         Args:
             reader: the shard to fill.
-            payloads: the payloads by writer.
+            payloads: the payload of each writer, all with one number of ranks; uint8 [payload
+                bytes].
             target: uint8 [payload bytes], written.
-            num_tokens: tokens of a partial block; None for a full block.
+            num_tokens: number of tokens of a partial block; None for a full block.
 
         Raises:
             LayoutError: a payload is missing or has another length; the content of `target` is then
@@ -191,7 +203,7 @@ class ShardScheme:
                 at += width
 
     def _range(self, plane: Plane, shard: Shard) -> tuple[int, int]:
-        """Return the byte range of `shard` within the heads of a whole plane."""
+        """Return the bytes that `shard` has of all heads of a plane, as (start, stop)."""
         heads = self.heads.get(plane.role)
         if heads is None:
             return 0, _bytes_of_heads(plane)
@@ -207,13 +219,16 @@ class ShardScheme:
         return head * head_bytes, (head + 1) * head_bytes
 
     def _nearest(self, reader: Shard, writers: int) -> Shard:
-        """Return the writer at the reader's place, which has a part of the reader's bytes."""
+        """Return the writer at the reader's place, which has some of the reader's bytes."""
         return Shard(reader.rank * writers // reader.size, writers)
 
     def _holder(
         self, plane: Plane, at: int, writers: int, nearest: Shard
     ) -> tuple[Shard, int, int]:
-        """Return a shard with byte `at` of a token, `nearest` if it has the byte, and its range."""
+        """Return a shard that has byte `at` of the heads, and the range of bytes that it has.
+
+        `nearest` is preferred.
+        """
         for shard in (nearest, *(Shard(rank, writers) for rank in range(writers))):
             start, stop = self._range(plane, shard)
             if start <= at < stop:
@@ -222,12 +237,17 @@ class ShardScheme:
 
 
 def _bytes_of_heads(plane: Plane) -> int:
-    """Return the bytes of all heads: of a block if each head has its own place, else of a token."""
+    """Return the bytes of all heads of a token, or of a block where token places are private."""
     return plane.block_bytes if plane.token_bytes is None else plane.token_bytes
 
 
 class _Payload:
-    """Places of the planes in a payload of `num_tokens` tokens."""
+    """Places of the planes in a payload of `tokens` tokens.
+
+    Attributes:
+        lengths: bytes of each plane.
+        offsets: first byte of each plane.
+    """
 
     def __init__(self, layout: Layout, tokens: int) -> None:
         is_whole = layout.stored_bytes(tokens) == layout.block_bytes
@@ -243,7 +263,7 @@ class _Payload:
 
 
 def _runs(payload: Bytes1D, start: int, pitch: int, piece: Piece) -> Bytes1D:
-    """Return the piece's bytes in a payload, as [count, width] without a copy."""
+    """Return the bytes of `piece` in a payload, as uint8 [count, width] without a copy."""
     if piece.count == 1:
         return payload[start : start + piece.width].reshape(1, piece.width)
     begin = payload[start : start + (piece.count - 1) * pitch + piece.width]

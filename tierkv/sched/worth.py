@@ -401,7 +401,7 @@ class TierSpeed:
         """
         self.queued_bytes -= transfer.num_bytes
         if transfer.arrived_bytes >= transfer.num_bytes or is_late:
-            # Bytes queued before this transfer count only if they have arrived meanwhile.
+            # Bytes queued before this transfer count only if they have arrived.
             by_others = self.arrived_bytes - transfer.arrived_before - transfer.arrived_bytes
             queued = min(transfer.queued_before, by_others)
             self.note_transfer(transfer.arrived_bytes + queued, now - transfer.began)
