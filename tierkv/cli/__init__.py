@@ -1,4 +1,4 @@
-"""The command `tierkv`: which commands it has. A command's module is imported when it is called."""
+"""The command `tierkv`: the list of its commands; a command's module is imported when called."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ _COMPLETE = "_TIERKV_COMPLETE"  # the variable by which click is asked for it
 
 
 class _Failure(click.ClickException):
-    """An expected failure: one sentence, exit code 1."""
+    """An expected failure: one sentence on stderr, exit code 1."""
 
     def show(self, file: IO[str] | None = None) -> None:
         click.echo(f"error: {self.format_message()}", err=True, file=file)
 
 
 class _WrongUsage(_Failure):
+    """A command line that is wrong: one sentence on stderr, exit code 2."""
+
     exit_code = 2
 
     @classmethod
     def of(cls, error: click.UsageError) -> Self:
-        """Return the error with Click's own words in one line."""
+        """Return the failure for Click's error, with its words in one line."""
         help_at = error.ctx.command_path if error.ctx is not None else "tierkv"
         said = " ".join(error.format_message().split())
         return cls(f"{said.rstrip('.')}; see {help_at} --help")
@@ -71,7 +73,11 @@ def _in_a_sentence() -> Iterator[None]:
 
 
 class _Commands(click.Group):
-    """A group that imports a command's module when the command is called."""
+    """A group of commands that imports a command's module when the command is called.
+
+    Attributes:
+        later: module and one line of help, by the command's name.
+    """
 
     later: ClassVar = {
         "config": ("tierkv.cli.settings", "Print the settings in force and the source of each."),
@@ -93,6 +99,7 @@ class _Commands(click.Group):
     }
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:  # noqa: ANN401 - click's
+        """See `click.Command.make_context`; expected errors become one sentence."""
         with _in_a_sentence():
             return super().make_context(*args, **kwargs)
 
@@ -104,6 +111,7 @@ class _Commands(click.Group):
         return sorted([*super().list_commands(ctx), *self.later])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """See `click.Group.get_command`; imports the command's module."""
         if cmd_name not in self.later:
             return super().get_command(ctx, cmd_name)
         module, _ = self.later[cmd_name]
@@ -116,6 +124,10 @@ class _Commands(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """See `click.Group.format_commands`.
+
+        Uses the lines in `later`, without importing commands.
+        """
         rows = []
         for name in self.list_commands(ctx):
             if name in self.later:

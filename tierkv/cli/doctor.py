@@ -1,4 +1,4 @@
-"""`tierkv doctor`: what GPUs, memory and store allow here, how fast they are, what to fix."""
+"""`tierkv doctor`: limits and speeds of GPUs, memory and store on this machine, and remedies."""
 
 from __future__ import annotations
 
@@ -111,7 +111,10 @@ def _clock_finding(skew_s: float | None) -> Finding:
 
 
 async def _measured(store: Store) -> tuple[float, float, Finding]:
-    """Return GB/s of writing values and of reading them, the best of some rounds, and the clock.
+    """Measure the store: write values, read them back, and remove them.
+
+    Returns:
+        GB/s of writing and of reading, each in the best round, and the finding about the clock.
 
     Raises:
         TimeoutError: the store takes longer than _DEADLINE_S.

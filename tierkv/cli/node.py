@@ -151,12 +151,15 @@ def verify(*, node: Target, as_json: bool) -> None:
 
 
 def _text(prompt: str) -> str:
-    """Return the text of PROMPT; "-" stands for standard input."""
+    """Return the text of the argument PROMPT; for "-" the text on standard input."""
     return _decoded(_content(Path("-")) if prompt == "-" else os.fsencode(prompt))
 
 
 def _content(path: Path) -> bytes:
-    """Read at most one byte more than a prompt may have, since the input may have no end."""
+    """Return the bytes of a prompt file; of standard input for "-".
+
+    At most one byte more than a prompt may have is read, since the input may have no end.
+    """
     if str(path) == "-":
         return sys.stdin.buffer.read(_MOST_PROMPT_BYTES + 1)
     try:

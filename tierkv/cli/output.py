@@ -24,7 +24,15 @@ def print_json(answer: object) -> None:
 
 
 class Progressing:
-    """Progress of a command. done: number of `unit` so far."""
+    """The progress of a command, as text for a terminal.
+
+    Args:
+        doing: what the command does, such as "reading".
+        unit: what `done` counts, such as "values"; "" to show no count.
+
+    Attributes:
+        done: number of units so far.
+    """
 
     def __init__(self, doing: str, unit: str) -> None:
         self.done = 0
@@ -46,6 +54,13 @@ def progress(doing: str, unit: str = "") -> Iterator[Progressing]:
     """Show progress on stderr if the body takes longer than a second and stderr is a terminal.
 
     The body must print nothing to stdout.
+
+    Args:
+        doing: what the command does, such as "reading".
+        unit: what is counted, such as "values"; "" to show no count.
+
+    Yields:
+        The object in which the body counts.
     """
     state = Progressing(doing, unit)
     if not sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""The commands that listen, `tierkv serve` and `tierkv gateway`, and the options of both."""
+"""The commands that run a server, `tierkv serve` and `tierkv gateway`, and the options of both."""
 
 from __future__ import annotations
 
@@ -82,9 +82,12 @@ _SETTINGS = {  # of options that are called otherwise than their setting
 def _settings_in(
     options: Mapping[str, object], *, table: str, insecure: bool
 ) -> Iterator[tuple[str, str, object]]:
-    """Yield the options that were given as `config.load` takes them.
+    """Yield the options that were given, as table, key and value of settings for `config.load`.
 
-    Table: table of most of them.
+    Args:
+        options: values by the names of options.
+        table: table of the settings of most options.
+        insecure: True if --insecure was given.
     """
     if insecure:
         yield table, "allow_insecure_bind", True

@@ -1,4 +1,4 @@
-"""`tierkv config`: the settings in force, and where each comes from."""
+"""`tierkv config`: the settings in force, and the source of each."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def config(names: tuple[str, ...], *, role: str, path: Path | None, as_json: boo
 
 
 def _chosen(names: Sequence[str], known: Sequence[str], values: Mapping[str, Any]) -> Sequence[str]:
-    """Return the known settings that are named, or lie in a named table.
+    """Return the names of settings that `names` mention, alone or by their table; all for none.
 
     Raises:
         ConfigError: a name is not known.
@@ -86,7 +86,7 @@ def _chosen(names: Sequence[str], known: Sequence[str], values: Mapping[str, Any
 
 
 def _say_what_is_not_read(environ: Mapping[str, str], known: Sequence[str]) -> None:
-    """Name variables with one underscore where two belong: they are not read."""
+    """Print a hint for each variable with one underscore where two belong: it is not read."""
     variables = {f"{_PREFIX}{name.replace('.', '__')}".upper(): name for name in known}
     single = {variable.replace("__", "_"): variable for variable in variables}
     for variable in environ:

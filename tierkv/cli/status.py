@@ -33,10 +33,11 @@ class Seen:
     """The state of a node or gateway at one time.
 
     Attributes:
+        url: address, with secrets masked.
         health: ok, degraded, not ready, or no answer.
         detail: reason of the health.
         levels: used and available blocks, by tier.
-        now: counts that rise and fall.
+        now: counts that rise and fall, such as running requests.
         totals: counts since the start.
         parts: dependencies of a node, or nodes of a gateway, each with its state.
     """
@@ -66,7 +67,13 @@ class Seen:
 
 
 async def look(url: str, ca: Path | None, cert: Path | None) -> Seen:
-    """Ask one. Never raises a TierKVError: that is an answer, too."""
+    """Ask a node or gateway for its state. A TierKVError becomes a state, too, and is not raised.
+
+    Args:
+        url: address of the node or gateway.
+        ca: PEM file of the authority that signed its certificate; None for the system's list.
+        cert: PEM file of this client's certificate and key; None without.
+    """
     seen = Seen(masked_url(url))
 
     async def ask(client: AsyncClient) -> Seen:
@@ -137,7 +144,7 @@ async def _of_gateway(client: AsyncClient, known: Seen) -> Seen:
 
 
 def lines(seen: Seen) -> list[tuple[str, str]]:
-    """Return (name, value) pairs for a person to read."""
+    """Return pairs of name and value that describe a state for people."""
     rows = [(tier, _level(*level)) for tier, level in seen.levels.items()]
     news = {part: state for part, state in seen.parts.items() if _is_news(seen, part, state)}
     rows += [(_short(part), state) for part, state in news.items()]
@@ -188,9 +195,9 @@ _GATEWAY_ROWS: Mapping[str, Mapping[str, str]] = {
 
 
 def _is_news(seen: Seen, name: str, state: str) -> bool:
-    """Return whether a part is shown: all nodes of a gateway.
+    """Return True if a part is shown: every node of a gateway.
 
-    Of a node, storage and faulty parts.
+    Of a node storage and faulty parts.
     """
     return seen.role == _GATEWAY or name == "storage" or not state.startswith("ok")
 

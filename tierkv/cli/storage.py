@@ -1,4 +1,4 @@
-"""`tierkv storage`: what is in a store, and what to do about it."""
+"""`tierkv storage`: list, measure, verify or remove the values of a store."""
 
 from __future__ import annotations
 
@@ -51,9 +51,17 @@ forever_option = click.option(
 
 
 def with_store(url: str, prefix: str, work: Callable[[Store, Progressing], Awaitable[T]]) -> T:
-    """Run `work` with the store of `url` and return its result.
+    """Open the store of `url`, run `work` with it, and return the result.
 
-    A line on stderr says so if the store is one part of a cluster.
+    If the store is only one server of a cluster, a line on stderr says so.
+
+    Args:
+        url: URL of the store.
+        prefix: prefix of the names to work on, which the store's user may access.
+        work: gets the store, and an object in which to count values.
+
+    Raises:
+        ConfigError: the store is memory of a node, or a directory that does not exist.
     """
     tls = click.get_current_context().find_object(TlsFiles) or TlsFiles()
     settings = StoreSettings(redis=replace(PATIENT, tls=tls), resilience=PATIENT_PARTS)
@@ -81,13 +89,18 @@ def with_store(url: str, prefix: str, work: Callable[[Store, Progressing], Await
 def with_each_store(
     url: str, prefix: str, work: Callable[[Store, Progressing], Awaitable[T]]
 ) -> tuple[Sequence[T], int]:
-    """Run `work` with each store in `url` that outlives a process.
+    """Run `work` with each store that `url` consists of, except stores in a node's memory.
+
+    Args:
+        url: URL of the store; a layered one consists of two.
+        prefix: prefix of the names to work on.
+        work: gets the store, and an object in which to count values.
 
     Returns:
         The results, and the number of stores that failed; a line on stderr names each.
 
     Raises:
-        StoreUnavailableError: all of them failed.
+        TierKVError: all stores failed; the error of the first.
     """
     found: list[T] = []
     failures: list[TierKVError] = []
@@ -104,7 +117,11 @@ def with_each_store(
 
 
 def _refuse_what_is_not_there(store: Store) -> None:
-    """Raise ConfigError for a directory that does not exist: only a node makes it."""
+    """Check that a store in files exists: nodes make the directory, and this command does not.
+
+    Raises:
+        ConfigError: the directory does not exist.
+    """
     if isinstance(store, FileStore) and not store.is_made():
         raise ConfigError(
             f"there is no store at {store.url}: give the directory of a node's storage.url"
@@ -112,6 +129,7 @@ def _refuse_what_is_not_there(store: Store) -> None:
 
 
 async def _say_if_it_is_a_share(store: Store, prefix: str) -> None:
+    """Print a line if the store is one server of a cluster, with a part of its values."""
     if not isinstance(store, RedisStore):
         return
     with suppress(StoreUnavailableError):  # reported by `work`, or a copy that it does not need
@@ -125,7 +143,11 @@ async def _say_if_it_is_a_share(store: Store, prefix: str) -> None:
 
 
 def checked(prefix: str) -> str:
-    """Return `prefix` with its first field complete: `tierkv` then does not match `tierkv2`."""
+    """Return `prefix` with its first field complete: `tierkv` then does not match `tierkv2`.
+
+    Raises:
+        click.BadParameter: the prefix is no beginning of names.
+    """
     try:
         return check_prefix(prefix if ":" in prefix else f"{prefix}:")
     except TierKVError as error:
@@ -133,7 +155,15 @@ def checked(prefix: str) -> str:
 
 
 def living(expires_within: float | None, *, without_expiry: bool) -> IsMeant:
-    """Return a test for values that --expires-within and --without-expiry select."""
+    """Return a test for the values that the options on expiry select.
+
+    Args:
+        expires_within: seconds from now in which values expire; None for all values.
+        without_expiry: True for values that never expire.
+
+    Raises:
+        click.BadParameter: `expires_within` is not a number.
+    """
     if expires_within is not None and math.isnan(expires_within):
         raise click.BadParameter("not a number", param_hint="--expires-within")
     until = math.inf if expires_within is None else time.time() + expires_within
@@ -147,7 +177,12 @@ def living(expires_within: float | None, *, without_expiry: bool) -> IsMeant:
 
 
 def counted(is_meant: IsMeant, progressing: Progressing) -> IsMeant:
-    """Return `is_meant` with a count of the values that were looked at."""
+    """Return a test equal to `is_meant` that also counts the values that are tested.
+
+    Args:
+        is_meant: the test.
+        progressing: counts the values.
+    """
 
     def look(value: StoredValue) -> bool:
         progressing.one_more()
@@ -157,6 +192,12 @@ def counted(is_meant: IsMeant, progressing: Progressing) -> IsMeant:
 
 
 def say_if_none(count: int, prefix: str) -> None:
+    """Print a hint if a command found no values.
+
+    Args:
+        count: number of values that were found.
+        prefix: prefix that was looked for.
+    """
     if not count:
         click.echo(
             f"no such values with the prefix {checked(prefix)}: check --prefix and the "
@@ -345,7 +386,7 @@ def verify(
 
 
 def _by_name(findings: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Return the findings by name; a name with damaged copies has all their findings."""
+    """Return the reasons by name; the reasons for several copies of a value are joined."""
     of_each: dict[str, str] = {}
     for name, why in findings:
         of_each[name] = f"{of_each[name]}; {why}" if name in of_each else why

@@ -43,11 +43,11 @@ async def ask_node(
 
     Args:
         url: http://, https:// or unix: address of the node.
-        call: the question.
+        call: asks the node through the client that it is given.
         ca: PEM file of the authority that signed the node's certificate.
         cert: PEM file of this client's certificate and key.
         timeout_s: seconds that the node may take.
-        retries: when to ask again, by default as AsyncClient.
+        retries: when to ask again; None as AsyncClient does by default.
 
     Raises:
         TierKVError: the call failed, with the node's own words if it gave any.
@@ -64,7 +64,14 @@ async def ask_node(
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The node to ask, as the arguments of `ask_node`."""
+    """The node that a command asks, as given by its options.
+
+    Attributes:
+        url: http://, https:// or unix: address.
+        ca: PEM file of the authority that signed the node's certificate; None for the system's
+            list.
+        cert: PEM file of this client's certificate and key; None without.
+    """
 
     url: str
     ca: Path | None
@@ -76,6 +83,12 @@ class Target:
         *,
         timeout_s: float = _TIMEOUT_S,
     ) -> A:
+        """Ask the node, block until it has answered, and return the answer.
+
+        Args:
+            call: asks the node through the client that it is given.
+            timeout_s: seconds that the node may take.
+        """
         asked = ask_node(self.url, call, ca=self.ca, cert=self.cert, timeout_s=timeout_s)
         return run_until_stopped(asked)
 

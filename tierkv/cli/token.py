@@ -1,4 +1,4 @@
-"""The commands of `tierkv token`: who may call a node, and with what."""
+"""The commands of `tierkv token`: make, list and revoke the tokens by which callers are known."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""`tierkv demo`: the main job, shown with real processes on this machine."""
+"""`tierkv demo`: hand-off and hits in all three tiers, shown with real processes."""

@@ -1,4 +1,4 @@
-"""The command `tierkv demo`: reads the prompt, sets the stage, prints what the scenes showed."""
+"""The command `tierkv demo`: reads the prompt, starts the nodes, and prints each scene."""
 
 from __future__ import annotations
 
@@ -119,15 +119,15 @@ def demo(
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
-    """Return the text of the prompt that the caller gives, None if the demo's own is wanted.
+    """Return the text of the prompt that the user gives; None for the demo's own.
 
     Args:
-        prompt: The text.
-        prompt_file: A file with the text.
+        prompt: the text.
+        prompt_file: a file with the text.
 
     Raises:
-        ConfigError: The text is empty, too long or no text.
-        click.UsageError: Both are given.
+        ConfigError: the text is empty, too long or not UTF-8, or the file cannot be read.
+        click.UsageError: both are given.
     """
     if prompt is not None and prompt_file is not None:
         raise click.UsageError("give --prompt or --prompt-file, not both")
@@ -172,9 +172,10 @@ def _read_file(path: Path) -> str:
 async def _play(
     model: Path | None, prompts: Prompts, storage: str | None, say: Callable[[str], None]
 ) -> list[Scene]:
-    """Run every scene.
+    """Start the nodes, run every scene, and return the scenes.
 
-    SIGTERM, Ctrl-C and closing the terminal cancel it, and no child process or folder remains.
+    SIGTERM, Ctrl-C and closing the terminal cancel this task, after which no child process or
+    folder remains.
     """
     task = asyncio.current_task()
     assert task is not None, "runs in a task"
@@ -213,9 +214,9 @@ def report(scene: Scene, number: int, shown_characters: int) -> str:
     """Return one scene as a few lines of text.
 
     Args:
-        scene: The results.
-        number: Number of the scene, from 1 on.
-        shown_characters: Number of characters of the answer to show.
+        scene: the results.
+        number: number of the scene, from 1 on.
+        shown_characters: number of characters of the answer to show.
     """
     lines = []
     if scene.matched is not None:
@@ -241,14 +242,14 @@ def report(scene: Scene, number: int, shown_characters: int) -> str:
 def node_config(prompts: Prompts, model: Path | None, folder: Path) -> str:
     """Return the settings of the demo's nodes, in TOML.
 
-    The device has room for one conversation and a little more, so that pressure is easy to make;
-    blocks are written back, so that pressure moves them to the host. A request waits for storage
-    until all has come, so that a busy machine shows the same hits.
+    The device has room for one conversation and a little more, so other prompts soon evict its
+    blocks; blocks are written back, so evicted ones are on the host. A request waits for storage
+    until all of its blocks have arrived, so a busy machine shows the same hits.
 
     Args:
-        prompts: The prompts.
-        model: Path of the model, None for the built-in one.
-        folder: A directory where the nodes share the model's weights.
+        prompts: the prompts, by whose length the tiers are sized.
+        model: path of the model, None for the built-in one.
+        folder: a directory where the nodes share the model's weights.
     """
     blocks = device_blocks(prompts)
     path = "" if model is None else str(model.absolute())

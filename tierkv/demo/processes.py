@@ -44,7 +44,13 @@ def _die_with_parent() -> None:
 async def child(
     command: Sequence[str], log: Path, environ: Mapping[str, str] | None = None
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run a process with its stderr in `log`; stop it with SIGTERM, then SIGKILL, at the end."""
+    """Run a process, and stop it at the end with SIGTERM, then SIGKILL.
+
+    Args:
+        command: program and arguments.
+        log: file that the process's stderr is appended to.
+        environ: variables to set beside those of this process.
+    """
     with log.open("ab") as stderr:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -62,7 +68,10 @@ async def child(
 
 
 async def stop(process: asyncio.subprocess.Process) -> int:
-    """Ask the process to end, wait, and return its exit status."""
+    """Send the process SIGTERM, wait for its end, and return its exit status.
+
+    After _STOP_TIMEOUT_S seconds SIGKILL is sent.
+    """
     if process.returncode is None:
         process.terminate()
         try:
@@ -75,7 +84,13 @@ async def stop(process: asyncio.subprocess.Process) -> int:
 
 @dataclass(frozen=True, eq=False)
 class NodeProcess:
-    """One `tierkv serve` or `tierkv gateway`. url is where it listens."""
+    """A running `tierkv serve` or `tierkv gateway`.
+
+    Attributes:
+        url: the address at which it listens.
+        process: the child process.
+        client: a client for this address.
+    """
 
     url: str
     process: asyncio.subprocess.Process
@@ -93,16 +108,16 @@ async def node(  # noqa: PLR0913 - what the command line asks for
     port: int = 0,
     direct: str | None = None,
 ) -> AsyncIterator[NodeProcess]:
-    """Run a node that is ready to serve.
+    """Run a node, and yield it when it is ready to serve.
 
     Args:
         name: name of the node.
         role: prefill, decode or both.
-        config: its config file.
+        config: path of its config file.
         storage: URL of its store.
         folder: folder for its log.
         port: port to listen on; 0 for a free port.
-        direct: its handoff.direct; None for the default.
+        direct: its setting handoff.direct; None for the default.
 
     Raises:
         DemoError: the node did not start; the text has the node's own words.
@@ -122,7 +137,13 @@ async def node(  # noqa: PLR0913 - what the command line asks for
 async def gateway(
     folder: Path, *, prefill: Sequence[str], decode: Sequence[str], options: Sequence[str] = ()
 ) -> AsyncIterator[NodeProcess]:
-    """Run a gateway on a free port in front of the nodes at these URLs.
+    """Run a gateway on a free port in front of nodes.
+
+    Args:
+        folder: folder for its log.
+        prefill: URLs of the prefill nodes.
+        decode: URLs of the decode nodes.
+        options: further options of `tierkv gateway`.
 
     Raises:
         DemoError: the gateway did not start.
@@ -159,7 +180,7 @@ async def _listening(
 
 
 async def together(*starts: Coroutine[Any, Any, A]) -> list[A]:
-    """Run `starts` side by side and return their results; the first DemoError stops the rest."""
+    """Run coroutines side by side and return their results; the first DemoError stops the rest."""
     async with task_group() as tasks:
         running = [tasks.create_task(start) for start in starts]
     return [task.result() for task in running]
@@ -173,7 +194,11 @@ def last_words(log: Path) -> str:
 
 @asynccontextmanager
 async def private_redis(folder: Path) -> AsyncIterator[str]:
-    """Run a redis-server on a free loopback port, without persistence; yield its URL."""
+    """Run a redis-server on a free loopback port, without persistence; yield its URL.
+
+    Raises:
+        DemoError: redis-server is not installed, or did not start.
+    """
     # ./scripts/test puts one beside the interpreter where the system has none on its PATH.
     beside = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
     program = shutil.which("redis-server", path=beside)
@@ -214,7 +239,13 @@ _ANSWER_S = 300.0
 
 @dataclass(frozen=True)
 class FleetAnswer:
-    """first_token_s: from the call to the first text, as the caller saw it."""
+    """An answer through the gateway during which a node was killed.
+
+    Attributes:
+        text: the whole answer.
+        first_token_s: seconds from the call to the first text, as the caller saw it.
+        event: the killing, in words.
+    """
 
     text: str
     first_token_s: float
@@ -222,7 +253,12 @@ class FleetAnswer:
 
 
 class Fleet:
-    """decode: the decode nodes by URL, as the gateway knows them."""
+    """A gateway, and the decode nodes behind it.
+
+    Args:
+        gateway: the gateway.
+        decode: the decode nodes by URL, as the gateway knows them.
+    """
 
     def __init__(self, gateway: NodeProcess, decode: Mapping[str, NodeProcess]) -> None:
         self._gateway = gateway
@@ -234,12 +270,12 @@ class Fleet:
         """Have the gateway answer, and kill (SIGKILL) the decode node that generates.
 
         Args:
-            prompt: The prompt, a text or tokens.
-            max_tokens: Number of tokens to generate.
-            tokens_before_kill: Number of tokens that have arrived when the node is killed.
+            prompt: the prompt, a text or tokens.
+            max_tokens: number of tokens to generate.
+            tokens_before_kill: number of tokens that have arrived when the node is killed.
 
         Raises:
-            DemoError: The answer does not come whole.
+            DemoError: the answer does not arrive whole.
         """
         started = time.monotonic()
         first_token_s, text, event, num_tokens = 0.0, "", "", 0
@@ -283,7 +319,7 @@ class Fleet:
         raise DemoError("the gateway closed the connection before the end of its answer")
 
     async def _at_it(self) -> NodeProcess | None:
-        """Return the decode node that works for the gateway right now."""
+        """Return the decode node that works on the gateway's request now, None if none does."""
         for url, node in self._decode.items():
             if await self._metric(f'{_RUNNING}{{node="{url}"}}'):
                 return node

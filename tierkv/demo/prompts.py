@@ -13,7 +13,7 @@ from tierkv.model_tokenizer import ModelTokenizer, read_tokenizer
 
 
 class Fields(TypedDict, total=False):
-    """A prompt as the bodies of nodes have it: a text, or packed tokens."""
+    """A prompt in the form of a request's body: a text, or packed int32 tokens."""
 
     prompt: str
     tokens: bytes
@@ -35,13 +35,13 @@ class Prompts(Protocol):
     """The prompts of all scenes.
 
     Attributes:
-        num_tokens: Number of tokens of the first prompt.
-        max_tokens: Number of tokens of an answer.
-        gateway_tokens: Number of tokens of the gateway's answer.
-        tokens_before_kill: Number of these after which a node is killed.
-        question: The question that the first prompt asks, "" for none.
-        room_tokens: Number of tokens of answers and further questions for which there is room.
-        shown_characters: Number of characters of an answer to print.
+        num_tokens: number of tokens of the first prompt.
+        max_tokens: number of tokens of an answer.
+        gateway_tokens: number of tokens of the answer through the gateway.
+        tokens_before_kill: number of these tokens after which a node is killed.
+        question: the question that the first prompt asks, "" for none.
+        room_tokens: number of tokens of answers and further questions that the device has room for.
+        shown_characters: number of characters of an answer to print.
     """
 
     num_tokens: int
@@ -56,11 +56,14 @@ class Prompts(Protocol):
     def first(self) -> Fields: ...
 
     def follow_up(self, answer: str) -> Fields:
-        """Return the next turn of the conversation that has this answer."""
+        """Return the next turn of the conversation, after this answer."""
         ...
 
     def unrelated(self, number: int) -> Fields:
-        """Return a prompt that evicts other prompts from the device, one for each number."""
+        """Return a prompt that evicts other prompts from the device.
+
+        Each number gives another one.
+        """
         ...
 
     @property
@@ -68,7 +71,7 @@ class Prompts(Protocol):
 
 
 def device_blocks(prompts: Prompts) -> int:
-    """Return the size of the device: one conversation and a little more."""
+    """Return the number of device blocks: room for one conversation and a quarter more."""
     blocks = -(-(prompts.num_tokens + prompts.room_tokens) // BLOCK_SIZE)
     return blocks + blocks // 4
 
@@ -106,13 +109,13 @@ class ChatPrompts:
     """Prompts for a model that answers questions in a chat about a document.
 
     Args:
-        model: Path of the model.
-        text: The user's message; None for the document and the question of the demo.
-        max_tokens: Number of tokens of an answer, unless the model ends it; None for 32.
+        model: path of the model.
+        text: the user's message; None for the document and the question of the demo.
+        max_tokens: number of tokens of an answer, unless the model ends it; None for 32.
 
     Raises:
-        ConfigError: The model's tokenizer cannot be read.
-        BadRequestError: The model has no chat template.
+        ConfigError: the model's tokenizer cannot be read.
+        BadRequestError: the model has no chat template.
     """
 
     gateway_tokens = 40
@@ -129,7 +132,7 @@ class ChatPrompts:
         self.num_tokens = count(self._chat(self._text)["tokens"])
 
     def _chat(self, *turns: str) -> Fields:
-        """Return the chat in which user and assistant speak in turns."""
+        """Return the prompt for a chat in which user and assistant speak in turns, user first."""
         roles = ("user", "assistant")
         messages = [{"role": roles[at % 2], "content": turn} for at, turn in enumerate(turns)]
         return {"tokens": self._tokenizer.encode_chat(messages)}
@@ -142,7 +145,7 @@ class ChatPrompts:
         return self._chat(self._text, answer, _CHAT_FOLLOW_UP)
 
     def unrelated(self, number: int) -> Fields:
-        """See Prompts; one such prompt takes the whole device."""
+        """See `Prompts.unrelated`; one such prompt takes the whole device."""
         most = device_blocks(self) * BLOCK_SIZE - 1
         start = _TURN_TOKENS + number  # behind the beginning that all chats share
         text = " ".join(["and", *reversed(self._text.split())])
@@ -160,8 +163,8 @@ class Chosen:
     """The model of the demo.
 
     Attributes:
-        path: Path of the model, None for the built-in one.
-        why: The reason for the built-in model, "" where the caller chose it or there is another.
+        path: path of the model, None for the built-in one.
+        why: the reason for the built-in model; "" if the user chose it, or for another model.
     """
 
     path: Path | None

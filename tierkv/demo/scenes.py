@@ -1,4 +1,4 @@
-"""The scenes of the demo, over HTTP, each compared with a node that computes everything."""
+"""The scenes of the demo, over HTTP; each answer is compared with that of a node without cache."""
 
 from __future__ import annotations
 
@@ -22,8 +22,14 @@ class Scene:
     """The results of one scene.
 
     Attributes:
-        matched: tokens by tier; moved: bytes by leg; both None if several nodes took part.
+        title: what the scene shows.
+        prompt_tokens: number of tokens of the prompt.
+        matched: tokens that were cached, by tier; None if several nodes took part.
+        tail_tokens: tokens of the prompt's partial last block, if it was handed over.
+        moved: bytes that the node moved, by direction; None if several nodes took part.
         ttft_s, ttft_without_s: seconds to the first token, with the cache and without.
+        text: the answer.
+        is_identical: True if the node without cache gave the same answer.
         event: an event in the middle of the scene, in words.
     """
 
@@ -45,9 +51,9 @@ class DemoNodes:
     Attributes:
         prefill: shares only a store with `decode`.
         decode: shares only a store with `prefill`.
-        single: shares nothing.
-        prefill_2: reads the memory of `decode_2`, and the reverse.
-        gateway: in front of all nodes but `single`.
+        single: shares nothing, and computes everything.
+        prefill_2: hands prompts to `decode_2` from memory to memory, too.
+        decode_2: reads the memory of `prefill_2`.
     """
 
     def __init__(self, storage: str, config: Path, folder: Path) -> None:
@@ -86,6 +92,11 @@ class DemoNodes:
         return await self._decode_life.enter_async_context(self._node("decode", "decode"))
 
     async def restart_decode(self) -> None:
+        """Stop the decode node with SIGTERM, and start another with empty device and host.
+
+        Raises:
+            DemoError: the node did not exit with 0, or the new one did not start.
+        """
         status = await stop(self.decode.process)
         if status != 0:
             raise DemoError(f"the decode node ended with status {status} on SIGTERM, not 0")
@@ -106,7 +117,11 @@ class DemoNodes:
             yield Fleet(front, {one.url: one for one in decode})
 
     async def check_books(self) -> None:
-        """Raise DemoError if `verify` of a running node finds a fault."""
+        """Check that no block or lease is lost on any running node.
+
+        Raises:
+            DemoError: the route `verify` of a node reports a fault.
+        """
         for where in (self.prefill, self.decode, self.single, self.prefill_2, self.decode_2):
             if where.process.returncode is not None:
                 continue
@@ -115,7 +130,13 @@ class DemoNodes:
 
 
 class Play:
-    """Runs the scenes in order. say: where progress goes."""
+    """The scenes, played in order.
+
+    Args:
+        nodes: the running nodes.
+        prompts: the prompts of all scenes.
+        say: prints a line of progress.
+    """
 
     def __init__(self, nodes: DemoNodes, prompts: Prompts, say: Callable[[str], None]) -> None:
         self._nodes = nodes
@@ -140,7 +161,7 @@ class Play:
         return await self._compare(title, self._prompt, answer, tail_tokens)
 
     async def _direct_hand_off(self) -> Scene:
-        """Play a hand-off between the second nodes, which have not seen the prompt."""
+        """Play a hand-off between the second two nodes, which have not seen the prompt."""
         claim, tail_tokens = await self._published(self._nodes.prefill_2)
         node = self._nodes.decode_2
         answer = node.client.decode(claim)
@@ -151,7 +172,12 @@ class Play:
         return replace(scene, event=event)
 
     async def _published(self, node: NodeProcess) -> tuple[DecodeBody, int]:
-        """Return the claim for the prompt that `node` published, and the size of its tail."""
+        """Have `node` publish the prompt for another node.
+
+        Returns:
+            The body with which a decode node claims the prompt, and the tokens of its partial last
+                block.
+        """
         ticket_id = f"demo-{uuid4().hex[:12]}"
         self._say("prefill node: reading the prompt, publishing its blocks and a ticket ...")
         prefilled = await node.client.prefill(PrefillBody(ticket_id=ticket_id, **self._prompt))
@@ -226,8 +252,8 @@ class Play:
 
         Args:
             title: title of the scene.
-            prompt: the prompt.
-            asked: the answer.
+            prompt: the prompt that was asked.
+            asked: waits for the answer.
             tail_tokens: tokens of the prompt's partial last block.
             at: the node that answers; None for the decode node.
         """
@@ -250,7 +276,7 @@ class Play:
         )
 
     async def _truth(self, prompt: Fields, max_tokens: int) -> GenerateAnswer:
-        """Return the answer of the single node, which computes each prompt once."""
+        """Return the single node's answer, computed without cache; each prompt is computed once."""
         content = prompt["prompt"] if "prompt" in prompt else prompt["tokens"]
         if (content, max_tokens) not in self._truths:
             self._say("single node: computing the same from the first token on, no cache ...")

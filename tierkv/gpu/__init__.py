@@ -1,4 +1,7 @@
-"""Memory and streams of a device: protocol.py says what each promises, `open_device` opens one."""
+"""Memory and streams of a device.
+
+`protocol` has the promises of devices, `open_device` opens one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPU as a device: NumPy planes, copy threads for lanes. A real backend, and what CI runs.
+"""The CPU as a device: NumPy planes, and threads that copy. A real backend, which CI runs, too.
 
 It keeps what the CUDA device promises: a submitted copy finishes later, copies of a lane run in
 order, events are polled, and an error reaches exactly the events behind it.
@@ -56,9 +56,10 @@ _Run = tuple[int, int, int]  # first slot, first block, how many
 
 
 class CpuEvent:
-    """An event that is done when its worker says so, or that failed with the worker's error.
+    """An event that the thread which does the work sets done, or failed with an error.
 
-    A copy has one event for each layer, so the means to wait for one are made at the first wait.
+    A copy has one event for each layer, so the object that a waiter blocks on is made at the first
+    wait.
     """
 
     def __init__(self) -> None:
@@ -76,6 +77,7 @@ class CpuEvent:
 
     @property
     def is_done(self) -> bool:
+        """See `Event.is_done`."""
         if not self._is_reached:
             return False
         if self._error is not None:
@@ -83,6 +85,7 @@ class CpuEvent:
         return True
 
     def block_until_done(self, timeout_s: float) -> None:
+        """See `Event.block_until_done`."""
         if not self._is_reached:
             here = threading.Event()
             self._waiting.append(here)  # before the second look: one of both sides sees the other
@@ -92,7 +95,10 @@ class CpuEvent:
             raise self._error.with_traceback(None)
 
     def reach(self, error: TransferError | None = None) -> None:
-        """Set the event done or failed. Its worker calls this once."""
+        """Set the event done, or failed with `error`.
+
+        The thread that does the work calls this once.
+        """
         self._error = error
         self._is_reached = True
         while self._waiting:
@@ -106,17 +112,22 @@ def done_event() -> CpuEvent:
 
 
 class CallerStream:
-    """Compute on the calling thread: whatever was submitted has run, so every event is done."""
+    """The compute stream of the CPU: work runs on the calling thread, so it is done at once."""
 
     def record(self) -> CpuEvent:
         return done_event()
 
     def wait(self, event: Event, timeout_s: float) -> None:
+        """See `Stream.wait`."""
         event.block_until_done(timeout_s)
 
 
 def _aligned(num_rows: int, row_bytes: int, setting: str) -> npt.NDArray[np.uint8]:
-    """Return page-aligned memory, uint8 [num_rows, row_bytes]; the kernel zeroes pages at use."""
+    """Return page-aligned memory, uint8 [num_rows, row_bytes].
+
+    The kernel gives a page memory, filled with zeros, at the page's first use. `setting` is named
+    by the error of too little memory.
+    """
     try:
         raw = np.zeros(num_rows * row_bytes + _PAGE, np.uint8)
     except (MemoryError, ValueError) as error:  # ValueError: more bytes than an index can count
@@ -139,11 +150,13 @@ class CpuPlanes:
 
     @property
     def arrays(self) -> Sequence[npt.NDArray[np.uint8]]:
+        """See `Planes.arrays`."""
         if self._arrays is None:
             raise LayoutError("these planes are closed")
         return self._arrays
 
     def close(self) -> None:
+        """See `Planes.close`."""
         if self._arrays is None:
             raise LayoutError("these planes are closed already")
         self._arrays = None
@@ -159,21 +172,29 @@ class CpuHostSlots:
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
+        """See `HostSlots.array`."""
         if self._array is None:
             raise LayoutError("these host slots are closed")
         return self._array
 
     def close(self) -> None:
+        """See `HostSlots.close`."""
         if self._array is None:
             raise LayoutError("these host slots are closed already")
         self._array = None
 
 
 class CpuLane:
-    """One copy thread. before_copy runs on it ahead of every copy: a latch or a fault in tests.
+    """A lane with one thread that copies.
 
-    A `submit` gives the GIL up nowhere, as an executor's locks do: beside another busy thread that
-    costs the engine's thread 5 ms.
+    `submit` never gives up Python's global lock (GIL), as an executor would: beside another busy
+    thread that costs the engine's thread 5 ms.
+
+    Args:
+        direction: the direction of the copies.
+        planes: the device's memory.
+        host: the host slots.
+        before_copy: called on the thread before every copy; tests hold or break copies with it.
     """
 
     def __init__(
@@ -201,6 +222,7 @@ class CpuLane:
         self._shapes = [(planes.num_blocks, one.block_bytes) for one in layout.planes]
 
     def submit(self, copy: BlockCopy) -> tuple[Event, ...]:
+        """See `Lane.submit`."""
         check_copy(copy, self._direction, self._planes.num_blocks, self._host.num_slots)
         if self._is_closed:
             raise DeviceFailedError("this lane is closed")
@@ -217,10 +239,10 @@ class CpuLane:
         return events
 
     def _is_one_call(self, copy: BlockCopy) -> bool:
-        """Return whether all layers of this copy arrive together, so that one event stands for all.
+        """Return True if a copy is done in one call, so that all of its layers arrive together.
 
-        Where planes or slots do not fit the layout, layers are copied one by one: the first one
-        that is wrong fails with a message that says what is wrong.
+        If planes or slots do not fit the layout, layers are copied one by one: the first wrong one
+        then fails with a message that says what is wrong.
         """
         if not self._may_call or len(copy) * self._planes.layout.block_bytes > _ONE_CALL_BYTES:
             return False
@@ -236,7 +258,7 @@ class CpuLane:
             self._run(*found)
 
     def _run(self, copy: BlockCopy, events: tuple[CpuEvent, ...]) -> None:
-        """Copy layer after layer; on an error every remaining layer fails with it."""
+        """Copy layer after layer; after an error all remaining layers fail with that error."""
         at = 0
         try:
             deadline = time.monotonic() + _AFTER_TIMEOUT_S
@@ -264,7 +286,7 @@ class CpuLane:
                 event.reach(failed)
 
     def _copies_at_once(self, copy: BlockCopy) -> bool:
-        """Copy everything in one call if possible. Return False if it is not."""
+        """Copy everything in one call; return False if the kernel does not allow such a call."""
         arrays, host = self._planes.arrays, self._host.array
         if len(self._placed) != len(arrays) or any(map(is_not, self._placed, arrays)):
             self._placed = tuple(arrays)
@@ -309,7 +331,11 @@ class CpuLane:
 
 
 def runs_of(copy: BlockCopy) -> Sequence[_Run]:
-    """Return the copy as pieces, in another order, with slots and blocks contiguous in each."""
+    """Cut a copy into runs, in which the slots are in a row and the blocks are, too.
+
+    Returns:
+        The first slot, the first block and the number of blocks of each run, in the order of slots.
+    """
     order = np.argsort(copy.slot_ids)
     slots, blocks = copy.slot_ids[order], copy.block_ids[order]
     ends = np.flatnonzero((np.diff(slots) != 1) | (np.diff(blocks) != 1)) + 1
@@ -321,7 +347,17 @@ def runs_of(copy: BlockCopy) -> Sequence[_Run]:
 
 
 def check_copy(copy: BlockCopy, direction: Direction, num_blocks: int, num_slots: int) -> None:
-    """Raise LayoutError if `copy` is not for a lane of this direction and these sizes."""
+    """Check that a copy fits a lane.
+
+    Args:
+        copy: the copy.
+        direction: direction of the lane.
+        num_blocks: device blocks of the lane.
+        num_slots: host slots of the lane.
+
+    Raises:
+        LayoutError: the direction differs, or an id is out of range.
+    """
     if copy.direction is not direction:
         raise LayoutError(
             f"a copy of direction {copy.direction.value} was submitted to the "
@@ -335,7 +371,17 @@ def check_copy(copy: BlockCopy, direction: Direction, num_blocks: int, num_slots
 
 
 def check_copy_within(source_ids: Ids, target_ids: Ids, num_blocks: int) -> None:
-    """Raise LayoutError if these are not ids of a copy from blocks to other blocks."""
+    """Check the ids of a copy from blocks to other blocks of the device.
+
+    Args:
+        source_ids: int32 [n].
+        target_ids: int32 [n].
+        num_blocks: blocks of the device.
+
+    Raises:
+        LayoutError: the numbers of ids differ, a target appears twice or is a source, or an id is
+            out of range.
+    """
     if source_ids.shape != target_ids.shape:
         raise LayoutError("a copy needs the same number of sources and targets")
     sources, targets = source_ids.tolist(), target_ids.tolist()
@@ -358,7 +404,11 @@ def _check_inside(ids: Ids, size: int, what: str) -> None:
 
 
 class CpuDevice:
-    """before_copy: see CpuLane; for tests that need to hold or break a copy."""
+    """The CPU as a device; see `Device`.
+
+    Args:
+        before_copy: called before every copy of a lane; tests hold or break copies with it.
+    """
 
     def __init__(self, before_copy: Callable[[BlockCopy], None] | None = None) -> None:
         self.name = "cpu"
@@ -374,15 +424,19 @@ class CpuDevice:
         return nullcontext()
 
     def allocate_planes(self, layout: Layout, num_blocks: int) -> Planes:
+        """See `Device.allocate_planes`."""
         return CpuPlanes(layout, num_blocks)
 
     def allocate_host(self, layout: Layout, num_slots: int) -> HostSlots:
+        """See `Device.allocate_host`."""
         return CpuHostSlots(layout, num_slots)
 
     def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane:
+        """See `Device.open_lane`."""
         return CpuLane(direction, planes, host, self._before_copy)
 
     def copy_blocks(self, planes: Planes, source_ids: Ids, target_ids: Ids) -> Event:
+        """See `Device.copy_blocks`."""
         check_copy_within(source_ids, target_ids, planes.num_blocks)
         event = CpuEvent()
         try:

@@ -1,6 +1,6 @@
 """CUDA through CuPy: a GPU and its errors as ours, its streams, events and kernels.
 
-This and cuda_memory.py are what knows CuPy, which has no types; everything they hand out is typed.
+Only this module and cuda_memory.py use CuPy, which has no types; all that they return is typed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Gpu:
     """One GPU and its primary context.
 
     Attributes:
-        failure: reason why the GPU is lost; None while it works.
+        failure: reason why this process has lost the GPU; None while the GPU works.
 
     Raises:
         ConfigError: there is no such GPU.
@@ -69,16 +69,16 @@ class Gpu:
         self.pci_bus_id = str(runtime.deviceGetPCIBusId(index)).lower()
 
     def bound(self) -> Bound:
-        """Return a context in which the calling thread uses this GPU.
+        """Return a context in which the calling thread uses this GPU: the GPU is "bound".
 
-        CUDA's errors become TransferError in it, or DeviceFailedError if the GPU is lost.
+        Errors of CUDA become TransferError in it, or DeviceFailedError if the GPU is lost.
         """
         return Bound(self, closes=False)
 
     def bound_to_close(self) -> Bound:
         """Return a context like `bound` that suppresses errors of a lost GPU.
 
-        The memory of a lost GPU is lost, and closing must continue with the rest.
+        The memory of a lost GPU is lost, too, and closing must continue with other objects.
         """
         return Bound(self, closes=True)
 
@@ -94,7 +94,8 @@ class Gpu:
     def translated(self, error: CudaError) -> TransferError:
         """Return the TransferError for a CUDA error.
 
-        A sticky error marks this GPU as lost until the process ends.
+        After some errors nothing works on the GPU any more; such an error marks the GPU as lost
+        until the process ends.
         """
         status: int = error.status
         if self.failure is None and status not in _STICKY:
@@ -107,7 +108,7 @@ class Gpu:
         return DeviceFailedError(self.failure)
 
     def memory_info(self) -> tuple[int, int]:
-        """Free and total bytes."""
+        """Return the free and the total bytes of the GPU's memory."""
         with self.bound():
             free, total = runtime.memGetInfo()
         return int(free), int(total)
@@ -118,11 +119,9 @@ class Gpu:
 
 
 class Bound:
-    """A context made by `Gpu.bound`.
+    """The context that `Gpu.bound` returns.
 
-    It is a class, since it is entered before the first byte of every copy: two generators took 14
-    us
-    longer.
+    A class is faster than generators, which took 14 us longer before the first byte of every copy.
     """
 
     __slots__ = ("_before", "_closes", "_gpu")
@@ -174,9 +173,13 @@ def gpu_uuid(index: int) -> str:
 
 
 def is_reachable(gpu: Gpu, uuid: str) -> bool:
-    """Return whether kernels on `gpu` can read the memory of the GPU with this UUID.
+    """Return True if kernels on `gpu` can read the memory of the GPU with a UUID.
 
-    That GPU is the same one, or visible to this process and a peer of `gpu`.
+    That GPU is the same one, or is visible to this process and a peer of `gpu`.
+
+    Args:
+        gpu: the GPU that reads.
+        uuid: UUID of the GPU to read, 32 hex digits.
     """
     if gpu_uuid(gpu.index) == uuid:
         return True
@@ -202,10 +205,13 @@ def versions() -> tuple[int, int]:
 
 
 class PendingEvent:
-    """Stands for an event that a lane's thread will record: recorded, refused, or not there yet.
+    """An event that a lane's thread will record, or fail.
 
-    progress: notified by that thread whenever events have got on; shared by all of a lane.
-    line, position: see Event.
+    Args:
+        progress: notified by the lane's thread when it has recorded or failed events; shared by all
+            events of a lane.
+        line: see Event.
+        position: see Event.
     """
 
     __slots__ = ("_error", "_event", "_progress", "line", "position")
@@ -218,7 +224,7 @@ class PendingEvent:
         self.position = position
 
     def submitted(self, event: Event) -> None:
-        """Note the recorded event.
+        """Set the recorded event.
 
         The lane's thread calls this or `failed` once, with `progress` held.
         """
@@ -229,6 +235,7 @@ class PendingEvent:
 
     @property
     def is_done(self) -> bool:
+        """See `Event.is_done`."""
         if self._event is not None:
             return self._event.is_done
         if self._error is not None:
@@ -254,6 +261,7 @@ class PendingEvent:
         raise GateTimeoutError(f"the copy was not submitted within {timeout_s:g} s")
 
     def block_until_done(self, timeout_s: float) -> None:
+        """See `Event.block_until_done`."""
         deadline = time.monotonic() + timeout_s
         event = self.wait_until_submitted(timeout_s)
         event.block_until_done(max(deadline - time.monotonic(), 0.0))
@@ -265,9 +273,9 @@ Raw = Any  # an object of CuPy that is no array: stream, event, module
 
 
 class CudaEvent:
-    """A point in a CUDA stream. Keeps its answer once it is done.
+    """A point in a CUDA stream. See Event.
 
-    line, position: events of one line are done in the order of their positions.
+    Once the event is done it is not asked again.
     """
 
     __slots__ = ("_gpu", "_is_done", "line", "position", "raw")
@@ -281,6 +289,7 @@ class CudaEvent:
 
     @property
     def is_done(self) -> bool:
+        """See `Event.is_done`."""
         if self._is_done:
             return True
         if self._gpu.failure is not None:
@@ -293,6 +302,7 @@ class CudaEvent:
         return self._is_done
 
     def block_until_done(self, timeout_s: float) -> None:
+        """See `Event.block_until_done`."""
         deadline = time.monotonic() + timeout_s
         nap_s = 20e-6
         while not self.is_done:
@@ -304,7 +314,11 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A stream of one GPU: `raw` is CuPy's. Usable from any thread, whatever GPU it has bound."""
+    """A stream of one GPU. Usable from any thread, whichever GPU the thread has bound.
+
+    Attributes:
+        raw: CuPy's stream.
+    """
 
     def __init__(self, gpu: Gpu, raw: Raw) -> None:
         self._gpu = gpu
@@ -319,17 +333,16 @@ class CudaStream:
             return self.record_bound()
 
     def record_bound(self) -> CudaEvent:
-        """Record an event as `record` does, with the GPU bound already."""
+        """Record an event as `record` does; the GPU must be bound already."""
         event = cupy.cuda.Event(block=False, disable_timing=True)
         event.record(self.raw)
         self._num_events += 1
         return CudaEvent(self._gpu, event, self._line, self._num_events)
 
     def wait(self, event: Event, timeout_s: float) -> None:
-        """Make later work of this stream wait for an event, see Stream.wait.
+        """See `Stream.wait`.
 
-        The caller is blocked for copies that are not submitted yet, and for events of other
-        devices.
+        The call blocks for copies that are not submitted yet, and for events of other devices.
         """
         deadline = time.monotonic() + timeout_s
         if isinstance(event, PendingEvent):
@@ -341,7 +354,7 @@ class CudaStream:
             event.block_until_done(max(deadline - time.monotonic(), 0.0))
 
     def wait_bound(self, event: CudaEvent) -> None:
-        """Wait for one of CUDA's own events as `wait` does, with the GPU bound already."""
+        """Wait for a CUDA event as `wait` does; the GPU must be bound already."""
         if event is not self._waited_for:  # layers that came in one unit have one event
             self.raw.wait_event(event.raw)
             self._waited_for = event
@@ -363,9 +376,11 @@ def new_stream(gpu: Gpu, *, is_urgent: bool) -> CudaStream:
 
 
 def adopted_stream(gpu: Gpu, address: int) -> CudaStream:
-    """Return the stream with the cudaStream_t `address`, 0 for the legacy default stream.
+    """Return a stream that another owner has made and keeps alive.
 
-    The stream's owner keeps it alive.
+    Args:
+        gpu: the GPU of the stream.
+        address: the cudaStream_t; 0 for the legacy default stream.
     """
     with gpu.bound():
         return CudaStream(gpu, _foreign(gpu, address) if address else cupy.cuda.Stream.null)
@@ -396,7 +411,11 @@ def _module() -> Raw:
 
 
 class Argument:
-    """A struct that kernels take by value: `values` may be changed between launches."""
+    """The argument of a kernel: a struct, passed by value.
+
+    Attributes:
+        values: the struct; it may be changed between launches.
+    """
 
     def __init__(self, struct: npt.NDArray[np.void]) -> None:
         self.values = struct
@@ -415,7 +434,14 @@ class Kernel:
     def launch(
         self, argument: Argument, *, num_ctas: int, num_threads: int, stream: CudaStream
     ) -> None:
-        """Launch the kernel; the argument may be reused at once. The GPU must be bound."""
+        """Launch the kernel. The GPU must be bound.
+
+        Args:
+            argument: the struct, which may be changed as soon as this returns.
+            num_ctas: number of thread blocks.
+            num_threads: threads of each thread block.
+            stream: the stream that orders the kernel.
+        """
         cupy_driver.launchKernel(
             self._function.ptr,
             *(num_ctas, 1, 1),

@@ -56,12 +56,12 @@ _NUM_CTAS = 64
 
 
 class CudaSharing:
-    """`Sharing` by CUDA IPC. place: the GPU's UUID.
+    """The exchange of planes with other processes by CUDA IPC. See Sharing.
 
         their planes --gather--> rows of staging --scatter--> our planes
 
-    The kernels are the lanes' own, on one stream; the rows lie on this process's GPU. Where the
-    other process uses another GPU, gather reads it over NVLink or PCIe.
+    The kernels are those of lanes, on one stream; the staging memory is on this process's GPU. If
+    the other process uses another GPU, the gather kernel reads that GPU over NVLink or PCIe.
     """
 
     def __init__(self, gpu: Gpu) -> None:
@@ -69,6 +69,7 @@ class CudaSharing:
         self.place = gpu_uuid(gpu.index)
 
     def share(self, planes: Planes) -> tuple[SharedPlane, ...]:
+        """See `Sharing.share`."""
         try:
             return shared_planes(self._gpu, _ours(planes))
         except TransferError as error:
@@ -79,6 +80,7 @@ class CudaSharing:
             ) from error
 
     def open(self, own: Planes, shared: SharedPlanes) -> CudaPeer:
+        """See `Sharing.open`."""
         if not is_reachable(self._gpu, shared.place):
             raise ConfigError(
                 f"GPU {self._gpu.index} cannot read the memory of GPU {shared.place} as a peer"
@@ -95,7 +97,7 @@ class CudaSharing:
 
 
 class CudaPeer:
-    """See PeerPlanes. Owns `theirs`, which it closes."""
+    """The opened planes of another process, `theirs`, which this object closes. See PeerPlanes."""
 
     def __init__(self, gpu: Gpu, own: CudaPlanes, theirs: CudaPlanes) -> None:
         self._gpu = gpu
@@ -111,6 +113,7 @@ class CudaPeer:
         self._stream = new_stream(self._gpu, is_urgent=True)
 
     def copy(self, source_ids: Ids, target_ids: Ids) -> None:
+        """See `PeerPlanes.copy`."""
         _check(source_ids, self._theirs.num_blocks)
         try:
             with self._gpu.bound():
@@ -160,9 +163,11 @@ class CudaDevice:
     """One GPU of this process. See Device.
 
     Args:
+        index: number of the GPU among those that this process sees.
         compute_stream: the cudaStream_t of the engine's kernels; 0 is the legacy default stream,
             which is also CuPy's unless set otherwise.
-        before_copy: see CudaLane; for tests that hold or break a copy.
+        lanes: sizes of lanes; None for the defaults.
+        before_copy: called before every copy of a lane; tests hold or break copies with it.
 
     Raises:
         ConfigError: there is no such GPU.
@@ -196,12 +201,12 @@ class CudaDevice:
 
     @property
     def failure(self) -> str | None:
-        """Why this GPU is lost to this process, None while it works."""
+        """The reason why this process has lost the GPU; None while the GPU works."""
         return self.gpu.failure
 
     @property
     def status(self) -> str:
-        """Describe the device and the progress of pinning its host slots."""
+        """The name of the GPU, and the progress of pinning its host slots; or its failure."""
         if self.gpu.failure is not None:
             return self.gpu.failure
         host = self._host
@@ -219,10 +224,16 @@ class CudaDevice:
             yield
 
     def allocate_planes(self, layout: Layout, num_blocks: int) -> CudaPlanes:
+        """See `Device.allocate_planes`."""
         return allocated_planes(self.gpu, layout, num_blocks)
 
     def adopt_planes(self, layout: Layout, tensors: Sequence[object]) -> CudaPlanes:
-        """See adopted_planes."""
+        """Return planes over an engine's KV tensors, without a copy; see `adopted_planes`.
+
+        Args:
+            layout: the planes' layout.
+            tensors: one per plane of the layout; the first dimension is the block.
+        """
         return adopted_planes(self.gpu, layout, tensors)
 
     @property
@@ -230,15 +241,15 @@ class CudaDevice:
         return CudaSharing(self.gpu)
 
     def allocate_host(self, layout: Layout, num_slots: int) -> PinnedSlots:
+        """See `Device.allocate_host`."""
         self._host = PinnedSlots(self.gpu, layout, num_slots)
         return self._host
 
     def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane:
-        """Open a lane: loads run layer by layer, offloads block by block.
+        """See `Device.open_lane`. Loads run layer by layer, offloads block by block.
 
         Host slots that are not pinned, such as slots shared between processes, are pinned in the
-        background
-        while a lane uses them. A copy waits for the slots that it needs.
+        background while a lane uses them. A copy waits for the slots that it needs.
         """
         order = Order.LAYERS if direction is Direction.LOAD else Order.BLOCKS
         return self.open_ordered_lane(direction, planes, host, order)
@@ -246,6 +257,18 @@ class CudaDevice:
     def open_ordered_lane(
         self, direction: Direction, planes: Planes, host: HostSlots, order: Order
     ) -> CudaLane:
+        """Open a lane whose copies run in the given order.
+
+        Args:
+            direction: the direction of the copies.
+            planes: the device's memory.
+            host: the host slots.
+            order: layer by layer, or block by block.
+
+        Raises:
+            LayoutError: the planes are closed, or belong to another device.
+            ConfigError: the host slots cannot be pinned.
+        """
         ours = self._ours(planes)
         self._queues = self._queues or used_queues(self.gpu)
         pinned, unpin = self._pinned(ours.layout, host)
@@ -257,7 +280,7 @@ class CudaDevice:
             raise
 
     def _pinned(self, layout: Layout, host: HostSlots) -> tuple[PinnedSlots, Callable[[], None]]:
-        """Return these slots pinned, and a function to call when the lane needs them no longer."""
+        """Return host slots as pinned slots, and a function to call when the lane is closed."""
         if isinstance(host, PinnedSlots):
             return host, lambda: None
         address = host.array.ctypes.data
@@ -276,7 +299,10 @@ class CudaDevice:
         return pinned, partial(self._unpin, address)
 
     def _is_computing(self) -> bool:
-        """Return whether the engine's stream has work that lasts 0.5 ms more; takes as long."""
+        """Return True if the engine's stream has work for 0.5 ms or more.
+
+        The call takes that long.
+        """
         try:
             event = self.compute_stream.record()
             time.sleep(_AT_ONCE_S)
@@ -293,6 +319,7 @@ class CudaDevice:
                 pinned.close()
 
     def copy_blocks(self, planes: Planes, source_ids: Ids, target_ids: Ids) -> Event:
+        """See `Device.copy_blocks`."""
         ours = self._ours(planes)
         check_copy_within(source_ids, target_ids, ours.num_blocks)
         if not len(source_ids):
@@ -324,7 +351,7 @@ class CudaDevice:
 
 
 def num_queues() -> int:
-    """Return the number of hardware queues that the environment sets for the driver."""
+    """Return the number of hardware queues that the driver uses, as the environment sets it."""
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     return min(max(int(given), 1), _MOST_QUEUES) if given.isdecimal() else _DEFAULT_QUEUES
 
@@ -333,8 +360,7 @@ def used_queues(gpu: Gpu) -> tuple[CudaStream, ...]:
     """Return a stream for each hardware queue, each with one finished kernel.
 
     Keep the streams while there are lanes. The call blocks until the GPU has finished its current
-    work
-    and the kernels.
+    work and the kernels.
 
     Streams share a few queues of the hardware (8, or CUDA_DEVICE_MAX_CONNECTIONS). Without these
     streams, lanes that were opened after the first kernels of an engine copied at 50.5 GB/s instead

@@ -1,11 +1,13 @@
-"""A lane on CUDA: takes copies, brings them to its staged pipeline, hands out events.
+"""A lane on CUDA: takes copies, moves them through staging memory, returns events.
 
     load      slots --copy engine--> ring --scatter--> planes       copy streams | kernel stream
     offload   slots <--copy engine-- ring <--gather--- planes       copy streams | kernel stream
 
-A copy is cut into units. The copy engine moves a block's bytes as one piece, the kernel spreads
-them over the planes; one unit is copied while the one before is scattered. Where blocks are
-rectangles to the copy engine, the first whole ones need neither ring nor kernel.
+The ring is device memory that is used in turn. A copy is cut into units. The GPU's copy engine
+moves a block's bytes as one piece, and a kernel spreads them over the planes (scatter) or collects
+them (gather); one unit is copied while the one before is scattered. If the planes lie at equal
+distances, the copy engine can move a block as a rectangle, and the first whole blocks need neither
+ring nor kernel.
 Kernels that read host memory themselves were as fast alone, but fell to 66 % with both directions
 at once and slowed a matmul beside them by 14 to 106 % (H200); this does neither.
 """
@@ -51,13 +53,13 @@ class LaneSettings:
     """Sizes of a lane.
 
     Attributes:
-        staging_bytes: bytes of the lane's ring in device memory; smaller for few blocks.
+        staging_bytes: bytes of the lane's staging memory on the device; smaller for few blocks.
         num_ctas: thread blocks of a gather or scatter kernel; 32 move 128 MiB in 136 us, 132 in 120
             (H100).
         turn_bytes: bytes through one of the two copy streams before the other's turn. The copy
-            engine
-            stays with a stream while that has work: 8 bytes on another stream waited 34 ms for an
-            offload of 2 GiB, and 0.7 ms with turns (H200).
+            engine stays with a stream while that has work: 8 bytes on another stream waited 34 ms
+            for an offload of 2 GiB, and 0.7 ms with turns (H200).
+        units: sizes of the units that a copy is cut into.
     """
 
     staging_bytes: int = 512 << 20
@@ -67,9 +69,9 @@ class LaneSettings:
 
 
 class Pipeline:
-    """Streams, ring and kernels of one direction between `planes` and `host`.
+    """The streams, staging memory and kernels of a lane between `planes` and `host`.
 
-    One thread at a time may use it, and must have the GPU bound.
+    One thread at a time may use it, and must have the GPU bound (`Gpu.bound`).
     """
 
     def __init__(  # noqa: PLR0917 - what a pipeline is made of
@@ -118,15 +120,21 @@ class Pipeline:
         self._rows: Addresses = np.empty(0, np.uint64)  # starts of rows of `_row_bytes` bytes
 
     def wait(self, event: Event, timeout_s: float) -> None:
-        """Let no unit submitted after this start before `event`. See Stream.wait."""
+        """Let units that are submitted after this call start only when an event is done.
+
+        Args:
+            event: the event to wait for.
+            timeout_s: seconds for which the call may block, see `Stream.wait`.
+        """
         self._kernel_stream.wait(event, timeout_s)
 
     def submit(self, copy: BlockCopy) -> Iterator[tuple[Unit, CudaEvent | None]]:
         """Submit a copy unit by unit; yield each unit with the event of its end.
 
-        The first units of a load come with None before, when their pieces are submitted, but no
-        kernel. They are made with as little Python as possible, since nothing moves meanwhile.
-        Blocks of later units move in the order of their slots, neighbours as one piece.
+        The first units of a load are yielded twice: with None when their pieces are submitted, and
+        with the event when their kernel is, too. Nothing moves before the first piece is submitted,
+        so first units are made with as little Python as possible. Blocks of later units move in the
+        order of their slots, neighbours as one piece.
         """
         units = self._planner.plan(len(copy))
         first = next(units)
@@ -174,15 +182,13 @@ class Pipeline:
             yield unit, end
 
     def submit_straight(self, copy: BlockCopy) -> CudaEvent | None:
-        """Submit a copy of a few blocks by the copy engine alone, without staging.
+        """Submit a copy of a few blocks by the copy engine alone, as rectangles of planes.
 
-        To the copy engine a block is a rectangle of planes. This saves a kernel and two waits, but
-        is slower than units for many blocks.
+        This saves a kernel and two waits, but is slower than units for many blocks.
 
         Returns:
-            The event of the copy's end; None if the planes are not rectangles, or units are under
-                way that
-            this copy could overtake.
+            The event of the copy's end. None if the planes do not lie in rectangles, or if units
+                are under way that this copy could overtake.
         """
         return self._move_straight(copy, len(copy)) if self._may_go_straight() else None
 
@@ -190,7 +196,7 @@ class Pipeline:
         return bool(self._rectangles) and (self._last_end is None or self._last_end.is_done)
 
     def _may_begin_straight(self, unit: Unit) -> bool:
-        """Return whether the copy should begin with this unit, of whole blocks, as rectangles.
+        """Return True if the copy should begin with the blocks of `unit` as rectangles of planes.
 
         Submitting rectangles takes less than submitting a batch, and an offload's first byte need
         not wait 0.15 ms for the first kernel.
@@ -203,7 +209,10 @@ class Pipeline:
         )
 
     def _move_straight(self, copy: BlockCopy, count: int) -> CudaEvent:
-        """Submit the first `count` blocks of the copy as rectangles; the event of their end."""
+        """Submit the first `count` blocks of the copy as rectangles.
+
+        Return the event of their end.
+        """
         for event in copy.after:
             self._copies.wait(event, 0.0)
         slots, blocks = copy.slot_ids[:count].tolist(), copy.block_ids[:count].tolist()
@@ -223,7 +232,7 @@ class Pipeline:
         return self._copies.record_bound()
 
     def let_end(self) -> None:
-        """Block until what was begun has ended; then the ring is free."""
+        """Block until all submitted work has ended, then mark the staging memory as free."""
         with self._gpu.bound_to_close():
             for stream in (self._copies, self._copies_next):
                 stream.raw.synchronize()
@@ -239,7 +248,17 @@ class Pipeline:
     def _write_pieces(
         self, unit: Unit, slots: Addresses, staging: int, *, joins: bool
     ) -> tuple[int, int]:
-        """Fill the columns with the unit's pieces; how many they are, and the largest's bytes."""
+        """Write addresses and sizes of a unit's pieces into the columns that the driver reads.
+
+        Args:
+            unit: the unit.
+            slots: uint64 [blocks of the unit], addresses of their host slots.
+            staging: address of the unit's staging memory.
+            joins: True to join neighbouring slots to one piece.
+
+        Returns:
+            The number of pieces, and the bytes of the largest.
+        """
         count, host, staged = len(slots), self._host_column.values, self._staging_column.values
         if unit.row_bytes != self._row_bytes:
             self._row_bytes = unit.row_bytes
@@ -262,7 +281,12 @@ class Pipeline:
         return count, int(sizes.max())
 
     def _copy(self, count: int, largest: int) -> CudaEvent:
-        """Submit the pieces in the columns; the event of their end."""
+        """Submit the pieces in the columns to the copy engine; return the event of their end.
+
+        Args:
+            count: number of pieces.
+            largest: bytes of the largest piece.
+        """
         targets, sources = self._host_column, self._staging_column
         if self._direction is Direction.LOAD:
             targets, sources = sources, targets
@@ -286,7 +310,7 @@ class Pipeline:
         return min(_FIRST_BATCH_PIECES << len(self._under_way), _BATCH_PIECES)
 
     def _take_turns(self) -> None:
-        """Continue on the other stream, behind the work of this one."""
+        """Continue on the other copy stream, behind the work of this one."""
         self._copies_next.wait_bound(self._under_way[-1])
         self._copies, self._copies_next = self._copies_next, self._copies
         self._since_turn = 0
@@ -305,9 +329,11 @@ Units = Iterator[tuple[Unit, CudaEvent | None]]  # see Pipeline.submit
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A copy that the lane's thread submits.
+    """A copy whose units the lane's thread submits.
 
     Attributes:
+        copy: the copy.
+        events: the events that the caller got, one per layer.
         units: units that are left to submit, None before the first.
         reached: number of layers with a recorded event.
     """
@@ -321,13 +347,25 @@ class _Job:
 class CudaLane:
     """One direction of a GPU's copies. See Lane.
 
-    A thread of the lane submits; the events it returns stand for those that this thread records. It
-    holds the interpreter for microseconds at a time. If nothing is queued, the caller's thread
-    submits the first units of a copy, which for a few blocks are the whole copy: the lane's thread
-    would begin 250 to 370 us later on an H100, twice the time of 8 MiB.
+    A thread of the lane submits copies, and `submit` returns events that stand for those that the
+    thread will record. The thread holds the interpreter for microseconds at a time. If nothing is
+    queued, the caller's thread submits the first units of a copy, which for a few blocks are the
+    whole copy: the lane's thread would begin 250 to 370 us later on an H100, twice the time of 8
+    MiB.
 
-    A copy whose submission fails half-way fails only when the work it began has ended. before_copy:
-    see CpuLane. With one, nothing is submitted on the caller's thread.
+    If submitting a copy fails half-way, its events fail only when the work that was begun has
+    ended.
+
+    Args:
+        gpu: the GPU.
+        direction: the direction of the copies.
+        planes: the device's memory.
+        host: the host slots.
+        settings: sizes.
+        order: layer by layer, or block by block.
+        before_copy: called on the lane's thread before every copy; tests hold or break copies with
+            it. If given, the caller's thread submits nothing.
+        on_close: called when the lane is closed.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - what a lane is made of
@@ -357,6 +395,7 @@ class CudaLane:
         self._thread = Threads(1, f"tierkv-{direction.value}")
 
     def submit(self, copy: BlockCopy) -> tuple[Event, ...]:
+        """See `Lane.submit`."""
         check_copy(copy, self._direction, self._planes.num_blocks, self._host.num_slots)
         num_layers = self._planes.layout.num_layers
         if not len(copy):
@@ -378,7 +417,7 @@ class CudaLane:
             return job.events
 
     def _may_begin(self, copy: BlockCopy) -> bool:
-        """Return whether submitting a unit takes only microseconds: the streams have room."""
+        """Return True if the caller's thread may submit units, which takes only microseconds."""
         if self._num_queued or self._before_copy is not None or not self._host.is_pinned:
             return False
         if self._host.is_closed or self._planes.is_closed:
@@ -418,9 +457,13 @@ class CudaLane:
         return tuple(events)
 
     def _begun(self, copy: BlockCopy) -> tuple[Units, list[tuple[Unit, CudaEvent]]]:
-        """Submit the first unit of the copy, or two small ones.
+        """Submit the first unit of the copy, or two small ones, on the caller's thread.
 
-        The lane's thread submits the rest and, for a load, the kernel behind the last pieces.
+        The lane's thread submits the other units and, for a load, the kernel behind the last
+        pieces.
+
+        Returns:
+            The units that are left, and those that were submitted, with the events of their ends.
         """
         units = self._units(copy, 0.0)
         begun: list[tuple[Unit, CudaEvent]] = []
@@ -454,7 +497,7 @@ class CudaLane:
             self._on_close()
 
     def _run(self, job: _Job) -> None:
-        """Bring the copy to the streams, unit by unit."""
+        """Submit all units of a copy, on the lane's thread."""
         units = job.units
         try:
             if units is None:
@@ -480,7 +523,13 @@ class CudaLane:
                 self._num_queued -= 1
 
     def _tell(self, job: _Job, unit: Unit, end: CudaEvent) -> None:
-        """Note that the unit is submitted up to `end`; complete layers that end with it."""
+        """Complete the events of the layers that end with a unit.
+
+        Args:
+            job: the copy.
+            unit: a unit that was submitted.
+            end: the event of the unit's end.
+        """
         if unit.stop < len(job.copy):
             return
         with self._progress:
@@ -490,7 +539,12 @@ class CudaLane:
             self._progress.notify_all()
 
     def _units(self, copy: BlockCopy, timeout_s: float) -> Units:
-        """Wait for `copy.after`, then submit one unit at a time as it is requested."""
+        """Wait for `copy.after`, then submit one unit for each item that the caller takes.
+
+        Args:
+            copy: the copy.
+            timeout_s: seconds to wait for events that are not CUDA's.
+        """
         assert self._pipeline is not None, "the thread ends before the pipeline goes"
         if self._planes.is_closed:
             raise LayoutError("these planes are closed")

@@ -33,7 +33,7 @@ def copy_rectangle(
     rows: int,
     stream: CudaStream,
 ) -> None:
-    """Copy `rows` rows between GPU memory and pinned memory. The GPU must be bound.
+    """Submit a copy of `rows` rows between GPU memory and pinned memory. The GPU must be bound.
 
     Args:
         target: address of the first row, and bytes from row to row (below 2 GiB).
@@ -46,7 +46,7 @@ def copy_rectangle(
 
 
 class DeviceMemory:
-    """`num_bytes` from cudaMalloc, freed when this object and all its views are deleted."""
+    """`num_bytes` bytes from cudaMalloc, freed when this object and all its views are deleted."""
 
     def __init__(self, gpu: Gpu, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -57,21 +57,29 @@ class DeviceMemory:
     def view(
         self, offset: int, shape: tuple[int, int], strides: tuple[int, int]
     ) -> npt.NDArray[np.uint8]:
-        """Return a CuPy array of bytes within this memory, which it keeps alive."""
+        """Return a CuPy array of bytes within this memory, which the array keeps alive.
+
+        Args:
+            offset: bytes from the start of the memory.
+            shape: rows, and bytes of a row.
+            strides: bytes from row to row, and 1.
+        """
         pointer = cupy.cuda.MemoryPointer(self._memory, offset)
         array: npt.NDArray[np.uint8] = cupy.ndarray(shape, cupy.uint8, pointer, strides)
         return array
 
     def write(self, data: npt.NDArray[np.void]) -> None:
-        """Copy `data` to the start of this memory and wait for it, inside `gpu.bound()`."""
+        """Copy `data` to the start of this memory, and wait for the copy. The GPU must be bound."""
         assert data.nbytes <= self.num_bytes, "fits"
         runtime.memcpy(self.address, data.ctypes.data, data.nbytes, runtime.memcpyHostToDevice)
 
 
 def adopted_array(gpu: Gpu, tensor: object) -> DeviceArray:
-    """Return a CuPy array over the memory of a tensor.
+    """Return a CuPy array over the memory of an engine's tensor.
 
-    The tensor has `__cuda_array_interface__` or `__dlpack__`.
+    Args:
+        gpu: the GPU that the tensor must be on.
+        tensor: an object with `__cuda_array_interface__` or `__dlpack__`.
 
     Raises:
         LayoutError: the tensor is on another GPU.
@@ -106,9 +114,13 @@ def _address(tensor: object) -> int | None:
 def byte_view(
     owner: object, address: int, shape: tuple[int, int], stride: int
 ) -> npt.NDArray[np.uint8]:
-    """Return uint8 [num_blocks, block_bytes] at `address`, blocks `stride` bytes apart.
+    """Return a CuPy array of bytes over memory that another object owns.
 
-    The array keeps `owner` alive.
+    Args:
+        owner: the owner, which the array keeps alive.
+        address: address of block 0.
+        shape: number of blocks, and bytes of a block.
+        stride: bytes from one block to the next.
     """
     span = max((shape[0] - 1) * stride + shape[1], 1)
     pointer = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(address, span, owner), 0)
@@ -117,7 +129,14 @@ def byte_view(
 
 
 def timed_copies(gpu: Gpu, device: int, host: int, num_bytes: int) -> dict[str, float]:
-    """Return the GB/s of one contiguous copy each way, between device and pinned host memory."""
+    """Return the GB/s of a contiguous copy in each direction, by the direction's name.
+
+    Args:
+        gpu: the GPU.
+        device: address of GPU memory.
+        host: address of pinned host memory.
+        num_bytes: bytes to copy.
+    """
     speeds = {}
     ways = {
         "host to device": (device, host, runtime.memcpyHostToDevice),
@@ -140,7 +159,15 @@ def ipc_handle(address: int) -> bytes:
 
 @contextmanager
 def opened_ipc(gpu: Gpu, handles: Sequence[bytes]) -> Iterator[dict[bytes, int]]:
-    """Map other processes' allocations; handle to address here. Unmapped at the end."""
+    """Map allocations of other processes into this process; unmap them at the end of the body.
+
+    Args:
+        gpu: the GPU that maps them.
+        handles: the CUDA IPC handles of the allocations.
+
+    Yields:
+        The address of each allocation in this process, by its handle.
+    """
     opened: dict[bytes, int] = {}
     try:
         with gpu.bound():
@@ -161,10 +188,13 @@ _GIB = 1 << 30
 
 
 class CudaPlanes:
-    """See Planes. arrays: CuPy, uint8 [num_blocks, block_bytes], in the owner's memory.
+    """Planes in GPU memory. See Planes.
 
-    memory: where each plane lies, in the layout's order.
-    rectangles: what a block is to a copy engine; () if that takes too many.
+    Attributes:
+        arrays: CuPy arrays, uint8 [num_blocks, block_bytes], in the owner's memory.
+        memory: the place of each plane, in the layout's order.
+        rectangles: the rectangles of planes that the copy engine can copy a block as; () if there
+            are none, or too many.
     """
 
     def __init__(
@@ -184,6 +214,7 @@ class CudaPlanes:
 
     @property
     def arrays(self) -> Sequence[npt.NDArray[np.uint8]]:
+        """See `Planes.arrays`."""
         if self._arrays is None:
             raise LayoutError("these planes are closed")
         return self._arrays
@@ -193,9 +224,12 @@ class CudaPlanes:
         return self._arrays is None
 
     def close(self) -> None:
-        """Release the memory, which is freed with the last array over it.
+        """Release the memory, which is freed when no array over it is left.
 
         No copy may be in flight.
+
+        Raises:
+            LayoutError: the planes are closed already.
         """
         if self._arrays is None:
             raise LayoutError("these planes are closed already")
@@ -206,6 +240,11 @@ class CudaPlanes:
 
 def allocated_planes(gpu: Gpu, layout: Layout, num_blocks: int) -> CudaPlanes:
     """Return planes in one new allocation with undefined content.
+
+    Args:
+        gpu: the GPU.
+        layout: the planes of a block.
+        num_blocks: number of blocks.
 
     Raises:
         ConfigError: the GPU has too little free memory.
@@ -242,7 +281,7 @@ def allocated_planes(gpu: Gpu, layout: Layout, num_blocks: int) -> CudaPlanes:
 
 
 def adopted_planes(gpu: Gpu, layout: Layout, tensors: Sequence[object]) -> CudaPlanes:
-    """Return the engine's KV tensors as planes without a copy.
+    """Return planes over an engine's KV tensors, without a copy.
 
     Args:
         gpu: the GPU of the tensors.
@@ -281,9 +320,9 @@ def adopted_planes(gpu: Gpu, layout: Layout, tensors: Sequence[object]) -> CudaP
 
 
 def _allocation(gpu: Gpu, address: int) -> range:
-    """Return the range of the allocation that holds `address`.
+    """Return the addresses of the allocation that holds `address`.
 
-    Empty if the driver does not know it.
+    The range is empty if the driver knows no such allocation.
     """
     with gpu.bound():
         try:
@@ -335,9 +374,13 @@ def _views(
 
 
 def shared_planes(gpu: Gpu, planes: CudaPlanes) -> tuple[SharedPlane, ...]:
-    """Describe the planes for another process of this machine.
+    """Describe planes for another process of this machine.
 
-    Their memory must come from cudaMalloc and stay until the other process has closed its view.
+    The memory must come from cudaMalloc and stay until the other process has closed its view.
+
+    Args:
+        gpu: the GPU that holds the planes.
+        planes: the planes.
     """
     shared = []
     with gpu.bound():
@@ -348,9 +391,12 @@ def shared_planes(gpu: Gpu, planes: CudaPlanes) -> tuple[SharedPlane, ...]:
 
 
 def _check_within(plane: Plane, place: PlaneMemory, num_blocks: int) -> None:
-    """Check that the plane lies within its allocation.
+    """Check that a plane of another process lies within its allocation.
 
-    A kernel that reads beyond an allocation loses the GPU, and the bounds come from outside.
+    The bounds come from outside, and a kernel that reads beyond an allocation loses the GPU.
+
+    Raises:
+        LayoutError: the plane reaches beyond its allocation.
     """
     end = place.address + (num_blocks - 1) * place.stride + plane.block_bytes
     is_within = place.address in place.allocation and end <= place.allocation.stop
@@ -371,6 +417,9 @@ def opened_planes(
         layout: layout of a block.
         num_blocks: blocks of each plane.
         shared: the other process's description of each plane.
+
+    Raises:
+        LayoutError: the number of planes differs, or a plane reaches beyond its memory.
     """
     if len(shared) != len(layout.planes):
         raise LayoutError(

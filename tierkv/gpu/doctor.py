@@ -31,6 +31,8 @@ _LOCKED_GIB = 1.0  # too little for any host tier
 
 
 class Verdict(Enum):
+    """The judgement of a finding."""
+
     OK = "ok"
     WARNING = "warning"  # works, slower than it could
     BAD = "bad"  # does not work
@@ -41,6 +43,9 @@ class Finding:
     """One line of a report.
 
     Attributes:
+        what: the name of what was examined.
+        value: the figure or state that was found.
+        verdict: the judgement.
         remedy: an action that helps, "" if there is none.
     """
 
@@ -51,7 +56,7 @@ class Finding:
 
 
 def machine_findings() -> list[Finding]:
-    """Return the limits of the operating system."""
+    """Return findings about the operating system: memory limits, huge pages, NUMA."""
     findings = [_limit_finding(limit) for limit in memory_limits()]
     pages = numa.transparent_huge_pages()
     if pages == "never":
@@ -69,7 +74,7 @@ def machine_findings() -> list[Finding]:
 
 
 def _limit_finding(limit: MemoryLimit) -> Finding:
-    """Return the figures that an allocation is checked against."""
+    """Return the finding about a memory limit; a small limit on locked memory is a warning."""
     left = limit.left_bytes
     if limit.kind is not LimitKind.LOCKED or left is None or left >= _LOCKED_GIB * _GIB:
         return Finding(limit.what, limit.sentence)
@@ -87,9 +92,9 @@ def _placement_finding() -> Finding:
 
 
 def gpu_findings() -> list[Finding]:
-    """Return findings about every GPU of this process, with measurements.
+    """Return findings about every GPU of this process, with measured speeds.
 
-    Without a GPU the one finding says why.
+    If no GPU can be used, the only finding says why.
     """
     try:
         from tierkv.gpu.cuda import Gpu, num_gpus, versions  # noqa: PLC0415 - may be missing
@@ -178,7 +183,7 @@ def _speed_finding(what: str, speed: float, link: numa.PcieLink | None) -> Findi
 
 
 def _measured(gpu: Gpu, name: str) -> tuple[list[Finding], dict[str, float]]:
-    """Measure pinning and copies; return findings, and GB/s each way."""
+    """Measure pinning and copies; return findings, and the GB/s of each direction."""
     from tierkv.gpu.cuda_memory import DeviceMemory, timed_copies  # noqa: PLC0415 - CuPy is there
     from tierkv.gpu.pinned import PinnedSlots  # noqa: PLC0415
 
@@ -207,7 +212,7 @@ _COPY_BYTES = 64 << 20
 
 
 def copy_finding() -> Finding:
-    """Measure a copy within host memory on one thread: the device named `cpu` copies like that."""
+    """Measure a copy within host memory on one thread, which is how the device `cpu` copies."""
     source, target = np.ones(_COPY_BYTES, np.uint8), np.zeros(_COPY_BYTES, np.uint8)
     took = []
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""The few driver calls that CuPy lacks or that must not hold the interpreter: by ctypes.
+"""Calls of the CUDA driver that CuPy lacks or makes with the interpreter's lock held; by ctypes.
 
 A call through ctypes lets other Python threads run, and takes NumPy arrays of addresses as they
 are: 2,048 pieces cost no Python object each, so the event loop goes on beside a big submission.
@@ -23,7 +23,7 @@ _STREAM_ORDER = 1  # a copy reads its source when the stream gets there
 
 
 class Column:
-    """`capacity` addresses or sizes for the driver, in memory at a fixed address.
+    """An array of `capacity` addresses or sizes that the driver reads, at a fixed address.
 
     Asking NumPy for the address takes 28 us after a pause, and nothing moves in that time.
     """
@@ -55,7 +55,7 @@ class _Attributes(ctypes.Structure):
 
 
 class Driver:
-    """libcuda of this machine. Every call needs the GPU's context bound to the calling thread."""
+    """libcuda of this machine. The calling thread must have the GPU bound in every call."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -82,11 +82,21 @@ class Driver:
     def copy_batch(
         self, targets: Column, sources: Column, sizes: Column, pieces: range, *, stream: int
     ) -> None:
-        """Copy sizes[i] bytes from sources[i] to targets[i], each i of `pieces`, in stream order.
+        """Submit a copy of sizes[i] bytes from sources[i] to targets[i] for each i of `pieces`.
 
         The order of the pieces is undefined. Pieces must not overlap, and host memory must stay
         pinned until the stream has passed this point. The columns may change as soon as this
         returns.
+
+        Args:
+            targets: addresses to write.
+            sources: addresses to read.
+            sizes: bytes of the pieces.
+            pieces: indexes in the columns.
+            stream: the cudaStream_t that orders the copy.
+
+        Raises:
+            DriverError: the driver refused the copy.
         """
         if self._batch is None or len(pieces) == 1:
             self.copy_each(targets, sources, sizes, pieces, stream=stream)
@@ -111,7 +121,18 @@ class Driver:
     def copy_each(
         self, targets: Column, sources: Column, sizes: Column, pieces: range, *, stream: int
     ) -> None:
-        """Copy as `copy_batch` does, by a call per piece, for drivers older than CUDA 12.8."""
+        """Copy as `copy_batch` does, with a call per piece, for drivers older than CUDA 12.8.
+
+        Args:
+            targets: addresses to write.
+            sources: addresses to read.
+            sizes: bytes of the pieces.
+            pieces: indexes in the columns.
+            stream: the cudaStream_t that orders the copy.
+
+        Raises:
+            DriverError: the driver refused the copy.
+        """
         copy = self._library.cuMemcpyAsync
         for at in pieces:
             _check(
@@ -125,7 +146,15 @@ class Driver:
             )
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        """Pin memory that is mapped already."""
+        """Pin memory that is mapped already.
+
+        Args:
+            address: address of the memory, at the start of a page.
+            num_bytes: bytes of the memory.
+
+        Raises:
+            DriverError: the driver refused.
+        """
         _check(
             "cuMemHostRegister",
             self._library.cuMemHostRegister_v2(
@@ -137,7 +166,7 @@ class Driver:
         _check("cuMemHostUnregister", self._library.cuMemHostUnregister(ctypes.c_void_p(address)))
 
     def has_context(self, index: int) -> bool:
-        """Return whether this process has a primary context on GPU `index`."""
+        """Return True if this process has a primary context on GPU `index`."""
         flags, is_active = ctypes.c_uint(), ctypes.c_int()
         status = self._library.cuDevicePrimaryCtxGetState(
             ctypes.c_int(index), ctypes.byref(flags), ctypes.byref(is_active)
@@ -145,7 +174,7 @@ class Driver:
         return status == _SUCCESS and bool(is_active.value)
 
     def allocation_of(self, address: int) -> tuple[int, int]:
-        """Start and size of the device allocation that `address` lies in."""
+        """Return the address and size of the GPU allocation that `address` lies in."""
         start, size = ctypes.c_uint64(), ctypes.c_size_t()
         _check(
             "cuMemGetAddressRange",
@@ -163,10 +192,10 @@ def _check(call: str, status: int) -> None:
 
 @cache
 def load_driver() -> Driver:
-    """Return the driver of this machine.
+    """Return the CUDA driver of this machine.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the machine has no driver.
     """
     try:
         return Driver(ctypes.CDLL("libcuda.so.1"))

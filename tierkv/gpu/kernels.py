@@ -44,9 +44,13 @@ _PAIRS = np.dtype(
 
 
 def tile_table(layout: Layout, memory: tuple[PlaneMemory, ...]) -> npt.NDArray[np.void]:
-    """Return tiles that cover every byte of a block once, in the layout's order.
+    """Return the table of tiles that the kernels copy: pieces of planes of at most TILE_BYTES.
 
-    Each tile lies in one plane.
+    The tiles cover every byte of a block once, in the layout's order.
+
+    Args:
+        layout: the planes of a block.
+        memory: the place of each plane.
     """
     rows = [
         (place.address + at, place.stride, start + at, min(TILE_BYTES, plane.block_bytes - at))
@@ -57,7 +61,12 @@ def tile_table(layout: Layout, memory: tuple[PlaneMemory, ...]) -> npt.NDArray[n
 
 
 def launch_nothing(gpu: Gpu, stream: CudaStream) -> None:
-    """Launch a kernel that moves nothing."""
+    """Launch a kernel that moves no byte.
+
+    Args:
+        gpu: the GPU.
+        stream: the stream of the kernel.
+    """
     kernel = Kernel(gpu, "scatter")
     with gpu.bound():
         kernel.launch(
@@ -66,9 +75,14 @@ def launch_nothing(gpu: Gpu, stream: CudaStream) -> None:
 
 
 class PlaneKernels:
-    """gather, scatter and within, over `planes`. For one thread at a time; the GPU must be bound.
+    """The kernels gather, scatter and within, over `planes`.
 
-    num_ctas: blocks of threads at most per launch.
+    For one thread at a time, which must have the GPU bound.
+
+    Args:
+        gpu: the GPU.
+        planes: the planes.
+        num_ctas: most thread blocks per launch.
     """
 
     def __init__(self, gpu: Gpu, planes: CudaPlanes, *, num_ctas: int) -> None:
@@ -87,13 +101,24 @@ class PlaneKernels:
         self._pairs = Argument(np.zeros((), _PAIRS))
 
     def gather(self, unit: Unit, block_ids: Ids, staging: int, stream: CudaStream) -> None:
-        """Copy blocks of the planes to rows of staging."""
+        """Copy blocks of the planes to rows of staging memory.
+
+        Args:
+            unit: which bytes of the blocks.
+            block_ids: int32 [n], the blocks.
+            staging: address of the first row.
+            stream: the stream that orders the kernel.
+        """
         self._move("gather", unit, block_ids, staging, stream)
 
     def scatter(self, unit: Unit, block_ids: Ids, staging: int, stream: CudaStream) -> None:
-        """Copy rows of staging to blocks of the planes.
+        """Copy rows of staging memory to blocks of the planes.
 
-        `block_ids` of the unit's rows are distinct.
+        Args:
+            unit: which bytes of the blocks.
+            block_ids: int32 [n], the blocks, distinct.
+            staging: address of the first row.
+            stream: the stream that orders the kernel.
         """
         self._move("scatter", unit, block_ids, staging, stream)
 
@@ -112,7 +137,7 @@ class PlaneKernels:
         self._launch(name, self._unit, (stop - first) * len(block_ids), stream)
 
     def _tiles_of(self, unit: Unit) -> tuple[int, int]:
-        """Return the start and end of the unit's layers in the table of tiles."""
+        """Return the range of the unit's layers in the table of tiles: first tile and end."""
         ends = (unit.first_byte, unit.first_byte + unit.num_bytes)
         if ends not in self._found:  # there are about as many as layers
             first, stop = np.searchsorted(self._starts, ends).tolist()
@@ -120,7 +145,13 @@ class PlaneKernels:
         return self._found[ends]
 
     def within(self, source_ids: Ids, target_ids: Ids, stream: CudaStream) -> None:
-        """Copy block source_ids[i] to block target_ids[i] for all i; no target may be a source."""
+        """Copy block source_ids[i] to block target_ids[i] for all i.
+
+        Args:
+            source_ids: int32 [n].
+            target_ids: int32 [n], distinct, without the source ids.
+            stream: the stream that orders the kernels.
+        """
         most, pairs = MAX_BLOCKS // 2, self._pairs.values
         pairs["tiles"] = self._table.address
         pairs["num_tiles"] = self._num_tiles

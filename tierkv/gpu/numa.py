@@ -1,4 +1,4 @@
-"""The memory that is near a GPU, the links to GPUs, and huge pages: sysfs and mbind."""
+"""Placement near a GPU: its NUMA node, its PCIe link and huge pages, from sysfs and mbind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read(path: Path) -> str | None:
 
 
 def numa_nodes() -> int:
-    """Return the number of NUMA nodes; 0 if the machine does not say."""
+    """Return the number of NUMA nodes; 0 if the machine does not show it."""
     return len(list((ROOT / "sys/devices/system/node").glob("node[0-9]*")))
 
 
@@ -44,7 +44,14 @@ def numa_node_of(pci_bus_id: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class PcieLink:
-    """Speed in GT/s and lanes: what the link runs at, and what the device could."""
+    """The PCIe link of a GPU.
+
+    Attributes:
+        speed: present speed, in GT/s per lane.
+        width: lanes in use.
+        max_speed: highest speed of the device, in GT/s.
+        max_width: lanes of the device.
+    """
 
     speed: float
     width: int
@@ -53,11 +60,15 @@ class PcieLink:
 
     @property
     def raw_gb_per_s(self) -> float:
-        """Bytes on the wire, encoding aside (128b/130b from PCIe 3 on); data gets about 88 %."""
+        """The GB/s on the wire, without the encoding (128b/130b from PCIe 3 on).
+
+        Data gets about 88 %.
+        """
         return self.speed * self.width / 8 * (128 / 130)
 
 
 def pcie_link(pci_bus_id: str) -> PcieLink | None:
+    """Return the PCIe link of a GPU; None if it is unknown."""
     folder = ROOT / "sys/bus/pci/devices" / pci_bus_id
     texts = [
         read(folder / name)
@@ -78,7 +89,16 @@ def pcie_link(pci_bus_id: str) -> PcieLink | None:
 
 
 def prefer_node(address: int, num_bytes: int, node: int) -> bool:
-    """Let the pages of a mapping that has none yet come from `node`; whether the kernel agreed."""
+    """Have the pages of a mapping, which must have none yet, placed on a NUMA node if it has room.
+
+    Args:
+        address: address of the mapping, at the start of a page.
+        num_bytes: bytes of the mapping.
+        node: number of the NUMA node.
+
+    Returns:
+        True if the kernel accepts this.
+    """
     number = _MBIND.get(platform.machine())
     if number is None:
         return False
@@ -97,7 +117,7 @@ def prefer_node(address: int, num_bytes: int, node: int) -> bool:
 
 
 def may_place() -> bool:
-    """Return whether the kernel lets this process place its memory; some containers forbid it."""
+    """Return True if the kernel lets this process place its memory; some containers forbid it."""
     with mmap.mmap(-1, mmap.PAGESIZE) as page:
         here = ctypes.c_char.from_buffer(page)
         try:
@@ -107,7 +127,7 @@ def may_place() -> bool:
 
 
 def transparent_huge_pages() -> str:
-    """Return the kernel's mode: "always", "madvise", "never" or "unknown"."""
+    """Return the kernel's mode of transparent huge pages: always, madvise, never or unknown."""
     text = read(ROOT / "sys/kernel/mm/transparent_hugepage/enabled") or ""
     _, _, rest = text.partition("[")
     return rest.partition("]")[0] or "unknown"

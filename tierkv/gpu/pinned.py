@@ -44,17 +44,21 @@ _pinned_pages: dict[int, npt.NDArray[np.uint8]] = {}
 
 
 class PinnedSlots:
-    """Host slots that a GPU's copy engines can reach, see HostSlots.
+    """Host slots that are pinned, so that a GPU's copy engines can reach them. See HostSlots.
 
     This process can use the memory at once. The first chunk is pinned when the constructor returns;
     the others follow in the background, first the chunks that copies wait for. A copy waits only
     for the chunks of its slots.
 
     Args:
+        gpu: the GPU near which the memory is placed.
+        layout: the planes of a block.
+        num_slots: number of slots.
         array: memory that is mapped already, uint8 [num_slots, block_bytes], slots `stride` bytes
             apart; it must stay mapped until these slots are closed. An engine uses the GPU at the
-            same time, so one thread pins it, and rests while `is_busy`.
+            same time, so one thread pins it, and rests while `is_busy`. None to map new memory.
         is_busy: returns True while the engine computes.
+        num_threads: number of threads that pin new memory.
         chunk_bytes: approximate bytes that are pinned at a time; the attribute has the exact
             number.
 
@@ -117,6 +121,7 @@ class PinnedSlots:
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
+        """See `HostSlots.array`."""
         if self._array is None:
             raise LayoutError("these host slots are closed")
         return self._array
@@ -130,6 +135,7 @@ class PinnedSlots:
 
         Raises:
             TransferError: the slots cannot be pinned; the text names the remedy.
+            LayoutError: the slots are closed.
         """
         if self._array is None:
             raise LayoutError("these host slots are closed")
@@ -147,7 +153,11 @@ class PinnedSlots:
         self.is_pinned = all(_is_good(pin) for pin in self._pins)
 
     def close(self) -> None:
-        """Unpin and unmap. Nothing may be in flight. The pages go when no view is left."""
+        """Unpin the memory; it is unmapped when no view of it is left. Nothing may be in flight.
+
+        Raises:
+            LayoutError: the slots are closed already.
+        """
         if self._array is None:
             raise LayoutError("these host slots are closed already")
         self._closing.set()
@@ -159,7 +169,7 @@ class PinnedSlots:
         del _pinned_pages[self.address]
 
     def _pin_all(self) -> None:
-        """Pin chunk after chunk until none is left; runs on each of the pinning threads."""
+        """Pin chunk after chunk until none is left; each pinning thread runs this."""
         while (index := self._next()) is not None:
             began, pin = time.monotonic(), self._pins[index]
             try:
@@ -191,7 +201,7 @@ class PinnedSlots:
             return index
 
     def _pin(self, chunk: range) -> None:
-        """Populate and register the slots of `chunk`."""
+        """Give the slots of `chunk` memory, and register them with the driver."""
         address = self._first_byte + chunk.start * self.stride
         num_bytes = min(self._first_byte + chunk.stop * self.stride, self._end) - address
         _populate(address, num_bytes)
@@ -219,7 +229,7 @@ def _is_good(pin: Future[None]) -> bool:
 
 
 def _chunks(num_slots: int, stride: int, chunk_bytes: int) -> list[range]:
-    """Divide the slots into runs that start and end at pages.
+    """Divide the slots into chunks that start and end at the boundary of a page.
 
     Two registrations may not share a page, and one copy may not span two registrations.
     """
@@ -231,7 +241,10 @@ def _chunks(num_slots: int, stride: int, chunk_bytes: int) -> list[range]:
 
 
 def _mapped(gpu: Gpu, num_slots: int, block_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return untouched anonymous memory, uint8 [num_slots, block_bytes], aligned to huge pages."""
+    """Map new memory near the GPU, uint8 [num_slots, block_bytes], aligned to huge pages.
+
+    No page is written, so pages get memory later.
+    """
     num_bytes = num_slots * block_bytes
     length = -(-max(num_bytes, 1) // numa.HUGE_PAGE) * numa.HUGE_PAGE
     pages = _huge_pages(length)
@@ -264,7 +277,7 @@ def _mapped(gpu: Gpu, num_slots: int, block_bytes: int) -> npt.NDArray[np.uint8]
 def _huge_pages(length: int) -> mmap.mmap | None:
     """Map `length` bytes of the huge pages that the machine has set aside.
 
-    No limit of a container's memory counts these pages.
+    These pages count in no memory limit of a container.
 
     Returns:
         None if there are too few, or other processes have reserved them.
@@ -281,9 +294,9 @@ def _huge_pages(length: int) -> mmap.mmap | None:
 
 
 def _populate(address: int, num_bytes: int) -> None:
-    """Give every page of the range memory without a change of its content.
+    """Give every page of a range memory, without changing its content.
 
-    On a kernel too old for this, registering populates the pages more slowly.
+    If the kernel is too old for this, the driver does it when it registers the pages, more slowly.
     """
     start = address // _PAGE * _PAGE
     length = -(-(address + num_bytes) // _PAGE) * _PAGE - start

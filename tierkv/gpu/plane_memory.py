@@ -1,10 +1,10 @@
-"""The places of planes on a GPU, and which planes are one rectangle to its copy engine. Pure.
+"""The places of planes on a GPU, and which planes its copy engine can move as one rectangle.
 
     in a slot   | key 0 | value 0 | key 1 | value 1 | ...     rows of a rectangle: all the keys,
     planes      key 0 ...   value 0 ...   key 1 ...           equally far apart on either side
 
 A copy engine refuses to cross allocations (cudaErrorInvalidValue), however near they lie: an
-engine's tensors are often one each.
+engine's tensors are often one allocation each. This module has no access to a GPU.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class PlaneMemory:
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """Planes at equal distances, of which the copy engine copies one block in one command.
+    """Planes at equal distances.
+
+    The copy engine copies a block's bytes in all of them in one command.
 
     Attributes:
         memory: place of the first plane.
@@ -69,15 +71,15 @@ class _Place:
 def rectangles_of(
     layout: Layout, memory: Sequence[PlaneMemory], num_blocks: int
 ) -> tuple[Rectangle, ...]:
-    """Return rectangles, each within one allocation, that together contain every block.
+    """Return rectangles, each within one allocation, that together contain all planes.
 
     Args:
         layout: the planes' layout.
-        memory: where each plane lies.
+        memory: the place of each plane.
         num_blocks: blocks of the planes.
 
     Returns:
-        The rectangles; () if planes do not lie in rectangles.
+        The rectangles; () if the planes do not lie in at most four rectangles.
     """
     places = [
         _Place(plane, where, start)

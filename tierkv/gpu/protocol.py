@@ -1,6 +1,8 @@
-"""The promises of every device: planes, host slots, ordered streams, pollable events, copy lanes.
+"""The protocol of devices: planes, host slots, ordered streams, pollable events, copy lanes.
 
-A device may also show its planes to other processes of the machine.
+Planes are the device's memory for blocks, one array for each role (key, value, ...) of each layer.
+A lane is a queue of copies in one direction between planes and host slots. A device may also share
+its planes with other processes of the machine.
 
 "Submitted" and "done" are different words here. `submit` and `record` return at once with the work
 merely submitted; only an event that reports `is_done` says that bytes have arrived. The CPU device
@@ -27,10 +29,10 @@ Ids = npt.NDArray[np.int32]
 
 
 class Event(Protocol):
-    """A point in a stream's work.
+    """A point in the work of a stream.
 
-    line, position: events of one line are done in the order of their positions, so that of many
-    only the first of each line need be looked at. One that stands alone is a line of its own.
+    The events of one line (such as a stream) are done in the order of their positions, so only the
+    first event of each line need be polled. An event without others has a line of its own.
     """
 
     @property
@@ -49,16 +51,18 @@ class Event(Protocol):
         """
 
     def block_until_done(self, timeout_s: float) -> None:
-        """Block the calling thread, which must not be the event loop's, until the event is done.
+        """Block the calling thread until the event is done.
+
+        Never call it on the event loop's thread.
 
         Raises:
             GateTimeoutError: `timeout_s` seconds have passed.
-            TransferError: as raised by `is_done`.
+            TransferError: the work has failed, as in `is_done`.
         """
 
 
 class FailedEvent:
-    """The event of what did not even begin."""
+    """The event of work that could not be submitted: each look at the event raises the error."""
 
     position = 0
 
@@ -71,24 +75,29 @@ class FailedEvent:
 
     @property
     def is_done(self) -> bool:
+        """See `Event.is_done`; always raises."""
         raise self._error
 
     def block_until_done(self, timeout_s: float) -> None:  # noqa: ARG002 - the protocol's
+        """See `Event.block_until_done`; always raises."""
         raise self._error
 
 
 class Stream(Protocol):
-    """Work of the engine or of a lane, done in the order it was submitted."""
+    """A queue of work of an engine or a lane, done in the order of its submission."""
 
     def record(self) -> Event:
-        """Return an event that is done when everything submitted to this stream so far is done."""
+        """Return an event that is done when all work submitted to this stream so far is done."""
 
     def wait(self, event: Event, timeout_s: float) -> None:
-        """Start nothing that is submitted after this call before `event` is done.
+        """Let work that is submitted after this call start only when `event` is done.
 
-        On CUDA this returns at once and costs no host round trip. On a device whose compute runs on
-        the calling thread (CPU) the caller is the stream, so this blocks for up to `timeout_s`
-        seconds.
+        On CUDA the call returns at once and costs no host round trip. On the CPU, where compute
+        runs on the calling thread, the call itself blocks until the event is done.
+
+        Args:
+            event: the event to wait for.
+            timeout_s: seconds for which the call may block.
         """
 
 
@@ -99,16 +108,21 @@ class HostSlots(Protocol):
     def num_slots(self) -> int: ...
 
     @property
-    def array(self) -> npt.NDArray[np.uint8]: ...
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The memory, uint8 [num_slots, block_bytes].
+
+        Raises:
+            LayoutError: the slots are closed.
+        """
 
     def close(self) -> None:
-        """Free the memory with the allocator that made it. A second close raises."""
+        """Free the memory. A second call raises."""
 
 
 class Planes(Protocol):
-    """A device's copy of the layout: for each plane, uint8 [num_blocks, block_bytes] on the device.
+    """The device's memory for blocks: an array for each plane of the layout.
 
-    Arrays are NumPy's on the CPU and CuPy's on CUDA; an engine's kernels read and write them.
+    The arrays are NumPy's on the CPU and CuPy's on CUDA; an engine's kernels read and write them.
     """
 
     @property
@@ -118,9 +132,15 @@ class Planes(Protocol):
     def num_blocks(self) -> int: ...
 
     @property
-    def arrays(self) -> Sequence[npt.NDArray[np.uint8]]: ...
+    def arrays(self) -> Sequence[npt.NDArray[np.uint8]]:
+        """The memory of each plane, uint8 [num_blocks, the plane's block_bytes].
 
-    def close(self) -> None: ...
+        Raises:
+            LayoutError: the planes are closed.
+        """
+
+    def close(self) -> None:
+        """Release the memory. A second call raises LayoutError."""
 
 
 FEW_IDS = 256  # up to this number a loop in Python is faster than NumPy after a pause
@@ -136,9 +156,12 @@ class BlockCopy:
     """A validated list of blocks to copy: slot_ids[i] of the host with block_ids[i] of the device.
 
     Args:
-        after: events that must be done before a device block is touched: the kernels that wrote the
-            blocks (offload), or the last readers of the blocks to overwrite (load). Host slots of a
-            load may be read at once.
+        direction: LOAD copies slots to blocks, OFFLOAD blocks to slots.
+        slot_ids: int32 [n], host slots.
+        block_ids: int32 [n], device blocks.
+        after: events that must be done before a device block is touched: those of the kernels that
+            wrote the blocks (offload), or of the last readers of the blocks to overwrite (load).
+            Host slots of a load may be read at once.
 
     Raises:
         LayoutError: the numbers of ids differ, or a destination appears twice.
@@ -157,7 +180,7 @@ class BlockCopy:
 
     @property
     def target_ids(self) -> Ids:
-        """Ids of the written places: device blocks of a load, host slots of an offload."""
+        """The places that are written: device blocks of a load, host slots of an offload."""
         return self.block_ids if self.direction is Direction.LOAD else self.slot_ids
 
     def __len__(self) -> int:
@@ -172,20 +195,20 @@ def _has_twice(ids: Ids) -> bool:
 
 
 class Lane(Protocol):
-    """One direction of one device. Copies run in the order they were submitted."""
+    """A queue of copies in one direction of one device, done in the order of their submission."""
 
     def submit(self, copy: BlockCopy) -> tuple[Event, ...]:
         """Start `copy`; return one event per layer of the layout, done in layer order.
 
-        The last event is the end of the copy. An empty copy returns events that are done. The call
-        takes microseconds, on any thread: a lane has a thread of its own for longer work.
+        The last event is the end of the copy. The events of an empty copy are done. The call takes
+        microseconds, on any thread: longer work is left to a thread of the lane.
 
         Raises:
             LayoutError: an id is out of range; nothing was submitted.
         """
 
     def close(self) -> None:
-        """Wait for the work in flight, then release streams and staging memory."""
+        """Wait for the copies in flight, then release streams and staging memory."""
 
 
 class Device(Protocol):
@@ -200,39 +223,55 @@ class Device(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why the device is lost to this process, for good; None while it works."""
+        """The reason why this process has lost the device for good; None while the device works."""
 
     @property
     def status(self) -> str:
-        """One line for people: what it is, what it is still busy opening, or its failure."""
+        """The state of the device in one line for people: name, unfinished set-up, or failure."""
 
     def computing(self) -> AbstractContextManager[None]:
         """Return a context in which the calling thread computes on this device with `array_module`.
 
         Work runs in the order of `compute_stream`. Errors of the device become TransferError, or
-        DeviceFailedError if it is lost.
+        DeviceFailedError if the device is lost.
         """
 
     def allocate_planes(self, layout: Layout, num_blocks: int) -> Planes:
-        """Allocate planes of `num_blocks` blocks.
+        """Allocate device memory for blocks.
+
+        Args:
+            layout: the planes of a block.
+            num_blocks: number of blocks.
 
         Raises:
-            ConfigError: the device has no room for them.
+            ConfigError: the device has too little memory.
         """
 
     def allocate_host(self, layout: Layout, num_slots: int) -> HostSlots:
-        """Allocate `num_slots` host slots.
+        """Allocate host slots.
+
+        Args:
+            layout: the planes of a block.
+            num_slots: number of slots, each for one block.
 
         Raises:
-            ConfigError: there is no memory for them.
+            ConfigError: the machine has too little memory.
         """
 
-    def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane: ...
+    def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane:
+        """Open a lane, which the caller closes.
+
+        Args:
+            direction: LOAD copies slots to blocks, OFFLOAD blocks to slots.
+            planes: the device's memory, from this device.
+            host: the host slots.
+        """
 
     def copy_blocks(self, planes: Planes, source_ids: Ids, target_ids: Ids) -> Event:
-        """Copy blocks within the device, after everything submitted to compute_stream so far.
+        """Copy blocks within the device, after all work submitted to `compute_stream` so far.
 
-        Any thread may call; the event loop's thread only for at most `quick_copy_bytes`.
+        Any thread may call this method; the event loop's thread only for at most
+        `quick_copy_bytes`.
 
         Args:
             planes: the planes of the blocks.
@@ -242,7 +281,7 @@ class Device(Protocol):
 
     @property
     def quick_copy_bytes(self) -> int:
-        """Bytes that `copy_blocks` copies before it returns, in the time of waking a thread."""
+        """The most bytes that `copy_blocks` copies before it returns, without blocking for long."""
 
     @property
     def compute_stream(self) -> Stream:
@@ -250,7 +289,7 @@ class Device(Protocol):
 
     @property
     def sharing(self) -> Sharing | None:
-        """The way other processes reach the planes; None if they cannot."""
+        """The operations by which other processes reach the planes; None if they cannot."""
 
     def close(self) -> None: ...
 
@@ -259,9 +298,12 @@ class Device(Protocol):
 
 
 class SharedPlane(msgspec.Struct, frozen=True):
-    """A plane that another process may open.
+    """A plane as another process can open it.
 
-    It begins `offset` bytes into the memory of `handle`; block b begins at offset + b * stride.
+    Attributes:
+        handle: names the memory: a CUDA IPC handle, or a process id on the CPU.
+        offset: bytes from the start of that memory to block 0.
+        stride: bytes from one block to the next.
     """
 
     handle: bytes
@@ -270,12 +312,15 @@ class SharedPlane(msgspec.Struct, frozen=True):
 
 
 class SharedPlanes(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that another process on this machine needs to open planes.
+    """A description of planes with which another process of this machine can open them.
 
     Attributes:
         owner: the process that has the planes.
-        name: changes whenever the owner replaces its planes, since handles and addresses recur.
+        name: changes whenever the owner replaces its planes, since handles and addresses are used
+            again.
         place: UUID of the GPU, or "cpu".
+        num_blocks: number of blocks.
+        planes: the planes in the layout's order.
     """
 
     owner: str
@@ -286,23 +331,30 @@ class SharedPlanes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerPlanes(Protocol):
-    """Another process's planes, open here. For one thread at a time."""
+    """Planes of another process that were opened here. For one thread at a time."""
 
     def copy(self, source_ids: Ids, target_ids: Ids) -> None:
-        """Copy the other process's blocks source_ids[i] to this node's blocks target_ids[i].
+        """Copy blocks of the other process to blocks of this process.
 
-        The target ids must be distinct. The call blocks the thread until no byte moves any more.
+        The call blocks the thread until no byte moves any more.
+
+        Args:
+            source_ids: int32 [n], blocks of the other process.
+            target_ids: int32 [n], distinct, blocks of this process.
 
         Raises:
-            TransferError: not every block came; the content of the targets is then undefined.
+            TransferError: a block did not arrive; the content of the targets is then undefined.
         """
 
     def close(self) -> None:
-        """Unmap the other process's planes, which it still owns. No copy may be in flight."""
+        """Unmap the planes, which the other process still owns. No copy may be in flight."""
 
 
 class Sharing(Protocol):
-    """Operations of a device with planes of other processes. place: see SharedPlanes."""
+    """The exchange of planes with other processes of the machine.
+
+    The attribute `place` is the UUID of this device's GPU, or "cpu".
+    """
 
     @property
     def place(self) -> str: ...
@@ -311,13 +363,17 @@ class Sharing(Protocol):
         """Describe the planes for another process.
 
         Raises:
-            ConfigError: no other process can open memory of their kind.
+            ConfigError: no other process can open memory of this kind.
         """
 
     def open(self, own: Planes, shared: SharedPlanes) -> PeerPlanes:
-        """Open another process's planes, to be copied to `own`, which has the same layout.
+        """Open another process's planes.
+
+        Args:
+            own: this process's planes, of the same layout, to which blocks will be copied.
+            shared: the other process's description of its planes.
 
         Raises:
-            ConfigError: no planes of that place can be read from here.
+            ConfigError: no planes of that GPU or kind can be read from here.
             TransferError: these planes cannot be read.
         """

@@ -1,6 +1,6 @@
 """All limits on the memory of this process, checked before host memory is allocated.
 
-A kernel without memory kills the process without a message.
+Without the check the Linux kernel would kill the process without a message when memory runs out.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _MAX_RESERVE_BYTES = 64 * _MIB  # page tables, 1/512 of the memory, and what the
 
 
 class LimitKind(Enum):
-    """The consequence for a process that takes more than a limit leaves.
+    """The consequence for a process that takes more memory than a limit leaves.
 
-    PAGES: the kernel kills it, once it writes the pages.
+    PAGES: the kernel kills the process, once it writes the pages.
     MACHINE: the same, unless the machine swaps, or gets more memory while it is used.
     ADDRESSES: the mapping is refused, whether its pages are new or not.
     LOCKED: some drivers refuse to pin.
@@ -54,11 +54,13 @@ class LimitKind(Enum):
 class MemoryLimit:
     """A limit on the memory of this process.
 
-    what: the name of what is limited, as `tierkv doctor` shows it.
-    source: the file or call that says so.
-    left_bytes: what the process may still take; None without a limit.
-    limit_bytes: the limit itself; None without one.
-    remedy: what raises the limit.
+    Attributes:
+        what: name of the limited memory, as `tierkv doctor` shows it.
+        source: file or call that the figures come from.
+        kind: consequence of taking more.
+        left_bytes: bytes that the process may still take; None without a limit.
+        limit_bytes: the limit itself; None without one.
+        remedy: action that raises the limit.
     """
 
     what: str
@@ -134,7 +136,7 @@ def require_room(
 
 
 def memory_limits() -> list[MemoryLimit]:
-    """Return every limit on this process's memory, those that do not limit it included."""
+    """Return all possible limits on this process's memory, also those that are not set."""
     return [
         _cgroup_limit(),
         _available(),
@@ -192,9 +194,9 @@ def _huge_pages() -> MemoryLimit:
 
 
 def _shared_memory_folder() -> MemoryLimit:
-    """Return the size of /dev/shm, through which engines share memory.
+    """Return the room in /dev/shm, through which engines share memory.
 
-    tierkv shares memory files that the kernel keeps outside of it.
+    tierkv itself shares memory by files that the kernel keeps outside of /dev/shm.
     """
     left = limit = None
     try:
@@ -209,7 +211,7 @@ def _shared_memory_folder() -> MemoryLimit:
 
 
 def _cgroup_limit() -> MemoryLimit:
-    """Return the limit that leaves least, of this process's memory cgroups at every level.
+    """Return the tightest memory limit of this process's cgroups and of their parents.
 
     Pages of the file cache do not count as used: the kernel drops them first.
     """
@@ -228,9 +230,12 @@ def _cgroup_limit() -> MemoryLimit:
 class _CgroupVersion:
     """The places where a version of cgroups keeps its figures of memory.
 
-    controller: its name in /proc/self/cgroup.
-    limits: files; above any of them the kernel reclaims memory, or kills.
-    dropped: entries of memory.stat that take no room.
+    Attributes:
+        controller: the controller's name in /proc/self/cgroup; "" for version 2.
+        base: the folder of the cgroups.
+        limits: files with limits; above any of them the kernel reclaims memory, or kills.
+        used: the file with the used bytes.
+        dropped: entries of memory.stat that the kernel can drop, which do not count as used.
     """
 
     controller: str
@@ -242,7 +247,7 @@ class _CgroupVersion:
     def folders(self) -> list[Path]:
         """Return the folders of this process's cgroup and of its parents.
 
-        In a container the cgroup may be the base, whatever /proc says.
+        In a container the cgroup may be the base, whatever /proc/self/cgroup says.
         """
         base = numa.ROOT / self.base
         folders = [base]
@@ -254,7 +259,7 @@ class _CgroupVersion:
         return folders
 
     def rooms(self, folder: Path) -> Iterator[tuple[int, int, str]]:
-        """Yield bytes left, the limit in bytes and the limit's file, of each limit that is set."""
+        """Yield bytes left, limit in bytes, and the limit's file, for each limit that is set."""
         used = numa.read(folder / self.used)
         for name in self.limits:
             limit = numa.read(folder / name)
@@ -286,12 +291,12 @@ _tracked: dict[int, tuple[int, int]] = {}
 
 
 def track(owner: object, address: int, num_bytes: int) -> None:
-    """Count this memory as taken by `require_room`, filled or not, until `owner` is deleted.
+    """Have `require_room` count this memory as taken, filled or not, until `owner` is deleted.
 
     Args:
-        owner: the object whose end unmaps the memory; it takes weak references.
-        address: the first byte.
-        num_bytes: its length in bytes.
+        owner: the object whose deletion unmaps the memory; weak references to it must be possible.
+        address: address of the first byte.
+        num_bytes: length of the memory in bytes.
     """
     _tracked[id(owner)] = (address, num_bytes)
     weakref.finalize(owner, _tracked.pop, id(owner), None).atexit = False
@@ -302,7 +307,7 @@ def _tracked_bytes() -> int:
 
 
 def _unfilled_bytes() -> int:
-    """Return the bytes of tracked memory that no page holds yet."""
+    """Return the bytes of tracked memory that have no page yet."""
     unfilled = 0
     for address, num_bytes in list(_tracked.values()):
         start = address // mmap.PAGESIZE * mmap.PAGESIZE

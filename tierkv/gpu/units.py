@@ -1,9 +1,10 @@
-"""Cuts a copy into units of work for a lane: which layers of which blocks travel together.
+"""The cutting of a copy into units of work: which layers of which blocks travel together.
 
     layout's block   | layer 0 | layer 1 | layer 2 | ...      span: consecutive layers
     blocks           0 1 2 ... n                              unit: a span of some of the blocks
 
-A unit is one batch of copy-engine pieces (a piece per block) and one kernel. Pure: no GPU here.
+A unit is one batch of pieces for the copy engine (a piece per block) and one kernel. This module
+has no access to a GPU.
 """
 
 from __future__ import annotations
@@ -90,7 +91,14 @@ class UnitSizes:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Bytes [first_byte, first_byte + num_bytes) of the blocks at [start, stop) of the copy."""
+    """A part of a copy: bytes [first_byte, first_byte + num_bytes) of some of its blocks.
+
+    Attributes:
+        layers: layers that these bytes belong to.
+        first_byte: offset in each block.
+        num_bytes: bytes of each block.
+        start, stop: the blocks, as positions [start, stop) in the copy.
+    """
 
     layers: range
     first_byte: int
@@ -112,12 +120,12 @@ class Unit:
 
 
 def row_of(num_bytes: int) -> int:
-    """Return the bytes of a row of staging that holds `num_bytes`."""
+    """Return the bytes of a row of staging memory for `num_bytes`, alignment included."""
     return -(-num_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
 class UnitPlanner:
-    """Plans for copies of one layout in one order."""
+    """The plans of copies of one layout, in one order."""
 
     def __init__(self, layout: Layout, order: Order, sizes: UnitSizes) -> None:
         self._order = order
@@ -130,8 +138,8 @@ class UnitPlanner:
     def plan(self, num_blocks: int) -> Iterator[Unit]:
         """Yield units that together hold every byte of `num_blocks` blocks once, layers ascending.
 
-        A unit has at most sizes.most bytes of staging, unless one block's layer (or, with
-        Order.BLOCKS, one block) needs more.
+        A unit has at most `sizes.most` bytes of staging, unless one layer of one block (with
+        Order.BLOCKS: one block) needs more.
         """
         if num_blocks not in self._kept:
             if num_blocks > _KEEP_UP_TO:
@@ -164,8 +172,14 @@ class UnitPlanner:
     def _spans(self, num_blocks: int, target: int, first: int, last: int) -> Iterator[range]:
         """Yield the ranges of layers that are copied together, in order.
 
-        With Order.LAYERS a range is as small as a good piece and unit allow, and smallest at both
-        ends.
+        With Order.LAYERS a range is as small as pieces and units of a good size allow, and smallest
+        at both ends.
+
+        Args:
+            num_blocks: blocks of the copy.
+            target: bytes of a unit in the middle of the copy.
+            first: bytes of the first unit.
+            last: bytes of the last unit.
         """
         if self._order is Order.BLOCKS:
             yield range(self._num_layers)
@@ -192,9 +206,10 @@ class UnitPlanner:
 def joined(
     slots: Bytes, block_bytes: int, *, start: int, chunk_bytes: int, most_bytes: int
 ) -> tuple[npt.NDArray[np.intp], Bytes]:
-    """Return pieces of whole blocks with neighbouring blocks joined, up to `most_bytes` each.
+    """Join neighbouring blocks to larger pieces.
 
-    No piece spans two chunks of the memory at `start`, since chunks are registered one by one.
+    No piece spans two chunks of the memory at `start`, since the driver registers each chunk by
+    itself.
 
     Args:
         slots: ascending addresses of the blocks.
@@ -220,7 +235,9 @@ _ALIGNMENT = 256
 
 
 class Ring(Generic[E]):
-    """`capacity` bytes, handed out in turn. Positions count on for ever; the place is the rest.
+    """The management of `capacity` bytes of staging memory, which are reserved in turn.
+
+    Positions increase without end; the remainder by `capacity` is the offset.
 
     |<------------- capacity ------------->|
     | in use | in use |   next   |  in use (oldest) |
@@ -233,11 +250,12 @@ class Ring(Generic[E]):
         self._in_use: deque[tuple[int, E]] = deque()  # (first position, used until)
 
     def take(self, num_bytes: int) -> tuple[int, E | None]:
-        """Reserve the next `num_bytes`; `use_until` must follow.
+        """Reserve the next `num_bytes` bytes; a call of `use_until` must follow.
 
         Returns:
-            The offset, and the event before which the bytes must not be written. None if the
-                writer, which waits for the events of earlier calls in order, has waited already.
+            The offset, and the event before which the bytes must not be written. The event is None
+                if the writer, which waits for the events of earlier calls in order, has waited long
+                enough already.
 
         Raises:
             LayoutError: the ring is smaller than `num_bytes`.
@@ -260,7 +278,7 @@ class Ring(Generic[E]):
         return start % self.capacity, freed_by
 
     def use_until(self, event: E) -> None:
-        """Keep the bytes of the last `take` in use until `event`."""
+        """Keep the bytes of the last `take` in use until `event` is done."""
         assert self._taken is not None, "take comes first"
         self._in_use.append((self._taken, event))
         self._taken = None

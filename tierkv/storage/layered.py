@@ -295,6 +295,9 @@ class NearCopies:
             damaged: names with a damaged value in the near store, which the copy replaces.
             num_forgets: the attribute `num_forgets` before the read. If it has changed, values may
                 have been deleted since, and nothing is queued.
+
+        Raises:
+            CancelledError: the caller was cancelled; nothing is queued, and no buffer is in use.
         """
         copied: list[tuple[GetItem, int]] = []
         for item, num_bytes in came:

@@ -408,7 +408,7 @@ class LayerTimes(msgspec.Struct, frozen=True):
 
 
 class Movement:
-    """A copy that is being submitted, is under way, or has ended."""
+    """A copy of blocks between two tiers or within the device; not begun, under way, or ended."""
 
     __slots__ = ("_error", "_on_end", "has_ended", "num_bytes", "submission")
 

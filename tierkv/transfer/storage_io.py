@@ -162,7 +162,7 @@ class Slices:
         return [name for of_key in zip(*per_rank, strict=True) for name in of_key]
 
     def sources(self, size: int) -> tuple[Shard, ...]:
-        """Return the slices of a node of `size` ranks that together hold all this node holds."""
+        """Return the slices of a node of `size` ranks that hold all bytes of this node's slices."""
         if size == self.size:
             return tuple(part.shard for part in self.parts)
         assert self._scheme is not None, "other sizes are looked for only with a scheme"
@@ -529,7 +529,7 @@ class StorageIO:
 
     @property
     def reads_at_once(self) -> bool:
-        """True if a lookup reads at once, without asking first, since asking costs as much."""
+        """True if a lookup reads values without asking for them first: asking costs as much."""
         return not self.store.capabilities.has_cheap_questions
 
     async def count_present(self, keys: Sequence[StoredKey]) -> int:
@@ -592,7 +592,7 @@ class StorageIO:
         return next((n for n, is_there in zip(sizes, there, strict=True) if is_there), None)
 
     async def are_present(self, keys: Sequence[StoredKey]) -> list[bool]:
-        """Return for each of `keys` whether the store has it, in as many slices as this node has.
+        """Return for each of `keys` True if the block is stored, in as many slices as this one's.
 
         Raises:
             StoreUnavailableError: the store did not answer.

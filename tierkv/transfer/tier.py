@@ -1,4 +1,4 @@
-"""The storage tier of a service: the attached stores and their state."""
+"""The storage tier of a service: the attached stores, and reads and writes of blocks in them."""
 
 from __future__ import annotations
 
