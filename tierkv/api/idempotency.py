@@ -1,4 +1,4 @@
-"""Results kept by key: repeated calls of one id do the work once and get one answer."""
+"""Results of calls by key, so that a repeated call gets the first call's answer."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ Key = tuple[str, str]  # tenant, id
 
 
 def content_of(body: PromptBody, tokens: bytes) -> bytes:
-    """Return a digest of what `body` asks for, without the form of its tokens and its id.
+    """Return a digest of a call's content, by which a repeated call is recognised.
+
+    The id, and the form in which the tokens are given, do not count.
 
     Args:
         body: The body of a call.
-        tokens: The prompt of the body, packed.
+        tokens: The prompt of the body, packed as int32.
     """
     rest = msgspec.structs.replace(body, prompt=None, tokens=None, request_id=None)
     digest = xxhash.xxh3_128(tokens)
@@ -35,6 +37,14 @@ def content_of(body: PromptBody, tokens: bytes) -> bytes:
 
 @dataclass(slots=True)
 class _Entry(Generic[T]):
+    """The result of one key, or the call that is making it.
+
+    Attributes:
+        content: Digest of the call's content.
+        outcome: Future of the result.
+        expires_at: Time of the clock, in seconds, at which a released result is forgotten.
+    """
+
     content: bytes
     outcome: asyncio.Future[T]
     expires_at: float = 0.0
@@ -42,24 +52,26 @@ class _Entry(Generic[T]):
 
 @dataclass(slots=True)
 class OnceCall(Generic[T]):
-    """A call inside `Once.call`.
+    """One call of `Once.call`, as its body sees it.
 
     Attributes:
-        made: The result of an earlier call; None where the body makes and sets the result.
+        made: The result. Set already if an earlier call made it; otherwise None, and the body must
+            do the work and set it.
     """
 
     made: T | None = None
 
 
 class Once(Generic[T]):
-    """Results by key, each kept while open and for a while after `release`.
+    """Results by key: calls with the same key do the work once, and get one result.
 
-    A failure is not kept: the next call does the work again.
+    A result is kept until `release`, and for a while after it. An error is not kept: the next call
+    does the work again.
 
     Args:
-        most: Number of released results that are kept; the oldest go first.
+        most: Number of released results that are kept; the oldest are forgotten first.
         ttl_s: Seconds for which a released result is kept.
-        now: A clock, in seconds, that does not go back.
+        now: A monotonic clock, in seconds.
     """
 
     def __init__(self, *, most: int, ttl_s: float, now: Callable[[], float]) -> None:
@@ -77,22 +89,24 @@ class Once(Generic[T]):
     async def call(
         self, key: Hashable, content: bytes, *, stays_open: bool = True
     ) -> AsyncIterator[OnceCall[T]]:
-        """Open one call for the work of `key`.
+        """Open a call for `key`; the body does the work unless an earlier call has done it.
 
-        Concurrent calls of one key wait for the first. If the first is cancelled, one of the
+        Concurrent calls with one key wait for the first. If the first is cancelled, one of the
         waiting calls does the work instead.
 
         Args:
             key: The key of the result.
-            content: A digest of what is asked for.
-            stays_open: True keeps the result until `release`; False releases the result at once.
+            content: A digest of the call's content, which must be the same in all calls with this
+                key.
+            stays_open: True to keep the result until `release`; False to release it when the body
+                ends.
 
         Yields:
-            The call, whose `made` is the result of an earlier call or None.
+            The call; `made` is the result of an earlier call, or None.
 
         Raises:
             DuplicateRequestError: The key was used for other content.
-            TierKVError: An earlier call for which this call has waited failed with this error.
+            TierKVError: This call waited for an earlier one, which failed with this error.
         """
         while (known := self._find(key)) is not None:
             if known.content != content:
@@ -127,7 +141,7 @@ class Once(Generic[T]):
             self.release(key)
 
     def release(self, key: Hashable) -> None:
-        """Keep the result of `key` for at most `ttl_s` seconds more."""
+        """Forget the result of `key` in `ttl_s` seconds, or earlier if there are too many."""
         entry = self._open.pop(key, None)
         if entry is None:
             return
@@ -136,7 +150,7 @@ class Once(Generic[T]):
         self._expire()
 
     def find(self, key: Hashable) -> T | None:
-        """Return the result of `key`, or None while there is no result."""
+        """Return the result of `key`; None if there is none, or not yet."""
         known = self._find(key)
         if known is None or not known.outcome.done() or known.outcome.cancelled():
             return None

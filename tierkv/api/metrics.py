@@ -1,4 +1,4 @@
-"""The metrics of a node: its own counts, read at each scrape, and counts of HTTP answers."""
+"""The metrics of a node: counts that are read at each scrape, and counts of HTTP answers."""
 
 from __future__ import annotations
 
@@ -42,6 +42,14 @@ from tierkv.transfer.tier import StoreState
 def gauge(
     name: str, text: str, labels: tuple[str, ...], values: dict[tuple[str, ...], float]
 ) -> Metric:
+    """Return a gauge.
+
+    Args:
+        name: Name of the metric.
+        text: Its help text.
+        labels: Names of its labels.
+        values: The value for each combination of labels, given as their values in order.
+    """
     family = GaugeMetricFamily(name, text, labels=labels)
     for combination, value in values.items():
         family.add_metric(combination, value)
@@ -51,6 +59,14 @@ def gauge(
 def counter(
     name: str, text: str, labels: tuple[str, ...], values: dict[tuple[str, ...], float]
 ) -> Metric:
+    """Return a counter.
+
+    Args:
+        name: Name of the metric, without `_total`.
+        text: Its help text.
+        labels: Names of its labels.
+        values: The value for each combination of labels, given as their values in order.
+    """
     family = CounterMetricFamily(name, text, labels=labels)
     for combination, value in values.items():
         family.add_metric(combination, value)
@@ -58,11 +74,24 @@ def counter(
 
 
 def total(name: str, text: str, value: float) -> Metric:
-    """Return a counter without labels."""
+    """Return a counter without labels.
+
+    Args:
+        name: Name of the metric, without `_total`.
+        text: Its help text.
+        value: Its value.
+    """
     return counter(name, text, (), {(): value})
 
 
 def ages(name: str, text: str, counts: AgeCounts) -> Metric:
+    """Return a histogram of ages in seconds.
+
+    Args:
+        name: Name of the metric.
+        text: Its help text.
+        counts: Number of ages in each bucket, and their sum.
+    """
     family = HistogramMetricFamily(name, text)
     bounds = [*map(str, BOUNDS_S), "+Inf"]
     buckets = list(zip(bounds, accumulate(counts.counts), strict=True))
@@ -73,7 +102,8 @@ def ages(name: str, text: str, counts: AgeCounts) -> Metric:
 class _ProcessUse(Collector):
     """Memory, CPU time and open files of this process.
 
-    `read` counts the files in a thread: 10,000 connections take 20 ms.
+    `read` collects them in a thread before each scrape, since counting the files of 10,000
+    connections takes 20 ms.
     """
 
     def __init__(self) -> None:
@@ -91,7 +121,7 @@ class _ProcessUse(Collector):
 
 
 class _TaskFailures(Collector):
-    """Failures of this process's supervised tasks."""
+    """The number of failures of this process's supervised background tasks."""
 
     def collect(self) -> Iterator[Metric]:
         yield total(
@@ -103,11 +133,16 @@ class _TaskFailures(Collector):
 
 
 class Exposition:
-    """The metrics of one process.
+    """All metrics of one process, in the text format of Prometheus.
 
-    They come from `collector`, from `registry`, from failures of background tasks, and from the use
-    of
-    the process (`process_*`, `python_*`).
+    They are those of `collector`, those in `registry`, the failures of background tasks, and the
+    memory, CPU time and open files of the process (`process_*`, `python_*`).
+
+    Attributes:
+        registry: Registry for further metrics.
+
+    Args:
+        collector: The process's own counts, read at each scrape.
     """
 
     def __init__(self, collector: Collector) -> None:
@@ -154,7 +189,7 @@ class NodeCollector(Collector):
         yield from stores(node.service.storage_state())
 
     def shown(self) -> Iterator[Metric]:
-        """Yield the metrics that the live page reads twice a second."""
+        """Yield the metrics that the live page shows, which are read twice a second."""
         node = self._node
         stats = node.service.stats()
         yield from _tiers(stats, node.service.fingerprint.layout.block_bytes)
@@ -299,7 +334,7 @@ def _requests(stats: Stats) -> Iterator[Metric]:
 
 
 def _callers(node: Node) -> Iterator[Metric]:
-    """Yield the count of answers that were repeated from an earlier call."""
+    """Yield the number of calls that got the answer of an earlier call with the same id."""
     yield counter(
         "tierkv_repeated_requests",
         "Calls that were answered with the result of an earlier call of the same id",
@@ -352,7 +387,7 @@ def _handoffs(stats: Stats) -> Iterator[Metric]:
 
 
 def _estimates(node: Node) -> Iterator[Metric]:
-    """Yield the expected times by which a request chooses to fetch, wait or compute."""
+    """Yield the estimated times by which requests choose to fetch or compute, and the choices."""
     estimator = node.service.estimator
     num_bytes = _ESTIMATED_TOKENS * estimator.bytes_per_token
     yield gauge(
@@ -410,6 +445,7 @@ def _engine(node: Node) -> Iterator[Metric]:
 
 
 def storage(stats: Stats) -> Iterator[Metric]:
+    """Yield the counts of bytes moved between tiers, and of failures and damage in storage."""
     counts = stats.storage or StorageStats()
     yield counter(
         "tierkv_transfer_bytes",
@@ -436,7 +472,7 @@ def storage(stats: Stats) -> Iterator[Metric]:
 
 
 def stores(states: Iterable[StoreState]) -> Iterator[Metric]:
-    """Yield the state of each store, labelled with the tenant that owns it.
+    """Yield the state of each store, labelled with the tenant that owns the store.
 
     The label "" is the store that all other tenants share.
     """
@@ -505,7 +541,11 @@ _LAG_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 1
 
 
 class Metrics:
-    """The metrics of a node. Every combination of labels is there from the start, at 0."""
+    """The metrics of a node. Every combination of labels is present from the start, at 0.
+
+    Args:
+        node: The node.
+    """
 
     def __init__(self, node: Node) -> None:
         self._exposition = Exposition(NodeCollector(node))
@@ -563,22 +603,40 @@ class Metrics:
                 self._handoff.labels(side, reason)
 
     def know_routes(self, routes: Iterable[str]) -> None:
-        """Begin counting these at 0."""
+        """Add counts of answers at 0 for these routes."""
         for route in routes:
             for status in _STATUS_CLASSES:
                 self._answers[route, status] = self._http.labels(route, f"{status}xx")
 
     def count_answer(self, route: str, status: int) -> None:
-        """Count an answer of a known route."""
+        """Count an answer.
+
+        Args:
+            route: The path in the route table, given to `know_routes` before.
+            status: The HTTP status of the answer.
+        """
         self._answers[route, status // 100].inc()
 
     def observe(self, operation: str, generation: Generation) -> None:
+        """Record the times to first token and to admission of one request.
+
+        Args:
+            operation: One of `OPERATIONS`.
+            generation: The outcome of the request, with its times in seconds.
+        """
         self._first_token.labels(operation).observe(generation.first_token_s)
         self._queue.labels(operation).observe(generation.queue_s)
 
     @contextmanager
     def handing(self, side: str) -> Iterator[None]:
-        """Count the reason if the body's hand-off fails."""
+        """Count the reason of a failed hand-off (a publish or a claim) that the body does.
+
+        Args:
+            side: "publish" or "claim".
+
+        Raises:
+            HandoffError: The hand-off failed.
+        """
         try:
             yield
         except HandoffError as error:
@@ -586,5 +644,5 @@ class Metrics:
             raise
 
     async def render(self, accept: str) -> tuple[bytes, str]:
-        """See Exposition."""
+        """See `Exposition.render`."""
         return await self._exposition.render(accept)

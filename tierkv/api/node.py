@@ -1,7 +1,7 @@
-"""A node (device, store, cache service and engine), and the base class of its routes.
+"""A node (device, store, cache service and engine), and the base class of its HTTP routes.
 
-The node opens its parts in order and closes them in reverse. The base class reads bodies, and finds
-the requests, tickets and other things of the caller's tenant.
+The node opens its parts in order and closes them in reverse. The base class reads request bodies,
+and turns the ids that callers give into names that keep tenants apart.
 """
 
 from __future__ import annotations
@@ -56,8 +56,11 @@ class Node:
     Use it inside `running()`, from one event loop.
 
     Args:
-        device, store: Parts for tests; by default those that the settings name.
-        external: Engines in other processes, instead of the node's own model.
+        settings: The settings of all parts.
+        device: A device for tests; None for the one that the settings name.
+        store: A store for tests; None for the one that the settings name.
+        environ: The environment variables, for the default place of the store.
+        external: Engines in other processes, instead of an engine of this node.
     """
 
     def __init__(
@@ -116,7 +119,7 @@ class Node:
 
     @property
     def has_engine(self) -> bool:
-        """True if the node computes with its own engine."""
+        """True if the node has an engine of its own, which computes."""
         return self._engine is not None
 
     @property
@@ -124,7 +127,7 @@ class Node:
         """The node's own engine.
 
         Raises:
-            NoEngineError: Engines in other processes compute.
+            NoEngineError: The node has no engine: engines in other processes compute.
         """
         if self._engine is None:
             raise _no_engine()
@@ -132,10 +135,10 @@ class Node:
 
     @property
     def spec(self) -> EngineSpec:
-        """The specification of the node's own engine.
+        """The description of the node's own engine: identity, layout and tokenizer.
 
         Raises:
-            NoEngineError: Engines in other processes compute.
+            NoEngineError: The node has no engine: engines in other processes compute.
         """
         if self._spec is None:
             raise _no_engine()
@@ -143,15 +146,15 @@ class Node:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the node's own engine, None where engines in other processes compute."""
+        """The tokenizer of the node's own engine; None if engines in other processes compute."""
         return None if self._spec is None else self._spec.tokenizer
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Open all parts of the node, and close them after the body.
 
-        Closing cuts off work under way, waits for publishes and copies, and recounts blocks and
-        leases.
+        At the close, running requests are cut off, publishes and copies are waited for, and blocks
+        and leases (references to blocks) are recounted.
 
         Raises:
             StoreUnavailableError: The store does not answer.
@@ -182,11 +185,18 @@ class Node:
         )
 
     async def verify(self) -> list[str]:
-        """Return the faults that Service.verify finds, those of attached engines included."""
+        """Recount blocks and leases, also those of attached engines.
+
+        Return a sentence for each fault.
+        """
         return self.service.verify() if self._external is None else await self._external.verify()
 
     def check_started(self) -> None:
-        """Raise NotReadyError if there is nothing to ask yet."""
+        """Check that all parts of the node are open.
+
+        Raises:
+            NotReadyError: The node is still starting.
+        """
         if not self.has_started:
             raise NotReadyError("this node is starting: try again later")
 
@@ -195,25 +205,37 @@ class Node:
     ) -> Prompt:
         """Return the prompt of packed tokens, in the space of a tenant and adapter.
 
+        Blocks are shared only within a space.
+
         Args:
-            tokens: Packed tokens.
+            tokens: Tokens, packed as int32.
             tenant: The tenant; "" is the node's own.
-            media: Media of the prompt.
-            adapter: The adapter, "" for none.
+            media: Images, audio and video of the prompt.
+            adapter: Name of the LoRA adapter; "" for none.
 
         Raises:
-            BadRequestError: A medium lies beyond the prompt.
+            BadRequestError: An item of `media` lies beyond the prompt.
         """
         space = self.space(tenant, adapter)
         return Prompt.of(tokens, self.settings.cache.block_size, media, space=space)
 
     def request_name(self, request_id: str, tenant: str) -> str:
+        """Return the scheduler's name of a request; see `tierkv.http.callers.request_name`.
+
+        Args:
+            request_id: The id that the caller gave.
+            tenant: The caller's tenant.
+        """
         return request_name(self.space(tenant), request_id)
 
     def space(self, tenant: str, adapter: str = "") -> str:
-        """Return the cache's name for the space of a tenant and adapter; "" is the node's own.
+        """Return the name of the space of a tenant and adapter; "" is the node's own space.
 
-        Two spaces share no block.
+        A space is the part of the cache whose blocks are shared. Two spaces share no block.
+
+        Args:
+            tenant: The tenant; "" is the node's own.
+            adapter: Name of the LoRA adapter; "" for none.
         """
         if not (tenant or adapter):
             return ""
@@ -234,10 +256,12 @@ class Node:
         return len(self._working)
 
     def work(self) -> CallUnderWay:
-        """Open one request's work, for `async with`.
+        """Count the body of an `async with` as a running request, which a shutdown waits for.
 
         Raises:
-            ShuttingDownError: The node drains; or, in the middle of the work, its time is up.
+            NotReadyError: The node is still starting.
+            ShuttingDownError: The node drains. In the body: the grace time for running requests is
+                over.
         """
         self.check_started()
         if self.is_draining:
@@ -245,7 +269,13 @@ class Node:
         return self._working.call()
 
     def call(self) -> CallUnderWay:
-        """Open a call about a request under way, as `work` does, but also while the node drains."""
+        """Count the body as a running request, as `work` does, but also while the node drains.
+
+        For calls about requests that run already.
+
+        Raises:
+            NotReadyError: The node is still starting.
+        """
         self.check_started()
         return self._working.call()
 
@@ -254,12 +284,15 @@ class Node:
         self.service.drain()
 
     def hurry(self) -> None:
-        """Do not wait for work under way any more, nor for publishes."""
+        """Cut off running requests at once, and stop waiting for publishes."""
         self.service.publishings.give_up()
         self._working.hurry()
 
     async def idle(self, *, grace_s: float) -> None:
-        """Return when no work is left: all calls ended, or were cut off (`grace_s`, `hurry`)."""
+        """Wait until no request runs.
+
+        Requests are cut off after `grace_s` seconds, or by `hurry`.
+        """
         await self._working.idle(grace_s=grace_s)
 
 
@@ -317,9 +350,14 @@ def principal_of(request: web.BaseRequest) -> Principal:
 
 
 async def explained(node: Node, caller: Principal, prompt: Prompt) -> Explanation:
-    """Return the cached parts of `prompt`.
+    """Explain which blocks of a prompt are cached, and why others are not.
 
-    Only an admin sees that another tenant has the prompt.
+    Callers below admin do not learn that another tenant has the prompt.
+
+    Args:
+        node: The node.
+        caller: The caller of the route.
+        prompt: The prompt to look up.
     """
     is_admin = caller.access >= Access.ADMIN
     deadline_s = node.settings.handoff.lookup_deadline_s
@@ -332,6 +370,13 @@ async def explained(node: Node, caller: Principal, prompt: Prompt) -> Explanatio
 
 
 class Routes:
+    """The base class of a node's routes.
+
+    Args:
+        node: The node.
+        metrics: The node's counts of answers and times.
+    """
+
     def __init__(self, node: Node, metrics: Metrics) -> None:
         self._node = node
         self._metrics = metrics
@@ -341,7 +386,7 @@ class Routes:
         return await self._node.bodies.read(request, kind)
 
     async def _read_prompt(self, request: web.BaseRequest, kind: type[P]) -> P:
-        """Decode the body of the request, and pack a long list of tokens off the event loop."""
+        """Decode the body of the request; a long list of tokens is packed off the event loop."""
         return await self._node.bodies.read(request, kind, self._pack)
 
     def _pack(self, body: P) -> P:
@@ -355,21 +400,23 @@ class Routes:
         return await self._node.bodies.read_optional(request, kind)
 
     def _request_id(self, request: web.BaseRequest, given: str | None) -> str:
-        """Return the request's id: of the body, of Idempotency-Key, of X-Request-Id, or new."""
+        """Return the request's id: from the body, Idempotency-Key or X-Request-Id, or a new one."""
         if given is None:
             given = request.headers.get(IDEMPOTENCY_HEADER)
         return bodies.name_request(request, given)
 
     def _key(self, request: web.BaseRequest) -> Key:
-        """Return the key of the path's id: the caller's tenant and the id."""
+        """Return the key of the id in the path: the caller's tenant and the id."""
         return principal_of(request).tenant, bodies.check_id(in_path(request, "id"), "the id")
 
     def _ticket_name(self, request: web.BaseRequest, ticket_id: str) -> str:
-        """Return the name on all nodes of the caller's ticket `ticket_id`.
+        """Return the name under which the caller's ticket `ticket_id` is stored.
+
+        The name contains the tenant, since two tenants may use the same id.
 
         Raises:
             FieldError: `ticket_id` cannot be an id.
-            BadRequestError: `ticket_id` looks like an inner name.
+            BadRequestError: `ticket_id` begins like such a name.
         """
         tenant = principal_of(request).tenant
         return ticket_name(bodies.check_id(ticket_id, "ticket_id"), tenant)
@@ -378,7 +425,7 @@ class Routes:
         """Return the prompt of `body`, in the space of the caller's tenant and adapter.
 
         Raises:
-            FieldError: The body has not exactly one prompt.
+            FieldError: The body has not exactly one of text and tokens.
             BadRequestError: The prompt or its media are not valid.
         """
         tokens = body.packed(self._node.tokenizer, self._most_tokens)

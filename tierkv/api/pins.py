@@ -1,4 +1,4 @@
-"""Pins that callers have set by name: what each keeps, and until when."""
+"""Pins that callers have set by name: blocks kept from eviction, and until when."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ MOST_PINS = 10_000  # of one tenant
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """One pin.
+    """One pin, which keeps the cached blocks of a prompt from eviction.
 
     Attributes:
-        num_blocks: Number of whole blocks of the prompt that the pin keeps.
+        pin_id: Id of the pin within its tenant.
+        num_blocks: Number of leading whole blocks of the prompt that the pin keeps.
+        prompt_tokens: Number of tokens of the prompt.
+        is_soft: True if the blocks may be evicted after all blocks without a pin.
         ends_at: End of the pin, in seconds of the clock of `PinBook`.
     """
 
@@ -35,7 +38,7 @@ class PinBook:
 
     Args:
         service: The service whose blocks are pinned.
-        now: A clock, in seconds, that does not go back.
+        now: A monotonic clock, in seconds.
     """
 
     def __init__(self, service: Service, now: Callable[[], float]) -> None:
@@ -44,13 +47,13 @@ class PinBook:
         self._pins: dict[str, dict[str, Pin]] = {}
 
     def put(self, key: Key, prompt: Prompt, ttl_s: float, *, is_soft: bool) -> Pin:
-        """Pin the cached blocks of `prompt`, in place of a pin of the same key.
+        """Pin the cached blocks of `prompt`, in place of a pin with the same key.
 
         Args:
             key: Tenant and id of the pin.
-            prompt: The prompt.
+            prompt: The prompt whose cached blocks are pinned.
             ttl_s: Seconds until the pin ends.
-            is_soft: True lets the blocks be evicted after all others.
+            is_soft: True to let the blocks be evicted after all blocks without a pin.
 
         Raises:
             TooManyError: The tenant has `MOST_PINS` pins.
@@ -69,7 +72,7 @@ class PinBook:
     def keep_turn(self, key: Key, prompt: Prompt, ttl_s: float) -> None:
         """Pin the last turn of a session softly, in place of the turn before.
 
-        A turn beyond `MOST_PINS` is not kept, and no error.
+        If the tenant has `MOST_PINS` pins already, the turn is not kept, without an error.
 
         Args:
             key: Tenant and id of the session.
@@ -103,7 +106,7 @@ class PinBook:
         return pin
 
     def all_of(self, tenant: str) -> list[Pin]:
-        """Return the tenant's pins that have not ended, and forget those that have."""
+        """Return the tenant's pins that have not ended; ended ones are forgotten."""
         now, pins = self._now(), self._pins.get(tenant, {})
         for pin_id in [pin_id for pin_id, pin in pins.items() if pin.ends_at <= now]:
             del pins[pin_id]

@@ -1,4 +1,4 @@
-"""Prefetches: a caller names a prompt, and its stored blocks come to the host in a task."""
+"""Prefetches: a caller names a prompt, and a task fetches its stored blocks to the host."""
 
 from __future__ import annotations
 
@@ -26,8 +26,12 @@ class Prefetch:
     """One prefetch.
 
     Attributes:
+        key: Tenant and id of the prefetch.
+        prompt_tokens: Number of tokens of the prompt.
+        task: The task that fetches.
+        state: Running, or how it ended.
         tokens: Range of the prompt's tokens that were fetched.
-        problem: Reason for fetching no more, None without one.
+        problem: Reason why no more tokens were fetched; None without one.
     """
 
     key: Key
@@ -39,7 +43,11 @@ class Prefetch:
 
 
 class Prefetches:
-    """The prefetches of a node by key. The end of `running` cancels those under way."""
+    """The prefetches of a node, by tenant and id.
+
+    Args:
+        service: The service that fetches.
+    """
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -48,6 +56,7 @@ class Prefetches:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
+        """Accept prefetches in the body; prefetches that still run at its end are cancelled."""
         now = asyncio.get_running_loop().time
         self._once: Once[Prefetch] = Once(most=MOST_DONE, ttl_s=DONE_TTL_S, now=now)
         async with task_group() as self._tasks:
@@ -60,17 +69,17 @@ class Prefetches:
     async def begin(
         self, key: Key, content: bytes, prompt: Prompt, *, deadline_s: float
     ) -> Prefetch:
-        """Return the prefetch of this key, begun now or by an earlier call.
+        """Start a prefetch, or return the one that an earlier call with this key started.
 
         Args:
             key: Tenant and id of the prefetch.
-            content: A digest of what is asked for; see `Once.call`.
+            content: A digest of the call's content; see `Once.call`.
             prompt: The prompt to fetch.
             deadline_s: Seconds that the prefetch may take.
 
         Raises:
             StoreUnavailableError: The node has no storage tier.
-            TooManyError: `MOST_RUNNING` prefetches are under way.
+            TooManyError: `MOST_RUNNING` prefetches are running.
             DuplicateRequestError: The key was used for other content.
         """
         async with self._once.call(key, content) as call:
@@ -103,7 +112,7 @@ class Prefetches:
         return prefetch
 
     def cancel(self, key: Key) -> Prefetch:
-        """Cancel the prefetch of `key` unless it is over; copies on their way still arrive.
+        """Cancel the prefetch of `key`, unless it has ended; running copies still arrive.
 
         Raises:
             UnknownIdError: There is no prefetch of this key.

@@ -1,4 +1,4 @@
-"""The routes about the cached blocks of a prompt: lookup, explain, prefetches, pins, tickets."""
+"""The routes about cached blocks: lookup, explain, prefetches, pins and hand-off tickets."""
 
 from __future__ import annotations
 

@@ -172,13 +172,13 @@ MOST_LISTINGS = 16  # above it, the least recently read listing is dropped
 
 @dataclass(slots=True)
 class _Listing:
-    """A listing of blocks under way.
+    """A listing of cached blocks that a client reads page by page.
 
     Attributes:
-        pending: Nodes of the index that are not listed yet; the last one is next.
+        pending: Nodes of the index whose blocks are not listed yet; the last one is next.
         at: Number of blocks of the next node that are listed already.
         num_pages: Number of pages made so far.
-        page: The last page, kept for a client that lost it and asks again.
+        page: The last page, kept for a client that did not receive it and asks again.
     """
 
     pending: list[IndexNode]
@@ -188,10 +188,10 @@ class _Listing:
 
 
 class Listings:
-    """The listings under way, by cursor; a cursor is valid only for the object that made it.
+    """The listings that clients read, by cursor. A cursor is valid only in this process.
 
-    Blocks that are added, removed or split while a listing is under way may be missing from the
-    listing, or be in it twice.
+    Blocks that are added, removed or split during a listing may be missing from the listing, or
+    occur twice.
     """
 
     def __init__(self) -> None:
@@ -204,12 +204,12 @@ class Listings:
 
         Args:
             index: The index of cached blocks.
-            events: The node's events, which know what storage has.
-            cursor: Cursor of the page before, None to begin a listing.
-            limit: Most blocks of the page.
+            events: The node's events, which know which blocks are in storage.
+            cursor: Cursor that the page before returned; None to start a listing.
+            limit: Largest number of blocks of the page.
 
         Raises:
-            UnknownIdError: The cursor belongs to no listing under way.
+            UnknownIdError: The cursor is unknown or has expired.
         """
         if cursor is None:
             name = uuid4().hex
@@ -320,7 +320,7 @@ class QuotaRoutes(Routes):
         return bodies.check_id(in_path(request, "id"), "the tenant")
 
     def _known_space(self, request: web.BaseRequest) -> str:
-        """Return the space of the tenant in the path, without creating a space.
+        """Return the space of the tenant in the path, without creating one.
 
         Raises:
             UnknownIdError: The tenant has no space.

@@ -1,6 +1,6 @@
-"""Routes for a node's state and life, and the data of its live page.
+"""Routes for a node's state and life cycle, and the data of its live page.
 
-State: probes, version, metrics, stats, verify and OpenAPI. Life: drain, pause, sleep and wake.
+State: probes, version, metrics, stats, verify and OpenAPI. Life cycle: drain, pause, sleep, wake.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ Part = tuple["Health", str]
 
 
 class Health(Enum):
-    """The state of one dependency, or of the node as a whole."""
+    """The health of one part of a node, or of the node as a whole."""
 
     OK = "ok"
     DEGRADED = "degraded"  # answers are right, but slower than they could be
@@ -135,9 +135,9 @@ class Health(Enum):
 
 
 async def health_of(node: Node) -> dict[str, Part]:
-    """Return the health of each part of the node.
+    """Return the health of each part of the node, with a sentence about it.
 
-    A store that is down only degrades a node, which can compute instead of loading.
+    A store that is down only degrades a node, since the node can compute instead of loading.
     """
     device = node.device
     parts = {
@@ -171,8 +171,8 @@ def _of_service(node: Node) -> Part:
 async def _of_store(node: Node, state: StoreState) -> Part:
     """Return the health of a store.
 
-    Only the common store is pinged, and only while its breaker is closed: the breaker itself probes
-    a store that has failed.
+    Only the store that tenants share is pinged, and only while its circuit breaker is closed: the
+    breaker itself pings a store that has failed.
     """
     if state.has_open_circuit:
         return Health.DEGRADED, (
@@ -262,14 +262,18 @@ class StatusRoutes(Routes):
 
 
 class OpenApiRoutes:
-    """The route of the OpenAPI document, which describes `table` and this route."""
+    """The route of the OpenAPI document.
+
+    Args:
+        table: The routes to describe; this route is added.
+    """
 
     def __init__(self, table: list[Route]) -> None:
         self._table = [*table, *routes_of(self)]
 
     @cached_property
     def _document(self) -> bytes:
-        """Made when it is first asked for: it takes 50 ms, and few ask."""
+        """The document, encoded at the first request: that takes 50 ms, and few clients ask."""
         return msgspec.json.encode(document(self._table, EXAMPLES))
 
     @Route("GET", "/openapi.json", Access.READ, content_type=JSON)
@@ -295,7 +299,12 @@ _RUN_S = 0.0004  # pause per run of blocks read, 200 times its reading time
 
 
 class NodeLiveRoutes(Routes):
-    """The data of the live page. They are no part of the API and may change with each version."""
+    """The data of the live page. They are no part of the API, and may change with each version.
+
+    Args:
+        node: The node that the page shows.
+        metrics: The node's counts of answers and times.
+    """
 
     def __init__(self, node: Node, metrics: Metrics) -> None:
         super().__init__(node, metrics)
@@ -325,10 +334,10 @@ class NodeLiveRoutes(Routes):
             return await explained(self._node, principal_of(request), self._past_prompt(request))
 
     def _past_prompt(self, request: web.BaseRequest) -> Prompt:
-        """Return the prompt of the request in the path.
+        """Return the prompt of the recent request whose number is in the path.
 
         Raises:
-            UnknownIdError: The node does not remember it, or it is another tenant's.
+            UnknownIdError: The node does not remember the request, or the caller may not see it.
         """
         number = in_path(request, "number")
         is_number = number.isdecimal() and len(number) <= _MOST_DIGITS
@@ -344,9 +353,9 @@ class NodeLiveRoutes(Routes):
         return one.prompt
 
     def _whose(self, request: web.BaseRequest) -> str | None:
-        """Return the tenant that owns the requests and prefixes visible to the caller.
+        """Return the tenant whose requests and prefixes the caller may see.
 
-        None for all.
+        None for all tenants.
         """
         caller = principal_of(request)
         if caller.access >= Access.ADMIN:
@@ -357,7 +366,7 @@ class NodeLiveRoutes(Routes):
         return tenant is None or self._node.service.tenant_of(space) == tenant
 
     def _news(self, tenant: str | None) -> Iterator[list[tuple[str, bytes]]]:
-        """Yield, at each `next`, the events that one page has not received yet."""
+        """Yield, at each `next`, the events that one open page has not received yet."""
         timelines, version, refreshed = self._node.service.timelines, 0, 0
         while True:
             news = []
@@ -371,7 +380,10 @@ class NodeLiveRoutes(Routes):
             yield news
 
     def _told_requests(self, tenant: str | None, version: int) -> bytes:
-        """Return the encoded news of requests, made once for all pages of a tenant at a version."""
+        """Return the encoded requests that changed after `version`, for the pages of a tenant.
+
+        The result is kept, since all pages of the tenant ask for the same.
+        """
         timelines = self._node.service.timelines
         key = tenant, version, timelines.version
         if key not in self._told:
@@ -383,10 +395,7 @@ class NodeLiveRoutes(Routes):
         return self._told[key]
 
     def _told_prefixes(self, tenant: str | None) -> bytes:
-        """Return the encoded prefixes that the caller may see.
-
-        A space is visible whole or not at all.
-        """
+        """Return the encoded tree of cached prefixes, without the spaces of other tenants."""
         places = {-1: -1}
         visible: list[Prefix] = []
         for at, one in enumerate(self._prefixes):
@@ -396,7 +405,11 @@ class NodeLiveRoutes(Routes):
         return msgspec.json.encode({"looked_at": self._num_runs, "runs": visible})
 
     async def _refresh(self) -> float:
-        """Collect what takes longer: health, limits, and the tree of what is cached."""
+        """Collect the data that take longer: health, limits, and the tree of cached prefixes.
+
+        Returns:
+            Seconds until the next call.
+        """
         node = self._node
         self._state = msgspec.json.encode(await self._state_of(node))
         self._prefixes, self._num_runs = await prefixes(node.service.index)
@@ -430,9 +443,10 @@ class NodeLiveRoutes(Routes):
 
 
 def _chosen(changed: list[Timeline]) -> list[Timeline]:
-    """Return at most _MOST_TOLD of `changed`: slow requests first, then the newest ended ones.
+    """Return at most _MOST_TOLD of the changed requests: slow ones first, then the last to end.
 
-    A request that was sent while it ran counts as slow at its end, so its end is sent, too.
+    A request is slow if it has run for more than half a second. Pages have then seen it running, so
+    that its end is sent too.
     """
     if len(changed) <= _MOST_TOLD:
         return changed

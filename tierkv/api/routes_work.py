@@ -1,4 +1,4 @@
-"""The routes that compute: generate, prefill and decode, answered whole or as tokens come."""
+"""The routes that compute: generate, prefill and decode, with a whole or a streamed answer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _SESSION_HEADER = "X-Session-ID"  # as vLLM names it
 class TokensEvent(msgspec.Struct, frozen=True):
     """The next tokens of a stream.
 
-    The last event may have no tokens, and as text the beginning of a character that did not end.
+    The last event may have no tokens. Its text is then the rest of an unfinished character.
 
     Attributes:
         tokens: Tokens that follow those of the events before.
@@ -64,12 +64,18 @@ class TokensEvent(msgspec.Struct, frozen=True):
 class _Stream:
     """The tokens of a generation on their way to a client.
 
-    It holds at most the request's max_tokens, so a slow client does not slow the model.
+    All tokens are kept until they are sent, at most the request's max_tokens, so that a slow client
+    does not slow the model.
 
     Attributes:
-        response: None until there is something to send.
-        scope: Scope around the work, which ends the work if the client has closed the connection.
-        gone: The error that showed the closed connection.
+        response: The response; None until there is something to send.
+        scope: Timeout around the work, which ends the work when the client closes the connection.
+        gone: The error that showed the closed connection; None while it is open.
+
+    Args:
+        request: The HTTP request that is answered.
+        job: The request to the engine.
+        tokenizer: The tokenizer of the model.
     """
 
     def __init__(
@@ -93,6 +99,10 @@ class _Stream:
         self._is_over = False
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None] = (), /) -> None:
+        """Accept all tokens generated so far; only those beyond the known ones are new.
+
+        See `OnTokens.__call__`.
+        """
         # A run that begins again repeats its tokens, so only tokens beyond the known ones are new.
         known = len(self._tokens)
         new = tokens[known:]
@@ -101,19 +111,19 @@ class _Stream:
         self._changed.set()
 
     def add_all(self, answer: GenerateAnswer) -> None:
-        """Add all tokens of an answer; those of an earlier call come at once."""
+        """Add all tokens of a complete answer, which an earlier call may have made."""
         known = len(self._tokens)
         self._tokens += answer.tokens[known:]
         self._logprobs += (answer.logprobs or ())[known:]
         self._changed.set()
 
     def end(self) -> None:
-        """Note that no more tokens come."""
+        """End the stream after the tokens that were added."""
         self._is_over = True
         self._changed.set()
 
     async def send(self) -> None:
-        """Send the tokens that `add` brings, until `end` is called and all are sent."""
+        """Send the tokens that `add` accepts, until `end` is called and all are sent."""
         sent = 0
         try:
             while not self._is_over or sent < len(self._tokens):
@@ -130,7 +140,7 @@ class _Stream:
                 self.scope.reschedule(asyncio.get_running_loop().time())
 
     async def done(self, answer: GenerateAnswer | None) -> web.StreamResponse:
-        """Send the text that was held back, and the whole answer."""
+        """Send the text that was held back, as it might begin a stop text, and then the answer."""
         if rest := self._decoder.rest():
             await self._tokens_event((), (), rest=rest)
         return await self.event("done", msgspec.json.encode(answer))
@@ -147,7 +157,11 @@ class _Stream:
         await self.event("tokens", msgspec.json.encode(body))
 
     async def event(self, event: str, data: bytes) -> web.StreamResponse:
-        """Send one event, and open the stream if it is the first.
+        """Send one event; the first one opens the stream.
+
+        Args:
+            event: Name of the event.
+            data: Its data, as JSON.
 
         Raises:
             ConnectionError: The client has closed the connection or reads nothing.
@@ -159,12 +173,12 @@ class _Stream:
 
 @dataclass(slots=True)
 class Answering:
-    """The answer of one call while it is made.
+    """The answer to one call while it is being made.
 
     Attributes:
-        job: The request.
-        made: The answer of this call or of an earlier call with the same id, None until it is made.
-        response: The stream that carried the answer, None if the answer is not streamed.
+        job: The request to the engine.
+        made: The answer; None until this call, or an earlier call with the same id, has made it.
+        response: The stream that carried the answer; None if the answer is not streamed.
     """
 
     job: GenerateRequest
@@ -173,6 +187,7 @@ class Answering:
 
     @property
     def result(self) -> web.StreamResponse | GenerateAnswer:
+        """The stream, or the answer to encode."""
         found = self.response or self.made
         assert found is not None, "the body of `with` makes it"
         return found
@@ -182,15 +197,18 @@ class Answering:
 async def streaming(
     request: web.BaseRequest, answer: Answering, tokenizer: Tokenizer
 ) -> AsyncIterator[None]:
-    """Stream the tokens of `answer.job` while the body runs, which makes the answer.
+    """Stream the tokens of `answer.job` while the body makes the answer.
 
-    A client that closes the connection cancels the body. An error of the body is raised if no event
-    has been sent yet; later it becomes an event for the client.
+    If the client closes the connection, the body is cancelled. An error of the body is raised if no
+    event has been sent yet; later, it is sent to the client as an event.
 
     Args:
-        request: The request that is answered.
+        request: The HTTP request that is answered.
         answer: The call; its `job` and `response` are set here.
         tokenizer: The tokenizer of the model.
+
+    Raises:
+        ConnectionError: The client has closed the connection.
     """
     stream = _Stream(request, answer.job, tokenizer)
     answer.job = replace(answer.job, on_tokens=stream.add)
@@ -224,8 +242,13 @@ class _Asked:
     """The content of one request body.
 
     Attributes:
-        content: A digest of the request, the same whether its answer is streamed or not.
-        session_id: The session that the request is a turn of, None without one.
+        operation: One of `OPERATIONS`.
+        request_id: The id that the caller gave, or a new one.
+        tenant: The caller's tenant.
+        content: A digest of the content, the same for streamed and whole answers.
+        job: The request to the engine.
+        prompt: The prompt, in the space of the caller.
+        session_id: The session (conversation) that the request is a turn of; None without one.
     """
 
     operation: str
@@ -357,7 +380,7 @@ class WorkRoutes(Routes):
         return _Asked(operation, request_id, tenant, content, job, prompt, session_id)
 
     def _session_id(self, request: web.BaseRequest, body: SamplingBody) -> str | None:
-        """Return the session's id: of the body, or of X-Session-ID; None without both.
+        """Return the session's id from the body or from X-Session-ID; None without both.
 
         Raises:
             FieldError: The text is no valid id.
@@ -368,7 +391,7 @@ class WorkRoutes(Routes):
         return None if given is None else bodies.check_id(given, "session_id")
 
     def _keep_turn(self, asked: _Asked, answer: GenerateAnswer | None) -> None:
-        """Keep prompt and answer for the next turn of the session."""
+        """Keep the blocks of prompt and answer for the next turn of the session."""
         if asked.session_id is None or answer is None:
             return
         prompt = asked.prompt
@@ -382,9 +405,12 @@ class WorkRoutes(Routes):
     async def _answering(
         self, request: web.BaseRequest, asked: _Asked, *, streams: bool
     ) -> AsyncIterator[Answering]:
-        """Yield the call, in which the body puts the answer.
+        """Provide a call to the body, which makes the answer unless an earlier call has made it.
 
-        An earlier call of the same id may have made the answer already.
+        Args:
+            request: The HTTP request that is answered.
+            asked: The content of its body.
+            streams: True to send tokens as they are computed.
         """
         answer = Answering(asked.job)
         key = (asked.operation, asked.tenant, asked.request_id)

@@ -50,7 +50,11 @@ _KINDS = (
 def routes(node: Node, metrics: Metrics) -> list[Route]:
     """Return the route table of a node.
 
-    The router, the OpenAPI document, metrics and the access check follow from it.
+    Router, OpenAPI document, metrics and access checks are made from it.
+
+    Args:
+        node: The node that answers.
+        metrics: The node's counts of answers and times.
     """
     table = [row for kind in _KINDS for row in routes_of(kind(node, metrics))]
     return [*table, *routes_of(OpenApiRoutes(table))]
@@ -60,8 +64,8 @@ def router_of(node: Node, guard: Guard) -> HttpRouter:
     """Return the router of a node's routes.
 
     Args:
-        node: A node that runs when the first request arrives.
-        guard: Authenticator of callers, which runs then, too.
+        node: The node; it must be running when the first request arrives.
+        guard: Authenticator of callers; it must be running then, too.
     """
     metrics = Metrics(node)
     page = (NodeLiveRoutes(node, metrics), PageRoutes())  # for browsers, no part of the API
@@ -74,7 +78,7 @@ log = logging.getLogger(__name__)
 
 
 def run(settings: NodeSettings, announce: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT, and return when everything is closed.
+    """Run a node until SIGTERM or SIGINT, and return when all its parts are closed.
 
     Args:
         settings: The node's settings.
@@ -114,7 +118,7 @@ async def _serve_engines(
     announce: Callable[[str], None],
     last_resort: LastResort,
 ) -> None:
-    """Wait for the first engine, which defines the layout of blocks, then serve a node."""
+    """Wait for the first engine in another process, which defines the layout; then run a node."""
     # 30 ms of a start (2-core x86-64 VM): not of a node without a socket.
     from tierkv.embed.external import EngineListener, ExternalEngines  # noqa: PLC0415
     from tierkv.embed.host_side import HostSizes  # noqa: PLC0415
@@ -156,7 +160,11 @@ async def _serve_engines(
 
 @contextmanager
 def open_listeners(settings: NodeSection, *, asks_callers: bool) -> Iterator[list[socket.socket]]:
-    """Yield the sockets of `settings`, TCP first.
+    """Provide the sockets that `settings` name, TCP first, and close them after the body.
+
+    Args:
+        settings: The addresses.
+        asks_callers: True if every caller is authenticated; other machines may then reach the node.
 
     Raises:
         ConfigError: A socket cannot be opened.
@@ -171,7 +179,7 @@ def open_listeners(settings: NodeSection, *, asks_callers: bool) -> Iterator[lis
 
 
 def _why_left(node: Node) -> str:
-    """Return the reason for ending the process while one of its threads hangs in the system."""
+    """Return the reason for ending the process while a thread of the node still hangs."""
     failure, limit_s = node.service.failure, node.settings.node.close_limit_s
     why = "" if failure is None else f", which closes after a failure ({failure})"
     return (
@@ -194,11 +202,19 @@ async def serve(
     announce: Callable[[str], None],
     last_resort: LastResort,
 ) -> None:
-    """Run `node` behind `listeners` until a signal. Publishes under way end by themselves.
+    """Run `node` behind `listeners` until a signal.
+
+    Running publishes are waited for.
+
+    Args:
+        node: The node.
+        listeners: The sockets to answer on.
+        announce: Called with the URL once the node answers there.
+        last_resort: Ends the process if closing takes too long.
 
     Raises:
-        ServiceFailedError: The node's service has failed: the process must end, since the node
-            would refuse all further work.
+        ServiceFailedError: The node's service has failed. The process must end, since the node
+            would refuse all further requests.
     """
     last_resort.why = partial(_why_left, node)
     grace_s = node.settings.node.drain_grace_s
@@ -225,6 +241,11 @@ async def serve(
 
 
 def listening(node: Node, *listeners: socket.socket) -> AbstractAsyncContextManager[str]:
-    """Answer for `node` on `listeners`; see `answering`."""
+    """Answer for `node` on `listeners` while the context is open; see `answering`.
+
+    Args:
+        node: The node; it must be running when the first request arrives.
+        listeners: The sockets to answer on.
+    """
     own = node.settings
     return answering(own.node, own.auth, own.tls, listeners, partial(router_of, node))

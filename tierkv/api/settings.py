@@ -1,4 +1,4 @@
-"""All settings of a node, one section for each part that has some, and how they may be shown."""
+"""All settings of a node, one section for each part with settings, and a form without secrets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ NO_STORAGE = "none"
 
 
 class Role(Enum):
-    """The half of the work that a node takes; any node can generate from a prompt by itself."""
+    """The half of the work that a node does.
+
+    Every node can also generate from a prompt by itself.
+    """
 
     PREFILL = "prefill"  # computes prompts and publishes them
     DECODE = "decode"  # claims published prompts and goes on
@@ -131,10 +134,10 @@ class NodeSettings(EngineTables, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def default_storage_url(environ: Mapping[str, str]) -> str:
-    """Return the URL of $XDG_CACHE_HOME/tierkv/store, by default below ~/.cache.
+    """Return the URL of the default file store: $XDG_CACHE_HOME/tierkv/store, or below ~/.cache.
 
     Raises:
-        ConfigError: the user has no home directory.
+        ConfigError: The user has no home directory.
     """
     base = environ.get("XDG_CACHE_HOME", "")
     try:
@@ -153,7 +156,7 @@ _QUERY = re.compile(r"(?<=[?&])([^=&#]+)=[^&#]*")
 
 
 def masked(settings: msgspec.Struct) -> dict[str, dict[str, Any]]:
-    """Return every table as plain data, with secrets masked."""
+    """Return all settings by table as plain data, with secrets masked."""
     plain: dict[str, dict[str, Any]] = msgspec.to_builtins(settings)
     return {table: _masked(fields) for table, fields in plain.items()}
 

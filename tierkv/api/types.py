@@ -75,11 +75,11 @@ class PromptBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return [MediaItem(one.start, one.num_tokens, bytes.fromhex(one.hash)) for one in self.media]
 
     def packed(self, tokenizer: Tokenizer | None, most_tokens: int = 2**31 - 1) -> bytes:
-        """Return the prompt's tokens, packed.
+        """Return the prompt's tokens, packed as int32.
 
         Args:
-            tokenizer: The tokenizer of the node's engine; None where the node has none.
-            most_tokens: Number of tokens of the longest prompt.
+            tokenizer: The tokenizer of the node's engine; None if the node has none.
+            most_tokens: Number of tokens of the longest prompt allowed.
 
         Raises:
             FieldError: Neither or both of `prompt` and `tokens` are given, or the node cannot turn
@@ -196,7 +196,7 @@ class SamplingBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
     stream: bool = False
 
     def sampling(self) -> Sampling:
-        """Return the choice of tokens.
+        """Return the rules by which tokens are chosen.
 
         Raises:
             BadRequestError: A number is out of range.
@@ -274,10 +274,10 @@ def job_of(
         name: The scheduler's name of the request.
         prompt: The body's prompt.
         max_tokens: Number of tokens to generate.
-        uses_cache: False computes every token.
+        uses_cache: False to compute every token and cache none.
 
     Raises:
-        FieldError: The engine takes no media, or no adapters.
+        FieldError: The engine does not support media or adapters.
         BadRequestError: A number is out of range.
     """
     if (body.media and not spec.takes_media) or (body.adapter and not spec.takes_adapters):
@@ -342,12 +342,15 @@ class Logprobs(msgspec.Struct, frozen=True):
 def with_texts(
     tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], tokenizer: Tokenizer
 ) -> tuple[Logprobs | None, ...] | None:
-    """Return the log probabilities of an answer with the texts of their tokens.
+    """Return the log probabilities of an answer, with the texts of their tokens.
 
     Args:
         tokens: The tokens of the answer.
-        logprobs: The log probabilities of each; empty if they are not wanted.
+        logprobs: The log probabilities of each token; empty if they are not wanted.
         tokenizer: The tokenizer of the model.
+
+    Returns:
+        One entry per token; None if `logprobs` is empty.
     """
 
     def named(token: int, logprob: float) -> TokenLogprob:
@@ -389,6 +392,13 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, request_id: str, generation: Generation, tokenizer: Tokenizer) -> GenerateAnswer:
+        """Return the answer to a request.
+
+        Args:
+            request_id: The request's id.
+            generation: The engine's result.
+            tokenizer: The tokenizer of the model.
+        """
         return GenerateAnswer(
             request_id=request_id,
             text=generation.text,
@@ -422,6 +432,13 @@ class DecodeAnswer(GenerateAnswer, frozen=True, kw_only=True):
     def of_ticket(
         cls, answer: GenerateAnswer, ticket_id: str, ticket: Ticket | None
     ) -> DecodeAnswer:
+        """Return the answer of a decode.
+
+        Args:
+            answer: The generated tokens.
+            ticket_id: Id of the ticket, as the caller gave it.
+            ticket: The claimed ticket; None if this node computed the prompt instead.
+        """
         return DecodeAnswer(
             **asdict(answer),
             ticket_id=ticket_id,
@@ -453,6 +470,15 @@ class PrefillAnswer(GenerateAnswer, frozen=True, kw_only=True):
     def of_prefill(
         cls, answer: GenerateAnswer, prefilled: Prefilled, ticket_id: str, block_size: int
     ) -> PrefillAnswer:
+        """Return the answer of a prefill.
+
+        Args:
+            answer: The first token.
+            prefilled: The engine's result, with the outcome of the publish if the call waited for
+                it.
+            ticket_id: Id of the ticket, as the caller gave it.
+            block_size: Tokens per block.
+        """
         published, num_tokens = prefilled.published, prefilled.generation.prompt_tokens
         return PrefillAnswer(
             **asdict(answer),
@@ -481,14 +507,20 @@ class LookupAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, request_id: str, found: Lookup) -> LookupAnswer:
+        """Return the answer to a lookup.
+
+        Args:
+            request_id: The request's id.
+            found: The numbers of tokens that were found.
+        """
         return LookupAnswer(request_id=request_id, **asdict(found))
 
 
 class VerifyAnswer(msgspec.Struct, frozen=True):
-    """The result of a check of the node's books.
+    """The result of a recount of blocks, slots and leases.
 
     Attributes:
-        findings: Faults in words; empty without a fault.
+        findings: A sentence for each fault; empty without a fault.
     """
 
     findings: list[str]

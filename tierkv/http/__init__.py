@@ -1,1 +1,1 @@
-"""HTTP as nodes and gateways serve it alike: sockets, callers, bodies, routes and problems."""
+"""HTTP for nodes and gateways alike: sockets, callers, bodies, routes and error answers."""

@@ -57,10 +57,13 @@ class TooMuchInWorkError(TierKVError):
 
 
 class BodyReader:
-    """A reader of the bodies of one server's requests.
+    """A reader of the bodies of one server's requests, with a limit for all bodies together.
 
-    The bytes of a body count until `release`. A body that would bring their sum above
+    The bytes of a body count until `release`. A body that would bring the sum above
     `max_work_bytes` is refused before it is read.
+
+    Args:
+        section: The limits of bodies.
     """
 
     def __init__(self, section: ListenSection) -> None:
@@ -73,10 +76,10 @@ class BodyReader:
     async def read(
         self, request: web.BaseRequest, kind: type[T], finish: Callable[[T], T] = lambda body: body
     ) -> T:
-        """Decode the request's body by its content type, a long one in a thread.
+        """Read the request's body, and decode it by its content type; a long one in a thread.
 
-        application/octet-stream is the packed tokens alone, with the other fields as query
-        parameters.
+        A body of type application/octet-stream is only the packed tokens; the other fields are then
+        query parameters.
 
         Args:
             request: A request whose body is still unread.
@@ -106,16 +109,28 @@ class BodyReader:
         return await self.aside(len(raw), work)
 
     async def aside(self, num_bytes: int, work: Callable[[], T]) -> T:
-        """Return the result of `work`; for many bytes it runs in a thread, one such at a time."""
+        """Return the result of `work`, called in a thread if it works on many bytes.
+
+        Only one such thread runs at a time.
+
+        Args:
+            num_bytes: Number of bytes that `work` works on; above 256 KiB are many.
+            work: The function to call.
+        """
         if num_bytes <= LARGE_BYTES:
             return work()
         async with self._long_one:
             return await aside(work)
 
     async def read_optional(self, request: web.BaseRequest, kind: type[T]) -> T:
-        """Decode the request's body as `read` does.
+        """Read and decode the request's body as `read` does; it may be missing or empty.
 
-        A missing or empty body is `kind` with its defaults.
+        Args:
+            request: A request whose body is still unread.
+            kind: Type to decode as.
+
+        Returns:
+            `kind` with its defaults for a missing or empty body.
         """
         if not request.can_read_body or not (raw := await self._receive(request)):
             return kind()
@@ -156,7 +171,7 @@ class BodyReader:
         return raw
 
     def count(self, request: web.BaseRequest, num_bytes: int) -> None:
-        """Add `num_bytes` to the count of `request`, until its `release`.
+        """Add `num_bytes` to the bytes that count for `request` until its `release`.
 
         Args:
             request: The request that uses the bytes.
@@ -164,7 +179,7 @@ class BodyReader:
 
         Raises:
             RequestTooLargeError: The request has more bytes than there is room for at any time.
-            TooMuchInWorkError: the other bodies leave too little memory; nothing was counted.
+            TooMuchInWorkError: The other bodies leave too little memory; nothing was counted.
         """
         most = self._section.max_work_bytes
         _, before = request.get(_COUNTED, (self, 0))
@@ -189,7 +204,7 @@ _COUNTED = web.RequestKey("counted", tuple[BodyReader, int])
 
 
 def release(request: web.BaseRequest) -> None:
-    """Stop counting the body of `request`, which is answered."""
+    """Stop counting the bytes of the body of `request`, which is answered."""
     if _COUNTED in request:
         reader, num_bytes = request[_COUNTED]
         reader.give_back(num_bytes)
@@ -220,15 +235,15 @@ def _media_type(request: web.BaseRequest, kind: type) -> str:
 def from_query(
     request: web.BaseRequest, kind: type[T], more: Mapping[str, bytes] | None = None
 ) -> T:
-    """Decode the query parameters and `more` as `kind`.
+    """Decode the query parameters, together with `more`, as `kind`.
 
     Args:
-        request: The request.
+        request: The request with the query.
         kind: Type to decode as.
-        more: Fields that are no query parameters.
+        more: Fields that are not in the query, by name.
 
     Raises:
-        FieldError: A field does not fit `kind`, or a parameter is given twice: see `_refuse_twins`.
+        FieldError: A field does not fit `kind`, or a parameter is given twice.
     """
     if len(request.query) > len(set(request.query)):
         raise FieldError("a query parameter is given twice: give it once")
@@ -239,7 +254,12 @@ def from_query(
 
 
 def is_set(request: web.BaseRequest, flag: str) -> bool:
-    """Return True if the query has `flag`, alone or with a value other than "false" and "0"."""
+    """Return True if a flag is in the query, alone or with a value other than "false" and "0".
+
+    Args:
+        request: The request with the query.
+        flag: Name of the parameter.
+    """
     return request.query.get(flag, "false").lower() not in ("false", "0")
 
 
@@ -248,10 +268,10 @@ def _has_tokens(kind: type) -> bool:
 
 
 def decode(raw: bytes | bytearray, kind: type[T], *, content_type: str) -> T:
-    """Decode `raw` as `kind`.
+    """Decode the bytes of a body as `kind`.
 
     Args:
-        raw: JSON or msgpack.
+        raw: The bytes, JSON or msgpack.
         kind: Type to decode as.
         content_type: JSON or MSGPACK.
 
@@ -276,15 +296,18 @@ def decode(raw: bytes | bytearray, kind: type[T], *, content_type: str) -> T:
 
 
 def _refuse_twins(raw: bytes | bytearray, fields: Mapping[str, msgspec.Raw]) -> None:
-    """Raise BodyError if an object of the JSON text has a key twice.
+    """Check that no object of the JSON text has a key twice.
 
-    Decoders differ in which of the two values they take, so a proxy that checks and a node that
-    acts could see two different bodies.
+    Decoders differ in which of the two values they use, so a proxy that checks the body and a node
+    that acts on it could see two different bodies.
 
     Args:
         raw: The JSON text.
-        fields: The decoded object. It has one value of a repeated key, so the text is longer than
-            its fields. Only then, or with unusual spaces, is the text decoded again.
+        fields: The decoded object, with one value for each key. If the text has just the length of
+            these fields, no key is repeated. Only otherwise is the text decoded again.
+
+    Raises:
+        BodyError: A key is repeated.
     """
     if raw.count(b":") == len(fields):  # one for each key: none twice, and no inner object
         return
@@ -302,7 +325,13 @@ def _no_twins(pairs: list[tuple[str, object]]) -> None:
 
 
 def answer(request: web.BaseRequest, value: object, *, status: int = 200) -> web.Response:
-    """Return a response with `value` as JSON, or as msgpack if the request accepts it."""
+    """Return a response with `value` as JSON, or as msgpack if the request accepts it.
+
+    Args:
+        request: The request to answer.
+        value: The value to encode.
+        status: HTTP status of the response.
+    """
     if wants_msgpack(request):
         body, content_type = msgspec.msgpack.encode(value), MSGPACK
     else:
@@ -311,7 +340,12 @@ def answer(request: web.BaseRequest, value: object, *, status: int = 200) -> web
 
 
 def headers_of(request: web.BaseRequest, content_type: str) -> dict[str, str]:
-    """Return the headers that every answer has."""
+    """Return the headers that every answer has.
+
+    Args:
+        request: The request to answer.
+        content_type: Content type of the answer.
+    """
     return {
         "Content-Type": content_type,
         "Server": SERVER,
@@ -328,10 +362,14 @@ def is_id(text: str) -> bool:
 
 
 def check_id(text: str, field: str) -> str:
-    """Return `text` if it can be an id in headers and logs.
+    """Return `text`, if it can be an id in headers and logs.
+
+    Args:
+        text: The id that the caller gave.
+        field: Name of the field, for the error.
 
     Raises:
-        FieldError: the text is no valid id.
+        FieldError: The text is no valid id.
     """
     if not is_id(text):
         raise FieldError(
@@ -341,14 +379,22 @@ def check_id(text: str, field: str) -> str:
 
 
 def name_request(request: web.BaseRequest, given: str | None) -> str:
-    """Make `given`, if there is one, the request's id; return the request's id."""
+    """Return the request's id, after replacing it by `given` if that is not None.
+
+    Args:
+        request: The request.
+        given: Id from the body or a header; None to keep the id that the request has.
+
+    Raises:
+        FieldError: `given` is no valid id.
+    """
     if given is not None:
         request[REQUEST_ID] = check_id(given, "request_id")
     return request[REQUEST_ID]
 
 
 def first_id(request: web.BaseRequest) -> str:
-    """Return the id of the request's header, or a new id if the header has no valid one."""
+    """Return the id in the request's header, or a new id if there is no valid one."""
     given = request.headers.get(REQUEST_ID_HEADER)
     if given is not None and is_id(given):
         return given
@@ -361,13 +407,16 @@ _WRITE_TIMEOUT_S = 30.0  # seconds without a read after which the client counts 
 
 
 def last_event(request: web.BaseRequest) -> tuple[int, int] | None:
-    """Return the epoch and number in the Last-Event-ID header, None if there is no valid one."""
+    """Return the two numbers of the Last-Event-ID header; None without a valid header.
+
+    They are the epoch and the number of the last event that the client has received.
+    """
     known = _EVENT_ID.fullmatch(request.headers.get("Last-Event-ID", ""))
     return (int(known[1]), int(known[2])) if known else None
 
 
 def event_stream(request: web.BaseRequest) -> web.StreamResponse:
-    """Return a response that is an event stream."""
+    """Return a response that is an event stream, without sending anything."""
     return web.StreamResponse(
         headers={
             **headers_of(request, EVENT_STREAM),
@@ -378,7 +427,7 @@ def event_stream(request: web.BaseRequest) -> web.StreamResponse:
 
 
 async def open_stream(request: web.BaseRequest) -> web.StreamResponse:
-    """Return an event stream after sending its head."""
+    """Send the head of an event stream, and return the response."""
     response = event_stream(request)
     await response.prepare(request)
     return response
@@ -387,7 +436,12 @@ async def open_stream(request: web.BaseRequest) -> web.StreamResponse:
 async def write(
     response: web.StreamResponse, chunk: bytes, *, timeout_s: float = _WRITE_TIMEOUT_S
 ) -> None:
-    """Write `chunk` to `response`.
+    """Write `chunk` to a streamed response.
+
+    Args:
+        response: The response, whose head is sent.
+        chunk: The bytes to write.
+        timeout_s: Seconds that the client may read nothing.
 
     Raises:
         ConnectionError: The client has closed the connection, or has read nothing for `timeout_s`.

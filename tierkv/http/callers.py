@@ -1,9 +1,9 @@
-"""Callers and their authentication.
+"""Callers and their authentication: access levels, the auth file, and names with the tenant.
 
-Access levels; the auth file with its digests of tokens, names of certificates and users of the
-machine; and the inner names that keep the ids of tenants apart.
-
-The file is JSON, holds no secret, and is replaced as a whole: a reader sees the old or the new one.
+The auth file lists digests of tokens, names of certificates and users of the machine. The file is
+JSON, holds no secret, and is always replaced as a whole, so that a reader sees the old or the new
+content. Ids that callers give are turned into names with the tenant, as two tenants may use the
+same id.
 """
 
 from __future__ import annotations
@@ -47,10 +47,13 @@ class Access(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """An authenticated caller. tenant: "" is the node's own; never taken from a request's body.
+    """An authenticated caller.
 
-    Of an ADMIN, tenant is the one that its own requests work in; it may name others where a route
-    says so.
+    Attributes:
+        name: Name for logs.
+        tenant: Tenant whose blocks the caller's requests use; "" is the node's own. It is never
+            taken from a request's body. An admin may name other tenants in routes that allow it.
+        access: What the caller may do.
     """
 
     name: str
@@ -99,10 +102,11 @@ class RoleName(Enum):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One caller.
+    """One caller in the auth file.
 
     Attributes:
         name: Name of the caller in logs.
+        role: Access level of the caller.
         tenant: Tenant that owns the blocks of this caller; "" is the node's own.
     """
 
@@ -127,6 +131,8 @@ class TokenRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     Attributes:
         id: The public part of the token.
         sha256: Digest of the whole token, in hexadecimal.
+        created: Time at which the token was made.
+        expires: Time after which the token is refused; None for never.
     """
 
     id: TokenId
@@ -157,6 +163,12 @@ class UserRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class AuthFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The content of an auth file.
+
+    Attributes:
+        version: Version of the format.
+        tokens: Callers with a token.
+        certificates: Callers with a client certificate.
+        users: Callers over the Unix socket.
 
     Raises:
         ConfigError: Two rows have the same credential.
@@ -209,7 +221,11 @@ def read(path: Path) -> AuthFile:
 
 
 def write(path: Path, content: AuthFile) -> None:
-    """Replace the file at `path` by `content`, atomically and readable by its owner only.
+    """Replace the auth file at `path`, atomically and readable by its owner only.
+
+    Args:
+        path: The file to replace.
+        content: The new content.
 
     Raises:
         ConfigError: The file cannot be written; the old file is unchanged.
@@ -233,7 +249,14 @@ def write(path: Path, content: AuthFile) -> None:
 
 @contextmanager
 def changing(path: Path) -> Iterator[None]:
-    """Hold the file's lock: another `tierkv token` waits until the body has ended."""
+    """Hold a lock during the body, so that only one `tierkv token` changes the file at a time.
+
+    Args:
+        path: The auth file; the lock is on its folder.
+
+    Raises:
+        ConfigError: The folder cannot be opened.
+    """
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
@@ -255,7 +278,10 @@ _UNKNOWN = "the token is unknown here or has expired: make one with `tierkv toke
 
 
 def new_token() -> tuple[Token, str]:
-    """Return a token and its id: `tkv_{id}_{secret}`, with a public id and 256 random bits."""
+    """Return a new token, `tkv_{id}_{secret}`, and its id.
+
+    The id is public; the secret has 256 random bits.
+    """
     token_id = secrets.token_hex(_ID_BYTES)
     return Token(f"{_PREFIX}_{token_id}_{secrets.token_urlsafe(_SECRET_BYTES)}"), token_id
 
@@ -266,6 +292,14 @@ def digest_of(token: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
+    """What the auth file has about one token.
+
+    Attributes:
+        digest: SHA-256 of the whole token, in hexadecimal.
+        principal: The caller that the token stands for.
+        expires_at: Unix seconds; None for never.
+    """
+
     digest: bytes
     principal: Principal
     expires_at: float | None
@@ -276,7 +310,11 @@ _NO_KEY = bytes(64)
 
 
 class Keyring:
-    """The credentials of one auth file, indexed for lookup; immutable."""
+    """The credentials of one auth file, indexed for lookup; immutable.
+
+    Args:
+        content: The content of the file.
+    """
 
     def __init__(self, content: AuthFile) -> None:
         self._tokens = {row.id.encode(): _key(row) for row in content.tokens}
@@ -287,12 +325,12 @@ class Keyring:
         """Return the caller that owns `token`.
 
         Args:
-            token: The token.
+            token: The token, as it came in the request.
             now: Unix seconds.
 
         Raises:
-            UnauthenticatedError: The token is unknown or has expired. One sentence for all cases,
-                since an attacker alone would gain by the difference.
+            UnauthenticatedError: The token is unknown or has expired. The sentence is the same in
+                all cases, since a difference would help only an attacker.
         """
         _, _, rest = token.partition(b"_")
         key = self._tokens.get(rest[: 2 * _ID_BYTES])
@@ -305,7 +343,10 @@ class Keyring:
         return key.principal
 
     def by_certificate(self, names: Iterable[str]) -> Principal | None:
-        """Return the caller of the first name that is known, such as `DNS:prefill-1`."""
+        """Return the caller of the first known name, such as `DNS:prefill-1`.
+
+        None if none is known.
+        """
         return next((found for name in names if (found := self._certificates.get(name))), None)
 
     def by_uid(self, uid: int) -> Principal | None:
@@ -323,14 +364,14 @@ _IN_WORDS = re.compile(f"'(?:{_TICKET.pattern}|{_REQUEST.pattern})")
 
 
 def request_name(space: str, request_id: str) -> str:
-    """Return the scheduler's name of a request, because two tenants may use the same id.
+    """Return the scheduler's name of a request, which differs for two tenants that use the same id.
 
     Args:
-        space: The cache's name of the tenant.
+        space: The cache's name of the tenant; "" is the node's own.
         request_id: The id that the caller gave.
 
     Raises:
-        BadRequestError: The id looks like an inner name.
+        BadRequestError: The id begins like the name of another tenant's request.
     """
     if space:
         return f"{space}/{request_id}"
@@ -340,14 +381,14 @@ def request_name(space: str, request_id: str) -> str:
 
 
 def ticket_name(ticket_id: str, tenant: str) -> str:
-    """Return the name of a ticket on all nodes, because two tenants may use the same id.
+    """Return the name of a ticket on all nodes, which differs for two tenants that use the same id.
 
     Args:
         ticket_id: The id that the caller gave.
         tenant: The tenant; "" is the node's own.
 
     Raises:
-        BadRequestError: The id looks like an inner name.
+        BadRequestError: The id begins like the name of another tenant's ticket.
     """
     if tenant:
         return f"{hashlib.sha256(tenant.encode()).hexdigest()[:32]}:{ticket_id}"
@@ -357,7 +398,7 @@ def ticket_name(ticket_id: str, tenant: str) -> str:
 
 
 def as_given(sentence: str) -> str:
-    """Return `sentence` with inner names replaced by the ids that callers gave."""
+    """Return `sentence` with the ids that callers gave, in place of names with the tenant."""
     return _IN_WORDS.sub("'", sentence)
 
 
@@ -370,10 +411,10 @@ _COMMON_NAME = "commonName"
 
 
 class Guard:
-    """The authenticator of callers. Use it inside `running()`; outside, every caller is unknown.
+    """The authenticator of callers. Use it inside `running()`; outside, every caller is refused.
 
     Args:
-        file: The auth file; None authenticates no caller.
+        file: The auth file; None to let every caller do everything.
         reload_s: Seconds between two checks whether the file has changed.
     """
 
@@ -384,9 +425,9 @@ class Guard:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Read the file at the start and after each change, while the body runs.
+        """Read the file at the start, and after each change while the body runs.
 
-        A faulty file at a later time is logged, and the last good one stays in force.
+        If a changed file is faulty, the fault is logged and the callers read before stay valid.
 
         Raises:
             ConfigError: The file is faulty at the start.
@@ -406,8 +447,8 @@ class Guard:
     def principal_of(self, request: web.BaseRequest) -> Principal:
         """Return the caller of `request`.
 
-        A token decides if there is one; else the certificate of the connection; else the user at
-        the other end of a Unix socket.
+        The token decides if there is one; otherwise the certificate of the connection; otherwise
+        the user at the other end of a Unix socket.
 
         Raises:
             UnauthenticatedError: The caller is unknown.
@@ -423,7 +464,7 @@ class Guard:
         return _by_connection(request, keyring)
 
     def principal_of_token(self, token: str) -> Principal:
-        """Return the caller that owns `token`, which came on another way than in an HTTP request.
+        """Return the caller that owns `token`, for tokens that do not come in an HTTP request.
 
         Raises:
             UnauthenticatedError: The token is missing, unknown or expired.
@@ -437,7 +478,11 @@ class Guard:
         return self._keyring.by_token(token.encode(), now=time.time())
 
     def authorize(self, request: web.BaseRequest, needed: Access) -> None:
-        """Set `request[PRINCIPAL]` to the caller, if the caller has the `needed` access.
+        """Check the caller's access, and set `request[PRINCIPAL]` to the caller.
+
+        Args:
+            request: The request.
+            needed: The access level that the route needs.
 
         Raises:
             UnauthenticatedError: The caller is unknown.
@@ -457,7 +502,11 @@ class Guard:
 
 
 def _token_of(given: list[str]) -> bytes:
-    """Return the token of the one Authorization header, as bytes, because any byte may come."""
+    """Return the token in the request's Authorization header, as bytes: any byte may come.
+
+    Raises:
+        UnauthenticatedError: There are several headers, or the header has no bearer token.
+    """
     if len(given) > 1:
         raise UnauthenticatedError(
             "the request has several Authorization headers: send one", was_given=True
@@ -493,7 +542,7 @@ def _by_connection(request: web.BaseRequest, keyring: Keyring) -> Principal:
 
 
 def _names(certificate: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of a certificate as ssl gives it, the common name last."""
+    """Yield the names in a client certificate, such as `DNS:prefill-1`; the common name is last."""
     for kind, name in certificate.get("subjectAltName", ()):
         yield f"{kind}:{name}"
     for parts in certificate.get("subject", ()):
@@ -503,7 +552,13 @@ def _names(certificate: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _by_user(peer: socket.socket, keyring: Keyring) -> Principal:
-    """Return the caller of a Unix socket: its row, or an admin if it is the node's own user."""
+    """Return the caller at the other end of a Unix socket.
+
+    The node's own user is an admin, unless the auth file has a row for it.
+
+    Raises:
+        UnauthenticatedError: The user is unknown.
+    """
     _, uid, _ = credentials(peer)
     if found := keyring.by_uid(uid):
         return found

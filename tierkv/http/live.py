@@ -2,8 +2,8 @@
 
     figures(), twice a second -> one ring of encoded samples -> every open page, at its own pace
 
-The figures are samples of /metrics. The ring is filled even while no page is open, so that a new
-page shows the last minutes. Other events (`news`) are for one caller only.
+The figures are values of /metrics. Samples are taken even while no page is open, so that a new page
+shows the last minutes. Other events (`news`) go to one caller only.
 """
 
 from __future__ import annotations
@@ -47,7 +47,12 @@ News = Callable[[], Iterable[tuple[str, bytes]]]
 
 
 def figures_of(metrics: Iterable[Metric], families: Collection[str]) -> dict[str, float]:
-    """Return the values of metrics by name, labels included, as /metrics has them."""
+    """Return the values of some metrics by name, labels included, as /metrics has them.
+
+    Args:
+        metrics: All metrics.
+        families: Names of the metrics to return.
+    """
     return {
         _name(sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in metrics
@@ -64,12 +69,19 @@ def _name(name: str, labels: tuple[tuple[str, str], ...]) -> str:
 
 
 class LiveFeed:
-    """The last samples of the figures. Use it inside `running()`; `close` ends all streams.
+    """The last samples of the figures, and their streams to open pages.
+
+    Use it inside `running()`; `close` ends all streams.
 
     Attributes:
-        figures: Returns the figures by name; if the names change, the ring begins anew.
+        figures: Returns the figures by name. If the names change, all samples are dropped.
         refresh: Called while a page is open, for data that take longer to collect; returns the
             seconds until its next call.
+        num_watching: Number of open streams.
+
+    Args:
+        every_s: Seconds between two samples.
+        most: Number of samples that are kept.
     """
 
     def __init__(self, *, every_s: float = EVERY_S, most: int = MOST_SAMPLES) -> None:
@@ -87,6 +99,7 @@ class LiveFeed:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
+        """Take samples while the body runs, and end all streams after it."""
         self._is_closed = False
         self._begin_anew()
         work = {"tierkv-live": self._sample, "tierkv-live-refresh": self._refresh}
@@ -97,12 +110,12 @@ class LiveFeed:
                 self.close()
 
     def close(self) -> None:
-        """End every stream, after what has happened until now."""
+        """End every stream, after sending the samples taken so far."""
         self._is_closed = True
         self._wake()
 
     def take(self) -> None:
-        """Take one more sample."""
+        """Take one more sample of the figures."""
         values = self.figures()
         if tuple(values) != self._names:
             self._begin_anew()
@@ -132,8 +145,12 @@ class LiveFeed:
     async def stream(self, request: web.BaseRequest, news: News) -> web.StreamResponse:
         """Stream samples and `news` as server-sent events until `close`.
 
-        A page that reconnects with the last id that it received continues there. A slow page
-        receives all samples since then at once, as far back as the ring goes.
+        A page that reconnects with the id of the last event it received continues after this event.
+        A slow page then gets all later samples at once, as far as they are kept.
+
+        Args:
+            request: The request of the page.
+            news: Returns names and data of other events that this page has not received yet.
         """
         if request.method == hdrs.METH_HEAD:  # a body would be taken for the next answer
             return event_stream(request)
@@ -191,7 +208,10 @@ _HEADERS = {
 
 @cache
 def _file(name: str) -> bytes | None:
-    """Return a file of the page, None if there is no such file; only listed files are read."""
+    """Return the bytes of a file of the page; None if the page has no such file.
+
+    Only files in the page's folder are read.
+    """
     listed = {path.name: path for path in _FOLDER.iterdir() if path.suffix in _TYPES}
     return listed[name].read_bytes() if name in listed else None
 

@@ -1,7 +1,7 @@
-"""All failures in one shape: RFC 9457 problem+json with a stable code.
+"""Error answers, all in one form: RFC 9457 problem+json with a stable code.
 
-`ERRORS` maps the exceptions of handlers; `PROBLEMS` has the failures that occur before a handler
-runs.
+`ERRORS` has the status of each error that a handler raises; `PROBLEMS` has the failures that occur
+before a handler runs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class NotReadyError(TierKVError):
 
 
 class AnswerError(TierKVError):
-    """An error with its own status of HTTP, stable code and title, instead of a row of ERRORS."""
+    """An error with an HTTP status, a stable code and a title of its own, not a row in `ERRORS`."""
 
     status: int
     code: str
@@ -164,12 +164,12 @@ def problem_of(
     *,
     what_is_here: str = "GET /openapi.json lists all routes",
 ) -> Problem:
-    """Return the answer's body for `error`; the text of an unexpected error is left out.
+    """Return the body of the answer to `error`; the text of an unexpected error is left out.
 
     Args:
         request: The request that failed.
-        error: Its error.
-        what_is_here: End of the sentence about an unknown path, in the answer to it.
+        error: The error that was raised.
+        what_is_here: End of the sentence about an unknown path: where to find the routes.
     """
     row = status, code, title = _row(error)
     if row == INTERNAL:
@@ -210,7 +210,7 @@ def _row(error: Exception) -> tuple[int, str, str]:
 
 
 def _sentence(request: web.BaseRequest, error: web.HTTPException, what_is_here: str) -> str:
-    """Return the sentence for an error of aiohttp: the fault, and the remedy if one is known."""
+    """Return a sentence for an error of aiohttp: what is wrong, and the remedy if one is known."""
     path = request.path[:200]
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return (
@@ -224,13 +224,24 @@ def _sentence(request: web.BaseRequest, error: web.HTTPException, what_is_here: 
 
 
 def log_if_unexpected(request: web.BaseRequest, error: Exception) -> None:
-    """Log an error that no row expects, with its traceback: it is a bug."""
+    """Log an error that has no row in `ERRORS`, with its traceback: it is a bug.
+
+    Args:
+        request: The request that failed.
+        error: The error that was raised.
+    """
     if _row(error) == INTERNAL:
         path = request.path[:200]
         log.error("request %s to %s failed", request[REQUEST_ID], path, exc_info=error)
 
 
 def problem_headers(error: Exception, found: Problem) -> dict[str, str]:
+    """Return the headers of an error answer: request id, Retry-After, Allow, WWW-Authenticate.
+
+    Args:
+        error: The error that was raised.
+        found: The body of the answer.
+    """
     headers = {REQUEST_ID_HEADER: found.request_id}
     not_now = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS)
     if found.status in not_now or found.reason in PASSING_REASONS:
@@ -247,7 +258,7 @@ def _allowed(error: web.HTTPMethodNotAllowed) -> str:
 
 
 def _challenge(error: Exception, found: Problem) -> str | None:
-    """Return the end of the WWW-Authenticate header by RFC 6750, None without such a header."""
+    """Return the end of the WWW-Authenticate header by RFC 6750; None for no such header."""
     if found.status == HTTPStatus.UNAUTHORIZED:
         is_new = isinstance(error, UnauthenticatedError) and not error.was_given
         return "" if is_new else ', error="invalid_token"'
@@ -259,11 +270,11 @@ def fail(
     error: Exception,
     told: Callable[[web.BaseRequest, Exception], Problem] = problem_of,
 ) -> web.Response:
-    """Return the answer to `error`, and log the error if it is unexpected.
+    """Return the answer to `error`; an unexpected error is logged.
 
     Args:
         request: The request that failed.
-        error: Its error.
+        error: The error that was raised.
         told: Makes the body of the answer.
     """
     log_if_unexpected(request, error)
@@ -274,7 +285,12 @@ def fail(
 
 
 def problem_response(found: Problem, headers: Mapping[str, str]) -> web.Response:
-    """Return the response for a problem, which may be of a type with more fields."""
+    """Return the response for a problem.
+
+    Args:
+        found: The body; its type may have more fields than `Problem`.
+        headers: Further headers.
+    """
     response = web.Response(
         body=msgspec.json.encode(found),
         status=found.status,
@@ -303,7 +319,14 @@ PROBLEMS = {
 
 
 def framing_problem(status: int, request_id: str) -> web.Response:
-    """Return the response for a status of PROBLEMS; any other status becomes 500."""
+    """Return the response to a request that is not HTTP as this server speaks it.
+
+    The connection is closed after it.
+
+    Args:
+        status: A status of `PROBLEMS`; any other becomes 500.
+        request_id: Id for the answer and the log.
+    """
     body = _body(status, request_id)
     response = problem_response(body, {REQUEST_ID_HEADER: request_id})
     response.force_close()
@@ -311,7 +334,7 @@ def framing_problem(status: int, request_id: str) -> web.Response:
 
 
 def overload_answer(request_id: str) -> bytes:
-    """Return a whole answer as bytes, for a connection that is not served."""
+    """Return a complete 503 answer as bytes, for a connection that is refused."""
     status = HTTPStatus.SERVICE_UNAVAILABLE
     body = msgspec.json.encode(_body(status, request_id))
     head = (

@@ -1,4 +1,4 @@
-"""The life of a serving process: event loop health, log, signals, work under way, and reloads.
+"""The life of a serving process: event loop health, log, signals, running calls, and reloads.
 
 Certificates and the auth file are read again when they change.
 """
@@ -33,12 +33,12 @@ _TICKS = 1200  # one minute
 
 
 class Heartbeat:
-    """A measurement, 20 times a second, of the event loop's delay, made while `running()`.
+    """A measurement of the event loop's delay, 20 times a second while `running()`.
 
     Attributes:
-        on_beat: Called at each beat with the seconds by which the beat was late, and with the most
-            of these seconds for which the loop's thread can have had a core. In the rest the thread
-            waited for a core, or in a system call.
+        on_beat: Called at each measurement with two numbers of seconds: the delay, and the part of
+            the delay in which the loop's thread used a core, at most. In the rest of the delay the
+            thread waited for a core or in a system call.
     """
 
     def __init__(self, on_beat: Callable[[float, float], None] = lambda *_: None) -> None:
@@ -49,17 +49,18 @@ class Heartbeat:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
+        """Measure while the body runs."""
         async with background({"tierkv-heartbeat": self._beat()}):
             yield
 
     @property
     def age_s(self) -> float | None:
-        """Seconds since the last beat; None before the first."""
+        """Seconds since the last measurement; None before the first."""
         return None if self._last is None else asyncio.get_running_loop().time() - self._last
 
     @property
     def late_s(self) -> float:
-        """Seconds by which beats were late so far, with the beat that is due now.
+        """The sum of all delays so far, in seconds, and of the delay of a measurement due now.
 
         Delays below 10 ms do not count. The difference of two readings is the loop's delay between
         them.
@@ -69,7 +70,7 @@ class Heartbeat:
 
     @property
     def worst_lag_s(self) -> float:
-        """The longest delay of a beat in the last minute."""
+        """The longest delay in the last minute, in seconds."""
         return max(self._late, default=0.0)
 
     async def _beat(self) -> None:
@@ -88,9 +89,9 @@ _MOST_LOOKS = 8  # a loop that is late half of the time is excused for all but 1
 
 @asynccontextmanager
 async def patient_timeout(beat: Heartbeat, seconds: float) -> AsyncIterator[asyncio.Timeout]:
-    """Limit the body as asyncio.timeout does, plus delays of this process' own loop.
+    """Limit the body as asyncio.timeout does, but do not count delays of this process's own loop.
 
-    A peer is not to blame for these delays. The limit is extended at most 8 times.
+    In such a delay the peer may have answered in time. The limit is extended at most 8 times.
 
     Args:
         beat: The running heartbeat of this loop.
@@ -107,10 +108,15 @@ async def patient_timeout(beat: Heartbeat, seconds: float) -> AsyncIterator[asyn
 class _Looks:
     """The extensions of one patient timeout.
 
-    A closure that names itself would be a reference cycle for each call.
+    This is a class because a closure that names itself would be a reference cycle for each call.
 
     Attributes:
-        timer: Timer of the next extension.
+        timer: Timer of the next extension, or of the end.
+
+    Args:
+        beat: The running heartbeat of this loop.
+        scope: The timeout that is extended.
+        seconds: The limit without delays.
     """
 
     def __init__(self, beat: Heartbeat, scope: asyncio.Timeout, seconds: float) -> None:
@@ -129,7 +135,10 @@ class _Looks:
 
 
 async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
-    """Yield `items`, 64 per turn of the event loop, for lists of a length that callers choose."""
+    """Yield `items`, and let other tasks run after every 64.
+
+    For lists whose length callers decide.
+    """
     for number, item in enumerate(items, 1):
         yield item
         if number % _ITEMS == 0:
@@ -140,9 +149,13 @@ log = logging.getLogger(__name__)
 
 
 class CallUnderWay:
-    """One call under way, from `async with` to its end: asyncio.timeout without a clock.
+    """A running call, from `async with` to its end, that a shutdown can cut off.
 
-    Each request makes one, and asyncio.timeout takes 6 us.
+    It works as asyncio.timeout does, but without a clock: every request makes one, and
+    asyncio.timeout takes 6 us.
+
+    Args:
+        working: The set of running calls that this one belongs to.
     """
 
     __slots__ = ("_is_cut_off", "_num_cancels", "_task", "_working")
@@ -170,17 +183,20 @@ class CallUnderWay:
             raise self._working.cut_off() from error
 
     def cut_off(self) -> None:
-        """End the call, once."""
+        """Cancel the call's task; the error of `Working.cut_off` is raised in its `async with`."""
         if not self._is_cut_off:
             self._is_cut_off = True
             self._task.cancel()
 
 
 class Working:
-    """The calls under way, for an orderly shutdown.
+    """The running calls, which an orderly shutdown waits for.
+
+    Attributes:
+        calls: The calls that run now.
 
     Args:
-        cut_off: Makes the error that is raised in a call whose time is up.
+        cut_off: Makes the error that is raised in a call that is cut off.
     """
 
     def __init__(self, cut_off: Callable[[], TierKVError]) -> None:
@@ -193,19 +209,22 @@ class Working:
         return len(self.calls)
 
     def call(self) -> CallUnderWay:
-        """Open one call, for `async with`; a call that is cut off raises the error of `cut_off`."""
+        """Return a context manager that counts its body as a running call.
+
+        If the call is cut off, the context raises the error that `cut_off` makes.
+        """
         return CallUnderWay(self)
 
     def changed(self) -> None:
         self._changed.set()
 
     def hurry(self) -> None:
-        """Make `idle` cancel all running calls at once."""
+        """Make `idle` cut off all running calls at once."""
         self._is_hurried = True
         self.changed()
 
     async def idle(self, *, grace_s: float) -> None:
-        """Return when no call is left: calls are cut off after `grace_s` seconds or `hurry`."""
+        """Wait until no call runs; cut calls off after `grace_s` seconds, or after `hurry`."""
         try:
             async with asyncio.timeout(grace_s):
                 while self.calls and not self._is_hurried:
@@ -222,9 +241,12 @@ class Working:
 
 @contextmanager
 def stop_signal(hurry: Callable[[], None]) -> Iterator[asyncio.Event]:
-    """Yield an event that the first SIGTERM or SIGINT sets; a second one calls `hurry`.
+    """Provide an event that the first SIGTERM or SIGINT sets; a second signal calls `hurry`.
 
     SIGHUP, by which operators ask for certificates to be read again, does not end the process.
+
+    Args:
+        hurry: Cuts off running requests.
     """
     stop = asyncio.Event()
 
@@ -249,7 +271,7 @@ def stop_signal(hurry: Callable[[], None]) -> Iterator[asyncio.Event]:
 
 
 class Served(Protocol):
-    """A node or a gateway."""
+    """A node or a gateway, as `serve` runs it."""
 
     def running(self) -> AbstractAsyncContextManager[None]: ...
     def drain(self) -> None: ...
@@ -267,19 +289,19 @@ async def serve(  # noqa: PLR0913 - each is the node's or the gateway's own
     on_closing: Callable[[], None],
     stop: asyncio.Event,
 ) -> None:
-    """Run `served` while it is `listening`, which yields its URL, until `stop` is set.
+    """Run a node or a gateway at an address until `stop` is set, then drain and close it.
 
-    `served` then drains: it is unready and takes no more work. Running work may end within the
-    grace time and is cut off after it; `served.hurry` cuts it off at once. The address answers
-    until the end, so that probes get an answer.
+    While it drains, it reports not ready and refuses new requests. Running requests may end within
+    the grace time, and are cut off after it; `served.hurry` cuts them off at once. The address
+    answers until the end, so that probes get an answer.
 
     Args:
         served: The node or gateway.
         name: The name in the log.
-        listening: Opens the address while it is entered.
+        listening: Opens the address while it is entered, and yields its URL.
         announce: Called with the URL once it answers there.
-        grace_s: Seconds for which running work may go on.
-        on_closing: Called when no work is left or the grace time is over; possibly twice.
+        grace_s: Seconds for which running requests may go on.
+        on_closing: Called when no request runs or the grace time is over; possibly twice.
         stop: The event that a signal sets; see `stop_signal`.
     """
     await start_threads()
@@ -304,7 +326,14 @@ class LastResort:
     """A watchdog thread that ends the process `limit_s` seconds after `start`.
 
     The process ends even if its loop and its threads hang, since the supervisor that stops it
-    relies on the limit. Stored values are whole or invisible at any moment.
+    relies on the limit. No stored value is damaged by that: values are complete or invisible at any
+    moment.
+
+    Attributes:
+        why: Returns the reason, for the log.
+
+    Args:
+        limit_s: Seconds from `start` to the end of the process.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -314,11 +343,11 @@ class LastResort:
         start_thread(self._watch, "tierkv-last-resort")
 
     def start(self) -> None:
-        """Begin to count; a second call does nothing."""
+        """Start the time limit; a second call does nothing."""
         self._is_started.set()
 
     def cancel(self) -> None:
-        """Cancel the end of the process."""
+        """Stop the time limit, so that the process is not ended."""
         self._is_over.set()
         self._is_started.set()
 
@@ -336,7 +365,7 @@ _Seen = tuple[tuple[int, int, int] | None, ...]
 async def watching(
     files: Sequence[Path], reload: Callable[[], Awaitable[None]], *, every_s: float
 ) -> AsyncIterator[None]:
-    """Call `reload` before the body, and again after each change of one of `files`.
+    """Call `reload` before the body, and again whenever one of `files` has changed.
 
     Args:
         files: The files to watch.
@@ -373,7 +402,7 @@ def _look(files: Sequence[Path]) -> _Seen:
 
 
 def _identity(file: Path) -> tuple[int, int, int] | None:
-    """Return a value that differs after each write, and for another file of that name."""
+    """Return a value that changes when the file is written or replaced; None without a file."""
     try:
         found = file.stat()
     except OSError:
@@ -382,6 +411,7 @@ def _identity(file: Path) -> tuple[int, int, int] | None:
 
 
 def log_to_stderr(level: str) -> None:
+    """Write log lines of `level` and above to stderr."""
     logging.basicConfig(
         stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

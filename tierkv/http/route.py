@@ -1,4 +1,4 @@
-"""The route table, which gives the router, the OpenAPI document and the auth matrix."""
+"""The route table, from which the router, the OpenAPI document and the access checks are made."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SPOKEN = (HttpVersion11, HttpVersion10)
 
 
 class Disconnect(Enum):
-    """The fate of a request's work when its client has closed the connection."""
+    """What happens to a request's work when its client closes the connection."""
 
     CANCEL = "cancel"  # the work stops, and its blocks are released
     DETACH = "detach"  # the work goes on: other calls may wait for its result
@@ -49,18 +49,23 @@ async def _unbound(_: web.BaseRequest) -> object:
 class Route:
     """A row of the route table, and the decorator that puts the row on a method.
 
-    `routes_of` returns the rows of an object. The method returns a value to encode, or a whole
-    response.
+    `routes_of` returns the rows of an object's methods. A method returns a value to encode, or a
+    complete response.
 
     Attributes:
+        method: The HTTP method.
         path: The path; {name} is one segment of it, {name:.+} all the rest.
-        body, answer: msgspec types, None without a body or an answer.
+        access: The access level that callers need.
+        body, answer: msgspec types of body and answer; None without one.
+        status: HTTP status of a good answer.
+        on_disconnect: What happens to the work when the client closes the connection.
         query: Names of query parameters with their types.
-        is_stream: The answer may also be text/event-stream.
-        is_body_optional: A missing body is read as {}.
+        is_stream: True if the answer may also be text/event-stream.
+        is_body_optional: True to read a missing body as {}.
         content_type: Content type of an answer that is neither JSON nor msgpack.
-        name: Names of the class and of the method.
-        summary: The first paragraph of the method's docstring.
+        name: Names of the class and of the method, for OpenAPI.
+        summary: The first paragraph of the method's docstring, for OpenAPI.
+        handler: The bound method.
     """
 
     method: str
@@ -86,7 +91,7 @@ class Route:
 
 
 def routes_of(owner: object) -> list[Route]:
-    """Return the rows of the owner's methods, in the order of its class."""
+    """Return the rows of an object's methods, in the order in which its class has them."""
     kind = type(owner)
     return [
         replace(
@@ -102,14 +107,19 @@ def routes_of(owner: object) -> list[Route]:
 
 
 def in_path(request: web.BaseRequest, name: str) -> str:
-    """Return the part of the request's path that {name} stands for."""
+    """Return the part of the request's path that {name} stands for.
+
+    Args:
+        request: A request that the router has matched.
+        name: The name in the path of the route.
+    """
     return request[_IN_PATH][name]
 
 
 class HttpRouter:
-    """A router that answers requests from the route table.
+    """A router that answers requests from a route table.
 
-    The router names each request, authenticates its caller, runs the row's handler, and turns an
+    For each request the router authenticates the caller, calls the row's handler, and turns an
     error of the handler into an answer.
 
     Args:
@@ -117,7 +127,7 @@ class HttpRouter:
         guard: Authenticator of callers, which must be running.
         fail: Makes the answer to an error.
         count: Called with the path, as in the table, and the status of each answer.
-        id_chars: Characters at which the id of a request's header is cut.
+        id_chars: Number of characters after which the id in a request's header is cut.
     """
 
     def __init__(
@@ -177,9 +187,10 @@ class HttpRouter:
         return response
 
     def _admit(self, request: web.BaseRequest, place: _Path | None) -> Route:
-        """Return the row of the request, if there is one and its caller may use it.
+        """Return the row for the request, if there is one and the caller may use it.
 
-        The answer that there is no such row needs READ, so that a stranger cannot list the routes.
+        An error for an unknown path is raised only for callers with READ access, so that strangers
+        cannot find out the routes.
         """
         if request.version not in _SPOKEN:
             raise web.HTTPVersionNotSupported
@@ -208,11 +219,17 @@ class HttpRouter:
 
 
 class _Path:
-    """One path of the table, the `number`-th, with the rows of its methods.
+    """One path of the route table, with the row of each HTTP method.
 
     Attributes:
-        pattern: Pattern of the path, as one group of the pattern of all paths.
+        rows: The row of each method.
+        group: Name of the path's group in the pattern of all paths.
+        pattern: Regular expression of the path, as one group of the pattern of all paths.
         names: Names in braces in the path, with the group of each.
+
+    Args:
+        path: The path, as in the table.
+        number: Number of the path, which makes the names of groups unique.
     """
 
     def __init__(self, path: str, number: int) -> None:
@@ -228,7 +245,7 @@ class _Path:
 
 
 async def _expected(request: web.BaseRequest) -> None:
-    """Answer `Expect: 100-continue`: the client sends its body then."""
+    """Answer `Expect: 100-continue`, after which the client sends its body."""
     if request.headers["Expect"].lower() != "100-continue":
         raise web.HTTPExpectationFailed
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -259,7 +276,7 @@ _OF_BODIES = (
 
 
 def document(table: Sequence[Route], examples: Mapping[type, Json]) -> Json:
-    """Return the OpenAPI document of all routes of `table`.
+    """Return the OpenAPI document of a route table.
 
     Args:
         table: The routes.
@@ -391,7 +408,7 @@ def _fields(kind: type | None) -> tuple[str, ...]:
 
 
 def _exact(schemas: dict[str, Json]) -> dict[str, Json]:
-    """Add to `schemas` the pattern of base64, because the decoder takes no other text for bytes."""
+    """Add the pattern of base64 to all fields of bytes, as the decoder accepts no other text."""
     for schema in schemas.values():
         _say_base64(schema)
     return schemas

@@ -1,7 +1,8 @@
-"""Listens, with TLS or without, and answers in HTTP/1.1 and 1.0: the limits of one connection.
+"""Listening sockets, TLS, and HTTP/1.1 and 1.0 with limits for each connection.
 
-aiohttp speaks HTTP. `_Http` adds to its protocol what aiohttp has no setting for: a limit for a
-request's head and for a client that reads nothing, and problem+json for what is no HTTP.
+aiohttp speaks HTTP. `_Http` adds to its protocol the limits that aiohttp has no setting for: one
+for the time of a request's head, and one for a client that reads nothing. What is not valid HTTP
+gets an answer as problem+json.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def bind(settings: ListenSection, *, asks_callers: bool = False) -> socket.socke
 
     Args:
         settings: The address.
-        asks_callers: Every caller is authenticated.
+        asks_callers: True if every caller is authenticated.
 
     Raises:
         ConfigError: The address cannot be used; or other machines can reach it, callers are not
@@ -87,10 +88,10 @@ def bind(settings: ListenSection, *, asks_callers: bool = False) -> socket.socke
 
 @contextmanager
 def unix_listener(path: Path) -> Iterator[socket.socket]:
-    """Yield a socket at `path` that only its owner can connect to; remove the path at the end.
+    """Listen at `path`, for its owner only, while the body runs; remove the path at the end.
 
-    A socket that a dead process has left there is replaced. Use it before threads start, because it
-    changes the umask for a moment.
+    A socket that a dead process has left there is replaced. Must be entered before threads start,
+    because it changes the process's umask for a moment.
 
     Raises:
         ConfigError: The path cannot be used.
@@ -145,7 +146,12 @@ def is_loopback(address: str) -> bool:
 
 
 def url_of(listener: socket.socket, *, has_tls: bool = False) -> str:
-    """Return the URL of `listener`: http://host:port, https://host:port, or unix:/path."""
+    """Return the URL of `listener`: http://host:port, https://host:port, or unix:/path.
+
+    Args:
+        listener: A listening socket.
+        has_tls: True for https.
+    """
     name = listener.getsockname()
     if listener.family == socket.AF_UNIX:
         return f"unix:{name}"
@@ -155,7 +161,11 @@ def url_of(listener: socket.socket, *, has_tls: bool = False) -> str:
 
 
 def make_room_for(connections: int) -> None:
-    """Raise the limit of open files for `connections` connections, as far as the system allows."""
+    """Raise this process's limit of open files, as far as the system allows.
+
+    Args:
+        connections: Number of connections to have room for.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + _OTHER_FILES
     if hard != resource.RLIM_INFINITY:
@@ -169,13 +179,16 @@ log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def server_tls(settings: TlsSection) -> AsyncIterator[ssl.SSLContext | None]:
-    """Yield the context of a server, or None without a certificate.
+    """Provide the TLS context of a server to the body; None without a certificate.
 
-    While the body runs, changed files are read again and used for new connections. Files that
-    cannot be used are logged, and the last good ones stay in force.
+    While the body runs, changed files are read again and used for new connections. If they cannot
+    be used, that is logged, and the files read before stay in use.
+
+    Args:
+        settings: Paths of the certificate, its key and the clients' authorities.
 
     Raises:
-        ConfigError: a file cannot be used at the start.
+        ConfigError: A file cannot be used at the start.
     """
     if not settings.cert:
         yield None
@@ -202,7 +215,7 @@ async def server_tls(settings: TlsSection) -> AsyncIterator[ssl.SSLContext | Non
 
 
 def _tls_context(settings: TlsSection) -> ssl.SSLContext:
-    """Return a context without certificates."""
+    """Return a TLS context for servers, still without certificates."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
@@ -212,7 +225,7 @@ def _tls_context(settings: TlsSection) -> ssl.SSLContext:
 
 
 def _load_certificates(context: ssl.SSLContext, settings: TlsSection) -> None:
-    """Load what the files hold now.
+    """Load the certificates that the files hold now into `context`.
 
     Raises:
         ConfigError: A file cannot be read, or does not hold what its setting asks for.
@@ -255,11 +268,14 @@ async def serving(
     section: ListenSection,
     tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[None]:
-    """Answer on `listeners` with `handle` while the body runs; answers under way have 2 s then.
+    """Answer on `listeners` with `handle` while the body runs.
+
+    After the body, running answers have 2 s to end.
 
     Args:
-        handle: Coroutine that returns the answer to each request, also of one that fails, and
-            raises ConnectionError if the client has disconnected. A disconnect cancels the handler.
+        handle: Coroutine that returns the answer to each request, also after an error. It raises
+            ConnectionError if the client has disconnected, and is cancelled when the client
+            disconnects.
         listeners: Sockets that listen.
         section: Limits of connections and requests.
         tls: Context of TCP connections; None speaks plain HTTP.
@@ -313,7 +329,14 @@ async def answering(
     listeners: Sequence[socket.socket],
     router_of: Callable[[Guard], HttpRouter],
 ) -> AsyncIterator[str]:
-    """Answer on `listeners` by settings; yield the URL of the first.
+    """Answer on `listeners` while the body runs; provide the URL of the first listener.
+
+    Args:
+        section: Limits of connections and requests.
+        auth: The auth file.
+        tls: The certificates.
+        listeners: Sockets that listen.
+        router_of: Makes the router, from the authenticator of callers.
 
     Raises:
         ConfigError: The auth file or the certificate cannot be used.
@@ -328,7 +351,14 @@ async def answering(
 
 
 class _Shared:
-    """The server and the counts that its connections share."""
+    """The server, its limits, and the counts that all its connections share.
+
+    Attributes:
+        http: aiohttp's server.
+        limits: Limits of connections and requests.
+        num_open: Number of connections that are served.
+        num_refused: Number of connections beyond the limit that are being refused.
+    """
 
     def __init__(self, http: web.Server, limits: ListenSection) -> None:
         self.http = http
@@ -338,10 +368,9 @@ class _Shared:
 
 
 class _Http(web.RequestHandler):
-    """aiohttp's protocol of one connection, with time limits for a head and for an answer.
+    """aiohttp's protocol of one connection, with time limits for a head and for reading an answer.
 
-    The answer to whatever comes is HTTP with problem+json, and the log says in one line what was
-    wrong with what is no HTTP.
+    Bytes that are not valid HTTP get an answer as problem+json, and one line in the log.
     """
 
     __slots__ = ("_body", "_head_timer", "_is_answered", "_is_counted", "_send_timer", "_shared")
@@ -393,7 +422,7 @@ class _Http(web.RequestHandler):
         super().data_received(data)
 
     def head_has_come(self, body: StreamReader) -> None:
-        """End the time limit of a head: what comes next belongs to the request with this body."""
+        """End the time limit of a request's head: bytes from now on belong to its body."""
         self._body, self._is_answered = body, False
         if self._head_timer is not None:
             self._head_timer.cancel()
@@ -402,6 +431,7 @@ class _Http(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
+        """See `RequestHandler.finish_response` of aiohttp. Note that the request is answered."""
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
@@ -433,7 +463,13 @@ class _Http(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,  # noqa: ARG002 - aiohttp's words, which may quote the client
     ) -> web.StreamResponse:
-        """Return the answer to what aiohttp could not read, or to an error that `handle` raised.
+        """Return the answer to bytes that aiohttp could not read, or to an error of `handle`.
+
+        Args:
+            request: The request, as far as it could be read.
+            status: HTTP status that aiohttp suggests.
+            exc: The error.
+            message: Ignored, since it may quote bytes of the client.
 
         Raises:
             ConnectionError: The client has disconnected, or the answer has begun.
@@ -451,7 +487,7 @@ class _Http(web.RequestHandler):
         return framing_problem(status, request_id)
 
     def log_exception(self, *args: object, **kw: object) -> None:
-        """Log an error: one line for a client's fault, otherwise with the traceback."""
+        """Log an error: with one line if the client caused it, otherwise with its traceback."""
         error = kw.get("exc_info")
         if isinstance(error, (HttpProcessingError, web.RequestPayloadError, ConnectionError)):
             log.info("a connection ended within a malformed body: %s", type(error).__name__)
@@ -480,7 +516,12 @@ def _one_line(error: HttpProcessingError) -> str:
 
 
 class _Refusal(asyncio.Protocol):
-    """Answers one connection too many with 503, and closes it when that is read, or after 0.5 s."""
+    """The protocol of a connection beyond the limit: answers 503, and closes it within 0.5 s.
+
+    Args:
+        transport: The connection.
+        shared: Counts the refused connections.
+    """
 
     def __init__(self, transport: asyncio.Transport, shared: _Shared) -> None:
         self._shared = shared

@@ -47,7 +47,14 @@ class ListenSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     send_timeout_s: Fixed[float] = 60.0
 
     def check(self, table: str) -> None:
-        """Raise ConfigError, with the names of the config file's `table`."""
+        """Check the values.
+
+        Args:
+            table: Name of the section in the config file, for errors.
+
+        Raises:
+            ConfigError: A value is out of range; the error names the setting.
+        """
         if not 0 <= self.port <= _MAX_PORT:
             raise ConfigError(f"{table}.port must be in 0..{_MAX_PORT}, not {self.port}")
         if not self.host:
