@@ -195,9 +195,9 @@ _GATEWAY_ROWS: Mapping[str, Mapping[str, str]] = {
 
 
 def _is_news(seen: Seen, name: str, state: str) -> bool:
-    """Return True if a part is shown: every node of a gateway.
+    """Return True if a part is shown.
 
-    Of a node storage and faulty parts.
+    All nodes of a gateway are shown; of a node's parts only storage and those with a fault.
     """
     return seen.role == _GATEWAY or name == "storage" or not state.startswith("ok")
 

@@ -244,7 +244,7 @@ class FleetAnswer:
     Attributes:
         text: the whole answer.
         first_token_s: seconds from the call to the first text, as the caller saw it.
-        event: the killing, in words.
+        event: the end of the killed node, in words.
     """
 
     text: str

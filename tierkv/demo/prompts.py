@@ -1,4 +1,7 @@
-"""The prompts of the demo: texts for the model of bytes, chats for a model with a template."""
+"""The prompts of the demo.
+
+The built-in model, whose tokens are bytes, continues texts; other models answer in chats.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ class Prompts(Protocol):
     def unrelated(self, number: int) -> Fields:
         """Return a prompt that evicts other prompts from the device.
 
-        Each number gives another one.
+        Each `number` gives another prompt.
         """
         ...
 
@@ -172,7 +175,10 @@ class Chosen:
 
 
 def choose_model(given: str | None) -> Chosen:
-    """Return the model that `--model` names, by default the one that `./scripts/demo` installs."""
+    """Return the model that `--model` names.
+
+    By default that is the model that `./scripts/demo` installs, or else the built-in one.
+    """
     if given == "tiny":
         return Chosen(None)
     if given is not None:

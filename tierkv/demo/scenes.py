@@ -253,7 +253,7 @@ class Play:
         Args:
             title: title of the scene.
             prompt: the prompt that was asked.
-            asked: waits for the answer.
+            asked: the call that returns the answer.
             tail_tokens: tokens of the prompt's partial last block.
             at: the node that answers; None for the decode node.
         """

@@ -226,7 +226,7 @@ class PendingEvent:
     def submitted(self, event: Event) -> None:
         """Set the recorded event.
 
-        The lane's thread calls this or `failed` once, with `progress` held.
+        The lane's thread calls this or `failed` once, while it holds the lock of `progress`.
         """
         self._event = event
 

@@ -257,7 +257,7 @@ class CudaDevice:
     def open_ordered_lane(
         self, direction: Direction, planes: Planes, host: HostSlots, order: Order
     ) -> CudaLane:
-        """Open a lane whose copies run in the given order.
+        """Open a lane for copies in the given order.
 
         Args:
             direction: the direction of the copies.
@@ -301,7 +301,7 @@ class CudaDevice:
     def _is_computing(self) -> bool:
         """Return True if the engine's stream has work for 0.5 ms or more.
 
-        The call takes that long.
+        The call takes 0.5 ms itself.
         """
         try:
             event = self.compute_stream.record()

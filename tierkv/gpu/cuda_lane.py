@@ -3,13 +3,14 @@
     load      slots --copy engine--> ring --scatter--> planes       copy streams | kernel stream
     offload   slots <--copy engine-- ring <--gather--- planes       copy streams | kernel stream
 
-The ring is device memory that is used in turn. A copy is cut into units. The GPU's copy engine
-moves a block's bytes as one piece, and a kernel spreads them over the planes (scatter) or collects
-them (gather); one unit is copied while the one before is scattered. If the planes lie at equal
-distances, the copy engine can move a block as a rectangle, and the first whole blocks need neither
-ring nor kernel.
-Kernels that read host memory themselves were as fast alone, but fell to 66 % with both directions
-at once and slowed a matmul beside them by 14 to 106 % (H200); this does neither.
+The ring is staging memory on the device, used in turn. A copy is cut into units. The GPU's copy
+engine moves a block's bytes as one piece, and a kernel spreads them over the planes (scatter) or
+collects them (gather); one unit is copied while the one before is scattered. If the planes lie at
+equal distances, the copy engine can move a block as a rectangle, and the first whole blocks need
+neither ring nor kernel.
+
+Without staging, kernels could read host memory themselves. They were as fast alone, but fell to 66
+% with both directions at once, and slowed a matmul beside them by 14 to 106 % (H200).
 """
 
 from __future__ import annotations
@@ -310,7 +311,10 @@ class Pipeline:
         return min(_FIRST_BATCH_PIECES << len(self._under_way), _BATCH_PIECES)
 
     def _take_turns(self) -> None:
-        """Continue on the other copy stream, behind the work of this one."""
+        """Continue on the other copy stream, behind the work of this one.
+
+        Copies of other streams get the copy engine in between.
+        """
         self._copies_next.wait_bound(self._under_way[-1])
         self._copies, self._copies_next = self._copies_next, self._copies
         self._since_turn = 0
@@ -329,7 +333,7 @@ Units = Iterator[tuple[Unit, CudaEvent | None]]  # see Pipeline.submit
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A copy whose units the lane's thread submits.
+    """A copy that the lane's thread submits, unit by unit.
 
     Attributes:
         copy: the copy.

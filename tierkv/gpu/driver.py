@@ -25,7 +25,7 @@ _STREAM_ORDER = 1  # a copy reads its source when the stream gets there
 class Column:
     """An array of `capacity` addresses or sizes that the driver reads, at a fixed address.
 
-    Asking NumPy for the address takes 28 us after a pause, and nothing moves in that time.
+    The address is asked for once: NumPy takes 28 us for that after a pause, and copies wait.
     """
 
     __slots__ = ("address", "values")

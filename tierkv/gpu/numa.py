@@ -62,7 +62,7 @@ class PcieLink:
     def raw_gb_per_s(self) -> float:
         """The GB/s on the wire, without the encoding (128b/130b from PCIe 3 on).
 
-        Data gets about 88 %.
+        About 88 % of them are left for data.
         """
         return self.speed * self.width / 8 * (128 / 130)
 

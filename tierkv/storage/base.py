@@ -55,8 +55,8 @@ def num_leading(are_there: Sequence[bool]) -> int:
 class BaseStore(ABC):
     """A base class with defaults for a simple `Store`.
 
-    By default a store has one copy of each value, no breaker, no listing, no messages between its
-    users and this machine's clock, and it ignores `use_memory`. Subclasses implement the other
+    By default a store has one copy of each value, the clock of this machine, no breaker, no listing
+    and no messages between its users; it ignores `use_memory`. Subclasses implement the other
     methods.
     """
 

@@ -470,8 +470,8 @@ _MOST_TELLING = 1024  # more at a time are lost: the disk hangs
 class FileNotifier:
     """The `Notifier` of processes that share the directory `root` on one machine.
 
-    A hint is a file that is made and removed at once; inotify, of the kernel, reports it to the
-    other processes even so.
+    A hint is a file that is made and removed at once. The kernel (inotify) reports the making of
+    the file to the other processes, even after the file is gone.
 
         store/.notify/3f9c...e1.b12     a hint: the digest of the topic, and the message
 
@@ -519,7 +519,7 @@ class FileNotifier:
     async def _serve(self) -> None:
         """Watch the directory while there are listeners.
 
-        Try again if it cannot be watched any more.
+        If the directory cannot be watched any more, try again after _TRY_AGAIN_S seconds.
         """
         while True:
             while not self._topics:
@@ -656,7 +656,7 @@ class FileSettings:
         num_threads: number of threads that read, and of as many that write.
         syncs_values: write every value to the disk before it counts as stored. Off by default: a
             block lost in a power cut is a miss, a torn one is found by its length and checksum, and
-            64 values of 2 MiB are written at 0.8-1.1 GB/s instead of 1.2-2.7.
+            with this setting 64 values of 2 MiB are written at 0.8-1.1 GB/s instead of 1.2-2.7.
         sweep_interval_s: seconds between removals of expired values, which are invisible before
             that.
         capacity_bytes: most bytes of all values; the least recently used ones are evicted. None for

@@ -107,7 +107,7 @@ def walk(
     Args:
         root: the store's directory.
         prefix: prefix of the names.
-        after: path, in parts, that the yielded paths are behind; () for all paths.
+        after: yield only values whose path, in parts, sorts after this one; () for all values.
         when_empty: called with the path of each empty directory that the store has made.
 
     Raises:
@@ -297,9 +297,9 @@ class Scratch:
                            / added      see `UsedBytes`
 
     The directory is on the same file system as the values, so a rename makes a value visible at
-    once. What a dead process has left lies in a directory of its own, so removing that takes no
-    look at every value. A lock, unlike a process id, distinguishes dead from living processes
-    between containers and after process ids are reused.
+    once. Leftovers of a dead process lie in its own directory and are removed without a look at
+    every value. A lock, unlike a process id, distinguishes dead from living processes between
+    containers and after process ids are reused.
     """
 
     def __init__(self, root: Path) -> None:
@@ -699,7 +699,7 @@ class UsedBytes:
                 os.close(fd)
 
     def counts(self) -> Mapping[str, int]:
-        """Return the bytes of values that each process has added, by the process's directory.
+        """Return the bytes that each process has added, by the name of the process's directory.
 
         Raises:
             OSError: the directory cannot be read.

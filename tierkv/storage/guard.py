@@ -592,7 +592,7 @@ class GuardedStore(StoreWrapper):
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
         """See `Store.list`.
 
-        Without a deadline, since a listing takes long and only an operator waits.
+        There is no deadline: a listing takes long, and only an operator waits.
         """
         return await self._answered(lambda store: store.list(prefix, limit=limit, cursor=cursor))
 

@@ -231,7 +231,8 @@ class LayeredStore(StoreWrapper):
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
         """See `Store.list`: values of the far store, then those that only the near store has.
 
-        The latter can be read, too, and an operator who removes what is listed has to find them.
+        Values that only the near store has can still be read, so an operator who removes what is
+        listed must see them.
         """
         check_prefix(prefix)
         check_limit(limit)
@@ -356,7 +357,7 @@ class NearCopies:
 
 
 class OpensLater(StoreWrapper):
-    """A `Store` whose operations fail until it can be opened; the opening is tried again and again.
+    """A `Store` that fails all operations until it can be opened; opening is tried every second.
 
     A node can thus start while its near store is down.
     """

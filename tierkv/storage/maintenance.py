@@ -1,4 +1,4 @@
-"""Operations on a whole store: list, count, verify, remove, set times to live."""
+"""Operations on a whole store: list, count, verify and remove values."""
 
 from __future__ import annotations
 

@@ -241,8 +241,8 @@ class CheckedNames(tuple[str, ...]):
 def check_names(names: Sequence[str]) -> CheckedNames | NameRun:
     """Return `names` if stores accept all of them.
 
-    The names of a `NameRun` differ only in the hex digests of their blocks, so one of them is
-    checked.
+    The names of a `NameRun` (blocks of a prompt in a row) differ only in the hex digests of their
+    blocks, so one of them is checked.
 
     Raises:
         BadRequestError: stores do not accept one of the names.
@@ -648,7 +648,7 @@ class Store(Protocol):
         """
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        """Store each value, whole or not at all."""
+        """Store each value, whole or not at all; return one outcome per item."""
 
     async def delete(self, names: Sequence[str]) -> int:
         """Remove values; return the number of those that existed.

@@ -32,7 +32,7 @@ class Deletions:
 
     @property
     def bars_reads(self) -> bool:
-        """True while the store may still hold values that a deletion should have removed."""
+        """True during a deletion, and after a failed one until another one succeeds."""
         return self._has_failed or self._num_under_way > 0
 
     def refusal(self, generation: int) -> str:

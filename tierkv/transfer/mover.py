@@ -616,7 +616,7 @@ class Mover:
         return movement
 
     def _follow(self, movement: Movement, counts: Direction | None) -> None:
-        """Have a submitted movement ended, and counted, when its last event is done.
+        """Arrange that a submitted movement ends, and is counted, when its last event is done.
 
         The movement ends in a later turn of the event loop, in the poller's task, so a bug in a
         callback ends the service.

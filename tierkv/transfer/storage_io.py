@@ -77,15 +77,16 @@ class Slice:
 class Slices:
     """The values that a block consists of in storage, and the host memory of each of them.
 
-    A node that is not split has one value per block, as large as its slot. A node of n ranks has n
-    values, a slice for each rank, and a block counts as stored when all are stored. Blocks of nodes
-    with other numbers of ranks are found under the names of their slices.
+    A node without tensor parallelism has one value per block, as large as its slot. A node of n
+    ranks has n values, a slice for each rank, and a block counts as stored when all are stored.
+    Blocks of nodes with other numbers of ranks are found under the names of their slices.
 
     Args:
         names: the names of the whole layout's fingerprint.
         parts: the slices of this node, one per rank.
-        scheme: the split of blocks over ranks; None finds only blocks of this node's own size.
-        peer_tensor_parallel: sizes of other nodes to look for, in ranks. Sizes with slices that
+        scheme: the split of blocks over ranks; None finds only blocks of nodes with as many ranks
+            as this one.
+        peer_tensor_parallel: numbers of ranks of other nodes to look for. Those with slices that
             cannot be put together here become `foreign_sizes`.
 
     Raises:
@@ -351,8 +352,8 @@ class TailLists:
             missing: digests of tails that are known to be missing.
 
         Returns:
-            None if there is no such tail, if the store does not answer, or while a deletion bars
-                reads.
+            None if there is no such tail, if the store does not answer, or while stored values are
+                being deleted.
         """
         if self._deletions.bars_reads:
             return None
@@ -374,9 +375,7 @@ class TailLists:
         return best
 
     async def _read(self, parent: bytes, space: str) -> list[Tail]:
-        """Return the tails listed after the block `parent`, newest first.
-
-        [] if the list is damaged.
+        """Return the tails listed after the block `parent`, newest first; none of a damaged list.
 
         Raises:
             StoreUnavailableError: the store did not answer.
@@ -535,8 +534,9 @@ class StorageIO:
     async def count_present(self, keys: Sequence[StoredKey]) -> int:
         """Return the number of `keys` that the store has, before the first one that it lacks.
 
-        A block counts if the slices of all ranks are stored, by a node of this or another size that
-        can be read here. While a deletion bars reads the number is 0.
+        A block counts if the slices of all ranks are stored, by a node of as many ranks or one
+        whose slices can be put together here. While stored values are being deleted the number is
+        0.
 
         Raises:
             StoreUnavailableError: the store did not answer.
@@ -574,9 +574,9 @@ class StorageIO:
             size = other
 
     async def foreign_size(self, key: StoredKey) -> int | None:
-        """Return the size, in ranks, of a node that has stored this block in slices of no use here.
+        """Return the number of ranks of a node that has stored this block in slices of no use here.
 
-        Such slices cannot be put together to this node's own.
+        The slices of such a node cannot be put together to those of this node.
 
         Returns:
             None if there are no such slices.
@@ -592,7 +592,7 @@ class StorageIO:
         return next((n for n, is_there in zip(sizes, there, strict=True) if is_there), None)
 
     async def are_present(self, keys: Sequence[StoredKey]) -> list[bool]:
-        """Return for each of `keys` True if the block is stored, in as many slices as this one's.
+        """Return for each of `keys` True if a node of as many ranks as this one has stored it.
 
         Raises:
             StoreUnavailableError: the store did not answer.
@@ -601,7 +601,7 @@ class StorageIO:
         return there
 
     async def present(self, names: Sequence[str]) -> list[bool]:
-        """See `Store.present`. While a deletion bars reads every answer is False.
+        """See `Store.present`. While stored values are being deleted every answer is False.
 
         Raises:
             StoreUnavailableError: the store did not answer.
@@ -616,15 +616,13 @@ class StorageIO:
             self._toucher.used(names)
 
     async def _sizes_of(self, keys: Sequence[StoredKey], tried: int) -> list[int | None]:
-        """Return for each block the size, in ranks, of a node that has stored it.
+        """Return for each block the number of ranks of a node that has stored it.
 
-        None if no node has.
-
-        All blocks are asked for in one exchange.
+        The number is None if no node has. All blocks are asked for in one exchange.
 
         Args:
             keys: keys of the blocks.
-            tried: a size that is not asked for, as the caller knows the answer.
+            tried: a number of ranks that is not asked for, as the caller knows the answer.
         """
         sizes = [n for n in (self.slices.size, *self.slices.peer_tensor_parallel) if n != tried]
         if not sizes or not keys:
@@ -659,11 +657,11 @@ class StorageIO:
 
         Args:
             keys: keys of the blocks.
-            slot_ids: int64 [len(keys)], the target slots.
+            slot_ids: int32 [len(keys)], the target slots.
 
         Returns:
             One outcome per key. HIT: length, key, layout and checksum of every rank's slice are
-                right. MISS also while a deletion bars reads, or if one began during the read.
+                right. MISS also if stored values are deleted before the read ends.
         """
         if self.deletions.bars_reads:
             return [_DELETED] * len(keys)
@@ -688,9 +686,9 @@ class StorageIO:
     async def _fetch_missed(
         self, keys: Sequence[StoredKey], slot_ids: Ids, blocks: list[GetOutcome]
     ) -> None:
-        """Read missed blocks as nodes of other sizes have stored them, if they have.
+        """Read missed blocks as nodes with other numbers of ranks have stored them, if they have.
 
-        Blocks that `count_present` has looked for are skipped.
+        Blocks for which `count_present` has found such a number are skipped: they were read so.
 
         Args:
             keys: keys of all blocks of the fetch.
@@ -783,7 +781,7 @@ class StorageIO:
 
         Args:
             keys: keys of the blocks.
-            slot_ids: int64 [len(keys)], the slots.
+            slot_ids: int32 [len(keys)], the slots.
             worth: the worth of each block to later requests: of too many writes those worth least
                 are dropped. None is the highest worth, for blocks that a request waits for.
             notes_tails: True to list the tails among the blocks, too; if False, the caller lists
@@ -926,7 +924,7 @@ class Values:
 
         Args:
             keys: keys of the blocks.
-            slot_ids: int64 [len(keys)], the target slots.
+            slot_ids: int32 [len(keys)], the target slots.
             sizes: the number of ranks that stored each block.
         """
         return [
@@ -983,7 +981,7 @@ class Values:
 
         Args:
             keys: keys of the blocks.
-            slot_ids: int64 [len(keys)], the slots.
+            slot_ids: int32 [len(keys)], the slots.
             sizes: the number of ranks that stored each block.
             reads: the reads, with outcomes.
         """
@@ -1038,7 +1036,7 @@ class Values:
 
         Args:
             keys: keys of the blocks.
-            slot_ids: int64 [len(keys)], the slots.
+            slot_ids: int32 [len(keys)], the slots.
             worth: the worth of each block, see `StorageIO.flush`.
 
         Returns:
@@ -1060,7 +1058,7 @@ class Values:
 
         Args:
             keys: keys of the blocks.
-            slot_ids: int64 [len(keys)], the slots.
+            slot_ids: int32 [len(keys)], the slots.
             worth: the worth of each block, see `StorageIO.flush`.
             is_late: True to leave headers to the sender, if possible; see `encode_later`.
         """

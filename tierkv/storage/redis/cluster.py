@@ -170,10 +170,7 @@ class ClusterRouter:
         return answers
 
     def _by_master(self, names: Sequence[str]) -> dict[Address | None, list[int]]:
-        """Return the indexes of names by the address of their master.
-
-        None stands for an unknown one.
-        """
+        """Return the indexes of names by the address of their master, None for an unknown one."""
         table = self._topology.table
         # Addresses are grouped by identity first: hashing a thousand of them takes 0.5 ms.
         ranges: dict[int, tuple[Address | None, list[int]]] = {}
@@ -423,11 +420,12 @@ class Topology:
     async def node(self, address: Address, uses: ExitStack) -> RedisNode | None:
         """Return the node at `address`, connected if necessary.
 
-        None while the cluster is being closed.
-
         Args:
             address: address of a master.
             uses: the node is kept open until this stack is closed.
+
+        Returns:
+            None while the cluster is being closed.
         """
         member = self._join(address)
         if member is None:
@@ -452,9 +450,9 @@ class Topology:
         self._stale.set()
 
     async def look(self) -> None:
-        """Have the table of slots read again.
+        """Have the table of slots read again, and wait until that was tried.
 
-        Wait until that was tried, at most a question's deadline.
+        The wait ends after the deadline of a question at the latest.
         """
         self._looked.clear()
         self.doubt()

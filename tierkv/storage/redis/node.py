@@ -260,7 +260,7 @@ class KeyCommand:
 
 
 class Router(Protocol):
-    """The way of commands to the server, or the servers of a cluster, that hold their names."""
+    """A sender of commands to the servers that hold their names: one server, or a cluster."""
 
     def running(self) -> AbstractAsyncContextManager[None]: ...
 
@@ -448,7 +448,7 @@ class RedisNode:
     async def list(
         self, address: Address, prefix: str, position: int, limit: int
     ) -> tuple[int, dict[str, StoredValue], Sequence[str]]:
-        """List values over a connection of this call, as SCAN returns them.
+        """List values with SCAN, over a connection for this call alone.
 
         Args:
             address: the address that `locate` returned.

@@ -220,7 +220,7 @@ class ConnectionPool:
                 wire.close(Unanswered("is closed"))
 
     async def _next(self, wire: Wire | None) -> WireRequest:
-        """Wait for the next request for the task whose connection is `wire`.
+        """Wait for the next request for a task, which owns the connection `wire`.
 
         If `wire` is None or lost, the task opens a new connection for that request.
         """
@@ -288,7 +288,7 @@ class ConnectionPool:
     def _wake_one(self) -> None:
         """Wake one idle task if there may be a request for it.
 
-        A task that finds one wakes the next.
+        A task that finds a request wakes the next task.
         """
         while self._idle and self._waiting and self._window.has_room:
             idle = self._idle.popleft()

@@ -239,7 +239,7 @@ class Replies:
     def _step(self, replies: list[Reply]) -> bool:
         """Parse the next line or end of a value in the scratch buffer.
 
-        Return False if it is not whole.
+        The result is False if that line or end has not arrived whole.
         """
         if self._state is _State.LINE:
             end = self._scratch.find(b"\r\n", self._start, self._end)

@@ -81,9 +81,10 @@ class Pipe(Protocol):
         """True if bytes can be read although the socket is not readable."""
 
     def read(self, into: Sequence[memoryview]) -> int:
-        """Receive into the buffers `into`, in order.
+        """Receive bytes into the buffers `into`, in order.
 
-        Return the bytes received, 0 at the peer's end.
+        Returns:
+            The number of bytes; 0 if the peer has closed the connection.
         """
 
     def write(self, pieces: Sequence[memoryview]) -> int:
@@ -206,7 +207,7 @@ async def _connect(address: Address) -> socket.socket:
 async def _first_connected(found: Sequence[tuple[int, object]]) -> socket.socket:
     """Return the socket of the address that answers first.
 
-    Each address is tried _START_S seconds after the one before: that one's machine may be down.
+    Each address is tried _START_S seconds after the one before, since its machine may be down.
     """
     infos = [(f, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", where) for f, where in found]
     try:
@@ -365,7 +366,7 @@ class WireRequest:
     def bulk_bytes(self) -> int:
         """Size of the value that the request sends or receives.
 
-        0 for a question with a short reply.
+        A question, whose reply is short, has size 0.
         """
         is_question = self.into is None and len(self.pieces) == 1
         return 0 if is_question else self.num_bytes
