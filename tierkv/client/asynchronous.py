@@ -63,11 +63,13 @@ class AsyncClient:
 
     Args:
         url: http://host:port, https://..., or unix:/path of the node's socket.
-        token: A bearer token.
-        tls: See `client_tls`.
-        uds: Path of the node's socket; `url` is then only a name.
-        timeout_s: Seconds for a whole call, its retries included; for a stream see TokenStream.
-        max_connections: Most connections; further calls wait for one.
+        token: A bearer token; None without authentication.
+        tls: TLS context for https, see `client_tls`; None trusts the system's authorities.
+        uds: Path of the node's Unix socket; `url` is then only a name.
+        timeout_s: Seconds for a whole call, its retries included. In a stream, seconds until the
+            first event and between two events.
+        retries: The rule by which failed calls are retried; None for the default.
+        max_connections: Largest number of connections; further calls wait for one.
     """
 
     def __init__(  # noqa: PLR0913 - of one node, all with a default
@@ -107,12 +109,12 @@ class AsyncClient:
         """Return the health of the node and of each part.
 
         Raises:
-            NotReadyError: The node takes no requests now.
+            NotReadyError: The node accepts no requests now.
         """
         return await self._node.ask("GET", "/readyz", ReadyAnswer, query="?verbose")
 
     async def healthz(self) -> ReadyAnswer:
-        """Do the same as `readyz`, under the name that some load balancers use."""
+        """Return the same as `readyz`, from the path that some load balancers use."""
         return await self._node.ask("GET", "/healthz", ReadyAnswer, query="?verbose")
 
     async def version(self) -> VersionAnswer:
@@ -126,7 +128,7 @@ class AsyncClient:
         return await self._node.ask("GET", "/v1/stats", Stats)
 
     async def verify(self) -> VerifyAnswer:
-        """Let the node recount its blocks and leases."""
+        """Make the node recount its blocks and leases (references to blocks); return each fault."""
         return await self._node.ask("GET", "/v1/verify", VerifyAnswer)
 
     async def openapi(self) -> dict[str, object]:
@@ -158,7 +160,7 @@ class AsyncClient:
         )
 
     async def prefill(self, body: PrefillBody, *, timeout_s: float | None = None) -> PrefillAnswer:
-        """Compute and publish a prompt.
+        """Compute the first token of a prompt, and publish the prompt for a decode node.
 
         Args:
             body: The prompt, the ticket's id, and the sampling of the first token.
@@ -173,7 +175,7 @@ class AsyncClient:
         )
 
     async def decode(self, body: DecodeBody, *, timeout_s: float | None = None) -> DecodeAnswer:
-        """Claim a published prompt and generate from it.
+        """Claim a prompt that a prefill node has published, and generate from it.
 
         Args:
             body: The ticket's id, the prompt, the claim policy, and the number of tokens.
@@ -188,15 +190,15 @@ class AsyncClient:
         )
 
     async def tokenize(self, body: TokenizeBody) -> TokenizeAnswer:
-        """Tell the tokens of a text, as the node's model reads it."""
+        """Return the tokens of a text or a chat, by the tokenizer of the node's model."""
         return await self._node.ask("POST", "/v1/tokenize", TokenizeAnswer, body=body)
 
     async def lookup(self, body: LookupBody) -> LookupAnswer:
-        """Tell in which tiers a prompt's leading tokens are."""
+        """Return the number of a prompt's leading tokens that each tier has."""
         return await self._node.ask("POST", "/v1/lookup", LookupAnswer, body=body)
 
     async def explain(self, body: LookupBody) -> Explanation:
-        """Tell where each of a prompt's blocks is, what is missing first, and why."""
+        """Return the place of each block of a prompt, and the reason of the first miss."""
         return await self._node.ask("POST", "/v1/explain", Explanation, body=body)
 
     # As they are generated: async with client.stream_generate(body) as stream: async for ... in it
@@ -209,7 +211,7 @@ class AsyncClient:
     def stream_prefill(
         self, body: PrefillBody
     ) -> AbstractAsyncContextManager[TokenStream[PrefillAnswer]]:
-        """Stream a prefill: first its first token, and its answer when all is published."""
+        """Stream a prefill: first the first token, then the answer once the prompt is published."""
         return self._node.stream("/v1/prefill", PrefillAnswer, replace(body, stream=True))
 
     def stream_decode(
@@ -218,13 +220,13 @@ class AsyncClient:
         return self._node.stream("/v1/decode", DecodeAnswer, replace(body, stream=True))
 
     async def abort(self, name: str) -> AbortAnswer:
-        """Abort the request of this id in any state."""
+        """Abort the request with this id in any state."""
         return await self._node.ask("DELETE", "/v1/requests/{id}", AbortAnswer, name)
 
     # What is cached: prefetches, pins, tickets
 
     async def prefetch(self, body: PrefetchBody) -> PrefetchAnswer:
-        """Begin to bring a prompt's blocks from storage to the host."""
+        """Start to fetch a prompt's blocks from storage to the host."""
         return await self._node.ask("POST", "/v1/prefetches", PrefetchAnswer, body=named(body))
 
     async def prefetch_state(self, name: str) -> PrefetchAnswer:
@@ -242,7 +244,7 @@ class AsyncClient:
 
         Args:
             name: Id of the pin, chosen by the caller. An existing pin of this id is replaced.
-            body: The prompt, the seconds, and whether the pin is soft.
+            body: The prompt, the seconds, and whether the blocks may be evicted after all others.
         """
         return await self._node.ask("PUT", "/v1/pins/{id}", PinAnswer, name, body)
 
@@ -253,46 +255,52 @@ class AsyncClient:
         return await self._node.ask("DELETE", "/v1/pins/{id}", PinAnswer, name)
 
     async def ticket(self, name: str) -> TicketAnswer:
-        """Return the state of a published prompt, without waiting."""
+        """Return the state of a ticket (the record of a published prompt), without waiting."""
         return await self._node.ask("GET", "/v1/tickets/{id}", TicketAnswer, name)
 
     async def forget_ticket(self, name: str) -> TicketAnswer:
-        """Delete a ticket that will not be claimed; its blocks stay until they expire."""
+        """Delete a ticket that will not be claimed.
+
+        The blocks that it names stay until they expire.
+        """
         return await self._node.ask("DELETE", "/v1/tickets/{id}", TicketAnswer, name)
 
     async def acknowledge(self, name: str) -> TicketAnswer:
-        """Acknowledge a claim, so that the producer of the ticket holds nothing for it any more."""
+        """Record that a ticket was claimed, so that its producer releases the prompt's blocks."""
         return await self._node.ask("POST", "/v1/tickets/{id}/ack", TicketAnswer, name)
 
     # For those who run a node: tiers, quotas, blocks, life cycle
 
     async def drain(self) -> LifeAnswer:
-        """Take no more work, until the end of the process."""
+        """Make the node refuse new requests until its process ends."""
         return await self._node.ask("POST", "/v1/drain", LifeAnswer)
 
     async def pause(self) -> LifeAnswer:
-        """Admit nothing until `unpause`; what runs goes on, and what comes waits."""
+        """Make new requests wait until `unpause`; running requests continue."""
         return await self._node.ask("POST", "/v1/pause", LifeAnswer)
 
     async def unpause(self) -> LifeAnswer:
+        """Admit waiting and new requests again."""
         return await self._node.ask("POST", "/v1/resume", LifeAnswer)
 
     async def sleep(self, body: SleepBody | None = None) -> LifeAnswer:
-        """Give the device's memory back until `wake`; requests wait."""
+        """Free the device's memory until `wake`; requests wait."""
         return await self._node.ask("POST", "/v1/sleep", LifeAnswer, body=body)
 
     async def wake(self, body: WakeBody | None = None) -> LifeAnswer:
+        """Allocate the device's memory again, and admit requests."""
         return await self._node.ask("POST", "/v1/wake", LifeAnswer, body=body)
 
     async def resize(self, body: ResizeBody) -> TiersAnswer:
+        """Change the capacity of the device or host tier while the node runs."""
         return await self._node.ask("POST", "/v1/resize", TiersAnswer, body=body)
 
     async def reset(self) -> ResetAnswer:
-        """Forget all cached blocks that no request or pin holds; storage keeps its own."""
+        """Remove all cached blocks that no request or pin holds; storage keeps its blocks."""
         return await self._node.ask("POST", "/v1/reset", ResetAnswer)
 
     async def forget_blocks(self, *, storage: bool = False) -> ResetAnswer:
-        """Forget all cached blocks as `reset` does; `storage=True` also deletes stored blocks."""
+        """Remove all cached blocks as `reset` does; with `storage=True`, stored blocks too."""
         query = "?storage=true" if storage else ""
         return await self._node.ask("DELETE", "/v1/blocks", ResetAnswer, query=query)
 
@@ -300,8 +308,8 @@ class AsyncClient:
         """Return a page of the cached blocks of all tenants.
 
         Args:
-            cursor: Cursor of the page before, None for the first page.
-            limit: Most blocks of the page.
+            cursor: Cursor of the page before; None for the first page.
+            limit: Largest number of blocks of the page.
         """
         query = {"limit": str(limit)} | ({"cursor": cursor} if cursor is not None else {})
         return await self._node.ask("GET", "/v1/blocks", BlocksAnswer, query=f"?{urlencode(query)}")

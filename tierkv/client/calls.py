@@ -1,4 +1,4 @@
-"""One call of the client: deadline, attempts and pauses between them, bodies out, answers back."""
+"""One call of the client: its deadline, its attempts and pauses, its body and its answer."""
 
 from __future__ import annotations
 
@@ -40,11 +40,16 @@ _PROXY_NOT_NOW = (502, 503, 504)  # a proxy in front has no node to ask
 class Retries:
     """The rule by which a failed call is retried.
 
-    Between two attempts passes a random time of up to `first_s` seconds; the limit doubles with
-    each attempt up to `most_s`. The time is at least that of the node's Retry-After.
+    The pause between two attempts is a random time of up to `first_s` seconds; this limit doubles
+    with each attempt, up to `most_s`. To the pause are added the seconds of the node's Retry-After.
 
     Attributes:
         attempts: Number of attempts, the first included.
+        first_s: Limit of the first pause, in seconds.
+        most_s: Largest limit of a pause, in seconds.
+
+    Raises:
+        ConfigError: A number is out of range.
     """
 
     attempts: int = 4
@@ -58,7 +63,9 @@ class Retries:
             )
 
     def allows(self, error: TierKVError, attempt: int) -> bool:
-        """Return whether to repeat a call. Repeating is safe, since work has a request id.
+        """Return True if a failed call is to be repeated.
+
+        Repeating is safe: a node does the work of one request id only once.
 
         Args:
             error: The error of the last attempt.
@@ -77,7 +84,9 @@ class Retries:
         return isinstance(error, BrokenOffError)
 
     def pause_s(self, error: TierKVError, attempt: int) -> float:
-        """Return the seconds before the next attempt: random, so that refused clients spread out.
+        """Return the seconds before the next attempt.
+
+        The time is random, so that clients that were refused together do not return together.
 
         Args:
             error: The error of the last attempt, perhaps with the node's Retry-After in seconds.
@@ -97,7 +106,7 @@ _MOST_RETRY_AFTER_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class _Question(Generic[A]):
-    """The arguments of one `Calls.ask`."""
+    """The arguments of one call of `Calls.ask`."""
 
     method: str
     path: str
@@ -111,7 +120,7 @@ class Calls:
     """Calls of a node's routes. Use it inside `running()`.
 
     Args:
-        http: The connections.
+        http: The connections to the node.
         timeout_s: Seconds for a whole call, its retries included; for a stream see `stream`.
         retries: The rule for retries.
     """
@@ -135,16 +144,16 @@ class Calls:
         query: str = "",
         timeout_s: float | None = None,
     ) -> A:
-        """Ask a route, and again where the answer was lost.
+        """Call a route, and again by the rule for retries, until there is an answer.
 
         Args:
             method: The HTTP method.
             path: The path, with {id} in place of `name`.
             answer: The type of the answer; `bytes` for the body as it is.
-            name: The id in the path.
-            body: The body.
+            name: The id in the path; None for a path without one.
+            body: The body; None without one.
             query: The query string, with its question mark.
-            timeout_s: Seconds of the whole call; None for the client's own.
+            timeout_s: Seconds for the whole call; None for the client's own limit.
 
         Raises:
             RemoteError: The node has answered with an error.
@@ -176,15 +185,19 @@ class Calls:
     async def stream(
         self, path: str, answer: type[A], body: msgspec.Struct
     ) -> AsyncIterator[TokenStream[A]]:
-        """Open the stream of tokens of one call.
+        """Call a route, and provide its stream of tokens to the body.
 
-        The head of the answer must come within the client's timeout, and each event within it after
-        the event before.
+        The beginning of the answer must arrive within the client's timeout, and each event within
+        the same time after the event before.
 
         Args:
-            path: path of the route.
-            answer: type of the final answer.
-            body: the request's body.
+            path: Path of the route.
+            answer: Type of the final answer.
+            body: The request's body.
+
+        Raises:
+            RemoteError: The node has answered with an error.
+            CallError: There is no answer.
         """
         async with self._opened(_Question("POST", path, answer, body=body)) as events:
             yield TokenStream(self._http.where, events, answer)
@@ -242,7 +255,7 @@ class Calls:
         raise self._stranger(reply)
 
     def _refuse(self, reply: Reply) -> NoReturn:
-        """Raise the error that `reply` is."""
+        """Raise the error for an error answer."""
         problem = read_problem(reply.content_type, reply.raw)
         if problem is None:
             raise self._stranger(reply)
@@ -257,21 +270,21 @@ class Calls:
 
 
 def named(body: B) -> B:
-    """Return `body` with a request id, with which a retried call is done only once."""
+    """Return `body` with a request id, so that a node does the work of a retried call once."""
     if getattr(body, "request_id", None) is not None:
         return body
     return replace(body, request_id=uuid4().hex)
 
 
 def _packed(body: msgspec.Struct) -> msgspec.Struct:
-    """Return the body with its prompt's tokens as bytes, which are 50 times faster to read."""
+    """Return the body with its prompt's tokens as bytes, which nodes read 50 times faster."""
     if isinstance(body, PromptBody) and isinstance(body.tokens, list):
         return replace(body, tokens=pack(body.tokens))
     return body
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds of the header; nodes do not send its other form, a date."""
+    """Return the seconds in the Retry-After header; None without it, or if it has a date."""
     text = headers.get("Retry-After", "")
     if not (text.isascii() and text.isdigit()):
         return None

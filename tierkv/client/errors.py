@@ -30,8 +30,11 @@ class DeadlineError(CallError):
 class NotANodeError(CallError):
     """The answer is not that of a tierkv node of this version.
 
+    Attributes:
+        status: HTTP status of the answer.
+
     Args:
-        message: The fault.
+        message: What is wrong.
         status: HTTP status of the answer.
     """
 
@@ -48,9 +51,13 @@ class RemoteError(TierKVError):
         except OutOfBlocksError as error:    # error.tier, error.needed ...
         except RemoteError as error:         # any answer that is an error
 
+    Attributes:
+        problem: The body of the node's answer.
+        retry_after_s: Seconds after which the node says to retry; None if it does not say.
+
     Args:
-        problem: The node's answer.
-        retry_after_s: Seconds after which the node says to retry, None if it does not.
+        problem: The body of the node's answer.
+        retry_after_s: Seconds after which the node says to retry; None if it does not say.
     """
 
     def __init__(self, problem: Problem, *, retry_after_s: float | None = None) -> None:
@@ -77,11 +84,11 @@ class RemoteError(TierKVError):
 
 
 def remote_error(problem: Problem, *, retry_after_s: float | None = None) -> RemoteError:
-    """Return `problem` as an exception of the class of its code.
+    """Return a node's error answer as an exception of the class that its code stands for.
 
     Args:
-        problem: The node's answer.
-        retry_after_s: Seconds after which the node says to retry, None if it does not.
+        problem: The body of the node's answer.
+        retry_after_s: Seconds after which the node says to retry; None if it does not say.
     """
     error = _remote_class(_class_of(problem))(problem, retry_after_s=retry_after_s)
     # What errors of some classes carry: HandoffError.reason, OutOfBlocksError.tier ...
@@ -92,7 +99,7 @@ def remote_error(problem: Problem, *, retry_after_s: float | None = None) -> Rem
 
 
 def read_problem(content_type: str, raw: bytes) -> Problem | None:
-    """Return the problem in an answer, None if there is none.
+    """Decode an error answer of a node; None if the answer is something else.
 
     Args:
         content_type: Media type of the answer.
@@ -118,7 +125,7 @@ def _class_of(problem: Problem) -> type[TierKVError]:
 
 
 def _remote_class(kind: type[TierKVError]) -> type[RemoteError]:
-    """Return a subclass of RemoteError and of `kind`, the same for each call."""
+    """Return the class that is both RemoteError and `kind`; the same class at each call."""
     if kind is TierKVError:
         return RemoteError
     if kind not in _REMOTE:

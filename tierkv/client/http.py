@@ -1,4 +1,4 @@
-"""One connection pool to one node, and one question over it."""
+"""One connection pool to one node, and single HTTP requests over it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,14 @@ _MAX_ANSWER_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole answer."""
+    """A whole answer.
+
+    Attributes:
+        status: HTTP status.
+        content_type: Media type of the body.
+        headers: The headers.
+        raw: The body.
+    """
 
     status: int
     content_type: str
@@ -51,7 +58,7 @@ def client_tls(
         ca: File of the authority that signed the node's certificate; None trusts the system's
             authorities.
         cert: File of the client's own certificate, for a node that asks for one.
-        key: File of the certificate's key, None if `cert` has it.
+        key: File of the certificate's key; None if it is in `cert`.
 
     Raises:
         ConfigError: A file cannot be used.
@@ -72,14 +79,14 @@ def client_tls(
 
 
 def node_url(given: str) -> str:
-    """Return `given` without a slash at its end.
+    """Check the URL of a node, and return it without a slash at its end.
 
     Args:
         given: A URL: http://, https:// or unix:/path.
 
     Raises:
-        ConfigError: `given` is not the URL of a node, or has a password, which the sentence does
-            not show.
+        ConfigError: `given` is not the URL of a node, or contains a password. The password is not
+            in the sentence.
     """
     if given.startswith(f"{_UNIX}/"):
         return given
@@ -101,9 +108,19 @@ def node_url(given: str) -> str:
 class Http:
     """The connections to one node. Use it inside `running()`.
 
+    Attributes:
+        where: The node's address, for errors.
+
     Args:
         url: URL of the node; see `node_url`.
-        max_connections: Most connections; further calls wait for one. 0 is no limit.
+        token: A bearer token; None without authentication.
+        tls: TLS context for https; None trusts the system's authorities.
+        uds: Path of the node's Unix socket, in place of the address in `url`; None without one.
+        max_connections: Largest number of connections; further calls wait for one. 0 is no limit.
+        connect_s: Seconds in which a connection must be made.
+
+    Raises:
+        ConfigError: The URL or the token is not valid.
     """
 
     def __init__(
@@ -161,12 +178,12 @@ class Http:
     async def ask(
         self, method: str, path: str, body: Body | None, headers: Mapping[str, str]
     ) -> Reply:
-        """Send a request and return the whole answer.
+        """Send a request, and return the whole answer.
 
         Args:
             method: HTTP method.
             path: Path and query.
-            body: Parts of the body, None without one.
+            body: Parts of the body, sent one after another; None without one.
             headers: Further headers.
 
         Raises:
@@ -179,14 +196,15 @@ class Http:
     async def opened(
         self, method: str, path: str, body: Body | None, headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request and yield the answer after its head; leaving early closes the connection.
+        """Send a request, and provide the answer to the body once its head has arrived.
 
-        Reading the answer raises errors of aiohttp; see `translated`.
+        If the body ends before the answer was read whole, the connection is closed. Reading the
+        answer raises errors of aiohttp; see `translated`.
 
         Args:
             method: HTTP method.
             path: Path and query.
-            body: Parts of the body, None without one.
+            body: Parts of the body, sent one after another; None without one.
             headers: Further headers.
 
         Raises:
@@ -214,11 +232,11 @@ class Http:
                 response.close()
 
     async def whole(self, response: aiohttp.ClientResponse) -> Reply:
-        """Read the rest of `response` and return the whole answer.
+        """Read the rest of `response`, and return the whole answer.
 
         Raises:
-            CallError: The connection broke; NotANodeError if the answer is longer than any of a
-                node.
+            CallError: The connection broke.
+            NotANodeError: The answer has more than 256 MiB, which no node sends.
         """
         raw = bytearray()
         with translated(self.where):
@@ -234,7 +252,7 @@ class Http:
 
 
 async def _in_pieces(body: Body) -> AsyncIterator[memoryview]:
-    """Yield the body in pieces, because aiohttp would copy all bytes that are not sent yet."""
+    """Yield the body in pieces of 64 KiB, since aiohttp copies the bytes that wait to be sent."""
     for part in body:
         view = memoryview(part)
         for at in range(0, len(view), _PIECE_BYTES):
@@ -243,10 +261,10 @@ async def _in_pieces(body: Body) -> AsyncIterator[memoryview]:
 
 @contextmanager
 def translated(where: str) -> Iterator[None]:
-    """Raise errors of aiohttp in the body as CallError or ConfigError.
+    """Turn errors of aiohttp, raised in the body, into CallError or ConfigError.
 
     Args:
-        where: The node, in words of errors.
+        where: The node's address, for errors.
 
     Raises:
         ConfigError: `where` is not the URL of a node.
@@ -273,7 +291,7 @@ def translated(where: str) -> Iterator[None]:
 
 
 def _why(error: OSError) -> str:
-    """Return the system's words for `error`; those of asyncio and aiohttp repeat the address."""
+    """Return the system's reason for `error`, without the address, which other texts repeat."""
     if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
         return "it does not use TLS: use http:// instead of https:// in its URL"
     if error.errno is None or isinstance(error, (ssl.SSLError, socket.gaierror)):

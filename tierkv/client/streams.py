@@ -1,4 +1,4 @@
-"""Answers of a node in pieces: server-sent events and tokens."""
+"""Answers of a node in pieces: server-sent events, and tokens."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class ServerEvent:
 
     Attributes:
         name: Name of the event, "message" if it has none.
+        data: Data of the event.
     """
 
     name: str
@@ -32,7 +33,7 @@ class ServerEvent:
 
 
 class EventReader:
-    """A parser of server-sent events, from bytes to complete events without comments."""
+    """A parser of server-sent events: bytes in, complete events out, without comments."""
 
     def __init__(self) -> None:
         self._line = bytearray()
@@ -41,7 +42,7 @@ class EventReader:
         self._size = 0
 
     def feed(self, chunk: bytes) -> Iterator[ServerEvent]:
-        """Add `chunk`, and yield the events that are complete now.
+        """Add bytes of the stream, and yield the events that are complete now.
 
         Raises:
             ValueError: An event is longer than any that a node sends.
@@ -56,7 +57,7 @@ class EventReader:
                 self._name = ""
 
     def _lines(self, chunk: bytes) -> Iterator[bytes]:
-        """Yield whole lines; a line ends with LF or CR LF."""
+        """Add bytes, and yield the lines that are complete now; a line ends with LF or CR LF."""
         self._line += chunk
         if len(self._line) + self._size > _MAX_EVENT_BYTES:
             raise ValueError(f"an event of more than {_MAX_EVENT_BYTES >> 20} MiB")
@@ -86,9 +87,9 @@ class Events:
     """The events of an open answer.
 
     Args:
-        where: The node, in words of errors.
+        where: The node's address, for errors.
         response: The answer.
-        gap_s: Seconds to wait for the next bytes, None without a limit.
+        gap_s: Seconds to wait for the next bytes; None for no limit.
     """
 
     def __init__(self, where: str, response: ClientResponse, gap_s: float | None) -> None:
@@ -99,10 +100,10 @@ class Events:
         self._ready: deque[ServerEvent] = deque()
 
     async def next(self) -> ServerEvent | None:
-        """Return the next event, None at the end.
+        """Return the next event; None at the end of the answer.
 
         Raises:
-            DeadlineError: Nothing came within `gap_s`.
+            DeadlineError: No bytes came within `gap_s`.
             BrokenOffError: The connection was lost.
             NotANodeError: The bytes are no event.
         """
@@ -124,11 +125,11 @@ class Events:
         return DeadlineError(f"{self._where} sent nothing for {self._gap_s} s")
 
     def decoded(self, event: ServerEvent, kind: type[T]) -> T:
-        """Return the data of an event as a struct.
+        """Return the data of an event, decoded from JSON.
 
         Args:
             event: An event of this stream.
-            kind: Type of the struct.
+            kind: Type to decode as.
 
         Raises:
             NotANodeError: The data does not fit `kind`.
@@ -142,10 +143,16 @@ class Events:
 
 
 class TokenStream(Generic[A]):
-    """Iterate over it for tokens as they come; after the last one, `answer` is set.
+    """The tokens of one answer as they come: iterate over it; then `answer` is set.
 
     Leaving its `async with`, by a break, an error or a cancel, closes the connection, and the node
-    ends the work. The time that you take between two tokens does not count.
+    ends the work. The time that the caller takes between two tokens does not count against the
+    timeout.
+
+    Args:
+        where: The node's address, for errors.
+        events: The events of the answer.
+        kind: Type of the final answer.
     """
 
     def __init__(self, where: str, events: Events, kind: type[A]) -> None:
@@ -188,7 +195,7 @@ class TokenStream(Generic[A]):
         raise BrokenOffError(f"the stream of {self._where} ended before the answer was complete")
 
     async def finished(self) -> A:
-        """Read to the end, and return the answer."""
+        """Read the stream to its end, and return the answer."""
         async for _ in self:
             pass
         return self.answer

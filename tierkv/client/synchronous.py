@@ -1,6 +1,6 @@
-"""The client for programs without an event loop, which runs one in a thread of its own.
+"""The client for programs without an event loop: it runs a loop in a thread of its own.
 
-A task of that loop reads a stream, and the caller's thread waits.
+For a stream, a task of that loop reads, and the caller's thread waits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ _AHEAD = 16  # items read ahead of the caller
 
 @dataclass(frozen=True, slots=True)
 class _News:
-    """An item of a stream, its opening, its end, or its failure."""
+    """What the task that reads a stream passes to the caller's thread.
+
+    Attributes:
+        item: The next tokens; None at the opening and the end.
+        is_end: True at the end of the stream.
+        error: The error that ended the stream; None without one.
+    """
 
     item: TokensEvent | None = None
     is_end: bool = False
@@ -40,12 +46,16 @@ class _News:
 
 
 class SyncStream(Generic[A]):
-    """The TokenStream of a synchronous client, for one thread at a time.
+    """The `TokenStream` of a synchronous client, for one thread at a time.
 
-    with client.stream_generate(body) as stream:
-        for tokens in stream: ...
+        with client.stream_generate(body) as stream:
+            for tokens in stream: ...
 
     The end of the `with` closes the connection.
+
+    Args:
+        client: The client.
+        opening: Opens the stream, on the client's loop.
     """
 
     def __init__(
@@ -89,7 +99,7 @@ class SyncStream(Generic[A]):
         self._over = self._over or _News(error=left)
 
     def __iter__(self) -> Iterator[TokensEvent]:
-        """Yield the items of the stream, and raise its errors."""
+        """Yield the tokens as they come; errors of the stream are raised here."""
         while not (news := self._next()).is_end:
             assert news.item is not None, "there are no other news after the first"
             yield news.item
@@ -116,7 +126,7 @@ class SyncStream(Generic[A]):
 def _waiting(
     method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, A]],
 ) -> Callable[Concatenate[Client, P], A]:
-    """Return a method like `method` that blocks until the answer has arrived."""
+    """Return a method of `Client` that calls `method` and blocks until the answer has arrived."""
 
     @functools.wraps(method)
     def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> A:
@@ -136,9 +146,10 @@ def _streaming(
 
 
 class Client:
-    """An AsyncClient with methods that block. Several threads may use it at a time.
+    """An `AsyncClient` with methods that block. Several threads may use it at a time.
 
-    Use it with `with`, or call `close` at the end. Ctrl-C during a call cancels the call.
+    Use it with `with`, or call `close` at the end. Ctrl-C during a call cancels the call. The
+    arguments are those of `AsyncClient`.
     """
 
     def __init__(  # noqa: PLR0913 - those of AsyncClient
@@ -183,14 +194,17 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connections; calls of other threads that still wait raise CallError.
+        """Close the connections; running calls of other threads raise CallError.
 
         Further calls do nothing.
         """
         self._thread.close()
 
     def wait_for(self, work: Coroutine[Any, Any, A]) -> A:
-        """Run `work` on this client's loop, and wait for its result.
+        """Run a coroutine on this client's loop, and block until it has a result.
+
+        Args:
+            work: The coroutine.
 
         Raises:
             CallError: The client was closed before there was an answer.
@@ -205,7 +219,7 @@ class Client:
             raise
 
     def begin(self, work: Coroutine[Any, Any, A]) -> Future[A]:
-        """Run `work` on this client's loop, without waiting."""
+        """Start a coroutine on this client's loop; return the future of its result."""
         return self._thread.run(work)
 
     livez = _waiting(AsyncClient.livez)

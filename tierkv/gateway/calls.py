@@ -1,6 +1,7 @@
-"""Calls of the gateway to its nodes over pooled connections, each wait with a deadline.
+"""Calls of the gateway to its nodes, over pooled connections, each wait with a deadline.
 
-Probes find out whether a node is ready, and which model and layout it has.
+Probes, sent regularly to every node, find out whether it is ready, and which model and layout it
+has.
 """
 
 from __future__ import annotations
@@ -61,9 +62,10 @@ _RETRY_CODES = ("duplicate_request", "wrong_role", "body_timeout")
 
 
 class _Problem(msgspec.Struct):
-    """The fields of a node's problem that the gateway reads.
+    """The fields of a node's error answer that the gateway reads.
 
-    The client's type has more fields; nodes of other versions are understood, too.
+    The client's type `Problem` has more fields; with these few, nodes of other versions are
+    understood too.
     """
 
     code: str
@@ -98,10 +100,13 @@ class _ReadyAnswer(msgspec.Struct):
 class NodeCalls:
     """The gateway's calls to its nodes, for use inside `running()`.
 
-    The constructor reads the certificates for the nodes.
+    Args:
+        settings: Deadlines, and certificates for the nodes, which are read here.
+        nodes: The nodes.
+        beat: The running heartbeat, which measures the delays of the gateway's own event loop.
 
     Raises:
-        ConfigError: a URL or a certificate cannot be used.
+        ConfigError: A URL or a certificate cannot be used.
     """
 
     def __init__(self, settings: GatewaySettings, nodes: Nodes, beat: Heartbeat) -> None:
@@ -131,14 +136,17 @@ class NodeCalls:
 
     @property
     def late_s(self) -> float:
-        """Seconds by which the gateway's own loop was late so far."""
+        """The sum of all delays of the gateway's own event loop so far, in seconds."""
         return self._beat.late_s
 
     async def trouble(self, node: BackendNode) -> str | None:
-        """Return the node's own words for its faults, "" without a fault; None if it takes no work.
+        """Ask a node whether it is ready, and which of its parts are degraded.
+
+        Returns:
+            A sentence about the degraded parts, "" without any; None if the node is not ready.
 
         Raises:
-            AttemptError: The node does not answer its probe.
+            AttemptError: The node does not answer the probe.
         """
         reply = await self._probe(node, "/readyz?verbose")
         if reply.status != HTTPStatus.OK:
@@ -161,10 +169,13 @@ class NodeCalls:
             raise AttemptError(str(error)) from error
 
     async def identity(self, node: BackendNode) -> tuple[dict[str, str] | None, str]:
-        """Return the node's fingerprint and the name of its model; None and "" without any.
+        """Ask a node for its fingerprint (the fields that decide its KV) and the name of its model.
+
+        Returns:
+            None and "" if the node does not say.
 
         Raises:
-            AttemptError: The node does not answer.
+            AttemptError: The node does not answer the probe.
         """
         reply = await self._probe(node, "/version")
         if reply.status != HTTPStatus.OK:
@@ -176,10 +187,14 @@ class NodeCalls:
         return answer.fingerprint, answer.model or answer.fingerprint.get("model", "")
 
     async def lookup(self, node: BackendNode, job: Job) -> int:
-        """Return how many leading tokens of the prompt the node has on its device or host.
+        """Ask a node how many leading tokens of a prompt it has on its device or host.
+
+        Args:
+            node: The node to ask.
+            job: The prompt.
 
         Raises:
-            AttemptError: There is no answer in time; the node is not to blame.
+            AttemptError: There is no answer in time; the node is not blamed for it.
         """
         body = job.body({})
         try:
@@ -193,7 +208,16 @@ class NodeCalls:
         return found.device_tokens + found.host_tokens
 
     async def has_ticket(self, node: BackendNode, job: Job, ticket_id: str) -> bool:
-        """Return False if `node` says that there is no such ticket; True also without an answer."""
+        """Ask a node whether a published prompt's ticket still exists in the store.
+
+        Args:
+            node: The node to ask.
+            job: The prompt, whose caller owns the ticket.
+            ticket_id: Id of the ticket.
+
+        Returns:
+            False only if the node says that there is no such ticket; True also without an answer.
+        """
         path = f"/v1/tickets/{quote(ticket_id, safe='')}"
         try:
             async with asyncio.timeout(self._health.probe_timeout_s):
@@ -203,11 +227,18 @@ class NodeCalls:
         return reply.status != HTTPStatus.NOT_FOUND
 
     async def tokenize(self, node: BackendNode, job: Job) -> bytes:
-        """Return the packed tokens of the job's text or messages, as the node's model reads them.
+        """Make a node turn a job's text or messages into tokens.
+
+        Args:
+            node: The node to ask.
+            job: The job with a text or messages.
+
+        Returns:
+            The tokens, packed as int32.
 
         Raises:
             AttemptError: The node fails, which counts against it, or is busy.
-            InvalidRequestError: No node would take the text.
+            InvalidRequestError: No node would accept the text.
         """
         headers = {**self._headers(job), "Accept": MSGPACK}
         field = "prompt" if isinstance(job.prompt, str) else "messages"
@@ -238,11 +269,15 @@ class NodeCalls:
     async def stream(
         self, node: BackendNode, path: str, job: Job, body: Body
     ) -> AsyncGenerator[ServerEvent, None]:
-        """Yield the events of a node's answer to `body`, up to `done`.
+        """Yield the events of a node's streamed answer, up to the event `done`.
 
-        Close the iterator afterwards.
+        Close the iterator afterwards. A failure of the node counts against it.
 
-        A failure counts against the node.
+        Args:
+            node: The node to call.
+            path: Path of the route.
+            job: The job that the call is for.
+            body: The body of the call, in msgpack.
 
         Raises:
             AttemptError: The node fails, is busy, or refuses a hand-off.
@@ -278,7 +313,7 @@ class NodeCalls:
 
     @contextmanager
     def _translated(self, node: BackendNode) -> Iterator[None]:
-        """Raise an AttemptError for what a call of `node` raises in the body."""
+        """Turn errors of a call to `node`, raised in the body, into an AttemptError."""
         late_before_s = self._beat.late_s
         try:
             yield
@@ -317,7 +352,13 @@ class NodeCalls:
             )
 
     def _refuse(self, node: BackendNode, raw: bytes, status: int | None) -> NoReturn:
-        """Raise the error that a node's problem means for the gateway."""
+        """Raise the gateway's error for an error answer of a node.
+
+        Args:
+            node: The node that answered.
+            raw: The body of the answer.
+            status: HTTP status of the answer; None for an error within a stream.
+        """
         try:
             problem = msgspec.json.decode(raw, type=_Problem)
         except UNREADABLE as error:
@@ -362,7 +403,7 @@ class NodeCalls:
 
 
 async def _read_to_the_end(events: Events) -> None:
-    """Read what follows `done`: a connection is used again only if its answer was read whole."""
+    """Read what follows the event `done`, so that the connection can be used again."""
     with suppress(CallError, TimeoutError):
         async with asyncio.timeout(_END_S):
             while await events.next() is not None:
@@ -374,7 +415,13 @@ log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def probing(nodes: Nodes, calls: NodeCalls, settings: HealthSection) -> AsyncIterator[None]:
-    """Probe every node once before the body, and repeatedly while it runs."""
+    """Probe every node once before the body, and regularly while it runs.
+
+    Args:
+        nodes: The nodes, whose states the probes change.
+        calls: The calls to the nodes.
+        settings: The interval and the limits of probes.
+    """
     probes = [_Probe(node, nodes, calls, settings) for node in nodes.all]
     async with asyncio.TaskGroup() as first:
         for probe in probes:
@@ -388,6 +435,15 @@ _EXCUSES = 3
 
 
 class _Probe:
+    """The regular probe of one node.
+
+    Args:
+        node: The node to probe.
+        nodes: All nodes, to compare their models.
+        calls: The calls to the nodes.
+        settings: The interval and the limits of probes.
+    """
+
     def __init__(
         self, node: BackendNode, nodes: Nodes, calls: NodeCalls, settings: HealthSection
     ) -> None:
@@ -406,6 +462,7 @@ class _Probe:
             await self.once()
 
     async def once(self) -> None:
+        """Probe the node once, and change its state by the answer."""
         now, node = asyncio.get_running_loop().time, self.node
         late_before_s = self._calls.late_s
         try:

@@ -1,6 +1,6 @@
-"""Errors between callers, the gateway and its nodes, named for what the gateway does about them.
+"""Errors of the gateway, named for what the gateway or its caller does about them.
 
-A failure's body suits both OpenAI's clients and readers of RFC 9457.
+The body of an error answer has both the fields of RFC 9457 and OpenAI's `error` object.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class InvalidRequestError(GatewayError):
     """The caller's request is wrong: correct the field that `param` names.
 
     Args:
-        message: the fault and the remedy.
-        param: the wrong field; None if none is.
-        status: HTTP status, if not 400.
-        code: problem code, if not invalid_request.
+        message: What is wrong, and what to do.
+        param: The wrong field; None if it is no field.
+        status: HTTP status; None for 400.
+        code: Stable code of the error; None for invalid_request.
     """
 
     status = 400
@@ -48,7 +48,7 @@ class InvalidRequestError(GatewayError):
 
 
 class NoSuchModelError(InvalidRequestError):
-    """A model other than the one there is."""
+    """The request names an unknown model: use the name that `GET /v1/models` lists."""
 
     def __init__(self, asked: str, ours: str) -> None:
         super().__init__(
@@ -100,7 +100,7 @@ class OutOfTimeError(GatewayError):
 
 
 class AttemptError(TierKVError):
-    """An attempt at one node failed; another attempt may succeed."""
+    """An attempt at one node failed; an attempt at another may succeed."""
 
 
 class NodeFailedError(AttemptError):
@@ -112,10 +112,14 @@ class NodeBusyError(AttemptError):
 
 
 class HandoffRefusedError(AttemptError):
-    """The node is healthy, but the prompt cannot be handed over.
+    """The node is healthy, but the prompt cannot be handed over from a prefill to a decode node.
 
     Attributes:
-        reason: the node's reason, a value of HandoffProblem.
+        reason: The node's reason, a value of HandoffProblem.
+
+    Args:
+        reason: The node's reason, a value of HandoffProblem.
+        message: The node's sentence.
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -137,7 +141,12 @@ class Failure(Problem, frozen=True, kw_only=True):
 
 
 def failure_of(request: web.BaseRequest, error: Exception) -> Failure:
-    """Return the body of the answer to `error`."""
+    """Return the body of the answer to `error`.
+
+    Args:
+        request: The request that failed.
+        error: The error that was raised.
+    """
     found = problem_of(request, error, what_is_here="send prompts to POST /v1/completions")
     kind = (
         "server_error"

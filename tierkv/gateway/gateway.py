@@ -1,4 +1,4 @@
-"""A gateway: its nodes, how many prompts run at them, what is counted, and how that ends."""
+"""A gateway: its nodes, the limits of running prompts, its metrics, and its orderly end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,15 @@ from tierkv.http.process import CallUnderWay, Heartbeat, Working
 
 
 class Admission:
-    """The slots of running prompts, given in the order of arrival."""
+    """The slots of prompts that run at nodes, given in the order of arrival.
+
+    Attributes:
+        num_waiting: Number of prompts that wait for a slot.
+        num_running: Number of prompts that have one.
+
+    Args:
+        limits: Numbers of running and waiting prompts.
+    """
 
     def __init__(self, limits: LimitsSection) -> None:
         self._limits = limits
@@ -41,7 +49,14 @@ class Admission:
         self.num_running = 0
 
     def check(self, num_prompts: int) -> None:
-        """Raise TooManyWaitingError if `num_prompts` more can neither run nor wait."""
+        """Check that more prompts can run or wait.
+
+        Args:
+            num_prompts: Number of further prompts.
+
+        Raises:
+            TooManyWaitingError: They would exceed the limit of waiting prompts.
+        """
         free = self._limits.max_running - self.num_running - self.num_waiting
         if num_prompts > max(free, 0) + max(self._limits.max_queued - self.num_waiting, 0):
             raise TooManyWaitingError(
@@ -51,7 +66,7 @@ class Admission:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Hold a slot for one prompt while the body runs.
+        """Wait for a slot, and hold it while the body runs one prompt.
 
         Raises:
             OverloadedError: No slot was released within `queue_timeout_s`.
@@ -87,6 +102,14 @@ _FIGURES = frozenset(
 
 
 class GatewayMetrics:
+    """The metrics of a gateway. Every combination of labels is present from the start, at 0.
+
+    Args:
+        nodes: The nodes.
+        admission: The running and waiting prompts.
+        bodies: The bytes of bodies being worked on.
+    """
+
     def __init__(self, nodes: Nodes, admission: Admission, bodies: BodyReader) -> None:
         self._exposition = Exposition(_State(nodes, admission, bodies))
         registry = self._exposition.registry
@@ -132,11 +155,11 @@ class GatewayMetrics:
                 self.failed.labels(node.url, why)
 
     def figures(self) -> dict[str, float]:
-        """Return the figures that the live page draws."""
+        """Return the values that the live page shows, by name and labels."""
         return figures_of(self._exposition.registry.collect(), _FIGURES)
 
     async def render(self, accept: str) -> tuple[bytes, str]:
-        """See Exposition."""
+        """See `Exposition.render`."""
         return await self._exposition.render(accept)
 
 
@@ -206,10 +229,13 @@ _SHORT_PROMPT = 64  # tokens; who holds so few matters less than asking costs
 
 
 class Backend:
-    """The nodes behind the gateway, for use inside `running()`.
+    """The nodes behind the gateway, with the calls to them, for use inside `running()`.
+
+    Args:
+        settings: The gateway's settings.
 
     Raises:
-        ConfigError: the settings name no usable nodes.
+        ConfigError: The settings name no usable nodes.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
@@ -233,9 +259,14 @@ class Backend:
             yield
 
     async def who_holds(self, job: Job, nodes: Sequence[BackendNode]) -> Held:
-        """Return the part of the prompt that each of `nodes` has cached.
+        """Return by node the number of leading prompt tokens that it has cached.
 
-        A node that does not answer in time counts as the gateway remembers it.
+        Nodes are asked, if there are several and the prompt is not short. For a node that does not
+        answer in time, the number is what the gateway remembers of earlier prompts.
+
+        Args:
+            job: The prompt.
+            nodes: The nodes to choose from.
         """
         held = self.memory.matched(job.tokens, {node.url: node.lives for node in nodes})
         if len(nodes) > 1 and job.num_tokens >= _SHORT_PROMPT:
@@ -252,13 +283,25 @@ class Backend:
             return None
 
     def remember(self, node: BackendNode, tokens: bytes, after: Sequence[int]) -> None:
-        """Note that the node holds the packed `tokens` and those `after` them."""
+        """Remember that a node has cached a prompt and the tokens generated after it.
+
+        Args:
+            node: The node.
+            tokens: The prompt, packed as int32.
+            after: The tokens after it.
+        """
         known = tokens if len(tokens) >= REMEMBERED_BYTES else tokens + pack(after)
         self.memory.remember(known, node.url, node.lives)
 
 
 class Gateway:
-    """Everything behind the HTTP interface. Use it inside `running()`, from one event loop."""
+    """All parts of a gateway behind the HTTP interface.
+
+    Use it inside `running()`, from one event loop.
+
+    Args:
+        settings: The gateway's settings.
+    """
 
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
@@ -281,26 +324,33 @@ class Gateway:
                 await self.idle(grace_s=0)
 
     def states(self) -> dict[str, tuple[NodeState, str]]:
-        """Return the state of each node by URL, and the reason for it."""
+        """Return by URL the state of each node, and the reason of the state; "" for no reason."""
         now = asyncio.get_running_loop().time()
         return {node.url: (node.state(now), node.word(now)) for node in self.backend.nodes.all}
 
     @property
     def model(self) -> str:
-        """The name of the model; "" until a node has said it."""
+        """The name of the served model; "" until a node has answered with it."""
         return self.settings.gateway.model or self.backend.nodes.model
 
     def check_model(self, name: str | None) -> None:
-        """Raise NoSuchModelError if a caller asks for another model than the nodes have."""
+        """Check that a caller asks for the model that the nodes have.
+
+        Args:
+            name: The name in the request; None for any model.
+
+        Raises:
+            NoSuchModelError: It is another name.
+        """
         if name is not None and self.model not in ("", name):
             raise NoSuchModelError(name, self.model)
 
     def work(self) -> CallUnderWay:
-        """Open one prompt's work.
+        """Count the body of an `async with` as a running prompt, which a shutdown waits for.
 
         Raises:
-            GatewayShuttingDownError: The gateway drains; or, in the middle of the work, its time is
-                up.
+            GatewayShuttingDownError: The gateway drains. In the body: the grace time for running
+                prompts is over.
         """
         if self.is_draining:
             raise GatewayShuttingDownError("this gateway is shutting down")
@@ -311,9 +361,9 @@ class Gateway:
         self.is_draining = True
 
     def hurry(self) -> None:
-        """Cancel running work instead of waiting for it."""
+        """Cut off running prompts at once."""
         self._working.hurry()
 
     async def idle(self, *, grace_s: float) -> None:
-        """Return when no work is left: all done, or cut off after `grace_s` or a `hurry`."""
+        """Wait until no prompt runs; prompts are cut off after `grace_s` seconds, or by `hurry`."""
         await self._working.idle(grace_s=grace_s)

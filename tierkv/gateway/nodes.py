@@ -1,4 +1,4 @@
-"""The nodes behind the gateway: who may get work, and how much each has."""
+"""The nodes behind the gateway: the state of each, and the tokens that it still has to compute."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from tierkv.http.process import Heartbeat, patient_timeout
 
 
 class NodeState(Enum):
+    """The state of a node, which decides whether it receives requests."""
+
     READY = "ready"
     UNREADY = "unready"  # its probe says that it takes no work: it starts or drains
     EJECTED = "ejected"  # it failed, and gets no work for a while
@@ -22,11 +24,26 @@ class NodeState(Enum):
 
 
 class BackendNode:
-    """One node. Times are seconds of a monotonic clock.
+    """One node behind the gateway. Times are seconds of a monotonic clock.
 
     Attributes:
-        outstanding_tokens: Prompt tokens to compute, and tokens to generate, in requests at the
-            node.
+        url: URL of the node.
+        role: Prefill, decode or both.
+        outstanding_tokens: Prompt tokens to compute and tokens to generate, of requests that run at
+            the node.
+        running: Number of requests that run at the node.
+        num_failures: Number of failures since the last success.
+        lives: Number of times that the node came back after failures; blocks that it cached before
+            may be lost.
+        fingerprint: The fields that decide the node's KV, as it says itself; None until it does.
+        model: Name of the node's model.
+        differs_in: Fields of the fingerprint that differ from most other nodes.
+
+    Args:
+        url: URL of the node.
+        role: Prefill, decode or both.
+        settings: Times without requests after failures.
+        beat: The running heartbeat, which measures the delays of the gateway's own event loop.
     """
 
     def __init__(self, url: str, role: Role, settings: HealthSection, beat: Heartbeat) -> None:
@@ -47,6 +64,7 @@ class BackendNode:
         self._waits: dict[asyncio.Timeout, float] = {}  # with the time when each began
 
     def state(self, now: float) -> NodeState:
+        """Return the node's state at the time `now`."""
         if self.differs_in:
             return NodeState.OTHER_MODEL
         if now < self._ejected_until:
@@ -54,7 +72,7 @@ class BackendNode:
         return NodeState.READY if self._is_ready else NodeState.UNREADY
 
     def word(self, now: float) -> str:
-        """Return the reason of the node's state for an operator; "" without one."""
+        """Return the reason of the node's state at `now`, for an operator; "" without one."""
         match self.state(now):
             case NodeState.OTHER_MODEL:
                 return f"differs in {'; '.join(self.differs_in)}"
@@ -66,7 +84,7 @@ class BackendNode:
                 return self._trouble
 
     def note_failure(self, now: float) -> None:
-        """Give the node no work for a time, twice as long after each consecutive failure."""
+        """Send no requests to the node for a time, twice as long after each consecutive failure."""
         self.num_failures += 1
         self._is_ready = True  # what it said before counts no more
         longest = self._settings.eject_most_s
@@ -76,11 +94,16 @@ class BackendNode:
             self._ejected_until = now + min(self._settings.eject_s * 2**doublings, longest)
 
     def note_success(self) -> None:
+        """Reset the count of failures, and send requests to the node again."""
         self.num_failures = 0
         self._ejected_until = 0.0
 
     def says_ready(self, trouble: str = "") -> None:
-        """Note a good answer to a probe, with `trouble`, the node's own words for its faults."""
+        """Record that the node has answered a probe as ready.
+
+        Args:
+            trouble: The node's own sentence about degraded parts; "" without any.
+        """
         if self.num_failures:
             self.lives += 1
         self._is_ready = True
@@ -89,15 +112,20 @@ class BackendNode:
         self.num_failures = 0
 
     def says_unready(self) -> None:
-        """Give the node no work until a probe reports that it is ready."""
+        """Send no requests to the node until a probe finds it ready."""
         self._is_ready = False
 
     @asynccontextmanager
     async def within(self, seconds: float) -> AsyncIterator[None]:
-        """Limit the body to `seconds`, not counting delays of the gateway's own loop.
+        """Limit the body, which waits for the node, to some seconds.
+
+        Delays of the gateway's own event loop are not counted.
+
+        Args:
+            seconds: The limit.
 
         Raises:
-            TimeoutError: The body took longer, or `cut_off_waits` has cut it off.
+            TimeoutError: The body took longer, or `cut_off_waits` has ended it.
         """
         async with patient_timeout(self._beat, seconds) as scope:
             self._waits[scope] = asyncio.get_running_loop().time()
@@ -107,9 +135,13 @@ class BackendNode:
                 del self._waits[scope]
 
     def cut_off_waits(self, now: float, *, silent_s: float) -> None:
-        """Cut off waits for the node that have lasted `silent_s` seconds.
+        """End all bodies of `within` that have waited long, after probes found the node dead.
 
         A dead machine does not close its connections.
+
+        Args:
+            now: The time.
+            silent_s: Seconds that a body must have waited.
         """
         for scope, since in self._waits.items():
             if now - since >= silent_s and not scope.expired():
@@ -117,7 +149,11 @@ class BackendNode:
 
     @contextmanager
     def working(self, tokens: int) -> Iterator[None]:
-        """Count a request of `tokens` tokens as running at the node while the body runs."""
+        """Count a request as running at the node while the body runs.
+
+        Args:
+            tokens: Number of tokens that the node must compute or generate for the request.
+        """
         self.running += 1
         self.outstanding_tokens += tokens
         try:
@@ -131,7 +167,13 @@ class Nodes:
     """All nodes of a gateway.
 
     Attributes:
-        model: Name of the model that the most nodes compute; "" until a node says it.
+        all: The nodes.
+        model: Name of the model that most nodes have; "" until a node has answered with it.
+
+    Args:
+        section: URLs of the nodes by role.
+        health: Times without requests after failures.
+        beat: The running heartbeat of the gateway's event loop.
 
     Raises:
         ConfigError: There is no node, or one is named twice.
@@ -159,14 +201,14 @@ class Nodes:
             )
 
     def compare(self, node: BackendNode, fingerprint: dict[str, str] | None, model: str) -> None:
-        """Record the fingerprint of `node` and compare it with the other nodes' fingerprints.
+        """Record the fingerprint of `node`, and compare it with those of the other nodes.
 
-        A node receives no requests while its fingerprint differs from the most frequent one; of
-        equally frequent fingerprints the first counts.
+        A node receives no requests while its fingerprint differs from the most frequent one. Of
+        equally frequent ones, the one of the first node counts.
 
         Args:
             node: The node.
-            fingerprint: The fingerprint, None if it has none.
+            fingerprint: Its fingerprint; None if it has none.
             model: The name of its model.
         """
         if (fingerprint, model) == (node.fingerprint, node.model):
@@ -179,18 +221,26 @@ class Nodes:
             one.differs_in = () if one.fingerprint is None else differences(most, one.fingerprint)
 
     def prefilling(self) -> list[BackendNode]:
+        """Return the nodes whose role includes prefill."""
         return [node for node in self.all if node.role.prefills]
 
     def decoding(self) -> list[BackendNode]:
+        """Return the nodes whose role includes decode."""
         return [node for node in self.all if node.role.decodes]
 
 
 def usable(
     nodes: Iterable[BackendNode], now: float, avoid: Iterable[BackendNode] = ()
 ) -> list[BackendNode]:
-    """Return the nodes to choose from: the ready nodes without those in `avoid`.
+    """Return the nodes that may get a request: the ready ones, without those in `avoid`.
 
-    If there are none, the failed nodes, since a failed attempt costs less than a refused caller.
+    Without a ready node, these are the nodes that have failed lately, since a failed attempt costs
+    less than a refused caller.
+
+    Args:
+        nodes: The nodes.
+        now: The time, in seconds of a monotonic clock.
+        avoid: Nodes to leave out.
     """
     left = [node for node in nodes if node not in set(avoid)]
     ready = [node for node in left if node.state(now) is NodeState.READY]

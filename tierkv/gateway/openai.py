@@ -1,4 +1,4 @@
-"""OpenAI's completions and chat completions: what may be asked, checked, and what is answered."""
+"""OpenAI's completions and chat completions: bodies and their checks, and answers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens to generate."""
+        """The largest number of tokens to generate."""
         return _DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
@@ -89,6 +89,7 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def with_usage(self) -> bool:
+        """True if a stream ends with the token usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
@@ -98,7 +99,10 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def num_logprobs(self) -> int | None:
-        """The number of most likely tokens to name at each place; None for no log probabilities."""
+        """The number of most likely tokens to name for each token.
+
+        None for no log probabilities.
+        """
         return None
 
     @property
@@ -112,7 +116,7 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return 1 if self.n is None else self.n
 
     def sampling(self) -> dict[str, float]:
-        """Return the fields of the sampling that have an effect, by their names at nodes."""
+        """Return the sampling fields that have an effect, under the names that nodes use."""
         shares = {"top_p": (self.top_p, 1.0), "min_p": (self.min_p, 0.0)}
         others = {
             "repetition_penalty": (self.repetition_penalty, 1.0),
@@ -145,7 +149,12 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return stops
 
     def check(self) -> None:
-        """Raise InvalidRequestError if a field has a value that the gateway does not support."""
+        """Check that the gateway supports the value of each field.
+
+        Raises:
+            InvalidRequestError: A value is out of range or not supported; the error names the
+                field.
+        """
         self.refuse_unless(
             ("store", self.store, False),
             ("logit_bias", self.logit_bias or None, None),
@@ -172,10 +181,13 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise InvalidRequestError('stream_options needs "stream": true', param="stream_options")
 
     def refuse_unless(self, *fields: tuple[str, object, object]) -> None:
-        """Raise InvalidRequestError for a field with another value than None and the neutral one.
+        """Check that fields which the gateway does not support are None or have no effect.
 
         Args:
-            fields: Name, value and neutral value of each field.
+            fields: Name, value, and value without effect, of each field.
+
+        Raises:
+            InvalidRequestError: A field has another value; the error names it.
         """
         for field, value, neutral in fields:
             if value is not None and value != neutral:
@@ -186,7 +198,13 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def jobs(
         self, prompts: Sequence[Prompt], request_id: str, authorization: str | None
     ) -> Iterator[Job]:
-        """Yield a job for each choice of each prompt, prompt after prompt."""
+        """Yield a job for each answer to each prompt, prompt after prompt.
+
+        Args:
+            prompts: The prompts of the body.
+            request_id: Id of the request; with several jobs, each gets a number after it.
+            authorization: The caller's Authorization header; None without one.
+        """
         seed = secrets.randbits(_SEED_BITS) if self.seed is None else self.seed % 2**64
         every = [(prompt, choice) for prompt in prompts for choice in range(self.num_choices)]
         for number, (prompt, choice) in enumerate(every):
@@ -221,15 +239,15 @@ class CompletionBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_field
         return self.logprobs
 
     def without_prompts(self) -> Self:
-        """Return a body that holds none of the prompts' memory."""
+        """Return a copy without the prompts, so that their memory can be freed."""
         return replace(self, prompt="")
 
     def prompts(self, *, most_prompts: int, most_tokens: int) -> list[Prompt]:
-        """Return the prompts: texts unchanged, tokens packed.
+        """Check the body, and return its prompts: texts unchanged, tokens packed as int32.
 
         Args:
-            most_prompts: Length of the longest list of prompts.
-            most_tokens: Length of the longest list of tokens.
+            most_prompts: Largest number of prompts.
+            most_tokens: Largest number of tokens of a prompt.
 
         Raises:
             InvalidRequestError: A prompt or another field is wrong.
@@ -299,7 +317,16 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
         return replace(self, messages=[])
 
     def prompts(self, *, most_prompts: int, most_tokens: int) -> list[Prompt]:
-        """Return the messages as one prompt; see CompletionBody."""
+        """Check the body, and return its messages as one prompt.
+
+        Args:
+            most_prompts: Ignored.
+            most_tokens: Ignored: the number of tokens is known only after a node has tokenized
+                them.
+
+        Raises:
+            InvalidRequestError: A message or another field is wrong.
+        """
         del most_prompts, most_tokens
         self.check()
         without_tools = self.tool_choice in ("none", "auto")
@@ -328,11 +355,12 @@ Placed = tuple[int, Logprobs]
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """A piece of an answer, or a whole one.
+    """A piece of an answer, or a whole answer.
 
     Attributes:
         text: The text to show.
-        logprobs: Log probabilities of its tokens; empty where the caller asks for none.
+        logprobs: Log probabilities of its tokens, with their places; empty if the caller asks for
+            none.
     """
 
     text: str = ""
@@ -340,7 +368,7 @@ class AnswerPiece:
 
     @classmethod
     def joined(cls, pieces: Sequence[AnswerPiece]) -> AnswerPiece:
-        """Return the piece that `pieces` are one after another."""
+        """Return one piece with the text and log probabilities of all `pieces`."""
         text = "".join(piece.text for piece in pieces)
         return cls(text, [one for piece in pieces for one in piece.logprobs])
 
@@ -350,7 +378,15 @@ class CachedDetails(msgspec.Struct, frozen=True):
 
 
 class TokenUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """cached_tokens: of the prompts, found in a tier by the first node that ended its part."""
+    """The token usage of an answer.
+
+    Attributes:
+        prompt_tokens: Number of tokens of the prompts.
+        completion_tokens: Number of generated tokens.
+        total_tokens: The sum of both.
+        prompt_tokens_details: Number of prompt tokens that were cached, at the first node that
+            finished its part of each answer.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -359,7 +395,13 @@ class TokenUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LikelyToken(msgspec.Struct, frozen=True):
-    """A likely token of a chat, and its bytes; null where they are no whole characters."""
+    """A likely token of a chat's answer.
+
+    Attributes:
+        token: Text of the token.
+        logprob: Natural logarithm of its probability.
+        bytes: UTF-8 bytes of the text; null if the token is a part of a character.
+    """
 
     token: str
     logprob: float
@@ -372,7 +414,7 @@ class LikelyToken(msgspec.Struct, frozen=True):
 
 
 class ChosenToken(LikelyToken, frozen=True):
-    """A token of the answer of a chat, and the most likely tokens at its place."""
+    """A token of a chat's answer, and the most likely tokens at its place."""
 
     top_logprobs: tuple[LikelyToken, ...] = ()
 
@@ -399,7 +441,10 @@ class TextLogprobs(msgspec.Struct, frozen=True):
     """The log probabilities of a completion.
 
     Attributes:
-        top_logprobs: Of the most likely tokens at each place and of the chosen one, by text.
+        tokens: Text of each token of the answer.
+        token_logprobs: Log probability of each.
+        top_logprobs: For each, the log probabilities of the most likely tokens and of the chosen
+            one, by text.
         text_offset: Number of characters of the answer before each token.
     """
 
@@ -428,9 +473,9 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to one prompt, or a piece of it.
+    """One answer to one prompt, or a piece of it.
 
-    A completion has a text. A whole answer of a chat has a message, and a piece of it has a delta.
+    A completion has `text`. A whole answer of a chat has `message`, and a piece of it has `delta`.
     """
 
     text: str | msgspec.UnsetType = msgspec.UNSET
@@ -458,10 +503,13 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The fields that all pieces of one answer share.
+    """The fields that all pieces of one answer share, and the pieces made with them.
 
     Attributes:
+        id: Id of the answer.
         created: Unix seconds.
+        model: Name of the model.
+        is_chat: True for a chat, False for a completion.
     """
 
     id: str
@@ -475,7 +523,13 @@ class Head:
         finishes: Sequence[FinishReason | None],
         usage: TokenUsage,
     ) -> Completion:
-        """Return a whole answer, with the text and the finish reason of each prompt in order."""
+        """Return a whole answer.
+
+        Args:
+            pieces: Text and log probabilities of each choice, in order.
+            finishes: Reason of the end of each choice.
+            usage: The token usage.
+        """
         choices = (
             self._choice(index, "message", piece, finish)
             for index, (piece, finish) in enumerate(zip(pieces, finishes, strict=True))
@@ -485,9 +539,12 @@ class Head:
     def piece(
         self, index: int, piece: AnswerPiece, finish: FinishReason | None = None
     ) -> Completion:
-        """Return a piece of a stream, for prompt number `index`.
+        """Return a piece of a streamed answer.
 
-        Its last piece has a finish reason.
+        Args:
+            index: Number of the choice.
+            piece: The next text and log probabilities.
+            finish: Reason of the end, in the last piece of the choice; None in others.
         """
         choice = self._choice(index, "delta", piece, finish)
         return self._of((choice,), None, "chat.completion.chunk")
@@ -503,7 +560,7 @@ class Head:
         return Choice(index=index, logprobs=logprobs, finish_reason=finish, **text)
 
     def usage(self, usage: TokenUsage) -> Completion:
-        """Return the piece of a stream that follows all choices."""
+        """Return the piece of a streamed answer that has the token usage, after all choices."""
         return self._of((), usage, "chat.completion.chunk")
 
     def _of(self, choices: tuple[Choice, ...], usage: TokenUsage | None, kind: str) -> Completion:

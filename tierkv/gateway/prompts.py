@@ -1,4 +1,4 @@
-"""Prompts of callers' bodies, packed once and sent to any number of nodes."""
+"""Prompts of callers' requests, packed once and sent to any number of nodes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,19 @@ _BYTES = struct.Struct(">BI")  # its long form, bin 32: mark and length
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One prompt and its sampling.
+    """One answer to be generated: a prompt and the rules of choosing tokens.
 
     Attributes:
-        prompt: A text, packed tokens, or the messages of a chat.
-        authorization: The caller's header, if the gateway forwards it.
-        seed: Seed of the sampling, always set, so that a second node continues like the first.
-        sampling: Further fields of the sampling by the names that nodes give them, without those
-            that have their default.
+        request_id: Id of the request, from which ids of calls to nodes are made.
+        prompt: A text, tokens packed as int32, or the messages of a chat.
+        max_tokens: Largest number of tokens to generate.
+        temperature: Divisor of the logits; 0 chooses the most likely token.
+        top_k: Number of most likely tokens to choose from; 0 for all.
+        seed: Seed of the random choices. It is always set, so that a second node continues with the
+            same tokens.
+        sampling: Further fields under the names that nodes use, without fields at their default.
+        authorization: The caller's Authorization header; None without one. Used if the gateway
+            forwards it.
         num_logprobs: Number of most likely tokens whose log probabilities are wanted beside the
             chosen token's; None for no log probabilities.
     """
@@ -49,7 +54,10 @@ class Job:
 
     @property
     def tokens(self) -> bytes:
-        """The prompt, packed, once a node has said what tokens its text is."""
+        """The prompt as packed tokens.
+
+        A text must have been turned into tokens by a node before.
+        """
         assert isinstance(self.prompt, bytes), "the relay asks a node first"
         return self.prompt
 
@@ -58,9 +66,13 @@ class Job:
         return count(self.tokens)
 
     def body(self, fields: Mapping[str, object], after: Sequence[int] = ()) -> Body:
-        """Return a body in msgpack: `fields`, and as `tokens` the prompt and the tokens `after` it.
+        """Return the body of a call to a node, in msgpack, as parts to send one after another.
 
-        The prompt is not copied, however many nodes get it.
+        The prompt is a part of its own, which is not copied for each node.
+
+        Args:
+            fields: Fields of the body, without `tokens`.
+            after: Tokens to append to the prompt in the field `tokens`.
         """
         packed_after = pack(after)
         head = msgspec.msgpack.encode({**fields, "tokens": b""})
@@ -69,9 +81,11 @@ class Job:
         return head.removesuffix(_NO_BYTES) + _BYTES.pack(0xC6, size), self.tokens, packed_after
 
     def work(self, fields: Mapping[str, object], after: Sequence[int] = ()) -> Body:
-        """Return a body with `fields` and the sampling, which asks for a streamed answer.
+        """Return the body of a call that generates tokens, with the sampling and a streamed answer.
 
-        See `body`.
+        Args:
+            fields: Further fields of the body.
+            after: Tokens to append to the prompt; see `body`.
         """
         sampling: dict[str, object] = {
             "temperature": self.temperature,
@@ -85,15 +99,15 @@ class Job:
 
 
 def read_prompts(given: Given, *, most_prompts: int, most_tokens: int) -> list[Prompt]:
-    """Return the prompts of a body: texts unchanged, tokens packed.
+    """Return the prompts of a body: texts unchanged, tokens packed as int32.
 
     Args:
-        given: A text, its tokens, or a list of either.
-        most_prompts: Length of the longest list of prompts.
-        most_tokens: Length of the longest list of tokens.
+        given: A text, a list of tokens, or a list of either.
+        most_prompts: Largest number of prompts.
+        most_tokens: Largest number of tokens of a prompt.
 
     Raises:
-        InvalidRequestError: A prompt is empty, too long or none at all, or they are too many.
+        InvalidRequestError: A prompt is empty or too long, or there are none or too many.
     """
     several: Sequence[object] = [given] if isinstance(given, str) else given
     kinds = {type(one) for one in several}
@@ -131,9 +145,9 @@ def _read(prompt: object, most_tokens: int) -> str | bytes:
 
 
 def packed_bytes(prompt: Prompt) -> int:
-    """Return the most bytes that `prompt` has when packed, without the tokens of a chat template.
+    """Return the largest number of bytes that `prompt` can have as packed tokens.
 
-    A token is at least a byte of text.
+    A token stands for at least one byte of text. Tokens that a chat template adds are not counted.
     """
     if isinstance(prompt, bytes):
         return len(prompt)
@@ -143,12 +157,12 @@ def packed_bytes(prompt: Prompt) -> int:
 
 
 def empty() -> InvalidRequestError:
-    """Return the refusal of a prompt without tokens."""
+    """Return the error for a prompt without tokens."""
     return InvalidRequestError("a prompt is empty: give at least one token", param="prompt")
 
 
 def too_long(most_tokens: int) -> InvalidRequestError:
-    """Return the refusal of a prompt with more tokens."""
+    """Return the error for a prompt with more than `most_tokens` tokens."""
     return InvalidRequestError(
         f"the prompt is longer than the nodes' {most_tokens} tokens: shorten it",
         param="prompt",

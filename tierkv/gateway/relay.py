@@ -1,18 +1,17 @@
-"""The relay of one prompt: gets its tokens from the nodes, even if nodes fail.
+"""The relay of one prompt, which gets its tokens from the nodes even if nodes fail.
 
-A text becomes tokens at a node, and tokens become text at the node that generates them: the gateway
-knows no vocabulary.
+The gateway knows no vocabulary: nodes turn text into tokens, and tokens into text.
 
-When a node fails in the middle, the gateway asks another node to generate from the prompt *and the
-tokens delivered so far*. Nodes promise that the next tokens depend only on these, the seed and the
-position. Therefore the answer is the one that the first node would have given, and no token is
-generated twice. The published blocks make this cheap. An engine whose sampling has other state
-would have to generate again from the start and skip the delivered tokens.
+If a node fails in the middle of an answer, the gateway asks another node to generate from the
+prompt *and the tokens delivered so far*. Nodes promise that the next tokens depend only on these,
+the seed and the position. Therefore the answer is the one that the first node would have given, and
+no token is generated twice. The blocks that the first node has published make this cheap. An engine
+whose choice of tokens depended on anything else would have to generate again from the start.
 
-Where two nodes share a prompt, one computes and publishes it, and the other claims it and goes on.
-Both are called at the same time, so that the second waits or fetches while the first computes. The
-gateway chooses the ticket's name, so each of the two nodes can be replaced by another node of its
-role before the first token of the second node.
+In a hand-off, a prefill node computes a prompt and publishes it under a ticket, and a decode node
+claims the ticket and continues. Both are called at the same time, so that the decode node waits or
+fetches while the prefill node computes. The gateway chooses the id of the ticket. Therefore each of
+the two can be replaced by another node of its role, until the first token of the decode node.
 """
 
 from __future__ import annotations
@@ -59,15 +58,16 @@ class PromptAnswer:
     """The answer to one prompt.
 
     Attributes:
+        job: The prompt and its sampling; packed tokens replace a text once a node has made them.
         num_tokens: Number of generated tokens, up to the one that completed a stop text.
         cached_tokens: Number of prompt tokens that were cached.
-        finish_reason: None until the end.
+        finish_reason: Reason of the end; None until then.
 
     Args:
         job: The prompt and its sampling.
         backend: The nodes.
-        stops: The stop texts.
-        min_tokens: Number of tokens before which no stop text begins.
+        stops: Texts that end the answer.
+        min_tokens: Number of tokens in which no stop text is looked for.
     """
 
     def __init__(
@@ -83,9 +83,12 @@ class PromptAnswer:
         self._num_characters = 0
 
     async def run(self, say: Say) -> None:
-        """Call `say` with each piece of the answer.
+        """Generate the answer, and call `say` with each piece.
 
         A cancel, or an error of `say`, stops the nodes' work on this prompt.
+
+        Args:
+            say: Sends a piece to the caller, or keeps it.
 
         Raises:
             GatewayError: The prompt has failed.
@@ -117,7 +120,12 @@ class PromptAnswer:
             self.finish_reason = "stop" if has_stopped else "length"
 
     def _read(self, delivery: Delivery, pieces: Sequence[str]) -> AnswerPiece:
-        """Return what to show of `pieces`, each of which is the text of one token."""
+        """Return the piece of the answer that further tokens make, up to the end of a stop text.
+
+        Args:
+            delivery: The tokens delivered so far, with their log probabilities.
+            pieces: The text of each further token.
+        """
         text: list[str] = []
         logprobs: list[Placed] = []
         for piece in pieces:
@@ -140,7 +148,14 @@ _LONGEST_PAUSE_S = 1.0
 
 
 class _Tokens(msgspec.Struct):
-    """pieces: the text of each token. text: all of it, or what was held back, without a token."""
+    """The event of a node's stream that brings tokens.
+
+    Attributes:
+        tokens: The tokens.
+        text: Text of all tokens; in an event without tokens, text that was held back before.
+        pieces: Text of each token.
+        logprobs: Log probabilities of each token; None if the job asks for none.
+    """
 
     tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
     text: str
@@ -149,6 +164,8 @@ class _Tokens(msgspec.Struct):
 
 
 class _Matched(msgspec.Struct):
+    """Number of prompt tokens that a node found in each tier."""
+
     device: int
     host: int
     storage: int
@@ -156,7 +173,14 @@ class _Matched(msgspec.Struct):
 
 
 class Done(msgspec.Struct):
-    """The summary that ends a node's stream, as far as the gateway reads it."""
+    """The event that ends a node's stream, as far as the gateway reads it.
+
+    Attributes:
+        matched: Number of prompt tokens found in each tier.
+        finish_reason: "stop" if the model ended the text, otherwise "length".
+        producer: The node that published the claimed prompt; None if the decode node could not
+            claim it and computed the prompt itself.
+    """
 
     matched: _Matched
     finish_reason: FinishReason = "length"  # older nodes do not send it
@@ -164,7 +188,27 @@ class Done(msgspec.Struct):
 
 
 class Delivery:
-    """The tokens of one prompt, and the nodes that have failed it. Owned by one `relay.run`."""
+    """The tokens of one prompt so far, and what happened at the nodes. One `run` owns it.
+
+    Attributes:
+        job: The prompt and its sampling.
+        backend: The nodes.
+        tokens: The tokens delivered so far.
+        logprobs: Log probabilities of each, if the job asks for them.
+        cached_tokens: Number of prompt tokens that the first node that answered had cached; None
+            before.
+        has_stopped: True once the model has ended the text.
+        is_claimed: True once a decode node has sent a token.
+        speakers: Nodes that have sent some of the tokens.
+        publisher: The node that has published the prompt; None before.
+        is_divided: True once a node could not use another node's KV, and may therefore have another
+            model.
+        num_attempts: Number of failed attempts.
+
+    Args:
+        job: The prompt and its sampling.
+        backend: The nodes.
+    """
 
     def __init__(self, job: Job, backend: Backend) -> None:
         self.job = job
@@ -189,9 +233,10 @@ class Delivery:
     # For the task that delivers
 
     async def news(self, sent: int) -> Sequence[str]:
-        """Wait for tokens from number `sent` on, and return the text of each.
+        """Wait until there are more than `sent` tokens, or the work has ended.
 
-        The result may be empty at the end of the work.
+        Returns:
+            The text of each token from number `sent` on; may be empty at the end of the work.
         """
         if len(self.tokens) == sent:
             self._changed.clear()
@@ -199,15 +244,16 @@ class Delivery:
         return self._pieces[sent:]
 
     def rest(self) -> str:
-        """Return the text of an unfinished character behind the last token."""
+        """Return text behind the last token that nodes held back; "" without any."""
         behind, text = self._held_back
         return text if behind == len(self.tokens) else ""
 
     async def pause(self) -> None:
-        """Wait before trying again, longer with each attempt."""
+        """Wait before another attempt, longer after each failed one, at most 1 s."""
         await asyncio.sleep(min(_FIRST_PAUSE_S * 2.0**self.num_attempts, _LONGEST_PAUSE_S))
 
     def wake(self, _: object = None) -> None:
+        """Make `news` look at the tokens again."""
         self._changed.set()
 
     # For the tasks that read nodes
@@ -220,25 +266,29 @@ class Delivery:
         return asyncio.get_running_loop().time()
 
     def next_id(self) -> str:
-        """Return a unique id for one call.
+        """Return a unique id for one call to a node.
 
-        A node may still be ending an earlier call, and a caller may use its own id twice.
+        The request's own id would not do: a node may still be ending an earlier call, and a caller
+        may use one id twice.
         """
         self._num_calls += 1
         return f"{self.job.request_id}.{self._nonce}.{self._num_calls}"
 
     def accept(self, node: BackendNode, offset: int, told: _Tokens) -> int:
-        """Take tokens that follow the first `offset` tokens, and return the offset after them.
+        """Append the tokens of an event that are not known yet; known ones must be the same.
 
         Args:
-            node: The node that sent the tokens.
-            offset: Number of tokens before the event.
+            node: The node that sent the event.
+            offset: Number of tokens of the answer before the event.
             told: The event.
 
+        Returns:
+            Number of tokens of the answer up to the event's last.
+
         Raises:
-            NodeFailedError: Another node gave other tokens, or the event lacks the text of a token.
-            HandoffRefusedError: A decode node gave the first token before the prefill node, which
-                alone has the token's log probabilities.
+            NodeFailedError: Another node sent other tokens, or the event lacks the text of a token.
+            HandoffRefusedError: A decode node sent the first token before the prefill node did,
+                which alone has the token's log probabilities.
         """
         tokens, pieces = told.tokens, told.pieces
         if len(pieces) != len(tokens):
@@ -263,7 +313,12 @@ class Delivery:
         return offset + len(tokens)
 
     def _whole_logprobs(self, node: BackendNode, told: _Tokens, known: int) -> list[Logprobs]:
-        """Return the log probabilities of the tokens of an event from number `known` on."""
+        """Return the log probabilities of an event's tokens, from number `known` on.
+
+        Raises:
+            NodeFailedError: The event lacks them.
+            HandoffRefusedError: The token comes from a ticket, which has no log probabilities.
+        """
         found = (told.logprobs or [])[known:]
         if len(found) < len(told.tokens) - known:
             raise self._blame(node, "sent tokens without their log probabilities")
@@ -279,7 +334,7 @@ class Delivery:
         return NodeFailedError(f"{node.url} {what}")
 
     def note(self, node: BackendNode, error: AttemptError) -> None:
-        """Note that an attempt at `node` has failed.
+        """Record a failed attempt at a node, which is then avoided for this prompt.
 
         Args:
             node: The node.
@@ -297,18 +352,24 @@ class Delivery:
         self.spend(error)
 
     def note_no_ticket(self, node: BackendNode) -> None:
-        """Count a prompt that `node` computed, as it could not use the ticket; its log says why."""
+        """Count that a decode node could not claim the ticket, and computed the prompt itself.
+
+        The node's log says why.
+        """
         self.backend.metrics.failed.labels(node.url, "without_ticket").inc()
         text = "request %s: %s could not use the ticket and computed the prompt itself"
         log.warning(text, self.job.request_id, node.url)
 
     async def check_ticket(self, ticket_id: str) -> None:
-        """Check that a published ticket still is in the store.
+        """Check that a published ticket is still in the store, so that a decode node can claim it.
 
-        A store that was emptied has lost it, and a claim would wait for it until its deadline.
+        A store that was emptied has lost it, and a claim would wait until its deadline.
+
+        Args:
+            ticket_id: Id of the ticket.
 
         Raises:
-            HandoffRefusedError: The ticket is lost and not claimed; the failure is noted.
+            HandoffRefusedError: The ticket is lost and not claimed; the failure is recorded.
             GatewayError: It was the last attempt.
         """
         node = self.publisher
@@ -321,7 +382,10 @@ class Delivery:
             raise error
 
     def spend(self, error: AttemptError) -> None:
-        """Count an attempt that failed with `error`.
+        """Count an attempt that failed.
+
+        Args:
+            error: The failure.
 
         Raises:
             GatewayError: It was the last attempt.
@@ -338,21 +402,24 @@ class Delivery:
             ) from error
 
     def fresh(self, nodes: Sequence[BackendNode]) -> list[BackendNode]:
-        """Return the usable ones of `nodes` that have not failed this prompt."""
+        """Return those of `nodes` that may get requests and have not failed this prompt."""
         return usable(nodes, self.now(), self._failed)
 
     def usable(self, nodes: Sequence[BackendNode]) -> list[BackendNode]:
-        """Return the fresh nodes; if all have failed this prompt, give all another chance."""
+        """Return the nodes that `fresh` returns.
+
+        If all have failed this prompt, give all a new chance.
+        """
         if not (left := self.fresh(nodes)):
             self._failed.clear()
             left = self.fresh(nodes)
         return left
 
     def some_of(self, nodes: Sequence[BackendNode]) -> list[BackendNode]:
-        """Return at least one of `nodes`, as `usable` does.
+        """Return at least one of `nodes`, chosen as by `usable`.
 
         Raises:
-            AttemptError: No node is left; the attempt is counted.
+            AttemptError: No node may get requests; the attempt is counted.
             GatewayError: It was the last attempt.
         """
         if not (left := self.usable(nodes)):
@@ -365,16 +432,16 @@ class Delivery:
     # Calls
 
     async def read(self, node: BackendNode, path: str, body: Body, *, offset: int) -> Done:
-        """Take all tokens of one streamed answer.
+        """Call a node, and append all tokens of its streamed answer.
 
         Args:
             node: The node to call.
             path: Path of the route.
-            body: Body of the call.
-            offset: Number of delivered tokens before the first token of the answer.
+            body: Body of the call, in msgpack.
+            offset: Number of tokens of the answer before the first token of this stream.
 
         Raises:
-            AttemptError: The call has failed; the failure is noted.
+            AttemptError: The call has failed; the failure is recorded.
             GatewayError: It was the last attempt.
         """
         try:
@@ -400,7 +467,13 @@ class Delivery:
             raise self._blame(node, f"sent an answer that cannot be read: {error}") from error
 
     def learn(self, node: BackendNode, done: Done, after: Sequence[int] = ()) -> None:
-        """Note the number of cached tokens, and that `node` holds the prompt and `after`."""
+        """Record that a node has done its part, and has the prompt cached now.
+
+        Args:
+            node: The node.
+            done: The end of its stream, with the number of cached tokens.
+            after: Generated tokens whose KV the node has too.
+        """
         found = done.matched.device + done.matched.host
         found += done.matched.storage + done.matched.direct
         if self.cached_tokens is None:
@@ -416,10 +489,16 @@ Failure = TierKVError  # passed as a value: `hand_over` sees all failures and ch
 
 
 async def hand_over(delivery: Delivery, held: Held) -> None:
-    """Get all tokens from a prefill node and a decode node; both calls have ended on return.
+    """Get all tokens by a hand-off from a prefill node to a decode node.
+
+    Both calls have ended on return.
+
+    Args:
+        delivery: Gets the tokens.
+        held: By URL, number of leading prompt tokens that each node has cached.
 
     Raises:
-        AttemptError: A call has failed; the failure is noted.
+        AttemptError: A call has failed; the failure is recorded.
         GatewayError: It was the last attempt.
     """
     ticket_id = delivery.next_id()
@@ -450,7 +529,16 @@ async def hand_over(delivery: Delivery, held: Held) -> None:
 
 
 async def _prefill(delivery: Delivery, ticket_id: str, held: Held) -> None:
-    """Make some node publish the prompt; a node that fails is replaced, and each is called once."""
+    """Make one prefill node publish the prompt; try each node once until one succeeds.
+
+    Args:
+        delivery: Gets the first token.
+        ticket_id: Id under which the prompt is published.
+        held: By URL, number of leading prompt tokens that each node has cached.
+
+    Raises:
+        AttemptError: No node succeeds.
+    """
     failure = AttemptError("no prefill node is available")
     tried: set[BackendNode] = set()
     while True:
@@ -483,7 +571,16 @@ async def _prefill_at(delivery: Delivery, node: BackendNode, ticket_id: str, hel
 
 
 async def _decode(delivery: Delivery, ticket_id: str, held: Held) -> None:
-    """Make some node claim the ticket; a node that fails before its first token is replaced."""
+    """Make one decode node claim the prompt; a node that fails before its first token is replaced.
+
+    Args:
+        delivery: Gets the tokens.
+        ticket_id: Id under which the prompt is published.
+        held: By URL, number of leading prompt tokens that each node has cached.
+
+    Raises:
+        AttemptError: No node is left, or a node failed after its first token.
+    """
     job, first_token_s = delivery.job, delivery.backend.settings.deadlines.first_token_s
     while True:
         nodes = delivery.fresh(delivery.backend.nodes.decoding())
@@ -521,7 +618,10 @@ _INCOMPATIBLE = HandoffProblem.INCOMPATIBLE.value
 
 
 async def run(delivery: Delivery) -> None:
-    """Return when all tokens are delivered.
+    """Get all tokens of a prompt, with as many attempts and nodes as the limits allow.
+
+    Args:
+        delivery: Gets the tokens.
 
     Raises:
         GatewayError: The attempts or the time are used up, or the request is not valid.
@@ -546,10 +646,10 @@ async def run(delivery: Delivery) -> None:
 
 
 async def _tokenize(delivery: Delivery) -> None:
-    """Make some node turn the prompt's text or messages into tokens.
+    """Make one node turn the prompt's text or messages into tokens.
 
     Raises:
-        AttemptError: The call has failed; the failure is noted.
+        AttemptError: The call has failed; the failure is recorded.
         GatewayError: It was the last attempt, or the prompt is not valid.
     """
     most = delivery.backend.settings.gateway.max_prompt_tokens
@@ -570,6 +670,12 @@ async def _tokenize(delivery: Delivery) -> None:
 
 
 async def _attempt(delivery: Delivery, *, can_hand_off: bool) -> None:
+    """Choose nodes, and get the missing tokens by a hand-off or from one node.
+
+    Args:
+        delivery: Gets the tokens.
+        can_hand_off: False once a hand-off of this prompt was refused.
+    """
     job = delivery.job
     who = _who_may_go_on(delivery)
     everybody = delivery.some_of(who)
@@ -594,10 +700,10 @@ async def _attempt(delivery: Delivery, *, can_hand_off: bool) -> None:
 
 
 def _who_may_go_on(delivery: Delivery) -> list[BackendNode]:
-    """Return the nodes that may continue the answer.
+    """Return the nodes that may generate the next tokens.
 
-    These are all nodes, unless nodes turned out to have different models. Then only nodes that gave
-    delivered tokens may continue, because a mixed answer would be no model's.
+    These are all nodes, unless some turned out to have different models. Then only nodes that have
+    sent delivered tokens may continue, since a mixed answer would be no model's.
     """
     everybody = delivery.backend.nodes.all
     if delivery.is_divided and delivery.speakers:
@@ -611,7 +717,17 @@ def _can_do_alone(
     num_tokens: int,
     held: Held,
 ) -> BackendNode | None:
-    """Return a node that decodes and needs no hand-off of this prompt, if there is one."""
+    """Return a node that can decode and needs no hand-off of this prompt; None without one.
+
+    Either it has almost the whole prompt cached and is not busy, or it is the best choice for the
+    prefill and decodes as well.
+
+    Args:
+        prefilling: Usable nodes whose role includes prefill.
+        decoding: Usable nodes whose role includes decode.
+        num_tokens: Number of tokens of the prompt.
+        held: By URL, number of leading prompt tokens that each node has cached.
+    """
     if num_tokens > _FEW_TOKENS:
         knowing = [node for node in decoding if num_tokens - held.get(node.url, 0) <= _FEW_TOKENS]
         least = min((node.running for node in decoding), default=0)
@@ -623,7 +739,13 @@ def _can_do_alone(
 
 
 async def _generate(delivery: Delivery, node: BackendNode, held: Held) -> None:
-    """Make one node generate all tokens that follow the delivered ones."""
+    """Make one node generate all tokens that are missing.
+
+    Args:
+        delivery: Gets the tokens.
+        node: The node to call.
+        held: By URL, number of leading prompt tokens that each node has cached.
+    """
     job, offset = delivery.job, len(delivery.tokens)
     left = job.max_tokens - offset
     asked = {"request_id": delivery.next_id(), "max_tokens": left, "answered_tokens": offset}

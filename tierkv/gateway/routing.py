@@ -1,6 +1,7 @@
-"""The choice of a node, and the gateway's memory of prompts.
+"""The choice of a node for a prompt, and the gateway's memory of earlier prompts.
 
-The node with the fewest tokens to compute is chosen, with cached and waiting tokens counted.
+The node with the fewest tokens left to compute is chosen. Tokens of running requests count, cached
+tokens do not.
 """
 
 from __future__ import annotations
@@ -17,9 +18,15 @@ Held = Mapping[str, int]  # leading prompt tokens that a node has at hand, by it
 
 
 def choose_prefill(nodes: Sequence[BackendNode], num_tokens: int, held: Held) -> BackendNode:
-    """Return the node with the fewest tokens to compute, with waiting tokens counted.
+    """Return the node that will have computed the prompt first, by numbers of tokens.
 
-    Of equal nodes, the node with fewer requests is returned.
+    That is the node with the fewest tokens of running requests and of this prompt to compute; of
+    equal ones, the one with fewer requests.
+
+    Args:
+        nodes: The nodes to choose from.
+        num_tokens: Number of tokens of the prompt.
+        held: By URL, number of leading prompt tokens that each node has cached.
     """
     return min(
         nodes,
@@ -31,11 +38,13 @@ def choose_prefill(nodes: Sequence[BackendNode], num_tokens: int, held: Held) ->
 
 
 def choose_decode(nodes: Sequence[BackendNode], held: Held) -> BackendNode:
-    """Return the node with the fewest streams.
+    """Return the node with the fewest running requests.
 
-    Of equal nodes, the node with fewer tokens to generate is returned, then the node with more
-    cached
-    tokens of the prompt.
+    Of equal ones, the one with fewer tokens to generate, then the one with more cached tokens.
+
+    Args:
+        nodes: The nodes to choose from.
+        held: By URL, number of leading prompt tokens that each node has cached.
     """
     return min(
         nodes,
@@ -50,9 +59,13 @@ _MOST_CHUNKS = 1 << 16  # about 4 million tokens, some 10 MB
 
 
 class PrefixMemory:
-    """Chunks of 64 tokens, chained, with the node that saw each last.
+    """A memory of the prompts that each node has seen, by the hash of each prefix.
 
-    A hash that collides costs a worse choice of node, never a wrong answer.
+    Prefixes are multiples of 64 tokens. Two prefixes with the same hash cost at most a worse choice
+    of node, never a wrong answer.
+
+    Args:
+        most_chunks: Number of prefixes that are remembered; the least recent ones are forgotten.
     """
 
     def __init__(self, most_chunks: int = _MOST_CHUNKS) -> None:
@@ -61,9 +74,12 @@ class PrefixMemory:
         self._most = most_chunks
 
     def remember(self, tokens: bytes, url: str, life: int) -> None:
-        """Note that the node at `url`, in this life of it, has the packed tokens.
+        """Remember that a node has cached a prompt.
 
-        Only the first 65,536 tokens count.
+        Args:
+            tokens: The prompt, packed as int32; only its first 65,536 tokens are remembered.
+            url: URL of the node.
+            life: `BackendNode.lives` of the node; what was cached in earlier lives counts as lost.
         """
         alone = ((url, life),)
         for digest in _chain(tokens[:REMEMBERED_BYTES]):
@@ -74,11 +90,12 @@ class PrefixMemory:
             self._seen.popitem(last=False)
 
     def matched(self, tokens: bytes, lives: Mapping[str, int]) -> dict[str, int]:
-        """Return the number of leading tokens that each node has, if it has evicted nothing.
+        """Return by URL the number of leading tokens that each node has, if it has evicted nothing.
 
         Args:
-            tokens: The packed tokens.
-            lives: The current life of each node, by URL; tokens cached in an earlier life are lost.
+            tokens: The prompt, packed as int32.
+            lives: By URL, `BackendNode.lives` of each node; tokens cached in an earlier life are
+                lost.
         """
         found: dict[str, int] = {}
         chunks = 0

@@ -169,7 +169,11 @@ class CompletionRoutes:
         return await writer.end()
 
     async def _run(self, answers: Sequence[PromptAnswer], say: SayTo) -> None:
-        """Run all prompts; the first that fails ends all of them.
+        """Generate all answers; the first one that fails ends all of them.
+
+        Args:
+            answers: The answers to generate.
+            say: Called with the number of an answer and its next piece.
 
         Raises:
             GatewayError: A prompt has failed.
@@ -189,7 +193,7 @@ def _wake(pieces: asyncio.Queue[tuple[int, AnswerPiece] | None]) -> None:
 
 
 def usage_of(answers: Sequence[PromptAnswer], num_choices: int) -> TokenUsage:
-    """Return the usage of all answers; each prompt counts once.
+    """Return the token usage of all answers; the tokens of each prompt count once.
 
     Args:
         answers: The answers, prompt after prompt.
@@ -207,7 +211,13 @@ def usage_of(answers: Sequence[PromptAnswer], num_choices: int) -> TokenUsage:
 
 
 class _Writer:
-    """A writer of the pieces of one answer; the head goes out with the first piece."""
+    """A writer of the pieces of one answer; the first piece opens the stream.
+
+    Args:
+        request: The HTTP request that is answered.
+        model: Name of the model.
+        is_chat: True for a chat, False for a completion.
+    """
 
     def __init__(self, request: web.BaseRequest, model: str, *, is_chat: bool) -> None:
         self.request = request
@@ -242,8 +252,8 @@ def router_of(gateway: Gateway, guard: Guard) -> HttpRouter:
     """Return the router of a gateway's routes.
 
     Args:
-        gateway: A gateway that runs when the first request arrives.
-        guard: Authenticator of callers, which runs then, too.
+        gateway: A gateway; it must be running when the first request arrives.
+        guard: Authenticator of callers; it must be running then, too.
     """
     kinds = [kind(gateway) for kind in (CompletionRoutes, ProbeRoutes, GatewayLiveRoutes)]
     table = [row for owner in (*kinds, PageRoutes()) for row in routes_of(owner)]
@@ -312,7 +322,11 @@ class ProbeRoutes:
 
 
 class GatewayLiveRoutes:
-    """The data of the live page."""
+    """The data of the live page. They are no part of the API, and may change with each version.
+
+    Args:
+        gateway: The gateway that the page shows.
+    """
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -352,7 +366,7 @@ class GatewayLiveRoutes:
 
 
 def run(settings: GatewaySettings, announce: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT, and return when everything is closed.
+    """Run a gateway until SIGTERM or SIGINT, and return when all its parts are closed.
 
     Args:
         settings: The gateway's settings.
@@ -388,6 +402,11 @@ def run(settings: GatewaySettings, announce: Callable[[str], None]) -> None:
 
 
 def listening(gateway: Gateway, listener: socket.socket) -> AbstractAsyncContextManager[str]:
-    """Answer for `gateway` on `listener`; see `answering`."""
+    """Answer for `gateway` on `listener` while the context is open; see `answering`.
+
+    Args:
+        gateway: The gateway; it must be running when the first request arrives.
+        listener: The socket to answer on.
+    """
     own = gateway.settings
     return answering(own.gateway, own.auth, own.tls, [listener], partial(router_of, gateway))

@@ -135,6 +135,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 def urls_of(given: str | tuple[str, ...]) -> tuple[str, ...]:
     """Return the URLs in `given`, without a slash at their ends.
 
+    Args:
+        given: A list of URLs, or one text with spaces or commas between them.
+
     Raises:
         ConfigError: One of them is not the URL of a node.
     """

@@ -1,1 +1,1 @@
-"""A small transformer that really attends over the device planes: demos and end-to-end truth."""
+"""A small transformer that attends over the device planes, for demos and as the truth in tests."""

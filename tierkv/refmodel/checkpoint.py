@@ -1,4 +1,4 @@
-"""The weights of a Llama-shaped model in a GGUF file or a directory of safetensors.
+"""The weights of a Llama-shaped model, from a GGUF file or a directory of safetensors.
 
 They are read in the form that the reference model computes with.
 """
@@ -59,6 +59,7 @@ class Checkpoint:
     """A model on disk: its sizes are known, its weights are not read yet.
 
     Attributes:
+        path: The GGUF file or the directory.
         config: The sizes; `config.weights` is a digest of the files.
     """
 
@@ -71,17 +72,22 @@ class Checkpoint:
         """Return the weights as float32, with the gains of RMSNorm multiplied into the matrices.
 
         Args:
-            shared: A directory in which processes of this machine share one file of them; the first
-                process writes the file. "" keeps the weights in this process.
+            shared: A directory in which the processes of this machine share one file of the
+                weights, which the first of them writes. "" keeps the weights in this process.
 
         Raises:
-            ConfigError: A tensor is missing, has an unknown type or another size, or this process
-                may not take the memory; or the directory cannot be written to.
+            ConfigError: A tensor is missing, has an unknown type or another size, there is no
+                memory for the weights, or the directory cannot be written to.
         """
         return _shared(self, Path(shared)) if shared else self.read()
 
     def read(self) -> Weights:
-        """Read the weights into this process; see `weights`."""
+        """Read the weights into this process; see `weights`.
+
+        Raises:
+            ConfigError: A tensor is missing, has an unknown type or another size, or there is no
+                memory for the weights.
+        """
         c = self.config
         head = c.hidden * c.vocab_size
         layer = c.hidden * (2 * (c.num_heads + c.num_kv_heads) * c.head_dim + 3 * c.ffn)
@@ -122,7 +128,15 @@ class Checkpoint:
 
 
 def _turned(parts: list[Floats], gain: Floats | None = None) -> Floats:
-    """Return [in, sum of out] of parts [out, in] in panels, with `gain` [in] in the rows."""
+    """Return matrices side by side and transposed, in panels: see `in_panels`.
+
+    Args:
+        parts: [out, in] each, as model files have them.
+        gain: [in], factors of an RMSNorm to multiply into the rows; None for none.
+
+    Returns:
+        [in, sum of out], in panels.
+    """
     joined = np.concatenate(parts) if len(parts) > 1 else parts[0]
     return in_panels((joined if gain is None else joined * gain).T)
 
@@ -208,7 +222,14 @@ def _refuse_biases(path: Path, tensors: Mapping[str, object]) -> None:
 def _config(
     path: Path, about: Mapping[str, Any], name: str, weights: str, vocab_size: int
 ) -> ModelConfig:
-    """Return the sizes that `about` gives, a config.json.
+    """Return the sizes of a model.
+
+    Args:
+        path: The file or directory, for errors.
+        about: The fields of a config.json, or the same made from a GGUF file.
+        name: Name of the model.
+        weights: Digest of the files.
+        vocab_size: Number of tokens.
 
     Raises:
         ConfigError: A size is missing or wrong, or the reference engine does not support a part.
@@ -264,7 +285,13 @@ _ALIGNMENT = 64
 
 
 def _shared(checkpoint: Checkpoint, folder: Path) -> Weights:
-    """Return weights in memory that all processes share that map the same file in `folder`."""
+    """Return weights in memory that all processes with the same model share.
+
+    Each process maps the same file in `folder`; the first one writes the file.
+
+    Raises:
+        ConfigError: The folder cannot be written to.
+    """
     file = folder / f"{checkpoint.config.weights}-{PANEL}.safetensors"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -309,7 +336,11 @@ def _write(file: Path, tensors: Mapping[str, Floats]) -> None:
 
 
 def _safetensors(file: Path) -> Iterator[tuple[str, Callable[[], Floats]]]:
-    """Yield the name of each tensor and a function that reads the tensor as float32."""
+    """Yield the name of each tensor in a file, and a function that reads it as float32.
+
+    Raises:
+        ConfigError: The file is not valid.
+    """
     try:
         with file.open("rb") as opened:
             whole = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
@@ -344,7 +375,7 @@ def _reader(
 
 
 def _digest(files: list[Path]) -> str:
-    """Return a digest of the files' bytes: nodes with different weights must not share KV."""
+    """Return a digest of the files' bytes, by which nodes with other weights are told apart."""
     hashed = xxhash.xxh3_128()
     for file in files:
         with file.open("rb") as opened:

@@ -1,4 +1,4 @@
-"""The settings of the reference model (its sizes and its seed), and the KV layout that follows."""
+"""The settings of the reference model (its sizes and its seed), and its KV layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder-only transformer, over bytes and with weights that follow from `seed` by default.
+    """The sizes of a decoder-only transformer, by default over bytes and with weights from a seed.
 
     Attributes:
         name: name of the model in the keys of cached blocks.
@@ -82,9 +82,10 @@ class ModelConfig:
 
     @property
     def weights_id(self) -> str:
-        """Return everything besides the name that decides the model's results, for a fingerprint.
+        """A text of everything that decides the model's results, besides its name.
 
-        Nodes that differ in it must not share KV, even with equal layouts.
+        The text is a part of the fingerprint: nodes that differ in it must not share KV, even with
+        equal layouts.
         """
         return (
             f"{self.revision}: {self.num_layers} layers of {self.hidden}, ffn {self.ffn}, "
@@ -93,7 +94,7 @@ class ModelConfig:
         )
 
     def layout(self, block_size: int) -> Layout:
-        """Return a layout of a key and a value plane per layer.
+        """Return the layout of blocks: for each layer a plane of keys and one of values.
 
         A block of a plane is [block_size, num_kv_heads, head_dim] of kv_dtype.
 
@@ -110,6 +111,6 @@ class ModelConfig:
         )
 
     def shards(self, block_size: int) -> ShardScheme:
-        """Return the split of a block of `layout(block_size)` over ranks, by KV heads."""
+        """Return the rule that splits a block of `layout(block_size)` over ranks, by KV heads."""
         heads = {"key": self.num_kv_heads, "value": self.num_kv_heads}
         return ShardScheme(self.layout(block_size), heads)

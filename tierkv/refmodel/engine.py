@@ -1,4 +1,4 @@
-"""The reference model as the engine of a node: computes over the cache's blocks, on one thread."""
+"""The reference model as the engine of a node, computing over the cache's blocks on one thread."""
 
 from __future__ import annotations
 
@@ -50,9 +50,13 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class ReferenceEngine(SessionEngine):
-    """Generates, prefills and decodes with the reference model on one thread, "the GPU".
+    """A `SessionEngine` that computes with the reference model on one thread, in place of a GPU.
 
-    See SessionEngine.
+    Args:
+        service: The node's cache service, which has the blocks and the block tables.
+        model: The model that computes.
+        settings: Size of chunks, and the time limit of loads.
+        tokenizer: The tokenizer of the model.
     """
 
     def __init__(
@@ -77,9 +81,9 @@ class ReferenceEngine(SessionEngine):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the engine.
+        """Run the compute thread while the context is open.
 
-        Enter this inside the service's `running()`, which waits for publishes.
+        The service must be running, and must keep running until this context has closed.
         """
         self._thread = Threads(1, "tierkv-compute")
         try:
@@ -88,11 +92,11 @@ class ReferenceEngine(SessionEngine):
             self._thread.shutdown(wait=True)  # idle: every call was waited for by its caller
 
     def check(self, job: GenerateRequest) -> None:
-        """See SessionEngine.check."""
+        """See `SessionEngine.check`."""
         job.sampling.check_only(("top_k",))
 
     async def forward(self, run: ModelRun, chunk: Tokens1D) -> int | None:
-        """See SessionEngine.forward; one call of the model."""
+        """See `SessionEngine.forward`. Each chunk is one call of the model."""
         assert self._thread is not None, "the engine is running"
         try:
             call = self._thread.submit(self._call_model, run, chunk)
@@ -142,12 +146,12 @@ def _forget(call: Future[Floats]) -> None:
 
 
 class ReferenceSpec:
-    """The reference model as an EngineSpec.
+    """The `EngineSpec` of the reference model.
 
     Args:
         config: The sizes of the built-in model, and the type of KV.
         settings: The settings of the engine.
-        cache: The settings of the cache.
+        cache: The settings of the cache; the block size and the tensor parallelism are read.
         path: A Llama-shaped model to serve instead of the built-in one; "" for none.
 
     Raises:
@@ -181,7 +185,7 @@ class ReferenceSpec:
         return self._config.shards(self._cache.block_size)
 
     def fingerprint(self, tenant: str) -> Fingerprint:
-        """Return the fingerprint of the model's KV; see EngineSpec.fingerprint."""
+        """See `EngineSpec.fingerprint`."""
         return Fingerprint(
             model=self._config.name,
             revision=self._config.weights_id,
@@ -190,7 +194,7 @@ class ReferenceSpec:
         )
 
     def open(self, service: Service) -> ReferenceEngine:
-        """See EngineSpec.open."""
+        """See `EngineSpec.open`."""
         checkpoint, shared = self._checkpoint, self._settings.weights_dir
         model = ReferenceModel(
             self._config,

@@ -1,10 +1,11 @@
 """The reference model: a small transformer over the device planes, with weights from a seed.
 
-The weights are the same bytes on every machine, with every NumPy.
+The weights are the same bytes on every machine, with every NumPy. End-to-end tests compare other
+results with those of this model: its logits do not depend, in any bit, on how a prompt was cut into
+calls (see CHUNK).
 
-RMSNorm (Zhang & Sennrich 2019), rotary positions (RoPE, Su et al. 2021), grouped-query attention
-(GQA, Ainslie et al. 2023) and SwiGLU (Shazeer 2020). End-to-end tests compare with it: its logits
-do not depend, in any bit, on how a prompt was cut into calls (see CHUNK).
+It has RMSNorm (Zhang & Sennrich 2019), rotary positions (RoPE, Su et al. 2021), grouped-query
+attention (GQA, Ainslie et al. 2023) and SwiGLU (Shazeer 2020).
 """
 
 from __future__ import annotations
@@ -31,12 +32,17 @@ from tierkv.tokenizers import ByteTokenizer
 
 
 def sample(logits: npt.NDArray[np.float32], sampling: Sampling, position: int) -> int:
-    """Return the token at absolute `position`, chosen by `logits` [vocab].
+    """Return the token at a position, chosen by the logits there.
 
     Greedy sampling takes the lowest id among equals. Otherwise the only randomness is word
     `position` of the Philox stream keyed by the seed (a counter-based generator: Salmon et al.
     2011). Therefore a second node that knows seed and position continues exactly where the first
     stopped, without any generator state. A logit of -inf is never chosen.
+
+    Args:
+        logits: [vocab_size].
+        sampling: Temperature, top_k and seed; other fields are not read.
+        position: Position of the token, counted from the start of the prompt.
 
     Raises:
         BadRequestError: The position is negative, a logit is NaN, or none is finite.
@@ -75,7 +81,7 @@ PRINTABLE.setflags(write=False)
 
 
 def encode(text: str) -> npt.NDArray[np.int32]:
-    """Return int32 [n], the tokens of `text`: see ByteTokenizer."""
+    """Return the tokens of `text`, int32 [n]: see ByteTokenizer."""
     return np.frombuffer(TOKENIZER.encode(text), "<i4").astype(np.int32)
 
 
@@ -111,17 +117,27 @@ class BlockTable:
     kv_dtype: str
 
     def write(self, plane: PlaneArray, rows: Floats, *, start: int) -> None:
-        """Write `rows` [n, num_kv_heads, head_dim] to the tokens from `start` on.
+        """Write the keys or values of consecutive tokens into a plane.
 
         Values are rounded to kv_dtype, to the nearest, ties to even. No other byte of the plane
         changes.
+
+        Args:
+            plane: uint8 [num_blocks, block_bytes].
+            rows: float32 [n, num_kv_heads, head_dim].
+            start: Position of the first token.
         """
         positions = self.xp.arange(start, start + len(rows))
         blocks = self.ids[positions // self.block_size]
         self._tokens(plane)[blocks, positions % self.block_size] = self._stored(rows)
 
     def read(self, plane: PlaneArray, *, num_tokens: int, num_rows: int) -> Floats:
-        """Return the first `num_tokens` tokens.
+        """Return the keys or values of the sequence's first tokens, padded with zeros.
+
+        Args:
+            plane: uint8 [num_blocks, block_bytes].
+            num_tokens: Number of tokens to read.
+            num_rows: Number of rows of the result, at least `num_tokens`.
 
         Returns:
             float32 [num_kv_heads, num_rows, head_dim], C order. Rows after the tokens are zero,
@@ -193,7 +209,10 @@ CHUNK = 256
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The positions [start, end) that one call computes, start < end, and the tiles they touch."""
+    """The positions [start, end) that one call computes, start < end, and the tiles they touch.
+
+    A tile is TILE consecutive positions, whose first is a multiple of TILE.
+    """
 
     start: int
     end: int
@@ -208,21 +227,21 @@ class Span:
 
     @property
     def live(self) -> slice:
-        """The rows of [num_tiles * TILE] that are tokens of the span.
+        """The rows of the tiles, [num_tiles * TILE], that are tokens of the span.
 
-        All other rows are padding.
+        Others are padding.
         """
         lead = self.start % TILE
         return slice(lead, lead + self.end - self.start)
 
     @property
     def padded_end(self) -> int:
-        """The position after the last tile's last row."""
+        """The position after the last row of the last tile."""
         return (self.first_tile + self.num_tiles) * TILE
 
     @property
     def context_rows(self) -> int:
-        """Number of positions from the prompt's start to the last tile's end, in whole chunks."""
+        """Number of positions from 0 to the end of the last tile, rounded up to whole chunks."""
         return -(-self.padded_end // CHUNK) * CHUNK
 
     def stacks(self, height: int) -> Iterator[slice]:
@@ -250,7 +269,7 @@ _UNEMBEDDING_GAIN = 1.0
 class LayerWeights:
     """The weights of one layer. Rows of tokens are multiplied from the left.
 
-    Each matrix [a, b] may also be given in panels: [b / PANEL, a, PANEL], see `multiply`.
+    Each matrix [a, b] may also be given in panels, [b / PANEL, a, PANEL]: see `in_panels`.
 
     With q = num_heads * head_dim and kv = num_kv_heads * head_dim:
 
@@ -279,12 +298,12 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All weights. RMSNorm's gains are multiplied into the matrices.
+    """All weights of the model. RMSNorm's gains are multiplied into the matrices.
 
     Attributes:
         embedding: [vocab_size, hidden].
-        unembedding: [hidden, vocab_size], or as `in_panels` returns it: [vocab_size / PANEL,
-            hidden, PANEL].
+        layers: The weights of each layer.
+        unembedding: [hidden, vocab_size], or in panels, [vocab_size / PANEL, hidden, PANEL].
     """
 
     embedding: Floats
@@ -304,10 +323,13 @@ PANEL = 64
 
 
 def in_panels(matrix: Floats) -> Floats:
-    """Return [b / PANEL, a, PANEL] of a matrix [a, b]; the matrix if PANEL does not divide b.
+    """Return a matrix [a, b] cut into panels of PANEL columns, [b / PANEL, a, PANEL].
 
-    A gemm of TILE rows and a panel takes a third of the time that its share of a gemm of TILE rows
-    and a large matrix takes: OpenBLAS packs large matrices before it multiplies.
+    A product of TILE rows with a panel takes a third of the time of the same part of a product with
+    the whole matrix, because OpenBLAS packs large matrices before it multiplies.
+
+    Returns:
+        The matrix as it is, if PANEL does not divide b.
     """
     rows, columns = matrix.shape
     if columns % PANEL:
@@ -316,12 +338,15 @@ def in_panels(matrix: Floats) -> Floats:
 
 
 def multiply(tiles: Floats, weight: Floats, xp: ModuleType) -> Floats:
-    """Return [num_tiles, TILE, b]; each product is one gemm per tile, or per tile and panel.
+    """Return the product of each tile with a matrix, [num_tiles, TILE, b].
+
+    Each product is computed by itself for each tile, or each tile and panel, so that its bits do
+    not depend on the number of tiles.
 
     Args:
         tiles: [num_tiles, TILE, a].
         weight: [a, b], or its panels.
-        xp: The array module of both.
+        xp: The array module of both, NumPy or CuPy.
     """
     if weight.ndim == 2:  # noqa: PLR2004 - a matrix
         whole: Floats = xp.matmul(tiles, weight)
@@ -336,8 +361,8 @@ def multiply(tiles: Floats, weight: Floats, xp: ModuleType) -> Floats:
 def make_weights(config: ModelConfig) -> Weights:
     """Return the weights that follow from `config.seed`, as NumPy arrays.
 
-    They are made of PCG64's raw words with exact float32 arithmetic only: NumPy keeps the words of
-    a seed in all versions, but not the results of its distributions.
+    They are made from raw words of the generator PCG64 with exact float32 arithmetic only. NumPy
+    keeps the words of a seed the same in all versions, but not the results of its distributions.
     """
     draw = _Uniform(config.seed)
     embedding = draw.array(VOCAB_SIZE, config.hidden, deviation=_EMBEDDING_GAIN)
@@ -367,12 +392,23 @@ def _make_layer(config: ModelConfig, draw: _Uniform) -> LayerWeights:
 
 
 class _Uniform:
-    """A stream of random numbers with a uniform distribution around zero."""
+    """A stream of random numbers with a uniform distribution around zero.
+
+    Args:
+        seed: Seed of the stream.
+    """
 
     def __init__(self, seed: int) -> None:
         self._bits = np.random.PCG64(seed)
 
     def array(self, rows: int, columns: int, *, deviation: float) -> Floats:
+        """Return the next numbers of the stream, float32 [rows, columns].
+
+        Args:
+            rows: Number of rows.
+            columns: Number of columns.
+            deviation: Standard deviation of the numbers.
+        """
         words = self._bits.random_raw(rows * columns).reshape(rows, columns)
         top = (words >> np.uint64(40)).astype(np.float32)  # 24 bits: exact in a float32
         unit = top * np.float32(2.0**-23) - np.float32(1)
@@ -380,6 +416,13 @@ class _Uniform:
         return scaled
 
     def matrix(self, rows: int, columns: int, gain: float) -> Floats:
+        """Return a random matrix, float32 [rows, columns], from the next numbers of the stream.
+
+        Args:
+            rows: Number of rows.
+            columns: Number of columns.
+            gain: Standard deviation of its product with a vector of root mean square 1.
+        """
         return self.array(rows, columns, deviation=gain / math.sqrt(rows))
 
 
@@ -387,12 +430,14 @@ class _Uniform:
 class RankHeads:
     """The heads of one tensor-parallel rank.
 
-    With more ranks than KV heads, neighbours hold the same KV head and share its query heads.
+    With more ranks than KV heads, neighbouring ranks hold the same KV head and share its query
+    heads.
 
     Attributes:
         layout: Layout of the rank's planes.
         kv_heads: KV heads of which the rank holds K and V.
-        rows: The rank's own rows among the group * TILE query rows of each such head.
+        rows: The rank's part of the query rows of each such head, group * TILE rows in all, where
+            group is the number of query heads per KV head.
     """
 
     layout: Layout
@@ -406,7 +451,7 @@ class RankHeads:
 
 
 def split_heads(config: ModelConfig, block_size: int, num_ranks: int) -> tuple[RankHeads, ...]:
-    """Return the heads of each rank.
+    """Return the heads of each tensor-parallel rank.
 
     Args:
         config: Sizes of the model.
@@ -439,9 +484,9 @@ _HOST_STACK_TILES = 64  # bounds temporaries: 64 tiles make 1 MiB of gate and up
 
 
 class ReferenceModel:
-    """A transformer that has its K and V only in the planes that each call brings.
+    """A transformer that keeps K and V only in the planes that are passed to each call.
 
-    It keeps no state of a sequence, so calls may run at the same time in several threads.
+    The model has no state of a sequence, so several threads may call it at the same time.
 
     Args:
         config: Sizes of the model.
@@ -486,22 +531,24 @@ class ReferenceModel:
         planes: Sequence[PlaneArray],
         before_layer: Callable[[int], None],
     ) -> Floats:
-        """Write the K and V of `tokens`, and return the logits of the token after the last of them.
+        """Compute `tokens`: write their K and V, and return the logits of the next token.
 
         Args:
-            tokens: [n] in host memory, n >= 1, at positions start, start + 1, ...
-            start: Position of the first token. The tokens before it have their K and V in the
+            tokens: int [n] in host memory, n >= 1, at positions start, start + 1, ...
+            start: Position of the first token. Earlier tokens must have their K and V in the
                 planes.
-            block_table: [m] in host memory, distinct ids of the blocks that hold tokens 0, 1, ...;
-                ids beyond the start + n tokens are ignored.
-            planes: uint8 [num_blocks, the plane's block_bytes] each, in the layout's order; with
-                several ranks, those of rank 0 in its layout's order, then of rank 1...
+            block_table: int [m] in host memory, distinct ids of the blocks that hold tokens 0, 1,
+                ...; ids beyond the start + n tokens are ignored.
+            planes: uint8 [num_blocks, the plane's block_bytes] each, in the layout's order. With
+                several ranks, first the planes of rank 0 in the order of its layout, then those of
+                rank 1, and so on.
             before_layer: Called with 0, 1, ... before that layer's planes are read or written, to
-                wait for them. Its errors pass through; then the layers before are written.
+                wait for loads. If it raises, the error passes to the caller, and only the earlier
+                layers are written.
 
         Returns:
-            float32 [vocab_size] in host memory, computed; -inf for tokens of the built-in model
-                that are not PRINTABLE.
+            float32 [vocab_size] in host memory, computed; -inf for tokens that the built-in model
+                may not generate (see PRINTABLE).
 
         Raises:
             BadRequestError: tokens, start or block_table is not valid; nothing was written.
@@ -546,7 +593,10 @@ class ReferenceModel:
         return self._logits(hidden[-1], row=(span.end - 1) % TILE)
 
     def _embed(self, tokens: npt.NDArray[np.integer], span: Span) -> Floats:
-        """Return [num_tiles, TILE, hidden]; padding rows are zeros."""
+        """Return the embeddings of the tokens, [num_tiles, TILE, hidden].
+
+        Padding rows are zeros.
+        """
         rows: Floats = self._xp.zeros((span.num_tiles * TILE, self.config.hidden), np.float32)
         rows[span.live] = self._weights.embedding[self._xp.asarray(tokens)]
         return rows.reshape(span.num_tiles, TILE, self.config.hidden)
@@ -554,12 +604,12 @@ class ReferenceModel:
     def _project(
         self, hidden: Floats, weights: LayerWeights, span: Span
     ) -> tuple[Floats, Floats, Floats]:
-        """Return scaled queries, keys and values.
+        """Return scaled queries, and the keys and values of the span's tokens.
 
         Returns:
-            Queries [num_tiles, num_kv_heads, group * TILE, head_dim], with the tiles of query heads
-                that
-            share a KV head below each other; keys and values [n, num_kv_heads, head_dim].
+            Queries [num_tiles, num_kv_heads, group * TILE, head_dim], where the rows of the group
+                of query heads that share a KV head follow one another; keys and values [n,
+                num_kv_heads, head_dim].
         """
         c, xp = self.config, self._xp
         grouped = (span.num_tiles, c.num_kv_heads, self._group * TILE, c.head_dim)
@@ -581,9 +631,10 @@ class ReferenceModel:
         return queries, keys.reshape(flat)[span.live], values.reshape(flat)[span.live]
 
     def _attend(self, queries: Floats, keys: Floats, values: Floats, span: Span) -> Floats:
-        """Return each query's mean of the values it may see, for some of the KV heads.
+        """Return the attention of some KV heads' queries, in the shape of `queries`.
 
-        The result has the shape of `queries`.
+        Each row is the mean of the values that its query sees, weighted by the softmax of its
+        scores.
         """
         c, xp = self.config, self._xp
         chunked = (len(keys), -1, CHUNK, c.head_dim)
@@ -603,14 +654,14 @@ class ReferenceModel:
         return means
 
     def _by_token(self, means: Floats, span: Span) -> Floats:
-        """Return `means` as [num_tiles, TILE, num_heads * head_dim]."""
+        """Return the attention of all heads by token, [num_tiles, TILE, num_heads * head_dim]."""
         c = self.config
         by_head = means.reshape(-1, c.num_kv_heads, self._group, TILE, c.head_dim)
         rows: Floats = by_head.transpose(0, 3, 1, 2, 4).reshape(span.num_tiles, TILE, -1)
         return rows
 
     def _mix(self, hidden: Floats, attended: Floats, weights: LayerWeights, span: Span) -> None:
-        """Add to `hidden` what attention brought, then SwiGLU of the sum."""
+        """Add the projected attention to `hidden`, then the feed-forward layer of the sum."""
         xp, ffn = self._xp, self.config.ffn
         for stack in span.stacks(self._stack_tiles):
             hidden[stack] += multiply(attended[stack], weights.out, xp)
@@ -633,7 +684,11 @@ class ReferenceModel:
 
 
 def check_planes(planes: Sequence[PlaneArray], layout: Layout) -> None:
-    """Check `planes` against `layout`.
+    """Check that planes fit a layout.
+
+    Args:
+        planes: The arrays to check, in the layout's order.
+        layout: The layout.
 
     Raises:
         LayoutError: A plane does not fit, or the planes differ in their number of blocks.
@@ -652,7 +707,7 @@ def check_planes(planes: Sequence[PlaneArray], layout: Layout) -> None:
 
 
 def check_tokens(tokens: npt.NDArray[np.integer], start: int, config: ModelConfig) -> None:
-    """Check the tokens of a call.
+    """Check the tokens of a call of the model.
 
     Args:
         tokens: The tokens.
@@ -676,7 +731,7 @@ def check_tokens(tokens: npt.NDArray[np.integer], start: int, config: ModelConfi
 def used_blocks(
     block_table: npt.NDArray[np.integer], *, num_tokens: int, block_size: int, num_blocks: int
 ) -> npt.NDArray[np.int64]:
-    """Return the ids of the blocks that hold the first `num_tokens` tokens.
+    """Check a block table, and return the blocks of the first tokens, int64 [n].
 
     Args:
         block_table: The block ids of the sequence, in order.
@@ -703,9 +758,14 @@ def used_blocks(
 
 
 class Rope:
-    """Cosines and sines of every position the model has, in memory of `xp` (NumPy or CuPy).
+    """Cosines and sines of every position, in memory of `xp` (NumPy or CuPy).
 
-    Computed once, in float64 on the host, so that a position's row never depends on a call.
+    They are computed once, in float64 on the host, so that the row of a position never depends on a
+    call.
+
+    Args:
+        config: Sizes of the model.
+        xp: The array module.
     """
 
     def __init__(self, config: ModelConfig, xp: ModuleType) -> None:
@@ -717,11 +777,11 @@ class Rope:
         self._sin: Floats = xp.asarray(np.sin(angles).astype(np.float32))
 
     def turn(self, heads: Floats, *, first_tile: int) -> Floats:
-        """Return `heads` with pairs (i, i + head_dim / 2) turned by their position's angles.
+        """Return `heads` with pairs (i, i + head_dim / 2) turned by the angles of their position.
 
         Args:
             heads: [num_tiles, TILE, num_heads, head_dim].
-            first_tile: The absolute tile of heads[0].
+            first_tile: Number of the first tile, counted from position 0.
         """
         num_tiles, half = len(heads), heads.shape[-1] // 2
         rows = slice(first_tile * TILE, (first_tile + num_tiles) * TILE)
