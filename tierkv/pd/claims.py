@@ -1,6 +1,7 @@
-"""The decode node's side of a hand-off: wait for the ticket, fetch its blocks, report problems.
+"""The decode node's side of a hand-off: wait for a ticket, fetch its blocks, report problems.
 
-If the host has little room, blocks come in portions.
+A ticket is the message of a prefill node, kept in storage, that a prompt's blocks are stored. If
+the host has little room, blocks are fetched in portions, a few at a time.
 """
 
 from __future__ import annotations
@@ -48,26 +49,26 @@ from tierkv.transfer.mover import Movement
 
 _FIRST_LOOK_S = 0.005
 _LONGEST_LOOK_S = 0.1
-_LIVE_LOOK_S = 1.0  # where hints come: they can be lost
+_LIVE_LOOK_S = 1.0  # pause between looks while the store sends hints, which can be lost
 _ASK_EVERY_S = 1.0
-# Another node may have begun the same hand-off anew and not have said so yet.
+# Seconds in which another node that has begun the same hand-off again can write its open ticket.
 _GRACE_S = 0.5
 
 
 class Watch:
-    """One wait for one ticket.
-
-    Attributes:
-        keys: the prompt's keys, once its ticket is there.
+    """The wait of one claim for its ticket.
 
     Args:
-        tickets: the node's tickets.
-        ticket_id: name of the ticket.
+        tickets: reads the node's tickets.
+        ticket_id: id of the ticket.
         prompt: the claimed prompt.
         estimator: learns the answering time of the store.
         on_progress: called when blocks of the prompt may be in storage, with the number of first
             blocks, or None if that is unknown.
-        near: the connection to the node that computes the prompt.
+        near: the connection to the prefill node that computes the prompt.
+
+    Attributes:
+        keys: the prompt's keys, once its ticket is there.
     """
 
     def __init__(
@@ -90,29 +91,33 @@ class Watch:
         self.keys: KeyRun | tuple[StoredKey, ...] = ()
         self._hashing: asyncio.Handle | None = None
         self._open: OpenTicket | None = None
-        self._failed: OpenTicket | None = None  # the producer gave it up, for the reason `_failure`
+        self._failed: OpenTicket | None = None  # given up by its producer; reason in `_failure`
         self._failure = ""
         self._has_looked = False
         self._ready_blocks = 0
-        self._over: HandoffError | None = None  # why no ticket will come, and since when
-        self._over_since = 0.0
-        self._patience_s = 0.0  # until it is believed
+        self._over: HandoffError | None = None  # the reason why no ticket will come
+        self._over_since = 0.0  # time at which that was first found
+        self._patience_s = 0.0  # seconds after that until the claim fails with `_over`
         self._problem: StoreUnavailableError | None = None
         self._has_answered = self._is_in_vain = False
-        self._heard_at = 0.0  # of the store, or since when it is asked
-        # A store that was flushed or restarted has lost the lease until the next beat.
+        self._heard_at = 0.0  # time of the store's last answer, or of the first question
+        # A store that was flushed or restarted has no liveness lease until its next renewal.
         self._lost_after_s = self._lease.beat_s + _GRACE_S
 
     async def ticket(self, budget: Budget, deadline_s: float) -> Ticket:
-        """Return the ticket when it has been written.
+        """Wait until the ticket has been written, and return it.
 
-        A store that is silent, or takes long to answer, costs the budget. The wait for a producer
-        costs nothing: it ends at the deadline. A store that is known not to answer is not waited
-        for, unless it has answered before; a claim that may recompute takes SILENT_S of errors.
+        Only the time in which the store is silent or slow counts in the budget. The wait for the
+        prefill node counts nothing: it ends at the deadline. If the store is known not to answer
+        and has not answered before, the wait ends at once. If the request may compute the prompt
+        instead, the wait ends after SILENT_S seconds of errors.
 
         Args:
-            budget: of the claim.
+            budget: seconds that the claim may still wait for storage.
             deadline_s: seconds until the wait ends in any case.
+
+        Returns:
+            The ticket, which is for this prompt and this model.
 
         Raises:
             HandoffError: there will be no ticket; its reason is a HandoffProblem.
@@ -135,7 +140,7 @@ class Watch:
                 if found is not None:
                     return found
                 if self._problem is None:
-                    self._forget_keys()  # as large as the prompt: too much for every waiting claim
+                    self._forget_keys()  # as large as the prompt: too much memory for many waits
                 if self._over is not None and loop.time() - self._over_since >= self._patience_s:
                     raise self._over
                 left = give_up_at - loop.time()
@@ -152,9 +157,9 @@ class Watch:
         raise await self._not_there(deadline_s)
 
     async def ask_producer(self) -> None:
-        """Ask the producer now and then whether it gave the ticket up, until cancelled.
+        """Ask the prefill node from time to time if it gave the ticket up; runs until cancelled.
 
-        A producer cannot write this to a store that is full.
+        The prefill node cannot write this to a store that is full.
         """
         while True:
             await asyncio.sleep(_ASK_EVERY_S)
@@ -166,7 +171,10 @@ class Watch:
         """Look for the ticket once, for as long as the budget lasts.
 
         Sets `_problem` to the reason why the store did not answer, None if it did, and
-        `_is_in_vain` if another question is useless.
+        `_is_in_vain` if another look is useless.
+
+        Returns:
+            The ticket; None if it is not there yet, or the store did not answer.
         """
         loop, tier = asyncio.get_running_loop(), self._estimator.tier
         began = loop.time()
@@ -194,7 +202,7 @@ class Watch:
 
     @contextmanager
     def _hashing_meanwhile(self) -> Iterator[None]:
-        """Compute the prompt's keys while the store answers: a portion in each turn of the loop."""
+        """Compute the prompt's keys in turns of the loop while the body waits for the store."""
         self._hash_soon()
         try:
             yield
@@ -223,7 +231,10 @@ class Watch:
         return keys
 
     async def _hear(self, next_hint: Callable[[float], object], timeout_s: float) -> None:
-        """Return when a new look at the store is worthwhile, after `timeout_s` at the latest."""
+        """Wait until the store should be looked at again, at most `timeout_s` seconds.
+
+        Hints about stored blocks of an open ticket are passed on without a look at the store.
+        """
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
         while (left := until - loop.time()) > 0:
@@ -235,10 +246,13 @@ class Watch:
             self._on_progress(blocks)
 
     async def _look(self) -> Ticket | None:
-        """Read the ticket once; return None if it is not there yet.
+        """Read the ticket once.
+
+        Returns:
+            The ticket; None if it is not there yet.
 
         Raises:
-            HandoffError: a problem that no wait would solve.
+            HandoffError: a problem that further waiting would not solve.
             StoreUnavailableError: the store did not answer.
         """
         ticket, found = await self._read()
@@ -248,7 +262,7 @@ class Watch:
             except HandoffError as error:
                 if not await self._is_over(ticket):
                     raise
-                self._give_up(error, _GRACE_S)  # unless the id is in use again
+                self._give_up(error, _GRACE_S)  # a new ticket may come under the same id
             else:
                 return ticket
         if found is None:
@@ -280,7 +294,11 @@ class Watch:
     async def _is_over(self, ticket: Ticket) -> bool:
         """Return whether the ticket has expired, was claimed, or is being replaced by another one.
 
-        A replacement removes the acknowledgement too. Raises the errors of `_look`.
+        A replacement removes the ticket's acknowledgement too.
+
+        Raises:
+            HandoffError: the ticket is damaged.
+            StoreUnavailableError: the store did not answer.
         """
         tickets = self._tickets
         return (
@@ -290,16 +308,18 @@ class Watch:
         )
 
     async def _read(self) -> tuple[Ticket | None, OpenTicket | None]:
-        """Return the ticket and, if it is not there at once, the open one.
+        """Return the ticket, and the open ticket (its announcement) if the ticket is not there.
 
-        Raises the errors of `_look`.
+        Raises:
+            HandoffError: the ticket is damaged.
+            StoreUnavailableError: the store did not answer.
         """
         whole, opened = self._tickets.read, self._tickets.read_open
         if not self._has_looked:
             self._has_looked = True
             ticket = await whole(self._ticket_id)
             return ticket, None if ticket is not None else await opened(self._ticket_id)
-        # It is a wait: one round trip instead of two.
+        # After the first look, both are read at once: one round trip instead of two.
         reading = expected(opened(self._ticket_id))
         ticket, found = await both(whole(self._ticket_id), reading)
         if not isinstance(found, TierKVError):
@@ -358,8 +378,8 @@ _ALWAYS_REFUSED = (HandoffProblem.INCOMPATIBLE.value, HandoffProblem.OTHER_PROMP
 class ClaimPolicy(Enum):
     """The rule for tokens of a claimed prompt that cannot be fetched.
 
-    Without a ticket there are no first tokens: policies that may compute the prompt compute them
-    too.
+    Without a ticket there are no first generated tokens: policies that may compute the prompt
+    compute these too.
     """
 
     WHOLE = "whole"  # refuse, with the reason
@@ -371,14 +391,15 @@ class Claims:
     """Claims published prompts: waits for a ticket, fetches its blocks, and admits the request.
 
     Args:
-        tickets: the node's tickets.
+        tickets: reads tickets, and records that they were claimed.
         scheduler: admits the requests.
-        fetcher: fetches blocks to the host.
-        arrivals: the requests that wait, for aborts.
-        source: the paths from other nodes' memory.
-        portions: fetches blocks that the host has no room for.
-        estimator: the rule, for claims that may recompute.
-        fetch_deadline_s: seconds that each arrival, from the ticket on, leaves at least.
+        fetcher: fetches blocks from storage to the host.
+        arrivals: the requests that wait, so that they can be aborted.
+        source: reads blocks from other nodes' memory, besides storage.
+        portions: fetches blocks for which the host has no room.
+        estimator: the rule for fetching or computing, for claims that may compute.
+        fetch_deadline_s: from the ticket on, each arrival of blocks leaves the claim at least this
+            many seconds.
         stats: counts of the node's hand-offs, in both directions.
     """
 
@@ -414,7 +435,24 @@ class Claims:
         deadline_s: float,
         sampling: Mapping[str, str],
     ) -> tuple[Request, Ticket | None]:
-        """Wait for a published prompt and get its blocks; see Session.claim."""
+        """Wait for a published prompt, fetch its blocks, and admit the request.
+
+        Args:
+            spec: the request.
+            ticket_id: id of the ticket.
+            policy: what happens if blocks cannot be fetched.
+            deadline_s: seconds that the claim may wait for the ticket and for room.
+            sampling: the request's sampling parameters in the engine's words; {} if they are not
+                stated.
+
+        Returns:
+            The running request, and its ticket; None if the request computes the prompt without
+                one.
+
+        Raises:
+            HandoffError: the prompt could not be claimed; the reason is a HandoffProblem.
+            TierKVError: any error of `Scheduler.admit`.
+        """
         self._scheduler.check(spec)
         check_id(ticket_id)
         give_up_at = asyncio.get_running_loop().time() + deadline_s
@@ -486,14 +524,17 @@ class Claims:
             raise
 
     def _has_room(self, num_blocks: int) -> bool:
-        """Return whether the device has room for `num_blocks` blocks and no request waits."""
+        """Return whether no request waits and the device has room for `num_blocks` blocks."""
         has_room = self._scheduler.tiers.eviction.available(Tier.DEVICE) >= num_blocks
         return has_room and not self._scheduler.num_waiting
 
     async def _bring_ahead(self, spec: RequestSpec, near: Supply, prefix: Prompt) -> bool:
-        """Fetch the first blocks of the prompt to the host, and load them if there is ample room.
+        """Fetch the first blocks of the prompt to the host before the ticket is there.
 
-        Return whether all of the blocks arrived on the host.
+        If the device has ample room, the blocks are loaded there too.
+
+        Returns:
+            True if all blocks of `prefix` arrived on the host.
         """
         await near.ask(prefix)
         budget = Budget(self._fetch_deadline_s, step_s=self._fetch_deadline_s)
@@ -520,11 +561,11 @@ class Claims:
         give_up_at: float,
         near: Supply,
     ) -> Request:
-        """Return the admitted request, with every token or as `policy` says.
+        """Fetch the prompt and admit the request, with all tokens or as many as `policy` accepts.
 
         A failing store is asked again until the claim's deadline, since the ticket states that all
         blocks are stored. Blocks that the host has no room for, or has evicted before the request's
-        turn, come in portions.
+        turn, are fetched in portions after the admission.
         """
         prompt, pause_s = spec.prompt, _FIRST_PAUSE_S
         while True:
@@ -550,16 +591,17 @@ class Claims:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _may_try_again(self, problem: GetOutcome | None, give_up_at: float) -> bool:
-        """Return whether the store failed, and there is time for another attempt."""
+        """Return whether the store failed and there is time for another attempt."""
         has_failed = problem is not None and problem.status is GetStatus.FAILED
         return has_failed and asyncio.get_running_loop().time() + _FIRST_PAUSE_S < give_up_at
 
     async def _rest(
         self, request: Request, keys: Sequence[StoredKey], budget: Budget
     ) -> GetOutcome | None:
-        """Fetch the missing blocks of an admitted request.
+        """Fetch the missing blocks of an admitted request in portions.
 
-        Return the problem, None if all arrived.
+        Returns:
+            The problem; None if all blocks arrived.
         """
         if request.cached_tokens == request.spec.prompt.num_tokens:
             return None
@@ -568,7 +610,7 @@ class Claims:
     async def _fetch_and_load(
         self, spec: RequestSpec, keys: Sequence[StoredKey], budget: Budget
     ) -> Fetched:
-        """Fetch the prompt from storage, and load the first arrived blocks in the meantime."""
+        """Fetch the prompt to the host; load its first blocks to the device meantime."""
         loads = LoadsAhead(spec, self._scheduler, self._has_room)
         fetched: Fetched | None = None
         try:
@@ -595,14 +637,14 @@ class Claims:
 
 
 async def acknowledge(tickets: Tickets, ticket: Ticket, loads: Sequence[Movement] = ()) -> None:
-    """Record that a ticket was claimed, once its blocks have been loaded.
+    """Record in the store that a ticket was claimed, once its blocks have been loaded.
 
-    An engine waits for its loads, but not for this: if the store fails, the ticket expires instead.
+    The claim does not wait for the record: if the store fails, the ticket expires instead.
 
     Args:
-        tickets: Records of tickets in the store.
-        ticket: The claimed ticket.
-        loads: Loads of the ticket's blocks.
+        tickets: writes the record.
+        ticket: the claimed ticket.
+        loads: copies of the ticket's blocks to the device.
     """
     for load in loads:
         with suppress(TransferError):
@@ -612,7 +654,7 @@ async def acknowledge(tickets: Tickets, ticket: Ticket, loads: Sequence[Movement
 
 
 def _note(fetched: Fetched, near: Supply) -> None:
-    """Exchange between `fetched` and `near` the tokens that have arrived for the claim so far."""
+    """Add the tokens of a fetch to those that the claim got before, and give it the whole list."""
     fetched.earlier = tuple(near.came)
     near.came.append(fetched.tokens)
     near.direct.extend(fetched.direct)
@@ -620,9 +662,13 @@ def _note(fetched: Fetched, near: Supply) -> None:
 
 
 def _check_sampling(ticket: Ticket, ours: Mapping[str, str]) -> None:
-    """Raise HandoffError if both nodes state their sampling and differ.
+    """Check that the ticket's first tokens were sampled with the request's parameters.
 
-    The output would mix tokens of two ways to sample.
+    The output would otherwise mix tokens of two ways of sampling. If a side does not state its
+    parameters, the check passes.
+
+    Raises:
+        HandoffError: the parameters differ.
     """
     if ticket.sampling and ours and ticket.sampling != ours:
         raise HandoffError(
@@ -654,20 +700,20 @@ def _incomplete(request: Request, problem: GetOutcome | None) -> HandoffError:
     )
 
 
-# A load takes the loop half a millisecond, in which PCIe 5 moves 25 MiB: while a prompt of 80 MiB
-# comes, five of them took it a tenth of its time (2-core x86-64 VM and H200).
+# A load takes half a millisecond of the loop's time, in which PCIe 5 moves 25 MiB. Five loads for a
+# prompt of 80 MiB took a tenth of the loop's time during the fetch (2-core x86-64 VM and H200).
 LEAST_BYTES = 32 << 20
 
 
 class Ahead:
-    """Brings blocks of a claimed prompt before its ticket is there.
+    """Fetches blocks of a claimed prompt before its ticket is there.
 
-    Nothing is held between two steps: a claim that waits takes no room from others, and its blocks
-    may be evicted and brought again.
+    Nothing is held between two steps: a claim that waits takes no room from other requests, and its
+    blocks may be evicted and fetched again.
 
     Args:
-        prompt: The claimed prompt.
-        bring: Brings the first blocks of the prompt, and returns whether all of these came.
+        prompt: the claimed prompt.
+        bring: fetches the first blocks of the prompt, and returns whether all of these came.
     """
 
     def __init__(self, prompt: Prompt, bring: Callable[[Prompt], Awaitable[bool]]) -> None:
@@ -678,13 +724,19 @@ class Ahead:
         self._came = asyncio.Event()
 
     def ready(self, num_blocks: int | None) -> None:
-        """Note that the prompt's first blocks are in storage; None: their number is not known."""
+        """Record that first blocks of the prompt are in storage.
+
+        None if their number is unknown.
+        """
         most = self._prompt.num_blocks
         self._wanted = max(self._wanted, most if num_blocks is None else min(num_blocks, most))
         self._came.set()
 
     async def run(self) -> None:
-        """Bring blocks until cancelled. The claim itself finds again what goes wrong here."""
+        """Fetch blocks until cancelled.
+
+        A failure here is ignored: the claim itself fetches them again.
+        """
         while True:
             await self._came.wait()
             self._came.clear()
@@ -701,9 +753,13 @@ def claim_budget(deadline_s: float, *, step_s: float, estimator: Estimator | Non
     """Return the budget of one claim, for its ticket and its blocks together.
 
     Args:
-        deadline_s: Seconds that the claim may wait for storage.
-        step_s: Seconds that each arrival leaves at least.
-        estimator: The rule, for a claim that may compute; None for a claim of the whole.
+        deadline_s: seconds that the claim may wait for storage.
+        step_s: each arrival of blocks leaves at least this many seconds.
+        estimator: the rule for fetching or computing, for a claim that may compute; None for a
+            claim that has to wait for the whole prompt.
+
+    Returns:
+        The budget.
     """
     return Budget(
         max(deadline_s, _LONGEST_LOOK_S), step_s=step_s, estimator=estimator, is_claim=True
@@ -721,23 +777,23 @@ async def wait_for_ticket(  # noqa: PLR0913 - the ticket, its deadline, and sour
     bring: Callable[[Prompt], Awaitable[bool]],
     near: Supply,
 ) -> tuple[Ticket, Sequence[StoredKey]]:
-    """Wait for a ticket, and bring blocks that are stored before the ticket is.
+    """Wait for a ticket, and fetch blocks that are stored before the ticket is written.
 
     Args:
-        tickets: The node's tickets.
-        ticket_id: The ticket's name.
-        prompt: The prompt that the ticket must be for.
-        budget: The claim's, see `claim_budget`: a store that is silent costs it.
-        deadline_s: Seconds until the wait ends in any case.
-        estimator: Notes that the store is silent.
-        bring: See Ahead.
-        near: The connection to the node that computes the prompt.
+        tickets: reads the node's tickets.
+        ticket_id: id of the ticket.
+        prompt: the prompt that the ticket must be for.
+        budget: budget of the claim, see `claim_budget`: only a silent or slow store uses it.
+        deadline_s: seconds until the wait ends in any case.
+        estimator: learns the answering time of the store.
+        bring: fetches the first blocks of the prompt, see `Ahead`.
+        near: the connection to the prefill node that computes the prompt.
 
     Returns:
-        The ticket, and the keys of all blocks that it promises.
+        The ticket, and the keys of all blocks that it names.
 
     Raises:
-        HandoffError: There will be no such ticket; the reason is a HandoffProblem.
+        HandoffError: there will be no such ticket; the reason is a HandoffProblem.
     """
     ahead = Ahead(prompt, bring)
     watch = Watch(
@@ -754,14 +810,14 @@ async def wait_for_ticket(  # noqa: PLR0913 - the ticket, its deadline, and sour
 
 
 class LoadsAhead:
-    """Loads of fetched blocks, LEAST_BYTES or more at a time, while the rest is fetched.
+    """Loads to the device of fetched blocks, while the rest of the prompt is fetched to the host.
 
-    The request itself loads the blocks that arrive last.
+    One load has LEAST_BYTES or more. The request itself loads the blocks that arrive last.
 
     Args:
         spec: the claim's request.
         scheduler: loads the blocks.
-        has_room: returns whether the device has room for a number of blocks and no request waits.
+        has_room: returns whether the device has room for a number of blocks while no request waits.
     """
 
     def __init__(
@@ -775,13 +831,13 @@ class LoadsAhead:
         self._came = asyncio.Event()
 
     def arrived(self, num_blocks: int) -> None:
-        """Note that the prompt's first `num_blocks` blocks are on the host."""
+        """Record that the prompt's first `num_blocks` blocks are on the host."""
         self._on_host = min(num_blocks, self._spec.prompt.num_blocks)
         if self._on_host - self._begun >= self._least_blocks:
             self._came.set()
 
     async def run(self) -> None:
-        """Load blocks until cancelled; loads under way go on then, and the request finds them."""
+        """Load blocks until cancelled. A load under way then continues, and the request uses it."""
         while True:
             await self._came.wait()
             self._came.clear()

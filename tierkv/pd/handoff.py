@@ -1,7 +1,8 @@
 """Publishing of prompts by the prefill node, and the host slots that stage their blocks.
 
-Blocks go to storage, and claimers may read them from the host tier. A publish begins at the end of
-the prefill, or during it, so that little is left to do then.
+Publishing a prompt writes its blocks to storage, and last the ticket, the message that all of them
+are there. Decode nodes that claim the prompt may also read blocks from this node's host tier. A
+publish begins at the end of the prefill, or during it, so that little is left to do at the end.
 
 prefill   | chunk | chunk | chunk | last |
 stream      open    blocks  blocks  blocks, tail, ticket
@@ -64,19 +65,27 @@ from tierkv.tasks import abandonable, both, task_group
 from tierkv.transfer.mover import Movement
 from tierkv.transfer.storage_io import StorageIO
 
-NUM_GROUPS = 2  # one is filled from the device while another goes to storage
+NUM_GROUPS = 2  # one group is copied from the device while the other is written to storage
 STAGING_BLOCKS = GROUP_BLOCKS * NUM_GROUPS
 _FIRST_BLOCKS = 8
-_PATIENCE_S = 2.0  # of two probes of a store with an open circuit
+_PATIENCE_S = 2.0  # time for two probes of a store whose circuit breaker is open
 _AGAIN_S = 0.2
 
 T = TypeVar("T")
 
 
 def groups_of(start: int, stop: int) -> Iterator[range]:
-    """Return [start, stop) in groups of GROUP_BLOCKS, with a shorter one first.
+    """Divide blocks [start, stop) into groups that are stored together.
 
-    The store gets work as soon as the short one is staged; the next one is staged meanwhile.
+    The first group is shorter, so that the store gets work as soon as it is copied to the host; the
+    next one is copied meantime.
+
+    Args:
+        start: index of the first block.
+        stop: index after the last block.
+
+    Yields:
+        The groups, GROUP_BLOCKS each except the first and the last.
     """
     if start < stop:
         yield range(start, min(start + _FIRST_BLOCKS, stop))
@@ -85,7 +94,12 @@ def groups_of(start: int, stop: int) -> Iterator[range]:
 
 
 class Group:
-    """Host slots reserved for one step of one publish or claim."""
+    """Host slots reserved for one step of a publish, or of a claim's fetch in portions.
+
+    Attributes:
+        slots: the slots, int32 [n].
+        movement: the copy that uses the slots right now; None for none.
+    """
 
     def __init__(self, slots: Ids) -> None:
         self.slots = slots
@@ -93,9 +107,12 @@ class Group:
 
 
 class Staging:
-    """The slots [first_slot, first_slot + STAGING_BLOCKS) behind the host pool, lent in call order.
+    """The staging slots: STAGING_BLOCKS host slots behind those of the host tier.
 
-    A call waits until there are enough free slots.
+    Callers get slots in the order of their calls, and wait until enough are free.
+
+    Args:
+        first_slot: the first staging slot.
     """
 
     def __init__(self, first_slot: int) -> None:
@@ -104,7 +121,7 @@ class Staging:
 
     @asynccontextmanager
     async def group(self, num_blocks: int) -> AsyncIterator[Group]:
-        """Lend slots for `num_blocks` blocks, GROUP_BLOCKS at most, to the body.
+        """Reserve slots for `num_blocks` blocks, GROUP_BLOCKS at most, until the body ends.
 
         If the body is cancelled during a copy into the slots, they become free when that copy has
         ended.
@@ -165,9 +182,11 @@ class Published:
     """The result of a publish.
 
     Attributes:
+        ticket: the written ticket.
         num_blocks: number of blocks of the prompt.
         present_blocks: number of these that were in storage already.
-        early_blocks: number of these that were stored while the prefill was computing.
+        flushed_bytes: bytes that were written.
+        early_blocks: number of blocks that were stored while the prefill was computing.
     """
 
     ticket: Ticket
@@ -178,7 +197,7 @@ class Published:
 
 
 class PromptBlocks(Protocol):
-    """The computed blocks of one prompt, as its publisher sees them."""
+    """The computed blocks of one prompt, in the form that a publish needs."""
 
     @property
     def prompt(self) -> Prompt:
@@ -186,38 +205,62 @@ class PromptBlocks(Protocol):
 
     @property
     def keys(self) -> Sequence[StoredKey]:
-        """The stored keys of the blocks that `on_host` brings, in order, the tail last."""
+        """The stored keys of the blocks, in order; the partial last block (tail) is the last."""
 
     @property
     def lease(self) -> Lease | None:
-        """The hold on those of the blocks that are in the index; None for none of them."""
+        """The lease (protection from eviction) of those blocks that are in the index.
+
+        None for none.
+        """
 
     @property
     def were_deleted(self) -> bool:
-        """True if the cache was deleted since the blocks were computed."""
+        """True if the cache was deleted after the blocks were computed."""
 
     def check_whole(self) -> None:
-        """Raise HandoffError or OwnershipError unless every token of the prompt can be stored."""
-
-    def offer(self, ticket_id: str, ledger: TicketLedger) -> DirectAddress | None:
-        """Return where claimers can read the blocks besides storage; None for nowhere."""
-
-    def show(self, start: int, stop: int) -> None:
-        """Keep blocks [start, stop) where such claimers can read them, if there is room."""
-
-    def on_host(self, blocks: range, after: Sequence[Event]) -> AbstractAsyncContextManager[Ids]:
-        """Hold the host slots of `blocks` in the body, with their bytes.
-
-        Args:
-            blocks: Some of the computed blocks, GROUP_BLOCKS at most.
-            after: Events of the kernels that wrote the blocks.
+        """Check that every token of the prompt can be stored.
 
         Raises:
-            TransferError: The copy to the host failed.
+            HandoffError: some tokens cannot be stored.
+            OwnershipError: the request has ended, or its prompt is not computed.
+        """
+
+    def offer(self, ticket_id: str, ledger: TicketLedger) -> DirectAddress | None:
+        """Let claiming nodes read the blocks from this node's memory, besides storage.
+
+        Args:
+            ticket_id: id of the ticket.
+            ledger: calls back at the end of the ticket, which ends the offer.
+
+        Returns:
+            The address to ask; None if this node offers nothing.
+        """
+
+    def show(self, start: int, stop: int) -> None:
+        """Copy blocks to the host for claiming nodes that read there, if the host has room.
+
+        Args:
+            start: index of the first block.
+            stop: index after the last block.
+        """
+
+    def on_host(self, blocks: range, after: Sequence[Event]) -> AbstractAsyncContextManager[Ids]:
+        """Keep the bytes of `blocks` in host slots while the body runs.
+
+        Args:
+            blocks: some of the computed blocks, GROUP_BLOCKS at most.
+            after: events of the kernels that wrote the blocks.
+
+        Returns:
+            A context manager of the slots, int32 [len(blocks)].
+
+        Raises:
+            TransferError: the copy to the host failed.
         """
 
     async def store_beside(self) -> None:
-        """Store what the prompt has besides the blocks of `keys`.
+        """Store blocks of the prompt that are not in `keys`, such as other groups of layers.
 
         Raises:
             StoreUnavailableError: the store did not accept a value.
@@ -225,7 +268,17 @@ class PromptBlocks(Protocol):
 
 
 class RequestBlocks:
-    """The blocks of a request that the scheduler runs: on the device, and perhaps on the host."""
+    """The `PromptBlocks` of a request that the scheduler runs.
+
+    They are on the device, and some also on the host.
+
+    Args:
+        request: the running request.
+        tiers: the tiers of the node.
+        staging: host slots for blocks that the host tier lacks.
+        keys: stored keys of the prompt's blocks.
+        source: offers the blocks to claiming nodes.
+    """
 
     def __init__(
         self,
@@ -245,16 +298,20 @@ class RequestBlocks:
 
     @property
     def lease(self) -> Lease:
-        """See PromptBlocks."""
+        """See `PromptBlocks.lease`."""
         return self._request.lease
 
     @property
     def were_deleted(self) -> bool:
-        """See PromptBlocks."""
+        """See `PromptBlocks.were_deleted`."""
         return self._tiers.index.spaces.is_retired(self._request.lease.node)
 
     def check_whole(self) -> None:
-        """Raise OwnershipError if the request has ended, or its prompt is not computed."""
+        """Check that the whole prompt is computed.
+
+        Raises:
+            OwnershipError: the request has ended, or its prompt is not computed.
+        """
         self._request.check_running()
         computed, whole = self._request.computed_tokens, self.prompt.num_tokens
         if computed < whole:
@@ -264,11 +321,11 @@ class RequestBlocks:
             )
 
     def offer(self, ticket_id: str, ledger: TicketLedger) -> DirectAddress | None:
-        """See PromptBlocks."""
+        """See `PromptBlocks.offer`."""
         return self._source.offer(ticket_id, self.prompt, ledger)
 
     def show(self, start: int, stop: int) -> None:
-        """See PromptBlocks."""
+        """See `PromptBlocks.show`."""
         if self._source.wants_host_copies:
             lease, room = self._request.lease, self._tiers.eviction.available(Tier.HOST)
             end = min(stop, lease.num_blocks, self.prompt.num_blocks, start + room)
@@ -276,9 +333,9 @@ class RequestBlocks:
 
     @asynccontextmanager
     async def on_host(self, blocks: range, after: Sequence[Event]) -> AsyncIterator[Ids]:
-        """Copy blocks that the host lacks to staging slots; hold all of them in the body.
+        """Copy blocks that the host tier lacks to staging slots; keep all of `blocks` in the body.
 
-        The blocks stay held if the request ends in between.
+        They stay there if the request ends in between. See `PromptBlocks.on_host`.
         """
         request, after = self._request, (*after, *self._request.written)
         async with self._staging.group(len(blocks)) as group:
@@ -295,10 +352,10 @@ class RequestBlocks:
                 self._tiers.work.capacity_changed()
 
     async def store_beside(self) -> None:
-        """Do nothing: a request has no other blocks."""
+        """Do nothing: a request has no further blocks."""
 
     def _cached(self, blocks: range) -> tuple[Mask, Ids]:
-        """Return which of the blocks have a whole copy on the host, and the slot of each."""
+        """Return which blocks have a copy on the host, bool [n], and their slots, int32 [n]."""
         lease, index = self._request.lease, self._tiers.index
         ready, slots = np.zeros(len(blocks), np.bool_), np.zeros(len(blocks), np.int32)
         # Blocks computed since the request began have no run in the index yet; a tail has none.
@@ -311,10 +368,10 @@ class RequestBlocks:
 
 
 async def _patiently(work: Callable[[], Awaitable[T]]) -> T:
-    """Return the result of `work`, which is repeated for a while if the store fails.
+    """Return the result of `work`, which is repeated for up to _PATIENCE_S if the store fails.
 
-    A store that becomes slower fails once or twice, until its new speed is known. A slow failure,
-    the sign of a store that is slow but alive, restarts the time.
+    A store that becomes slower fails once or twice, until its new speed is known. A failure after a
+    long time is the sign of a store that is slow but alive, so it restarts the _PATIENCE_S.
 
     Raises:
         StoreUnavailableError: the store failed for more than _PATIENCE_S.
@@ -335,9 +392,19 @@ async def _patiently(work: Callable[[], Awaitable[T]]) -> T:
 
 
 class Handoff:
-    """Publishes prompts: writes blocks, tail and ticket to storage.
+    """Publishes prompts: writes their blocks and tickets to storage.
 
-    `running()` keeps this node's tickets, its ledger of them and its lease open.
+    While `running()` is open, this node shows by a record in the store (its liveness lease) that it
+    is alive, and follows its tickets.
+
+    Args:
+        tiers: the tiers of the node.
+        storage: the storage tier.
+        staging: host slots for blocks on their way to storage.
+        tickets: writes the tickets.
+        ledger: the states of this node's tickets.
+        source: offers blocks to claiming nodes.
+        stats: counts of the node's hand-offs.
     """
 
     def __init__(  # noqa: PLR0913 - collaborators
@@ -370,7 +437,7 @@ class Handoff:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the hand-off in the body; at its end fail this node's open tickets."""
+        """Run the hand-off in the body; at its end, the remaining open tickets fail."""
         async with (
             self.tickets.notifier.running(),
             self.tickets.lease.running(),
@@ -380,7 +447,7 @@ class Handoff:
             yield
 
     def blocks_of(self, request: Request) -> RequestBlocks:
-        """Return the blocks of a running request, to be published or stored."""
+        """Return the blocks of a running request, for publishing or storing."""
         keys = self.tickets.keys_of(request.spec.prompt)
         return RequestBlocks(request, self._tiers, self._staging, keys=keys, source=self.source)
 
@@ -396,24 +463,28 @@ class Handoff:
         stored_blocks: int | None = None,
         announced: Callable[[], Awaitable[object]] | None = None,
     ) -> Published:
-        """Store every block of the prompt, tail included, and then the ticket.
+        """Store every block of the prompt, the partial last one included, and then the ticket.
 
         Args:
-            blocks: The prompt's blocks, which must stay until this returns.
-            ticket_id: The ticket's name.
-            first_tokens: The tokens that follow the prompt.
-            after: Events of the kernels that wrote the blocks.
-            sampling: See Ticket.
-            deadline_s: Seconds that storing may take.
-            stored_blocks: The first so many blocks were stored a moment ago, and no more are known
-                to be; storage is asked whether these still are there while the others are stored.
-            announced: Waits for what is written before the ticket.
+            blocks: the prompt's blocks, which must stay until the call returns.
+            ticket_id: id of the ticket.
+            first_tokens: generated tokens that follow the prompt.
+            after: events of the kernels that wrote the blocks.
+            sampling: the sampling parameters of `first_tokens`; None if they are not stated.
+            deadline_s: seconds that storing may take.
+            stored_blocks: number of first blocks that were stored a moment ago; while the other
+                blocks are stored, storage is asked if these are still there. None: storage is asked
+                for all blocks first.
+            announced: waits until the open ticket, the announcement of the ticket, is written.
+
+        Returns:
+            The ticket and counts.
 
         Raises:
-            HandoffError: Storage did not take it all in `deadline_s`; there is no ticket.
-            OwnershipError: The request has ended, or is not computed.
-            DuplicateRequestError: The ticket is another prompt's by now.
-            BadRequestError: The ticket's id is not valid UTF-8.
+            HandoffError: storage did not accept everything within `deadline_s`; there is no ticket.
+            OwnershipError: the request has ended, or is not computed.
+            DuplicateRequestError: another prompt uses the ticket's id by now.
+            BadRequestError: the ticket's id is not valid UTF-8.
         """
         check_id(ticket_id)
         blocks.check_whole()
@@ -462,10 +533,10 @@ class Handoff:
         return Published(ticket, len(keys), present, flushed)
 
     def _generation_of(self, blocks: PromptBlocks) -> int:
-        """Return the generation of the blocks; see `Deletions`.
+        """Return the number of full deletions of storage before the blocks were computed.
 
         Raises:
-            StoreRefusedError: the blocks were deleted after they were computed.
+            StoreRefusedError: a deletion came after that, so that the blocks must not be stored.
         """
         if blocks.were_deleted:
             raise StoreRefusedError(
@@ -475,7 +546,10 @@ class Handoff:
 
     @contextmanager
     def _offered(self, ticket_id: str, blocks: PromptBlocks) -> Iterator[DirectAddress | None]:
-        """Offer the blocks to claimers; end the offer if the ticket is not written in the body."""
+        """Offer the blocks to claiming nodes.
+
+        End the offer if the body fails to write the ticket.
+        """
         is_known = self.ledger.view(ticket_id) is not None
         try:
             yield blocks.offer(ticket_id, self.ledger)
@@ -487,10 +561,19 @@ class Handoff:
     async def _store_rest(
         self, blocks: PromptBlocks, known: int | None, after: Sequence[Event]
     ) -> int:
-        """Store the missing blocks; return the number of blocks that were there.
+        """Store the blocks that storage lacks.
 
-        The first `known` blocks are expected to be stored; None if storage was not asked. Raises
-        the errors of `store`.
+        Args:
+            blocks: the prompt's blocks.
+            known: number of first blocks that are expected to be stored; None to ask storage first.
+            after: events of the kernels that wrote the blocks.
+
+        Returns:
+            The number of first blocks that were there already.
+
+        Raises:
+            StoreUnavailableError: the store did not accept a block.
+            TransferError: a block could not be copied to the host.
         """
         stop = len(blocks.keys)
         if known is None:
@@ -510,7 +593,7 @@ class Handoff:
         """Return the number of leading `keys` that storage has.
 
         Raises:
-            StoreUnavailableError: The store does not answer.
+            StoreUnavailableError: the store does not answer.
         """
         return await self._storage.count_present(keys)
 
@@ -518,14 +601,14 @@ class Handoff:
         """Ask storage for the first blocks of a prompt, and correct the index by the answer.
 
         Args:
-            blocks: The prompt's blocks.
-            stop: The end of the blocks that are asked for.
+            blocks: the prompt's blocks.
+            stop: index after the last block to ask for.
 
         Returns:
-            The number of blocks that storage has, from the first on.
+            The number of first blocks that storage has without a gap.
 
         Raises:
-            StoreUnavailableError: The store did not say in time.
+            StoreUnavailableError: the store did not answer in time.
         """
         began = self._tiers.events.now()
         present = await self.count_present(blocks.keys[:stop])
@@ -547,13 +630,13 @@ class Handoff:
 
         Args:
             blocks: the prompt's blocks.
-            start: first block.
-            stop: end of the blocks.
+            start: index of the first block.
+            stop: index after the last block.
             after: events of the kernels that write the blocks.
 
         Raises:
-            StoreUnavailableError: The store did not accept a block.
-            TransferError: A block did not come to the host.
+            StoreUnavailableError: the store did not accept a block.
+            TransferError: a block could not be copied to the host.
         """
         blocks.show(start, stop)
         groups = groups_of(start, stop)
@@ -592,9 +675,9 @@ class Handoff:
 
 
 def _end_in_index(blocks: PromptBlocks, stop: int) -> int:
-    """Return the end of the blocks before `stop` that the lease covers.
+    """Return the end of those blocks before `stop` that the index has under the prompt's lease.
 
-    The tail's key differs from the key of the block at the tail's place in the index.
+    A partial last block does not count: in the index, a full block may be in its place.
     """
     lease = blocks.lease
     return 0 if lease is None else min(stop, lease.num_blocks, blocks.prompt.num_blocks)
@@ -611,11 +694,11 @@ class _Finish:
 
 
 class PublishStream:
-    """One prompt on its way to storage while it is being computed.
+    """A publish that stores the blocks of a prompt while the prompt is being computed.
 
-    The engine's side calls `advance`, and at the end `finish` or `fail`. A task runs `run`, and
-    releases the blocks only after its end. A failure before the prompt is computed is only a delay:
-    `finish` publishes all blocks that are not stored by then.
+    The engine's side calls `advance`, and at the end `finish` or `fail`. A task runs `run`; the
+    blocks must stay until it has ended. If storing fails before the prompt is computed, nothing is
+    lost: `finish` stores all blocks that are missing by then.
     """
 
     def __init__(
@@ -629,13 +712,13 @@ class PublishStream:
         """Make the stream; `run` begins it.
 
         Args:
-            handoff: The node's publisher.
-            blocks: The prompt's blocks, as far as they are computed.
-            ticket_id: The ticket's name.
-            deadline_s: Seconds for what is left to do when the prompt is computed.
+            handoff: the node's publisher.
+            blocks: the prompt's blocks, as far as they are computed.
+            ticket_id: id of the ticket.
+            deadline_s: seconds for the remaining work when the prompt is computed.
 
         Raises:
-            BadRequestError: The ticket's id is not valid UTF-8.
+            BadRequestError: the ticket's id is not valid UTF-8.
         """
         check_id(ticket_id)
         self._handoff = handoff
@@ -651,7 +734,7 @@ class PublishStream:
         self._end_at: float | None = None
 
     def advance(self, num_tokens: int, after: Sequence[Event] = ()) -> None:
-        """Note that the first `num_tokens` tokens are committed.
+        """Record that the first `num_tokens` tokens are committed.
 
         Args:
             num_tokens: number of committed tokens of the prompt.
@@ -668,18 +751,20 @@ class PublishStream:
         after: Sequence[Event] = (),
         sampling: Mapping[str, str] | None = None,
     ) -> None:
-        """Note that the whole prompt is committed; `run` writes the rest and the ticket.
+        """Record that the whole prompt is committed.
+
+        `run` writes the remaining blocks and the ticket.
 
         Args:
-            first_tokens: tokens that follow the prompt.
+            first_tokens: generated tokens that follow the prompt.
             after: events of the kernels that wrote the last blocks.
-            sampling: see Ticket.
+            sampling: the sampling parameters of `first_tokens`; None if they are not stated.
         """
         self._finish = _Finish(tuple(first_tokens), tuple(after), dict(sampling or {}))
         self._end_in(self._deadline_s)
 
     def fail(self, reason: str) -> None:
-        """Give the ticket up; waiting claimers are notified with `reason`."""
+        """Give the ticket up; `run` notifies waiting decode nodes of `reason`."""
         self._failure = reason
         self._end_in(_LAST_WORD_S)
 
@@ -691,6 +776,9 @@ class PublishStream:
 
     async def run(self) -> Published:
         """Announce the ticket, store blocks as they are computed, and publish the prompt.
+
+        Returns:
+            The ticket and counts.
 
         Raises:
             HandoffError: the prompt could not be published, or `fail` was called.
@@ -717,8 +805,8 @@ class PublishStream:
         return published
 
     async def _publish(self, open_ticket: OpenTicket) -> Published:
-        # What is said of the ticket and what is stored go side by side: over a store that takes
-        # half a second to answer, one after the other they took as long as a claim waits.
+        # The open ticket is written while blocks are stored: with a store that takes half a second
+        # to answer, one after the other would take as long as a claim waits.
         async with task_group() as tasks:
             opening = tasks.create_task(self._open(open_ticket), name="tierkv-open-ticket")
             try:
@@ -771,10 +859,11 @@ class PublishStream:
             raise
 
     async def _store_ahead(self) -> tuple[int, int | None]:
-        """Store full blocks as they are computed.
+        """Store full blocks as they are computed, until `finish` or `fail`.
 
-        Return the number of blocks that were there before, and the number that are now; None for
-        the latter if the store did not answer.
+        Returns:
+            The number of first blocks that were in storage before, and the number that are now;
+                None for the latter if the store failed.
         """
         handoff, most = self._handoff, self._blocks.prompt.num_blocks
         present, ready = 0, None
@@ -813,7 +902,7 @@ class PublishStream:
         self._handoff.tickets.hint(self._ticket_id, f"{PROGRESS}{ready}")
 
     async def _close(self, open_ticket: OpenTicket, failure: str) -> None:
-        """Notify waiting claimers of the failure, if the store accepts that."""
+        """Notify waiting decode nodes of the failure, if the store accepts the message."""
         with suppress(TimeoutError, StoreUnavailableError, HandoffError):
             async with asyncio.timeout(_LAST_WORD_S):
                 await self._handoff.tickets.give_up(open_ticket, failure or "it failed")

@@ -1,4 +1,8 @@
-"""Fetches in portions, from storage into a request's own blocks, if the host has no room."""
+"""Fetches in portions, if the host has no room: from storage into a request's own blocks.
+
+A portion is a group of up to GROUP_BLOCKS blocks that passes through staging slots, host slots
+reserved for this, to the device.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +30,14 @@ _LATE = GetOutcome(GetStatus.FAILED, "storage took too long")
 class Portions:
     """Fetches from storage into private blocks of admitted requests, GROUP_BLOCKS at a time.
 
-    Staging slots are lent for one portion only, and the device blocks are reserved already. A claim
-    here waits for the store alone, so claims cannot wait for each other.
+    Staging slots are used for one portion at a time, and the device blocks are reserved already. A
+    request here waits only for the store and for staging slots, so requests cannot wait for each
+    other's blocks.
+
+    Args:
+        scheduler: commits the arrived tokens.
+        source: source of the blocks.
+        staging: host slots reserved for portions.
     """
 
     def __init__(self, scheduler: Scheduler, source: Source, staging: Staging) -> None:
@@ -41,9 +51,15 @@ class Portions:
         """Fetch missing blocks as `bring` does; end the request on any error.
 
         Args:
-            request: An admitted request that has not been returned to a caller yet.
-            budget: Remaining time for storage.
-            keys: Keys of the prompt's blocks; empty if they are to be computed.
+            request: an admitted request that has not been returned to a caller yet.
+            budget: remaining seconds of waiting for storage.
+            keys: keys of the prompt's blocks; () if they are still to be computed.
+
+        Returns:
+            The problem; None if all blocks arrived.
+
+        Raises:
+            TierKVError: any error of `bring`.
         """
         try:
             keys = keys or self._scheduler.tiers.copies.prompt_keys(request.spec.prompt)
@@ -57,16 +73,19 @@ class Portions:
     async def bring(
         self, request: Request, budget: Budget, keys: Sequence[StoredKey]
     ) -> GetOutcome | None:
-        """Fetch the missing blocks of `request`; return the problem, None if all arrived.
+        """Fetch the missing blocks of `request` from storage.
 
         Arrived tokens are committed and count in `cached_tokens`. If the request needs logits, its
-        last block is left to be computed. After a cancel, the request keeps the arrived blocks and
-        has to be ended.
+        last block is left to be computed. After a cancel, the request keeps the arrived blocks, and
+        the caller has to end it.
 
         Args:
             request: an admitted request.
-            budget: the request's budget; each portion is an arrival.
+            budget: the request's remaining seconds of waiting; each portion counts as an arrival.
             keys: the prompt's stored keys.
+
+        Returns:
+            The problem; None if all blocks arrived.
 
         Raises:
             TransferError: a load failed.
@@ -95,10 +114,10 @@ class Portions:
         has_turn: asyncio.Event,
         outcome: asyncio.Future[GetOutcome | None],
     ) -> None:
-        """Fetch portions until all are here; set `outcome`.
+        """Fetch portions until all blocks have arrived; set `outcome` to the problem, or None.
 
-        `has_turn` is set once there are staging slots. A copy into the request's blocks is always
-        waited for.
+        `has_turn` is set once there are staging slots. The call ends only after every copy into the
+        request's blocks has ended.
         """
         try:
             for load in request.loads:
@@ -118,7 +137,7 @@ class Portions:
             result = GetOutcome(GetStatus.FAILED, str(error))
         except (TransferError, OwnershipError, RequestAbortedError) as error:
             result = error
-        except BaseException:  # nothing expected: it goes up and stops the service
+        except BaseException:  # an unexpected error, which stops the service
             outcome.cancel()
             raise
         if outcome.done():
@@ -136,11 +155,14 @@ class Portions:
         group: Group,
         outcome: asyncio.Future[GetOutcome | None],
     ) -> GetOutcome | None:
-        """Fetch the next blocks of `request`; return the first outcome that is not a hit."""
+        """Fetch the next blocks of `request`.
+
+        Return the first outcome that is not a hit, or None.
+        """
         at = request.lease.num_blocks
         budget.arrived()
         found = await self._source.fetch(portion, group.slots[: len(portion)])
-        if outcome.done() or budget.left_s <= 0:  # the wait has been given up, or is just being so
+        if outcome.done() or budget.left_s <= 0:  # the caller has stopped waiting, or is about to
             return _LATE
         with budget.stopped():
             return await self._load(request, portion, at, group, found)
@@ -153,7 +175,10 @@ class Portions:
         group: Group,
         found: Sequence[GetOutcome],
     ) -> GetOutcome | None:
-        """Load the fetched blocks from `at` on; return the first outcome that is not a hit."""
+        """Load the fetched blocks from index `at` on.
+
+        Return the first outcome that is not a hit.
+        """
         num_hits = next(
             (i for i, one in enumerate(found) if one.status is not GetStatus.HIT), len(found)
         )
@@ -162,7 +187,7 @@ class Portions:
             target = request.block_table[at : at + num_hits]
             mover = self._scheduler.tiers.mover
             movement = group.movement = mover.load(group.slots[:num_hits], target)
-            request.loads = (*request.loads, movement)  # no other request has its blocks until then
+            request.loads = (*request.loads, movement)  # until it ends, its blocks stay here
             await movement.done()
             came = list(zip(found[:num_hits], keys, strict=False))
             await self._scheduler.brought(

@@ -1,4 +1,4 @@
-"""Sources of a prompt's blocks besides storage: the node that computed the prompt."""
+"""Sources of a prompt's blocks besides storage: the memory of the node that computed the prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tierkv.pd.tickets import OpenTicket, Ticket, TicketLedger
 
 
 class Supply(Protocol):
-    """One claim's connection to the node that computes its prompt.
+    """One claim's connection to the node that computes its prompt, to read blocks from its memory.
 
     After a failure here, blocks come from storage.
     """
@@ -31,30 +31,34 @@ class Supply(Protocol):
 
     @property
     def direct(self) -> list[range]:
-        """The part of `came` from another node's memory; each fetch appends its own."""
+        """The part of `came` that came from another node's memory; each fetch appends its own."""
 
     def learn(self, ticket: Ticket | OpenTicket) -> None:
-        """Note the producer of the prompt and its address."""
+        """Take the prefill node's address from its ticket."""
 
     async def ask(self, prompt: Prompt) -> None:
-        """Bring missing blocks of `prompt`, or make them known to this node's fetches.
+        """Copy missing blocks of `prompt` from the prefill node, or let this node's fetches do so.
 
         One call at a time.
         """
 
     async def failure(self) -> str:
-        """Return the reason why the producer gave the ticket up; "" if it did not say so.
+        """Ask the prefill node why it gave the ticket up; "" if it did not, or does not answer.
 
         A call may run at the same time as `ask`.
         """
 
 
 class PeerSource(Protocol):
-    """A node's offers to claimers of its prompts, and the connections of its own claims."""
+    """Both sides of reading blocks from other nodes' memory.
+
+    The prefill node offers the blocks of its prompts to nodes that claim them; the decode node has
+    one connection for each claim.
+    """
 
     @property
     def wants_host_copies(self) -> bool:
-        """True if published blocks should be on the host for claimers to read."""
+        """True if published blocks should be on the host, where claiming nodes can read them."""
 
     @property
     def num_leases(self) -> int:
@@ -65,7 +69,7 @@ class PeerSource(Protocol):
         """Number of blocks that other nodes offer now to the claims of this node."""
 
     def offer(self, ticket_id: str, prompt: Prompt, ledger: TicketLedger) -> DirectAddress | None:
-        """Offer the blocks of a prompt until `ledger` releases the ticket.
+        """Offer the blocks of a prompt to claiming nodes until the ticket has ended.
 
         Args:
             ticket_id: id of the ticket.
@@ -73,11 +77,12 @@ class PeerSource(Protocol):
             ledger: calls back at the end of the ticket.
 
         Returns:
-            The address for the prompt's ticket and open ticket; None if this node offers nothing.
+            The address to write into the prompt's ticket and open ticket; None if this node offers
+                nothing.
         """
 
     def supply(self, may_land: Callable[[], bool] = lambda: True) -> AbstractContextManager[Supply]:
-        """Return the connection of one claim. At its end the producer releases its blocks.
+        """Return the connection of one claim. When it is closed, the prefill node frees its blocks.
 
         Args:
             may_land: returns whether the device has room for the claim's blocks now.
@@ -90,7 +95,7 @@ class PeerSource(Protocol):
 
 
 class NoSupply:
-    """The `Supply` of a claim with storage as its only source."""
+    """The `Supply` of a claim that reads from storage alone."""
 
     def __init__(self) -> None:
         self.came: list[range] = []
@@ -103,12 +108,12 @@ class NoSupply:
         """Bring nothing."""
 
     async def failure(self) -> str:
-        """Return "": the failure is in storage, or nowhere."""
+        """Return "": there is no prefill node to ask."""
         return ""
 
 
 class NoPeers:
-    """The `PeerSource` of a node without direct paths: no offers and no connections."""
+    """The `PeerSource` of a node that neither offers its memory nor reads other nodes' memory."""
 
     wants_host_copies = False
     num_leases = num_offered = 0
@@ -119,6 +124,7 @@ class NoPeers:
         prompt: Prompt,  # noqa: ARG002
         ledger: TicketLedger,  # noqa: ARG002
     ) -> DirectAddress | None:
+        """See `PeerSource.offer`."""
         return None
 
     @contextmanager

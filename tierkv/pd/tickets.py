@@ -1,7 +1,7 @@
-"""Tickets in storage, by which a prefill node hands prompts over, and the producer's lease.
+"""Tickets: the messages in storage by which a prefill node hands prompts over to decode nodes.
 
-Tickets are created, written, read, checked and acknowledged here. The lease shows that the
-producing node is alive.
+Tickets are created, written, read, checked and acknowledged here. The liveness lease is here too, a
+short-lived value in storage which shows that the node that writes a ticket (its producer) is alive.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from tierkv.storage.protocol import Notifier, PutItem, PutOutcome, PutStatus, St
 from tierkv.tasks import abandonable, both, supervised
 from tierkv.transfer.storage_io import StorageIO
 
-# What a prefill node leaves for a decode node: written last, so that it vouches for the rest.
+# The records of a hand-off in storage. The ticket is written last, so that it vouches for the rest.
 #
-# open ticket        "a ticket will come": its keys are known, its blocks are on their way
+# open ticket        a ticket will come: its keys are known, its blocks are being stored
 # ticket             every block is stored; the first tokens
 # acknowledgement    the ticket was claimed
 
@@ -101,15 +101,19 @@ class HandoffProblem(Enum):
 
 
 class _Handed(msgspec.Struct, frozen=True, kw_only=True):
-    """The hand-off of one prompt.
+    """The fields that tickets and open tickets share.
 
     Attributes:
-        digests: one per block of the prompt in order, the tail's last. A block's checksum is in its
-            own header: two producers may store different valid bytes under one key.
-        num_tokens: tokens of the prompt.
-        fingerprint: in readable form, so that an incompatible node can name the difference.
-        created_at, expires_at: Unix seconds.
-        producer: the node's name, for people.
+        ticket_id: id of the ticket.
+        fingerprint: the prompt's fingerprint in readable form, so that an incompatible node can
+            name the difference.
+        block_size: number of tokens of a block.
+        num_tokens: number of tokens of the prompt.
+        digests: one per block of the prompt in order, a partial last block's included. Checksums
+            are in the stored blocks: two producers may store different valid bytes under one key.
+        created_at: creation of the ticket in Unix seconds.
+        expires_at: end of its lifetime in Unix seconds.
+        producer: name of the prefill node, for people.
         direct: address of the blocks in the producer's memory; None if they cannot be read there.
     """
 
@@ -144,12 +148,12 @@ class _Handed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ticket(_Handed, frozen=True, kw_only=True):
-    """A whole ticket. Every block in it was stored before the ticket was written.
+    """A complete ticket. Every block that it names was stored before the ticket was written.
 
     Attributes:
         first_tokens: tokens that the prefill node has generated already.
-        sampling: their sampling, in the terms of the engine; empty if that is not stated.
-        incarnation: the producer that is notified of the claim; "" for none.
+        sampling: sampling parameters of these tokens, in the engine's words; {} if not stated.
+        incarnation: id of the producer's process, which is notified of the claim; "" for none.
         trace: the span of the publish, as W3C's `traceparent`; "" for none.
     """
 
@@ -172,7 +176,7 @@ class Ticket(_Handed, frozen=True, kw_only=True):
 
 
 class OpenTicket(_Handed, frozen=True, kw_only=True):
-    """The announcement of a ticket, valid while the lease of `incarnation` is alive.
+    """The announcement of a ticket, valid while the liveness lease of its producer is alive.
 
     Attributes:
         incarnation: random id of the producer's process, new at each start.
@@ -196,12 +200,13 @@ class OpenTicket(_Handed, frozen=True, kw_only=True):
 
 
 class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
-    """The record that a ticket was claimed.
+    """The record in storage that a ticket was claimed.
 
     Attributes:
-        created_at: creation of the ticket in Unix seconds, since an id can be used again.
+        ticket_id: id of the ticket.
+        created_at: creation of the ticket in Unix seconds; tells uses of one id apart.
         claimer: name of the node that got all of the blocks it wanted.
-        claimed_at: Unix seconds.
+        claimed_at: time of the claim in Unix seconds.
     """
 
     ticket_id: str
@@ -226,11 +231,13 @@ _SEAL_BYTES = 64  # no seal adds more
 
 
 class SmallValues:
-    """Small values in a store, such as tickets, sealed under their names as `storage.trust` says.
+    """Small values in a store, such as tickets.
+
+    A value is signed or encrypted together with its name, as the setting `storage.trust` says.
 
     Args:
         store: the store.
-        codec: seals the values; it must be the same on every node that shares the store.
+        codec: signs or encrypts; it must be the same on every node that shares the store.
     """
 
     def __init__(self, store: Store, codec: SmallCodec) -> None:
@@ -238,27 +245,34 @@ class SmallValues:
         self._codec = codec
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
-        """Return the value under `name`, None if there is none.
+        """Read a value.
 
         Args:
             name: name of the value.
             max_bytes: most bytes of its content.
 
+        Returns:
+            The content; None if there is no such value.
+
         Raises:
             StoreUnavailableError: the store does not answer.
-            StoreCorruptError: the value is too long, or was not sealed for this name with this key.
+            StoreCorruptError: the value is too long, or was not written under this name with this
+                key.
         """
         value = await self._store.get(name, max_bytes=max_bytes + _SEAL_BYTES)
         return None if value is None else self._codec.unseal_small(name, value)
 
     async def put(self, name: str, content: bytes, *, ttl_s: float, only_new: bool = False) -> bool:
-        """Write a value; return whether it was written.
+        """Write a value.
 
         Args:
             name: name of the value.
             content: its bytes.
-            ttl_s: seconds until the store drops it.
+            ttl_s: seconds until the store removes it.
             only_new: True to keep a value that is there already.
+
+        Returns:
+            True if the value was written.
 
         Raises:
             StoreUnavailableError: the store did not accept it.
@@ -281,15 +295,15 @@ _DECIMALS, _DIGITS = 3, 20
 
 
 def _until(until: float, incarnation: str) -> bytes:
-    """Return the content of a lease: seconds with three decimals, then 20 digits of the producer.
+    """Return the content of a liveness lease: its end, then 20 digits that identify the producer.
 
-    The result is a decimal number, which older nodes can read.
+    The end has three decimals; together they are a decimal number, which older nodes can read.
     """
     return f"{until:.3f}{_digits_of(incarnation)}".encode()
 
 
 def _is_of(value: bytes, incarnation: str) -> bool:
-    """Return whether the lease is this producer's, not another producer's under its name.
+    """Return whether a liveness lease was written by this producer and not by another one.
 
     A value that ends after the third decimal, as older nodes write it, is accepted.
     """
@@ -303,9 +317,19 @@ def _digits_of(incarnation: str) -> str:
 
 
 class ProducerLease:
-    """The sign of life of a prefill node: a short-lived value, renewed while tickets are open.
+    """The liveness lease of a prefill node: a short-lived value in storage, renewed while needed.
 
-    One lease covers all open tickets of a running node; a restarted node has a new one.
+    While a node has open tickets, one such value shows waiting decode nodes that it is alive. A
+    restarted node writes another one.
+
+    Args:
+        storage: the storage tier.
+        values: writes and reads the value.
+        lease_s: seconds after which the value expires without a renewal.
+
+    Attributes:
+        incarnation: random id of this process.
+        num_beats: number of attempts to write the value.
     """
 
     def __init__(self, storage: StorageIO, values: SmallValues, *, lease_s: float) -> None:
@@ -322,13 +346,14 @@ class ProducerLease:
 
     @property
     def num_held(self) -> int:
+        """Number of open tickets that need the value."""
         return self._num_held
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Renew the lease in the body.
+        """Renew the value in the body, while an open ticket needs it.
 
-        At the end remove it, so that no claimer waits for its expiry.
+        At the end the value is deleted, so that no decode node waits for its expiry.
         """
         try:
             async with supervised({"tierkv-producer-lease": self._keep}):
@@ -341,7 +366,7 @@ class ProducerLease:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep the lease alive until the end of the body."""
+        """Keep the value renewed until the body ends."""
         self._num_held += 1
         self._wanted.set()
         if asyncio.get_running_loop().time() - self._beaten_at > self.beat_s:
@@ -355,13 +380,13 @@ class ProducerLease:
                 self._wanted.clear()
 
     async def is_said(self) -> None:
-        """Wait until the lease was written, or an attempt has failed. Call this inside `held`."""
+        """Wait until the value was written, or an attempt has failed. Call this inside `held`."""
         await self._beaten.wait()
 
     async def is_alive(self, incarnation: str) -> bool:
-        """Return whether the lease of the node `incarnation` is alive.
+        """Return whether the node with this `incarnation` renews its liveness lease.
 
-        In a store without expiry, the time in the value decides.
+        In a store without expiry of values, the time in the value decides.
 
         Raises:
             StoreUnavailableError: the store does not answer.
@@ -382,6 +407,7 @@ class ProducerLease:
 
     @property
     def beat_s(self) -> float:
+        """Seconds between two renewals."""
         return self.lease_s / _BEATS_PER_LEASE
 
     @property
@@ -389,9 +415,10 @@ class ProducerLease:
         return self._storage.names.producer(self.incarnation)
 
     async def _keep(self) -> None:
-        """Renew the lease until cancelled. The lease outlasts two failed renewals.
+        """Renew the value until cancelled. It outlasts two failed renewals.
 
-        A failed renewal is repeated soon: the store may have dropped the lease while it was away.
+        A failed renewal is repeated soon: the store may have lost the value while it was
+        unavailable.
         """
         while True:
             await self._wanted.wait()
@@ -418,12 +445,12 @@ WHOLE, FAILED, PROGRESS = "whole", "failed", "p"
 
 
 def acknowledged_hint(ticket_id: str) -> str:
-    """Return the hint that is sent to a producer when its ticket was claimed."""
+    """Return the message to a producer that its ticket was claimed."""
     return hashlib.sha256(ticket_id.encode()).hexdigest()[:32]
 
 
 def check_id(ticket_id: str) -> None:
-    """Refuse an id that cannot be encoded, such as half of a surrogate pair.
+    """Check that a ticket's id can be encoded; half of a surrogate pair, for example, cannot.
 
     Raises:
         BadRequestError: the id is not valid UTF-8.
@@ -441,11 +468,12 @@ class Tickets:
 
     Args:
         storage: the storage tier.
-        values: the sealed values in it.
+        values: reads and writes small values there.
         tiers: computes keys, and owns the tasks that write.
-        fingerprints: by space, "" is the service's own; entries are added while the service runs.
-        lease: this node's lease.
-        ticket_ttl_s: seconds that a decode node has to claim.
+        fingerprints: fingerprints by name of the space, the service's own under ""; entries are
+            added while the service runs.
+        lease: the liveness lease of this node.
+        ticket_ttl_s: seconds that a decode node has to claim a ticket.
         claimed_ttl_s: seconds that an acknowledged ticket stays, for a node that has to claim
             again.
         name: this node's name, for people.
@@ -475,11 +503,11 @@ class Tickets:
         self.notifier: Notifier = storage.store.notifier()
 
     def keys_of(self, prompt: Prompt) -> KeyRun:
-        """Return the keys of all blocks of the prompt in its own space, the tail's last."""
+        """Return the keys of all blocks of a prompt, a partial last one included."""
         return self._tiers.copies.prompt_keys(prompt)
 
     def hashed_keys_of(self, prompt: Prompt) -> Coroutine[None, None, KeyRun]:
-        """Return the keys of `keys_of`, all computed; see `Copies.hashed_keys`."""
+        """Return the keys of all blocks as `keys_of` does, with all digests computed."""
         return self._tiers.copies.hashed_keys(prompt)
 
     # The prefill node's side
@@ -490,12 +518,15 @@ class Tickets:
         first_tokens: Sequence[int],
         sampling: Mapping[str, str] | None = None,
     ) -> Ticket:
-        """Return the whole ticket that `opened` has announced, with times of its own.
+        """Make the complete ticket that `opened` has announced. Nothing is written.
 
         Args:
             opened: the open ticket.
-            first_tokens: tokens that follow the prompt.
-            sampling: see Ticket.
+            first_tokens: generated tokens that follow the prompt.
+            sampling: sampling parameters of these tokens; None if they are not stated.
+
+        Returns:
+            The ticket, with a lifetime that begins now.
         """
         fields = {name: getattr(opened, name) for name in OpenTicket.__struct_fields__}
         del fields["failure"]
@@ -514,12 +545,15 @@ class Tickets:
         prompt: Prompt,
         direct: DirectAddress | None = None,
     ) -> OpenTicket:
-        """Return an open ticket for a prompt of this node, to be written by `begin`.
+        """Make an open ticket for a prompt of this node; `begin` writes it.
 
         Args:
-            ticket_id: Id of the ticket.
-            prompt: The prompt to publish.
-            direct: Address of the direct path; None for storage alone.
+            ticket_id: id of the ticket.
+            prompt: the prompt to publish.
+            direct: address of the blocks in this node's memory; None for storage alone.
+
+        Returns:
+            The open ticket.
         """
         now = self.now()
         return OpenTicket(
@@ -538,19 +572,19 @@ class Tickets:
     async def put(
         self, ticket: Ticket | OpenTicket, *, only_new: bool = False, generation: int | None = None
     ) -> bool:
-        """Put a ticket in place of what is there.
+        """Write a ticket in place of the present one.
 
         Args:
-            ticket: whole or open.
-            only_new: put it only where nothing is.
-            generation: of the blocks that the ticket names, None for the present one; see
-                `Deletions`.
+            ticket: a ticket or an open ticket.
+            only_new: True to write only if there is none.
+            generation: number of full deletions of storage before the ticket's blocks were
+                computed, None for the present number; a later deletion refuses the ticket.
 
         Returns:
-            Whether it was put.
+            True if the ticket was written.
 
         Raises:
-            StoreUnavailableError: the store did not take it, or the blocks were deleted.
+            StoreUnavailableError: the store did not accept it, or the blocks were deleted.
         """
         name_of = self.names.ticket if isinstance(ticket, Ticket) else self.names.open_ticket
         name, ttl_s = name_of(ticket.ticket_id), self._ticket_ttl_s + EXPIRED_GRACE_S
@@ -577,9 +611,9 @@ class Tickets:
         await self._storage.store.delete(names)
 
     async def forget_open(self, ticket_id: str) -> None:
-        """Delete the open ticket, since the ticket is written.
+        """Delete an open ticket after the ticket itself was written.
 
-        If the store fails, it expires later.
+        If the store fails, the open ticket expires later.
         """
         with suppress(StoreUnavailableError):
             await self._storage.store.delete([self.names.open_ticket(ticket_id)])
@@ -587,7 +621,7 @@ class Tickets:
     async def forget(self, ticket_id: str) -> bool:
         """Delete all values of a hand-off; return whether there were any.
 
-        Waiting claimers get no hint.
+        Waiting decode nodes are not notified.
 
         Raises:
             BadRequestError: the id is not valid UTF-8.
@@ -599,7 +633,7 @@ class Tickets:
         return await self._storage.store.delete([name(ticket_id) for name in kinds]) > 0
 
     async def forget_all(self) -> int:
-        """Forget every ticket of a prompt of this service's fingerprints, of all nodes.
+        """Delete the tickets of all nodes that have a fingerprint which this service serves.
 
         Returns:
             The number of removed values.
@@ -619,7 +653,9 @@ class Tickets:
         return removed
 
     async def _ours(self, name: str, kind: type[Ticket | OpenTicket]) -> str | None:
-        """Return the id of the ticket under `name` if this node serves its fingerprint.
+        """Return the id of the ticket under `name`.
+
+        None if this node does not serve its fingerprint.
 
         Raises:
             StoreUnavailableError: the store did not answer.
@@ -633,14 +669,23 @@ class Tickets:
         return ticket.ticket_id if ticket is not None and ticket.fingerprint in ours else None
 
     def notify(self, ticket_id: str, message: str) -> Coroutine[None, None, None]:
+        """Send a message to the nodes that wait for a ticket.
+
+        Args:
+            ticket_id: id of the ticket.
+            message: the message: WHOLE, FAILED, or PROGRESS with a number of blocks.
+
+        Returns:
+            The coroutine that sends it.
+        """
         return self.notifier.notify(self.names.ticket(ticket_id), message)
 
     def hint(self, ticket_id: str, message: str) -> None:
-        """Notify claimers of a ticket in a task.
+        """Send a message as `notify` does, in a task.
 
         Args:
-            ticket_id: Id of the ticket.
-            message: The hint.
+            ticket_id: id of the ticket.
+            message: the message.
         """
         self._tiers.work.start(self._notify_or_log(ticket_id, message), "tierkv-hint")
 
@@ -654,25 +699,25 @@ class Tickets:
                 error,
             )
 
-    # Of several prompts that come under one id, the first one has it, as far as the store keeps the
+    # If several prompts come under one id, the first one gets it, provided that the store keeps the
     # first of several values.
 
     async def check_free(self, ticket_id: str, digests: tuple[bytes, ...]) -> None:
         """Check that a ticket's id is not in use for another prompt.
 
-        An id is in use while its ticket is whole and not claimed, or its prompt is being computed.
-        The same
-        prompt may be handed over again. A value that cannot be read is no obstacle.
+        An id is in use while a ticket is not claimed yet, or its prompt is being computed. The same
+        prompt may be published again. A value that cannot be read is no obstacle.
 
         Args:
-            ticket_id: Id of the ticket.
-            digests: Digests of the prompt's blocks, the tail's last.
+            ticket_id: id of the ticket.
+            digests: digests of the prompt's blocks, a partial last one's included.
 
         Raises:
             DuplicateRequestError: the id is in use for another prompt.
         """
         with suppress(HandoffError, StoreUnavailableError):
-            # Of one that is completed in this moment neither may be seen; then `complete` finds it.
+            # If a ticket is completed in this moment, neither record may be seen here; `complete`
+            # of this prompt finds the ticket then.
             opened, whole = await both(self.read_open(ticket_id), self.read(ticket_id))
             if opened is not None and (
                 opened.failure or not await self.lease.is_alive(opened.incarnation)
@@ -690,7 +735,7 @@ class Tickets:
                 )
 
     async def begin(self, ticket: OpenTicket) -> None:
-        """Write the open ticket, once the lease is written. Call it inside `lease.held`.
+        """Write an open ticket, once the liveness lease is written. Call it inside `lease.held`.
 
         The values of an earlier hand-off of the same id are replaced.
 
@@ -706,10 +751,10 @@ class Tickets:
         self.hint(ticket.ticket_id, f"{PROGRESS}0")
 
     async def complete(self, ticket: Ticket, *, generation: int | None = None) -> None:
-        """Write the ticket of a prompt with all blocks in storage.
+        """Write the ticket of a prompt with all blocks in storage, and notify waiting decode nodes.
 
         Args:
-            ticket: the whole ticket.
+            ticket: the complete ticket.
             generation: see `put`.
 
         Raises:
@@ -720,7 +765,9 @@ class Tickets:
         self.hint(ticket.ticket_id, WHOLE)
 
     async def give_up(self, ticket: OpenTicket, failure: str) -> None:
-        """Notify waiting claimers of the failure, unless another producer has opened the ticket.
+        """Record in the open ticket that no ticket will come, and notify waiting decode nodes.
+
+        If another producer has opened the ticket since, nothing changes.
 
         Args:
             ticket: the open ticket.
@@ -736,9 +783,9 @@ class Tickets:
             await self.notify(ticket.ticket_id, FAILED)
 
     async def _take(self, ticket: Ticket | OpenTicket, generation: int | None = None) -> None:
-        """Write the ticket where no value is, or in place of one that is not in use.
+        """Write the ticket if the id is free: if there is none, or the present one is not in use.
 
-        The store decides whether a value is there.
+        The store itself decides whether there is one, so that two writers cannot both succeed.
         """
         if generation is None:
             generation = self._storage.deletions.generation
@@ -800,11 +847,11 @@ class Tickets:
         return claimed is not None and claimed.created_at == ticket.created_at
 
     def check(self, ticket: Ticket | OpenTicket, space: str, keys: KeyRun) -> None:
-        """Refuse a ticket that is not for this prompt, has expired, or is of an incompatible node.
+        """Check that a ticket is for this prompt, has not expired, and is of a compatible node.
 
         Args:
-            ticket: whole or open.
-            space: the space of the prompt.
+            ticket: a ticket or an open ticket.
+            space: name of the prompt's space.
             keys: all keys of the prompt.
 
         Raises:
@@ -823,13 +870,14 @@ class Tickets:
     def problem_of(
         self, ticket: Ticket | OpenTicket, space: str | None = None
     ) -> HandoffError | None:
-        """Return the error why the ticket is useless to `space`, whatever the prompt.
-
-        None if there is none.
+        """Check a ticket without regard to its prompt: its fingerprint and its lifetime.
 
         Args:
-            ticket: whole or open.
-            space: a space of this node; None for any of them.
+            ticket: a ticket or an open ticket.
+            space: name of a space of this node; None for any of them.
+
+        Returns:
+            The error to raise; None if the ticket can be used.
         """
         spaces = self._fingerprints if space is None else [space]
         ours = [self._fingerprints[one].readable() for one in spaces]
@@ -849,12 +897,12 @@ class Tickets:
     def now(self) -> float:
         """Return the time by which tickets are made and compared, in Unix seconds.
 
-        All nodes read it from the store, if the store tells it.
+        It is the store's clock, if the store has one, so that all nodes agree.
         """
         return self._storage.store.now()
 
     def _expired(self, ticket: Ticket | OpenTicket) -> HandoffError:
-        """Return the error for an expired ticket. Its words name the clock that decided."""
+        """Return the error for an expired ticket, which names the clock that decided."""
         skew_s = self._storage.store.health.clock_skew_s
         if skew_s is None:
             clock = "this node's clock, as the store has no clock"
@@ -873,7 +921,7 @@ class Tickets:
             StoreUnavailableError: the store did not accept the record; the ticket expires later.
         """
         now = self.now()
-        # No longer than a ticket of ours: what one of another node says may be anything.
+        # At most the lifetime of this node's tickets: another node's ticket may state any time.
         left_s = min(max(ticket.expires_at - now, 0.0), self._ticket_ttl_s) + EXPIRED_GRACE_S
         record = Acknowledgement(
             ticket_id=ticket.ticket_id,
@@ -897,7 +945,7 @@ class Tickets:
         kind: type[_Named],
         max_bytes: int = MAX_TICKET_BYTES,
     ) -> _Named | None:
-        """Return the value of this kind; None if there is none.
+        """Return the value of this kind for a ticket; None if there is none.
 
         Raises:
             HandoffError: the value is damaged or of another ticket. Even a trusted store may have a
@@ -921,11 +969,11 @@ class Tickets:
 
 
 def check_written(storage: StorageIO, outcomes: Sequence[PutOutcome]) -> None:
-    """Check that all values of a write are in the store.
+    """Check that the store accepted all values of a write.
 
     Args:
-        storage: The storage that was written to.
-        outcomes: Outcome of each value.
+        storage: the storage that was written to.
+        outcomes: the outcome of each value.
 
     Raises:
         StoreUnavailableError: the store did not accept a block.
@@ -936,9 +984,9 @@ def check_written(storage: StorageIO, outcomes: Sequence[PutOutcome]) -> None:
 
 
 def _not_taken(url: str, what: str, outcome: PutOutcome) -> StoreUnavailableError:
-    """Return the error for a value that the store refused or did not answer for.
+    """Return the error for a value that the store did not accept.
 
-    StoreRefusedError means that the store is full, so that a new attempt is useless.
+    StoreRefusedError means that the store is full, so that another attempt is useless.
     """
     is_full = outcome.status is PutStatus.FULL
     kind = StoreRefusedError if is_full else StoreUnavailableError
@@ -976,7 +1024,12 @@ class HandoffStats:
     failed_direct_reads: int = 0
 
     def read_from_host_tier(self, path: DirectPath, num_blocks: int) -> None:
-        """Count `num_blocks` blocks that were read from another node's host tier by `path`."""
+        """Count blocks that were read from another node's host tier.
+
+        Args:
+            path: the kind of path.
+            num_blocks: number of blocks.
+        """
         if path is DirectPath.MEMORY:
             self.memory_blocks += num_blocks
         else:
@@ -1025,8 +1078,11 @@ async def status_of(tickets: Tickets, ticket_id: str) -> TicketStatus:
     """Return the state of a ticket, from a few small reads; a failed read is a state, too.
 
     Args:
-        tickets: Records of tickets in the store.
-        ticket_id: Id of the ticket.
+        tickets: reads the ticket's records.
+        ticket_id: id of the ticket.
+
+    Returns:
+        The state, and the known facts about the ticket.
 
     Raises:
         BadRequestError: the id is not valid UTF-8.
@@ -1080,7 +1136,7 @@ def _of(ticket: Ticket | OpenTicket, state: Standing, detail: str = "") -> Ticke
 
 
 _MOST_KEPT = 4096
-_MOST_LOOKS = 64  # at a time: acknowledgements of which no hint came
+_MOST_LOOKS = 64  # tickets that are looked up at a time without a hint
 _LOOK_EVERY_S = 5.0
 
 
@@ -1105,9 +1161,12 @@ class TicketView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TicketLedger:
-    """The most recent tickets of this node.
+    """The states of the tickets that this node published last.
 
-    Resources of a ticket (`hold`) are released once it is acknowledged, has failed or has expired.
+    Resources of a ticket (`hold`) are released when it was acknowledged, has failed or has expired.
+
+    Args:
+        tickets: reads the acknowledgements.
     """
 
     def __init__(self, tickets: Tickets) -> None:
@@ -1119,6 +1178,7 @@ class TicketLedger:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
+        """Follow the tickets in the body; at its end, release the resources of all."""
         try:
             async with supervised({"tierkv-ticket-ledger": self._keep_looking}):
                 yield
@@ -1142,22 +1202,36 @@ class TicketLedger:
         """Register a callback for the end of a ticket.
 
         Args:
-            ticket_id: Id of the ticket.
-            release: Called with the ticket's failure, "" for none.
+            ticket_id: id of the ticket.
+            release: called once with the ticket's failure, "" for none.
         """
         self._holds.setdefault(ticket_id, []).append(release)
 
     def opened(self, ticket: OpenTicket) -> None:
+        """Record that a ticket was announced."""
         self._put(ticket, Standing.OPEN, ready_blocks=0)
 
     def progressed(self, ticket_id: str, ready_blocks: int) -> None:
+        """Record that more blocks of a ticket are stored.
+
+        Args:
+            ticket_id: id of the ticket.
+            ready_blocks: number of first blocks that are stored.
+        """
         self._change(ticket_id, ready_blocks=ready_blocks)
 
     def failed(self, ticket_id: str, failure: str) -> None:
+        """Record that no ticket will come, and release its resources.
+
+        Args:
+            ticket_id: id of the ticket.
+            failure: the reason.
+        """
         self._change(ticket_id, state=Standing.PRODUCER_FAILED, failure=failure)
         self._release_holds(ticket_id, failure or "it failed")
 
     def published(self, ticket: Ticket) -> None:
+        """Record that a ticket was written."""
         self._put(ticket, Standing.WHOLE, ready_blocks=len(ticket.digests))
         self._came.set()
 
@@ -1188,7 +1262,10 @@ class TicketLedger:
         return [view for view in self._views.values() if view.state is Standing.WHOLE]
 
     async def _keep_looking(self) -> None:
-        """Read acknowledgements on hints, and of all tickets now and then: hints can be lost."""
+        """Look for acknowledgements of tickets: on each message, and of all from time to time.
+
+        Messages can be lost.
+        """
         while True:
             while not self._waiting():
                 self._came.clear()

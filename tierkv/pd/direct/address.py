@@ -1,6 +1,7 @@
-"""Addresses of a producer's memory, as written in tickets, and the protocol to ask there.
+"""Addresses of a prefill node's memory, as written in tickets, and the protocol to ask there.
 
-The protocol runs over TCP, or over Unix sockets, for which the kernel names the peer's user.
+The decode node (claimer) asks the prefill node (producer) where the blocks of a ticket lie. The
+protocol runs over TCP or over Unix sockets, for which the kernel names the user at the other end.
 """
 
 from __future__ import annotations
@@ -34,18 +35,19 @@ MAX_BLOCKS = 8192  # of one answer: under 1 MiB
 
 
 class DirectAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """The address at which claimers ask a producer for the blocks of a ticket.
+    """The address at which a claiming node asks a producer for the blocks of a ticket.
 
     Attributes:
-        host, port: IP address and port of the producer's server.
-        name: name of the Unix socket of the same server, for claimers on `machine`.
-        offer: name of the blocks at the server.
+        host: IP address of the producer's server.
+        port: its port.
         secret: permits the holder to ask.
+        offer: name of the ticket's blocks at the server.
         machine: identity of the machine and user within which processes can read each other's
             memory; "" if that is impossible.
+        name: name of the Unix socket of the same server, for claimers on `machine`.
         pid: process with the readable host tier on `machine`; 0 for none.
         place: place of readable planes (see SharedPlanes); "" for none.
-        engine: the producer's name in the transfer library; "" if that does not run.
+        engine: the producer's name in Mooncake's transfer engine; "" if that does not run.
     """
 
     host: str
@@ -65,9 +67,14 @@ class DirectAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DirectAsk(msgspec.Struct, frozen=True, kw_only=True):
-    """A question about blocks [first, stop) of an offer; it releases the blocks of the last answer.
+    """A question for the places of blocks [first, stop) of an offer.
+
+    Asking again releases the blocks of the last answer.
 
     Attributes:
+        offer: name of the blocks, from the ticket's address.
+        first: index of the first block in the prompt.
+        stop: index after the last block.
         machine: identity of the claimer's machine, to ask for blocks on the producer's device; ""
             for the host.
     """
@@ -79,16 +86,18 @@ class DirectAsk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DirectAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The places of blocks, valid until the next question, or the end of connection or lease.
+    """The places of blocks, where they stay until the next question.
+
+    They may leave earlier if the connection closes, or if no question comes for some seconds.
 
     Attributes:
-        blocks: indices of the blocks that are in the host tier.
+        blocks: indices in the prompt of the blocks that are in the host tier.
         addresses: addresses of their bytes in the producer's memory.
-        headers: their headers in the stored format, made from these bytes.
-        planes: the producer's device, if the claimer asked for it and may read it.
-        block_ids: device blocks, from the question's first block on.
-        was_held: True if the blocks of the last answer on this connection were held until this one,
-            and the device has not failed.
+        headers: their headers in the stored format, with checksums of these bytes.
+        planes: the producer's device memory, if the claimer asked for it and may read it.
+        block_ids: device blocks in `planes`, from the question's first block on.
+        was_held: True if the blocks of the last answer on this connection have stayed until this
+            answer, and the device has not failed.
         failure: the reason why the producer gave the ticket up; "" if it did not.
     """
 
@@ -109,9 +118,13 @@ class DirectAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Channel:
-    """One connection. Each frame is authenticated with the secret that both ends have.
+    """One connection. Each message is authenticated with the secret that both ends have.
 
-    A frame that is repeated, or sent on another connection, is refused.
+    A message that is repeated, or sent on another connection, is refused.
+
+    Args:
+        reader: the receiving side of the stream.
+        writer: the sending side.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -121,22 +134,42 @@ class Channel:
         self._count = 0
 
     async def greet(self) -> None:
-        """Send the producer's first message, the nonce of this connection."""
+        """Send the producer's first message: random bytes that every authentication includes."""
         self._nonce = os.urandom(NONCE_BYTES)
         self._writer.write(self._nonce)
         await self._writer.drain()
 
     async def be_greeted(self) -> None:
+        """Receive the producer's first message (see `greet`)."""
         self._nonce = await self._reader.readexactly(NONCE_BYTES)
 
     async def send_ask(self, ask: DirectAsk, secret: bytes) -> None:
+        """Send a question.
+
+        Args:
+            ask: the question.
+            secret: secret of the offer, from the ticket's address.
+        """
         await self._send(codec.seal(_ASK, _VERSION, ask), secret)
 
     async def send_answer(self, answer: DirectAnswer, secret: bytes) -> None:
+        """Send an answer.
+
+        Args:
+            answer: the answer.
+            secret: secret of the offer.
+        """
         await self._send(codec.seal(_ANSWER, _VERSION, answer), secret)
 
     async def next_ask(self, node_secret: bytes) -> DirectAsk:
-        """Return the next question.
+        """Wait for the next question and return it.
+
+        Args:
+            node_secret: secret of the producer's process, from which those of its offers are
+                derived.
+
+        Returns:
+            The question.
 
         Raises:
             StoreCorruptError: the offer's secret does not authenticate the question.
@@ -148,16 +181,21 @@ class Channel:
         return ask
 
     async def answer(self, secret: bytes) -> DirectAnswer:
-        """Return the answer to the last question. Raises the errors of `next_ask`."""
+        """Wait for the answer to the last question and return it.
+
+        Raises:
+            StoreCorruptError: `secret` does not authenticate the answer.
+            OSError, EOFError: the stream has ended.
+        """
         body, mac = await self._receive()
         self._check(body, mac, secret)
         return codec.unseal(_ANSWER, _VERSION, body, DirectAnswer)
 
     @property
     def peer_uid(self) -> int | None:
-        """The user id at the other end, if that is on this machine and known to the kernel.
+        """User id at the other end of a Unix socket.
 
-        Else None.
+        None for TCP, which may lead to another machine.
         """
         return uid_of_peer(self._writer)
 
@@ -192,16 +230,19 @@ def secret_of(node_secret: bytes, offer: str) -> bytes:
     """Return the secret of an offer, which proves that a claimer has read the ticket.
 
     Args:
-        node_secret: Secret of the producer's process.
-        offer: Name of the offer.
+        node_secret: secret of the producer's process.
+        offer: name of the offer.
+
+    Returns:
+        The secret, 16 bytes.
     """
     return hmac.digest(node_secret, offer.encode(), "sha256")[:_MAC_BYTES]
 
 
 def this_machine() -> str:
-    """Return an id that two processes share only on one machine, in one pid namespace, as one user.
+    """Return an id of this machine, pid namespace and user; "" if the system does not say.
 
-    Return "" if the system does not say.
+    Two processes have the same id only if they can read each other's memory.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
@@ -215,11 +256,9 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 def near_listener(backlog: int) -> socket.socket | None:
-    """Return a listening abstract Unix socket with a random name.
+    """Return a listening Unix socket with a random name; None if the system has no such sockets.
 
-    None if there are no such sockets.
-
-    The socket is no file, and disappears with its process.
+    The socket is abstract: no file, and gone with its process.
     """
     here = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -1,6 +1,7 @@
-"""The direct paths of one node: its server as a producer, and its reads as a claimer.
+"""Direct paths: reading blocks from the memory of the node that computed them, without storage.
 
-A claimer asks the node that computes its prompt over a connection of its own.
+Both sides are here: the server of a prefill node (producer) and the reads of a decode node
+(claimer), each claim over a connection of its own.
 """
 
 from __future__ import annotations
@@ -65,10 +66,11 @@ _PLAIN = PlainCodec(PayloadCodecs())  # the bytes travel as they lie in memory
 
 @dataclass(slots=True)
 class ShownBlocks:
-    """The blocks in the last answer on one connection.
+    """The blocks in the last answer on one connection, protected from eviction.
 
     Attributes:
-        uid: user id of the claimer; None if that is not known.
+        uid: user id of the claimer; None if it is not known.
+        leases: the leases of the blocks.
     """
 
     uid: int | None
@@ -76,11 +78,11 @@ class ShownBlocks:
 
 
 class DirectServer:
-    """The prefill node's side: answers in which host slots or device blocks a prompt is.
+    """The prefill node's side: answers in which host slots or device blocks a prompt's blocks are.
 
-    The server listens on a TCP port and, for this machine, a Unix socket, both opened at the first
-    offer. The blocks of an answer are released at the end of the claimer's connection, or after
-    `held_s` seconds without another question.
+    The server listens on a TCP port and, for this machine, on a Unix socket, both opened at the
+    first offer. The blocks of an answer stay until the claimer's connection ends, or for `held_s`
+    seconds without another question.
     """
 
     def __init__(  # noqa: PLR0913 - collaborators and settings
@@ -95,7 +97,7 @@ class DirectServer:
         held_s: float,
         on_blocks: Callable[[int], None],
     ) -> None:
-        """Make the server; `offer` opens it.
+        """Make the server; the first `offer` opens its sockets.
 
         Args:
             tiers: the tiers of the prompts.
@@ -103,8 +105,8 @@ class DirectServer:
             slots: the host tier's memory.
             where: host and port; port 0 takes a free one.
             machine: identity of this machine; see `this_machine`.
-            planes: this node's planes; None if it shows none.
-            held_s: seconds that the blocks of an answer stay held.
+            planes: this node's planes; None if other processes cannot read them.
+            held_s: seconds that the blocks of an answer stay without another question.
             on_blocks: called with the number of blocks in each answer.
         """
         self._tiers = tiers
@@ -144,11 +146,14 @@ class DirectServer:
                         one.close()
 
     def offer(self, offer: str, prompt: Prompt) -> DirectAddress:
-        """Answer questions about the prompt's blocks until `forget`; return the address to ask.
+        """Answer questions about the prompt's blocks until `forget`.
 
         Args:
             offer: a name that no other prompt has.
             prompt: the prompt whose blocks are offered.
+
+        Returns:
+            The address to ask.
 
         Raises:
             ConfigError: this node cannot listen.
@@ -165,7 +170,7 @@ class DirectServer:
         return offer in self._prompts
 
     def forget(self, offer: str, failure: str) -> None:
-        """End an offer. Blocks of earlier answers are released with their connections.
+        """End an offer. Blocks of earlier answers are released when their connections end.
 
         Args:
             offer: the name of the offer.
@@ -243,7 +248,10 @@ class DirectServer:
     # Answers to claimers
 
     async def _answer(self, ask: DirectAsk, held: ShownBlocks) -> DirectAnswer:
-        """Return the wanted blocks that are ready; their lease replaces the lease in `held`."""
+        """Return the places of the wanted blocks that are ready.
+
+        The blocks are protected from eviction, and those of the last answer no longer are.
+        """
         was_held = bool(held.leases) and self._tiers.mover.device.failure is None
         self._release_shown(held)
         prompt = self._prompts.get(ask.offer)
@@ -274,7 +282,7 @@ class DirectServer:
 
     async def _on_device(self, ask: DirectAsk, prompt: Prompt, held: ShownBlocks) -> DirectAnswer:
         stop = min(ask.stop, self._tiers.index.match(prompt).device_blocks)
-        # Who has a handle can read and write all of the planes, as this user's processes can.
+        # A handle permits reading and writing all planes, as this user's processes can anyway.
         may = ask.machine == self._machine and held.uid == os.geteuid()
         is_sound = self._tiers.mover.device.failure is None
         if stop <= ask.first or self._planes is None or not may or not is_sound:
@@ -319,11 +327,11 @@ class DirectServer:
         return _PLAIN.encode(payload.data, self._slices.identity(key, part.shard))[0]
 
 
-_ANSWER_S = 1.0  # it takes some ms; storage is always there instead
+_ANSWER_S = 1.0  # an answer takes some ms; without one, blocks come from storage
 
 
 class Claimer:
-    """Asks the producer for the places of blocks, as soon as its address is known."""
+    """The decode node's side, for one claim: asks the producer for the places of blocks."""
 
     def __init__(
         self,
@@ -338,8 +346,8 @@ class Claimer:
 
         Args:
             tiers: the tiers of this node.
-            offers: gets the blocks on the producer's host tier.
-            landing: reads from other devices; None if this node cannot.
+            offers: the list of blocks that fetches read from producers; extended by answers.
+            landing: copies from other nodes' devices; None if this node cannot.
             machine: identity of this machine; see `this_machine`.
             may_land: returns whether the device has room for the claim's blocks now.
         """
@@ -358,7 +366,7 @@ class Claimer:
         self.direct: list[range] = []  # those of them that came straight from the producer
 
     def learn(self, ticket: Ticket | OpenTicket) -> None:
-        """Note the producer's address; another address means another producer."""
+        """Take the producer's address from the ticket; another address means another producer."""
         address = ticket.direct
         if address is None or address == self._address:
             return
@@ -369,7 +377,7 @@ class Claimer:
         self._peer = self._offers.peer(address, is_near=self._is_near)
 
     async def ask(self, prompt: Prompt) -> None:
-        """Bring missing blocks of `prompt` to the device, or offer their places to the fetcher.
+        """Copy missing blocks of `prompt` to the device, or list their places for fetches.
 
         One call at a time.
         """
@@ -412,7 +420,7 @@ class Claimer:
                 self._hang_up()  # a word of it may still be on its way
 
     async def _was_held(self, channel: Channel, address: DirectAddress) -> bool:
-        """Return True if the producer has held the blocks of its last answer until now.
+        """Return whether the producer has kept the blocks of its last answer in place until now.
 
         Args:
             channel: connection of that answer, perhaps closed since.
@@ -428,7 +436,11 @@ class Claimer:
             return False
 
     async def _answer_to(self, first: int, stop: int, machine: str = "") -> DirectAnswer | None:
-        """Return the producer's answer; None, from then on always, if it does not give one."""
+        """Ask the producer for the places of blocks [first, stop).
+
+        Returns:
+            The answer; None if the producer does not answer, and from then on always.
+        """
         if self._is_silent or self._address is None:
             return None
         ask = DirectAsk(offer=self._address.offer, first=first, stop=stop, machine=machine)
@@ -454,9 +466,9 @@ class Claimer:
             raise
 
     async def failure(self) -> str:
-        """Ask the producer why it gave the ticket up; return "" if it did not, or is silent.
+        """Ask the producer why it gave the ticket up; return "" if it did not, or does not answer.
 
-        The question has a connection of its own: on that of `ask` it would release blocks.
+        The question has a connection of its own, as on that of `ask` it would release blocks.
         """
         address = self._address
         if address is None:
@@ -512,12 +524,18 @@ _ENGINE_START_S = 10.0
 class Direct:
     """The direct paths of this node, a `PeerSource`.
 
-    Fetches read through `offers`: inside `running()` from producers, else from storage.
+    Fetches read through `offers`: while `running()` is open from producers, else from storage.
 
     Args:
-        codecs: as StorageIO's. Every reader of the store can read tickets and use their secrets;
-            blocks that are signed or sealed against such readers are not shown.
-        take: see Scheduler.acquire_device.
+        tiers: the tiers of this node.
+        storage: the storage tier.
+        slots: the host tier's memory.
+        settings: the permitted paths and addresses.
+        codecs: signs or encrypts stored blocks, by space; None for neither. Every reader of the
+            store can read tickets and use their secrets. Signed or encrypted blocks, which are
+            protected against such readers, are therefore not offered.
+        stats: counts of the node's hand-offs.
+        take: acquires device slots; see `Scheduler.acquire_device`.
     """
 
     def __init__(  # noqa: PLR0913 - collaborators
@@ -654,6 +672,7 @@ class Direct:
         return bool(self._pid) or self._engine is not None
 
     def offer(self, ticket_id: str, prompt: Prompt, ledger: TicketLedger) -> DirectAddress | None:
+        """See `PeerSource.offer`."""
         server = self._server
         if server is None or not self._is_plain(prompt.space):
             return None

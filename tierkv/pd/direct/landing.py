@@ -1,9 +1,9 @@
 """The decode node's side of a hand-off from device to device, without a host tier in between.
 
-Blocks of a producer's planes are copied into this node's planes:
+Blocks of a producer's planes (device memory) are copied into this node's planes:
 
-    take device slots -> copy -> check that the producer still held them -> enter them into the
-        index
+    acquire device slots -> copy -> check that the producer kept the blocks meantime
+        -> insert them into the index
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _ROOM_S = 2.0
 
 
 class ShownPlanes:
-    """This node's planes for other processes, described once per allocation."""
+    """The description of this node's planes for other processes, made once per allocation."""
 
     def __init__(self, sharing: Sharing, planes: Callable[[], Planes]) -> None:
-        """Share the planes that `planes` returns at the time of each `describe`."""
+        """Describe the planes that `planes` returns at the time of each `describe`."""
         self._sharing = sharing
         self._planes = planes
         self._owner = uuid4().hex
@@ -71,19 +71,30 @@ class _Open:
 
 
 class OpenPlanes:
-    """Planes of other nodes that are open here, one set of each owner. For use in one thread.
+    """Planes of other nodes that are open here, one set for each node. For use in one thread.
 
-    Open planes keep the owner's memory from being freed, even if the owner is dead or asleep.
+    While open, they keep the other node's memory from being freed, even if that node is dead or
+    asleep.
     """
 
     def __init__(self, sharing: Sharing, planes: Callable[[], Planes]) -> None:
-        """Copy to this node's planes, which `planes` returns at each copy."""
+        """Prepare copies to this node's planes, which `planes` returns at each copy."""
         self._sharing = sharing
         self._planes = planes
         self._of: dict[str, _Open] = {}
 
     def copy(self, shared: SharedPlanes, source_ids: Ids, target_ids: Ids) -> None:
-        """Copy blocks as PeerPlanes.copy does. Raises the errors of that and of Sharing.open."""
+        """Copy blocks of another node to this one; open that node's planes if necessary.
+
+        Args:
+            shared: description of the other node's planes.
+            source_ids: the other node's blocks, int32 [n].
+            target_ids: this node's blocks, int32 [n].
+
+        Raises:
+            ConfigError: the planes cannot be opened here.
+            TransferError: the copy failed.
+        """
         self._opened(shared).copy(source_ids, target_ids)
 
     def _opened(self, shared: SharedPlanes) -> PeerPlanes:
@@ -108,7 +119,7 @@ class OpenPlanes:
             found.peer.close()
 
     def close_unused(self, unused_s: float) -> None:
-        """Close the planes without a read for `unused_s` seconds."""
+        """Close the planes from which nothing was read for `unused_s` seconds."""
         before = time.monotonic() - unused_s
         for owner in [owner for owner, one in self._of.items() if one.used_at <= before]:
             self.close(owner)
@@ -117,7 +128,7 @@ class OpenPlanes:
 class Landing:
     """Copies blocks from other nodes' planes to this device.
 
-    The planes are closed after CLOSE_UNUSED_S without a read.
+    Planes of another node are closed after CLOSE_UNUSED_S without a read.
     """
 
     def __init__(
@@ -169,7 +180,7 @@ class Landing:
         return bool(self._planes.num_open)
 
     def can_reach(self, place: str) -> bool:
-        """Return False if planes in `place` (see SharedPlanes) are known to be unreadable here."""
+        """Return False if an earlier attempt showed that planes in `place` cannot be read here."""
         return bool(place) and place not in self._unreachable
 
     async def land(
@@ -180,22 +191,21 @@ class Landing:
         source_ids: Ids,
         was_held: Callable[[], Awaitable[bool]],
     ) -> bool:
-        """Copy blocks of `prompt` from the producer's device.
+        """Copy blocks of `prompt` from the producer's device to this one.
 
-        This device has the blocks before `first`.
-
-        A cancel is raised at once; the copy continues, and its slots are free at its end.
+        A cancel is raised at once; the copy continues, and its slots become free at its end.
 
         Args:
-            prompt: the prompt whose blocks the producer has.
-            first: first block to copy.
-            shared: the producer's planes.
-            source_ids: int32 [n], the producer's blocks.
-            was_held: asks the producer, after the copy, if it held the blocks all the time.
+            prompt: the prompt.
+            first: index of the first block to copy; this device has the blocks before.
+            shared: description of the producer's planes.
+            source_ids: the producer's blocks, int32 [n].
+            was_held: asks the producer, after the copy, if it kept the blocks in place all the
+                time.
 
         Returns:
-            False if the blocks are not here: there was no room, they could not be read, or were not
-                held.
+            True if the blocks are in this node's index; False if there was no room, or they could
+                not be read, or were not kept in place.
         """
         outcome: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         work = self._land(prompt, first, shared, source_ids, was_held, outcome)
@@ -249,7 +259,7 @@ class Landing:
         """Return device slots, after a wait for copies that make room.
 
         Raises:
-            OutOfBlocksError: there are none.
+            OutOfBlocksError: there are none, and no copy makes room.
             TimeoutError: none became free in time.
         """
         async with asyncio.timeout(_ROOM_S):
@@ -274,9 +284,10 @@ class Landing:
         return None
 
     def _enter(self, path: Lease, prompt: Prompt, slots: Ids) -> Ids:
-        """Insert the blocks in `slots` behind those of `path`, which holds them from then on.
+        """Insert the blocks in `slots` into the index behind those of `path`, and extend `path`.
 
-        Return the slots of blocks that the index has got in another way.
+        Returns:
+            The slots of blocks that the index has got in another way meantime.
         """
         tiers, index, first = self._tiers, self._tiers.index, path.num_blocks
         stop = first + len(slots)

@@ -1,6 +1,6 @@
-"""The decode node's side: which blocks other nodes show, and how to get them from there.
+"""The decode node's list of blocks in other nodes' host tiers, and the reads from there.
 
-A block that does not come whole this way is fetched from storage, in the same call.
+A block that does not arrive intact is fetched from storage, in the same call.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ from tierkv.transfer.storage_io import StorageIO
 
 
 class _Engine(Protocol):
-    """The used part of `mooncake.engine.TransferEngine`.
+    """The methods of `mooncake.engine.TransferEngine` that are used here.
 
-    A read blocks for 5 s if the peer hangs.
+    Each returns 0 for success.
+
+    A read blocks for 5 s if the peer does not answer.
     """
 
     def initialize(self, host: str, metadata: str, protocol: str, devices: str) -> int: ...
@@ -60,17 +62,20 @@ class _Package(Protocol):
 
 
 class TransferEngine:
-    """The transfer engine of a node. Use it from one thread at a time.
+    """Mooncake's transfer engine of this node. Use it from one thread at a time.
 
-    Bytes arrive in a buffer of its own first: a read that was given up may still write there, but
-    never into a slot with a block from another source.
+    Bytes arrive in a buffer first: a failed read may still write there later, but never into a slot
+    that has a block from another source by then.
+
+    Attributes:
+        name: this node's name for the engines of other nodes.
     """
 
     def __init__(self, host: str) -> None:
         """Start the engine, which takes some milliseconds.
 
         Args:
-            host: the address at which other nodes reach this one.
+            host: IP address at which other nodes reach this one.
 
         Raises:
             ConfigError: the library is missing or does not start.
@@ -106,11 +111,11 @@ class TransferEngine:
         """Read memory of another node.
 
         Args:
-            peer: Address of the peer's transfer engine.
-            pieces: Ranges to read, each with its target.
+            peer: name of the other node's transfer engine.
+            pieces: ranges to read, each with its target.
 
         Raises:
-            TransferError: the read failed; none of the pieces was written to.
+            TransferError: the read failed; none of the targets was written.
         """
         if self._engine is None:
             raise TransferError("this node's transfer engine is closed")
@@ -134,7 +139,7 @@ class TransferEngine:
             ctypes.memmove(piece.ours, base + start, piece.num_bytes)
 
     def close(self) -> None:
-        """End other nodes' access to the shown memory."""
+        """End the access of other nodes to this node's memory."""
         if self._engine is not None:
             for address in self._shown:
                 self._engine.unregister_memory(address)
@@ -148,14 +153,18 @@ _ABSENT = GetOutcome(GetStatus.MISS)
 _PLAIN = PlainCodec(PayloadCodecs())  # the bytes travel as they lie in memory
 
 
-Read = Callable[[Sequence[RemotePiece]], None]  # of one producer's host tier, in a thread
+Read = Callable[[Sequence[RemotePiece]], None]  # reads one producer's host tier, in a thread
 
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """A producer, for one claim, and the reader of its host tier.
+    """A producer, as one claim reads its host tier.
 
-    `read` raises TransferError if not all bytes arrived, and NotPermittedError if none ever will.
+    Attributes:
+        path: the kind of path.
+        read: reads ranges of its memory; raises TransferError if not all bytes arrived, and
+            NotPermittedError if none ever will.
+        is_given_up: True after a failed read: its blocks come from storage.
     """
 
     path: DirectPath
@@ -165,7 +174,13 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """One block at a peer: where its bytes are, and the header that they must fit."""
+    """One block in a producer's host tier.
+
+    Attributes:
+        peer: the producer.
+        address: address of the block's bytes in its memory.
+        header: header with the checksum that the bytes must have.
+    """
 
     peer: Peer
     address: int
@@ -184,6 +199,10 @@ class Offers:
     """The source that a `Fetcher` reads: producers while they offer blocks, otherwise storage.
 
     Nodes with tensor parallelism, which store a block as several slices, cannot use it.
+
+    Args:
+        storage: the storage tier.
+        stats: counts of the node's hand-offs.
 
     Attributes:
         reads_memory: True if the kernel may copy from another process of this machine.
@@ -211,11 +230,14 @@ class Offers:
         return len(self._of)
 
     def peer(self, address: DirectAddress, *, is_near: bool) -> Peer | None:
-        """Return the node at an address; None if its host tier cannot be read from here.
+        """Return the producer at an address, for reads of its host tier.
 
         Args:
-            address: Address in the producer's ticket.
+            address: address in the producer's ticket.
             is_near: True if the producer runs on this machine.
+
+        Returns:
+            The producer; None if its host tier cannot be read from here.
         """
         engine = self.engine
         if self.reads_memory and is_near and address.pid:
@@ -225,9 +247,21 @@ class Offers:
         return None
 
     def add(self, digest: bytes, offer: Offer) -> None:
+        """List a block of a producer.
+
+        Args:
+            digest: key of the block.
+            offer: the block.
+        """
         self._of.setdefault(digest, []).append(offer)
 
     def remove(self, digest: bytes, offer: Offer) -> None:
+        """Remove a block from the list.
+
+        Args:
+            digest: key of the block.
+            offer: the block, as given to `add`.
+        """
         left = [one for one in self._of[digest] if one is not offer]
         if left:
             self._of[digest] = left
@@ -237,9 +271,9 @@ class Offers:
     # What the fetcher asks
 
     async def count_present(self, keys: Sequence[StoredKey]) -> int:
-        """Return the number of available `keys`, from the first on without a gap.
+        """Return the number of leading `keys` that producers offer or storage has.
 
-        Storage is asked for keys that no producer offers.
+        Storage is asked from the first key on that no producer offers.
 
         Raises:
             StoreUnavailableError: the store does not answer, and no producer offers the first key.
@@ -259,10 +293,7 @@ class Offers:
             return shown
 
     async def fetch(self, keys: Sequence[StoredKey], slot_ids: Ids) -> list[GetOutcome]:
-        """Fetch blocks as StorageIO.fetch does.
-
-        Damage at a producer does not count as damage in storage.
-        """
+        """See `Source.fetch`. Damage at a producer does not count as damage in storage."""
         if not self._of:
             return await self._storage.fetch(keys, slot_ids)
         outcomes = [_ABSENT] * len(keys)
@@ -286,7 +317,10 @@ class Offers:
         return None
 
     async def _read(self, reads: Sequence[_Read], outcomes: list[GetOutcome]) -> None:
-        """Read blocks into their slots and check them; set a hit for each intact one."""
+        """Read blocks into their slots and check them.
+
+        Set the outcome of each intact block to a hit.
+        """
         for peer in dict.fromkeys(read.offer.peer for read in reads):
             some = [read for read in reads if read.offer.peer is peer]
             try:
@@ -314,7 +348,10 @@ class Offers:
                 )
 
     def _read_and_check(self, peer: Peer, reads: Sequence[_Read]) -> list[int]:
-        """Return the positions of the blocks that arrived intact. Runs in a thread."""
+        """Return the positions, among the wanted keys, of the blocks that arrived intact.
+
+        Runs in a thread.
+        """
         part = self._storage.slices.parts[0]
         payloads = [part.payload(read.slot, read.key.num_tokens) for read in reads]
         peer.read(
