@@ -1,1 +1,1 @@
-"""Inference engines over tierkv, one file each. None is imported unless it is asked for."""
+"""Adapters of inference engines to tierkv, one file each, imported only where they are used."""

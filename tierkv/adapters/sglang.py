@@ -111,7 +111,7 @@ class TierKVHiCache(HiCacheStorage):
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, object]) -> None:
-        """Open the store.
+        """Open the store that the extra config names.
 
         Raises:
             ConfigError: the extra config is wrong.

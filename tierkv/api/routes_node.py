@@ -107,8 +107,7 @@ class NodeRoutes(Routes):
         """Forget all cached blocks without a holder; storage keeps its blocks.
 
         With ?storage=true, also delete the stored blocks of this node's fingerprints, for all nodes
-        that
-        share them.
+        that share them.
         """
         async with self._node.work():
             chosen = bodies.from_query(request, _Free)

@@ -127,9 +127,10 @@ async def _serve_engines(
     guard = Guard(Path(auth.file) if auth.file else None, reload_s=auth.reload_s)
 
     def why_not(token: str) -> str:
-        """Return the reason to refuse an engine, "" to accept it.
+        """Return the reason to refuse an engine; "" to accept it.
 
-        An engine maps the whole host tier, with the blocks of all tenants.
+        Only admins are accepted, since an engine maps the whole host tier, with the blocks of all
+        tenants.
         """
         try:
             caller = guard.principal_of_token(token)

@@ -45,23 +45,24 @@ class Role(Enum):
 class NodeSection(ListenSection, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The node and its addresses.
 
-    role: half of the work that the node takes: prefill, decode or both.
-    name: a name for people, in logs, tickets and metrics; role@host:port where it is empty.
-    engine: name of the engine that computes: reference or transformers. No engine computes where
+    role: half of the work that the node does: prefill, decode or both.
+    name: a name for people, in logs, tickets and metrics; if it is empty, role@host:port.
+    engine: name of the engine that computes: reference or transformers. It is not used if
     engine_socket is set.
     model: the model that the engine serves, a directory with config.json and weights, or a GGUF
     file; "" for the small model that is built in.
-    device: the device that computes and holds the Device tier: "cpu", "cuda", or "cuda:1" for the
-    second GPU.
-    close_limit_s: seconds that closing may take after the drain. The process then ends with exit
-    status 1, even if a store or a device, such as a disk that hangs, still uses the node's memory.
+    device: the device that computes and has the blocks of the Device tier: "cpu", "cuda", or
+    "cuda:1" for the second GPU.
+    close_limit_s: seconds that closing may take after the drain. Then the process ends with exit
+    status 1, even if a store or a device still uses the node's memory, such as a disk that hangs.
     session_ttl_s: seconds after a turn of a session in which its blocks are evicted last; 0 for no
     difference.
     unix_socket: path of a Unix socket to listen on in addition; "" for none.
     listens_tcp: False listens on the Unix socket only.
     engine_socket: path of the Unix socket to which engines in other processes connect; the node
-    keeps their KV instead of its own model's; "" for none. Its directory should be private.
-    cache.host_blocks is the number of blocks of a prompt for which there is room.
+    keeps their KV, and has no engine of its own; "" for none. Its directory should be private. The
+    number cache.host_blocks then counts blocks of tokens, each with room for all layers of the
+    engines.
     """
 
     role: Role = Role.BOTH

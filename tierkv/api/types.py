@@ -1,4 +1,4 @@
-"""The bodies and answers of a node's HTTP interface, and an example of each that people write."""
+"""The bodies and answers of a node's HTTP interface, with examples for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class MediaBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """An image, audio clip or video of a prompt.
 
     Attributes:
-        hash: Hash of the whole content and its shape: 16 to 64 bytes in hexadecimal.
         start: Position in the prompt of the first placeholder token.
         num_tokens: Number of placeholder tokens.
+        hash: Hash of the whole content and its shape: 16 to 64 bytes in hexadecimal.
     """
 
     start: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -61,9 +61,10 @@ class PromptBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         prompt: The text.
         tokens: A list of integers or, packed, bytes of 32-bit little-endian integers (base64 in
             JSON).
-        media: Media of the prompt; prompts share a block only if the media in it are the same.
-        adapter: Name and revision of the LoRA weights in use; two adapters share nothing. An engine
-            may take neither media nor adapters.
+        media: Images, audio and video of the prompt; prompts share a block only if the media in it
+            are the same.
+        adapter: Name and revision of the LoRA weights in use; prompts with different adapters share
+            no block. An engine may support neither media nor adapters.
     """
 
     prompt: str | None = None
@@ -154,8 +155,9 @@ class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens of a text.
 
     Attributes:
-        tokens: Packed tokens, as every route takes them: 32-bit little-endian integers (base64 in
-            JSON).
+        tokens: Packed tokens, in the form that other routes accept: 32-bit little-endian integers
+            (base64 in JSON).
+        num_tokens: Number of tokens.
     """
 
     tokens: bytes
@@ -170,14 +172,17 @@ class SamplingBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
     """A prompt to compute.
 
     Attributes:
-        session_id: Session that the request is a turn of; its blocks are evicted last for a time.
         temperature, top_k, seed, top_p, min_p, repetition_penalty, presence_penalty,
             frequency_penalty: See `Sampling`.
-        ignore_eos: True goes on after tokens that end an answer.
+        ignore_eos: True to continue after tokens that end an answer.
         min_tokens: Number of tokens before which no token that ends an answer is chosen.
         logprobs: Number of most likely tokens whose log probabilities are sent beside the chosen
             token's; null for none at all.
-        stream: True answers with tokens as server-sent events as soon as they are computed.
+        request_id: Id of the request, by which a repeated call gets the same answer; null for a new
+            one.
+        session_id: Session (conversation) that the request is a turn of; its blocks are evicted
+            last for a time.
+        stream: True to send tokens as server-sent events as soon as they are computed.
     """
 
     temperature: float = 0.0
@@ -217,6 +222,7 @@ class GenerateBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_field
     """A request to generate tokens.
 
     Attributes:
+        max_tokens: Largest number of tokens to generate.
         use_cache: False computes every token and leaves nothing cached.
         answered_tokens: Number of tokens at the prompt's end that are an earlier part of the
             answer; the text of a stream continues after them.
@@ -230,12 +236,11 @@ class GenerateBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class PrefillBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request to compute and publish a prompt.
+    """A request to compute a prompt's first token, and to publish the prompt for a decode node.
 
     Attributes:
-        ticket_id: Id by which the decode node claims the prompt; the request's id if it is not
-            given.
-        wait: End of the wait before the answer: published, or nothing beyond the first token.
+        ticket_id: Id by which the decode node claims the prompt; null for the request's id.
+        wait: When to answer: once the prompt is published, or once the first token is computed.
     """
 
     ticket_id: str | None = None
@@ -246,7 +251,10 @@ class DecodeBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=
     """A request to claim a published prompt; prompt and sampling must be those of the prefill node.
 
     Attributes:
-        deadline_s: Seconds to wait for the ticket.
+        ticket_id: Id under which the prefill node has published the prompt.
+        max_tokens: Largest number of tokens to generate.
+        policy: Whether all tokens of the prompt must be loaded, or this node may compute the rest.
+        deadline_s: Seconds to wait for the prompt to be published; null for the node's setting.
         stop: Texts that end the answer and are not part of its text.
     """
 
@@ -299,7 +307,7 @@ def job_of(
 
 
 class MatchedTokens(msgspec.Struct, frozen=True):
-    """Prompt tokens found in each tier; no token counts twice.
+    """Numbers of prompt tokens that were found in each tier; each token counts in one tier.
 
     `direct` counts tokens read from another node's memory instead of from storage.
     """
@@ -320,7 +328,7 @@ class MatchedTokens(msgspec.Struct, frozen=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """A token that could stand at a place of an answer, its text, and its log probability."""
+    """A token that might have been chosen at a place of an answer, and its log probability."""
 
     token: int
     text: str
@@ -370,11 +378,21 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The generated tokens.
 
     Attributes:
-        load_problem: The reason for which cached tokens were computed, null if all were loaded.
+        request_id: Id of the request.
+        text: The text of the answer.
+        tokens: The tokens of the answer.
+        prompt_tokens: Number of tokens of the prompt.
+        computed_tokens: Number of prompt tokens that were not cached.
+        matched: Number of prompt tokens found in each tier.
+        load_problem: Reason why cached tokens were computed instead of loaded; null if all were
+            loaded.
+        queue_s: Seconds until the request had its blocks.
+        time_to_first_token_s: Seconds until the first token.
+        total_s: Seconds until the last token.
         finish_reason: "length" at max_tokens, "stop" at the model's own end of text or at a stop
             text.
-        logprobs: Log probabilities of each token, null for the tokens of a ticket; null as a whole
-            if the request does not ask for them.
+        logprobs: Log probabilities of each token, null for tokens that the prefill node has
+            generated; null as a whole if the request does not ask for them.
     """
 
     request_id: str
@@ -419,8 +437,9 @@ class DecodeAnswer(GenerateAnswer, frozen=True, kw_only=True):
     """The generated tokens of a claimed prompt.
 
     Attributes:
-        producer: The node that published the prompt; null if the ticket did not come and the policy
-            let this node compute.
+        ticket_id: Id of the ticket, as given.
+        producer: The node that published the prompt; null if its ticket did not come, so that this
+            node computed the prompt by the policy.
         first_tokens: Tokens that the producer had generated.
     """
 
@@ -452,10 +471,13 @@ class PrefillAnswer(GenerateAnswer, frozen=True, kw_only=True):
 
     Attributes:
         tokens, text: The first token.
-        expires_at: End of the ticket, in Unix seconds.
-        num_blocks: Blocks of the prompt, including its tail of tail_tokens.
+        ticket_id: Id of the ticket, by which a decode node claims the prompt.
+        num_blocks: Number of blocks of the prompt, a partial last one included.
+        tail_tokens: Number of tokens in the partial last block; 0 if there is none.
         present_blocks: Number of these blocks that were in storage already.
         early_blocks: Number of these blocks that were stored while the prompt was computed.
+        flushed_bytes: Number of bytes that were written to storage.
+        expires_at: End of the ticket, in Unix seconds.
     """
 
     ticket_id: str
@@ -493,9 +515,10 @@ class PrefillAnswer(GenerateAnswer, frozen=True, kw_only=True):
 
 
 class LookupAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers of leading prompt tokens by tier; no token counts twice.
+    """Numbers of a prompt's leading tokens that are cached, by tier; each counts in one tier.
 
     Attributes:
+        num_tokens: Number of tokens of the prompt.
         storage_tokens: null if the store did not answer.
     """
 
@@ -547,9 +570,9 @@ class LiveAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The health of the event loop.
 
     Attributes:
-        heartbeat_age_s: Seconds since the last beat, at a rate of one per 0.05 s; null while the
-            node starts.
-        worst_lag_s: Longest delay of a beat in the last minute, in seconds.
+        heartbeat_age_s: Seconds since the loop was last measured, which is done every 0.05 s; null
+            while the node starts.
+        worst_lag_s: Longest delay of the loop in the last minute, in seconds.
     """
 
     status: str
@@ -561,9 +584,12 @@ class VersionAnswer(msgspec.Struct, frozen=True):
     """The version of the node and of its KV.
 
     Attributes:
+        version: Version of tierkv.
+        name: Name of the node.
+        role: Prefill, decode or both.
         fingerprint: Fields that two nodes must have in common to share blocks.
         stored_under: Prefix of the names of stored blocks.
-        model: Name of the served model; "" for the name in the fingerprint.
+        model: Name of the served model; "" if the fingerprint has the name.
     """
 
     version: str
@@ -633,10 +659,13 @@ class PinBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class PinAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A pin.
+    """A pin, which keeps the cached blocks of a prompt from eviction.
 
     Attributes:
         num_tokens: Number of leading tokens of the prompt that are pinned, in whole blocks.
+        prompt_tokens: Number of tokens of the prompt.
+        soft: True if the blocks may be evicted after all blocks without a pin.
+        expires_in_s: Seconds until the pin ends.
     """
 
     pin_id: str
@@ -655,7 +684,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
 class TicketState(Enum):
-    """The state of a ticket.
+    """The state of a ticket, the record by which a published prompt is claimed.
 
     OPEN: blocks are being published, and the ticket is not written yet. WHOLE: all blocks can be
     claimed.
@@ -673,13 +702,16 @@ class TicketState(Enum):
 
 
 class TicketAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a ticket.
+    """The state of a ticket, the record by which a published prompt is claimed.
 
     Attributes:
+        detail: The reason of the state in words; "" if there is none.
+        num_tokens, num_blocks: Numbers of tokens and blocks of the prompt.
         present_blocks: Number of leading blocks, of num_blocks, that are in storage; null if
             storage was not searched.
-        expires_at: Unix seconds.
-        detail: The reason in words, "" if there is none.
+        producer: The node that published the prompt.
+        claimer: The node that claimed it.
+        expires_at: End of the ticket, in Unix seconds.
     """
 
     ticket_id: str
@@ -727,7 +759,7 @@ class StorageBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class QuotaBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The most blocks of a tenant that may be cached or in use on each tier; null for no limit.
+    """Largest numbers of a tenant's blocks, cached or in use, on each tier; null for no limit.
 
     Above its quota, a tenant evicts its own blocks.
     """
@@ -753,8 +785,8 @@ class ResizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A new capacity of a tier.
 
     Attributes:
-        blocks: New capacity of the tier in blocks, within its memory.
-        deadline_s: Most seconds for which shrinking waits for held blocks.
+        blocks: New capacity of the tier in blocks; the memory of the tier limits it.
+        deadline_s: Seconds that a smaller tier may wait for blocks that are in use.
     """
 
     tier: TierName
@@ -776,8 +808,8 @@ class ResetAnswer(msgspec.Struct, frozen=True):
     """The outcome of a reset.
 
     Attributes:
-        held_copies: Copies that requests and pins hold, which were kept.
-        removed_values: Values deleted from storage.
+        held_copies: Number of block copies that were kept, since requests or pins hold them.
+        removed_values: Number of values deleted from storage.
     """
 
     held_copies: int
@@ -788,9 +820,10 @@ class SleepBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """A request to free the device's memory.
 
     Attributes:
-        keep_blocks: True moves blocks that are only on the device to the host, as far as it has
+        keep_blocks: True to copy blocks that are only on the device to the host, as far as it has
             room.
-        deadline_s: Seconds to wait for running requests; after them the call fails without effect.
+        deadline_s: Seconds to wait for running requests; after them the call fails, and nothing has
+            changed.
     """
 
     keep_blocks: bool = True
@@ -811,11 +844,15 @@ class BlockAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """One cached block.
 
     Attributes:
-        space: The space's fingerprint, "" for the node's own.
+        digest: Key of the block, in hexadecimal; "" for a partial block.
+        space: Name of the space (model, adapter, tenant) within which the block is shared; "" for
+            the node's own.
         index: Position of the block in its prompts, in blocks.
-        device, host: absent, incoming or ready.
-        is_held: A request or a pin holds the block, so the block cannot be evicted.
-        is_stored: The node believes that storage has the block.
+        is_tail: True for a partial block at the end of a prompt.
+        device, host: State of the block's copy on the tier: absent, incoming or ready.
+        is_stored: True if the node believes that storage has the block.
+        is_held: True if a request or a pin holds the block, so that it cannot be evicted.
+        hits: Number of times that the block was found.
     """
 
     digest: str
@@ -845,8 +882,9 @@ class ConfigAnswer(msgspec.Struct, frozen=True):
 
     Attributes:
         settings: Settings by table; secrets are masked.
-        roots: Parent digest of a prompt's first block, in hexadecimal, by space; "" is the node's
-            own space. A reader of events needs it to compute the digests of a prompt's blocks.
+        roots: By space, the digest that stands for the parent of a prompt's first block, in
+            hexadecimal; "" is the node's own space. A reader of events needs it to compute the
+            digests of a prompt's blocks.
     """
 
     settings: dict[str, dict[str, Any]]

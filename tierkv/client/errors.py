@@ -20,7 +20,7 @@ class UnreachableError(CallError):
 
 
 class BrokenOffError(CallError):
-    """The connection ended before the answer did."""
+    """The connection ended before the answer was complete."""
 
 
 class DeadlineError(CallError):
@@ -67,7 +67,7 @@ class RemoteError(TierKVError):
 
     @property
     def code(self) -> str:
-        """The stable name of the error."""
+        """The stable name of the error, for programs."""
         return self.problem.code
 
     @property

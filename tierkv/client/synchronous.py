@@ -32,7 +32,7 @@ _AHEAD = 16  # items read ahead of the caller
 
 @dataclass(frozen=True, slots=True)
 class _News:
-    """What the task that reads a stream passes to the caller's thread.
+    """A message from the task that reads a stream to the caller's thread.
 
     Attributes:
         item: The next tokens; None at the opening and the end.

@@ -262,7 +262,7 @@ class _Publish:
 
 @dataclass(slots=True, eq=False)
 class _RequestState:
-    """What the cache knows of one request of the engine.
+    """State of one request of the engine.
 
     Attributes:
         prompt: the prompt of its lookups.

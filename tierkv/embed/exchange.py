@@ -27,7 +27,7 @@ class QueueFullError(TierKVError):
 
 
 class AbortedError(TierKVError):
-    """The call was cancelled, or its request aborted, before there was a result."""
+    """The call was cancelled, or its request was aborted, before there was a result."""
 
 
 class Answer(Enum):

@@ -487,7 +487,7 @@ class EngineListener:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Listen for engines in the body.
+        """Listen for engines at the socket in the body.
 
         Raises:
             ConfigError: the path cannot be bound.

@@ -62,7 +62,7 @@ class HostNames:
                 self._digests[name] = digest
 
     def clear(self) -> None:
-        """Forget all blocks."""
+        """Forget all names."""
         self._names.clear()
         self._digests.clear()
 

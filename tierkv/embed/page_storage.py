@@ -267,7 +267,7 @@ class PagePool:
         return self.io.stats
 
     def close(self) -> None:
-        """Release the engine's memory."""
+        """Release the engine's memory; the engine may unmap it from now on."""
         for memory in self._memory:
             memory.close()
 

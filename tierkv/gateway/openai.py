@@ -30,9 +30,8 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of a streamed answer.
 
     Attributes:
-        include_usage: True sends the token usage once, at the end of the stream.
-        continuous_usage_stats: Accepted and without effect, because load generators of vLLM send
-            it.
+        include_usage: True to send the token usage once, at the end of the stream.
+        continuous_usage_stats: Accepted without effect, since load generators of vLLM send it.
     """
 
     include_usage: bool | None = False
@@ -42,14 +41,14 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fields that text completions and chats share.
 
-    A field that is null is as if left out. A node refuses a field that its engine does not have,
-    unless the value changes nothing.
+    A field that is null counts as left out. A node refuses a field that its engine does not
+    support, unless the value has no effect.
 
     Attributes:
         seed: Seed of the sampling; without one, a random seed. The same seed gives the same answer.
         top_k: Not a field of OpenAI; 0 and -1 stand for all tokens.
-        min_tokens: Not a field of OpenAI; no stop text counts before that number of tokens.
-        ignore_eos: Not a field of OpenAI; true goes on after tokens that end an answer.
+        min_tokens: Not a field of OpenAI; number of tokens in which no stop text is looked for.
+        ignore_eos: Not a field of OpenAI; true to continue after tokens that end an answer.
         skip_special_tokens: Not a field of OpenAI; without effect, since such tokens have no text.
         n: Number of answers to each prompt; each has a seed of its own.
     """
@@ -94,7 +93,7 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def of_most_likely(self) -> int:
-        """The number of most likely tokens from which one is sampled; 0 stands for all tokens."""
+        """The number of most likely tokens from which one is chosen; 0 stands for all tokens."""
         return 0 if self.top_k in (None, -1) else self.top_k or 0
 
     @property
@@ -225,7 +224,7 @@ class CompletionBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_field
     """The body of a text completion.
 
     Attributes:
-        prompt: A text, the tokens of one, or a list of either.
+        prompt: A text, a list of tokens, or a list of either.
     """
 
     prompt: Given
@@ -280,7 +279,7 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The body of a chat.
 
     Attributes:
-        messages: Messages, which the chat template of the nodes' model makes one prompt.
+        messages: Messages, from which the chat template of the nodes' model makes one prompt.
     """
 
     messages: list[Message]

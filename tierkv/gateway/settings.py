@@ -1,4 +1,4 @@
-"""All settings of a gateway, one section for each part that has some."""
+"""All settings of a gateway, one section for each part with settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GatewaySection(ListenSection, frozen=True, kw_only=True, forbid_unknown_fi
             between the URLs.
         decode: URLs of the nodes that generate from computed prompts, in the form of prefill.
         both: URLs of the nodes that do both, in the form of prefill.
-        model: name of the one model at /v1/models; "" for the name that the nodes say.
+        model: name of the one model at /v1/models; "" for the name that the nodes report.
         node_token: bearer token for the nodes; set it in the environment.
         node_ca: file of the authority (PEM) that signed the certificates of https nodes; "" trusts
             the system's authorities.
@@ -56,13 +56,13 @@ class GatewaySection(ListenSection, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits on the prompts that the gateway takes at once.
+    """Limits on the prompts that the gateway accepts.
 
-    max_running: most prompts at the nodes at a time.
-    max_queued: most prompts that wait in the gateway; above it callers get 429.
+    max_running: largest number of prompts that run at the nodes at a time.
+    max_queued: largest number of prompts that wait in the gateway; further callers get 429.
     queue_timeout_s: seconds after which a waiting prompt gets 503.
-    max_batch: most prompts of one call.
-    max_attempts: most attempts for a prompt, at all nodes together.
+    max_batch: largest number of answers of one call.
+    max_attempts: largest number of attempts for a prompt, at all nodes together.
     """
 
     max_running: int = 64
@@ -84,8 +84,8 @@ class DeadlineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     connect_s: time to connect to a node.
     first_token_s: time until a node sends the first event of a prefill, claim or generate.
     stall_s: time between two tokens of a stream.
-    lookup_s: time in which nodes must answer which prefix they hold; for a node that has not
-    answered, the gateway uses its own memory of earlier prompts.
+    lookup_s: time in which nodes must answer how much of a prompt they have cached. For a node that
+    has not answered, the gateway uses its own memory of earlier prompts.
     """
 
     request_s: float = 600.0
@@ -104,11 +104,11 @@ class HealthSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Attributes:
         probe_interval_s: seconds between two probes of /readyz.
         probe_timeout_s: seconds in which a probe must be answered.
-        eject_s: seconds without requests after a failure; each further failure doubles them, and a
-            good probe ends them.
-        eject_most_s: most seconds without requests after failures.
-        gone_after_probes: unanswered probes in a row after which the node's silent streams continue
-            at another node.
+        eject_s: seconds without requests after a failure. Each further failure doubles this time; a
+            good probe ends it.
+        eject_most_s: limit of that time, in seconds.
+        gone_after_probes: number of unanswered probes in a row after which streams that the node
+            has stopped sending continue at another node.
     """
 
     probe_interval_s: float = 1.0
@@ -146,7 +146,7 @@ def urls_of(given: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def node_tls(section: GatewaySection) -> ssl.SSLContext | None:
-    """Return the TLS context for https to the nodes; None for the system's authorities.
+    """Return the TLS context for https to the nodes; None to trust the system's authorities.
 
     Raises:
         ConfigError: A file of `section` cannot be used.

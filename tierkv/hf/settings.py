@@ -11,14 +11,15 @@ from tierkv.errors import ConfigError
 
 
 class TransformersSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of the engine transformers.
+    """The settings of the engine `transformers`.
 
-    dtype: type of weights and KV; auto is the type of the files, float32 for GGUF.
-    max_context: most tokens of prompt and answer together; 0 is the model's own limit.
-    chunk_tokens: most prompt tokens of a step, which also has one token of each request that
-    generates.
-    reserve_tokens: generated tokens for which a request reserves blocks at once. A request that
-    finds no further block is preempted, and resumed later.
+    dtype: type of weights and KV; auto is the type in the model's files, float32 for GGUF.
+    max_context: largest number of tokens of prompt and answer together; 0 for the model's own
+    limit.
+    chunk_tokens: largest number of prompt tokens of one forward pass, which also computes one token
+    for each request that generates.
+    reserve_tokens: number of tokens to generate for which a request reserves blocks at once. A
+    request that finds no further block later is preempted, and resumed when there is room.
     load_timeout_s: seconds that a request may wait for cached tokens that are being loaded.
     """
 

@@ -71,7 +71,7 @@ class UnauthenticatedError(TierKVError):
     """The caller is not authenticated: bring a token or a certificate that the node knows.
 
     Attributes:
-        was_given: The request had a credential, but not a good one.
+        was_given: True if the request had a token or certificate, but not a valid one.
     """
 
     def __init__(self, message: str, *, was_given: bool = False) -> None:
@@ -292,7 +292,7 @@ def digest_of(token: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """What the auth file has about one token.
+    """A token as the auth file describes it.
 
     Attributes:
         digest: SHA-256 of the whole token, in hexadecimal.

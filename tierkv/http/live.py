@@ -217,7 +217,7 @@ def _file(name: str) -> bytes | None:
 
 
 class PageRoutes:
-    """The page's files. They hold no data, so they are public."""
+    """The files of the live page. They hold no data, so they are public."""
 
     @Route("GET", "/", Access.PUBLIC, content_type="text/html")
     async def page(self, request: web.BaseRequest) -> web.Response:

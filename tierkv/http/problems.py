@@ -92,10 +92,14 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The body of an error answer.
 
     Attributes:
+        title: The kind of the error, in words.
+        status: HTTP status.
+        detail: What is wrong, with which value, and what to do.
         code: A stable name of the error, for programs.
+        request_id: Id of the request, as in the log.
         reason: A stable name of the reason of a failed hand-off.
         tier: The tier that has no room.
-        needed, available: Blocks that the request needs, and that the tier has.
+        needed, available: Numbers of blocks that the request needs, and that the tier has.
     """
 
     title: str
@@ -192,7 +196,7 @@ def problem_of(
 
 
 def _row(error: Exception) -> tuple[int, str, str]:
-    """Return status, code and title of `error`."""
+    """Return the HTTP status, the stable code and the title of `error`."""
     if isinstance(error, web.HTTPException):
         return error.status, HTTP_CODES.get(error.status, f"http_{error.status}"), error.reason
     if isinstance(error, AnswerError):

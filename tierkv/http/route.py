@@ -35,7 +35,7 @@ _SPOKEN = (HttpVersion11, HttpVersion10)
 
 
 class Disconnect(Enum):
-    """What happens to a request's work when its client closes the connection."""
+    """The fate of a request's work when its client closes the connection."""
 
     CANCEL = "cancel"  # the work stops, and its blocks are released
     DETACH = "detach"  # the work goes on: other calls may wait for its result

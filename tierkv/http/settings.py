@@ -14,23 +14,23 @@ class ListenSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The address to listen on, and limits of requests and connections.
 
     host: address to listen on.
-    port: port to listen on; 0 takes a free one.
-    allow_insecure_bind: listen on other than loopback addresses although callers are not
+    port: port to listen on; 0 chooses a free one.
+    allow_insecure_bind: listen on addresses that other machines can reach although callers are not
     authenticated; for a private network.
     drain_grace_s: seconds for which running requests may go on after SIGTERM.
-    max_body_bytes: most bytes of a request body, counted after decompression; a longer one is
+    max_body_bytes: largest size of a request body in bytes, after decompression; a larger one is
     refused.
-    max_prompt_tokens: most tokens of one prompt; a longer one is refused before its tokens are
-    packed.
-    max_work_bytes: most bytes of the bodies of all requests under way; above it a request is
-    refused with 503.
-    max_connections: most connections; one more is answered with 503 and closed.
+    max_prompt_tokens: largest number of tokens of one prompt; a longer one is refused before its
+    tokens are packed.
+    max_work_bytes: largest sum of the bodies of all running requests in bytes; a request above it
+    is refused with 503.
+    max_connections: largest number of connections; one more is answered with 503 and closed.
     idle_timeout_s: seconds after which a connection without a request is closed. The default is
     above the 60 s of common load balancers, so that the balancer closes an idle connection first.
     head_timeout_s: seconds in which the head of a request must arrive, and a TLS handshake must
     end.
     body_timeout_s: seconds in which a request's body must arrive.
-    send_timeout_s: seconds after which a client that reads nothing of its answer is cut off.
+    send_timeout_s: seconds after which a client that reads nothing of its answer is disconnected.
     """
 
     host: str = "127.0.0.1"
@@ -84,9 +84,9 @@ class TlsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Paths of PEM files. The Unix socket never uses TLS.
 
     cert: file of the node's own certificate, with its chain; "" serves without TLS.
-    key: file of the certificate's key, where `cert` does not contain it.
-    client_ca: file of the authorities one of which must have signed the certificate of every
-    client; "" asks for none.
+    key: file of the certificate's key, if it is not in `cert`.
+    client_ca: file of the authorities that sign the certificates of clients; every client must then
+    have one. "" asks for no certificates.
     reload_s: seconds between two checks whether a file has changed.
     """
 

@@ -375,7 +375,7 @@ def _reader(
 
 
 def _digest(files: list[Path]) -> str:
-    """Return a digest of the files' bytes, by which nodes with other weights are told apart."""
+    """Return a digest of the files' bytes. Nodes with different weights must not share KV."""
     hashed = xxhash.xxh3_128()
     for file in files:
         with file.open("rb") as opened:

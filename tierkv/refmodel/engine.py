@@ -34,7 +34,8 @@ from tierkv.tokenizers import Tokenizer
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of the reference engine.
 
-    chunk_tokens: prompt tokens per call of the model; a cancel waits for one call at most.
+    chunk_tokens: largest number of prompt tokens per call of the model. A cancelled request waits
+    for the end of one call.
     load_timeout_s: seconds that a call may wait for a layer that is being loaded.
     weights_dir: directory where the nodes of this machine share the float32 weights of a model, one
     file for each model; "" keeps the weights in each node's own memory.
