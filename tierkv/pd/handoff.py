@@ -68,7 +68,7 @@ from tierkv.transfer.storage_io import StorageIO
 NUM_GROUPS = 2  # one group is copied from the device while the other is written to storage
 STAGING_BLOCKS = GROUP_BLOCKS * NUM_GROUPS
 _FIRST_BLOCKS = 8
-_PATIENCE_S = 2.0  # time for two probes of a store whose circuit breaker is open
+_PATIENCE_S = 2.0  # time for two probes of a store by an open circuit breaker
 _AGAIN_S = 0.2
 
 T = TypeVar("T")

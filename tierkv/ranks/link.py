@@ -1,8 +1,9 @@
-"""Records between a scheduler's process and its workers', over a Unix socket.
+"""Messages between a scheduler's process and its workers' processes, over a Unix socket.
 
-Each is `length u32 | record`, the record sealed by `storage.codec` (magic, version, checksum). A
-worker sends `Hello` first; the answer is `SharedMemory`, with the descriptor of the host slots, or
-`NotTaken`. The engine brings the plans, so nothing more is sent but a worker's `Goodbye`.
+Each message is `length u32 | record`, the record sealed by `storage.codec` (magic, version,
+checksum). A worker (one rank of the engine) sends `Hello` first; the answer is `SharedMemory`, with
+the file descriptor of the host slots, or `NotTaken`. The plans of copies reach the workers through
+the engine's own messages, so the only further message is a worker's `Goodbye`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,14 @@ _MAX_DESCRIPTORS = 64
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """A worker of `rank`, with `num_blocks` blocks of the layout of this digest."""
+    """A worker's first message.
+
+    Attributes:
+        rank: number of its rank.
+        num_blocks: number of its device blocks.
+        layout_digest: digest of its blocks' layout.
+        pid: its process id.
+    """
 
     rank: int
     num_blocks: int
@@ -45,12 +53,13 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class HostRegion(msgspec.Struct, frozen=True):
-    """A memory file, uint8 [num_slots, block_bytes], and the worker's part of each slot.
+    """A file in memory, uint8 [num_slots, block_bytes], and the worker's part of each slot.
 
     Attributes:
         num_slots: number of slots.
         block_bytes: bytes of a slot.
-        start, stop: the worker's part is bytes [start, stop) of each slot.
+        start: first byte of the worker's part of each slot.
+        stop: byte after the worker's part.
     """
 
     num_slots: int
@@ -60,13 +69,13 @@ class HostRegion(msgspec.Struct, frozen=True):
 
 
 class SharedMemory(msgspec.Struct, frozen=True, tag="memory"):
-    """The host slots of each group of layers, sent with one descriptor for each group.
+    """The host slots of each group of layers, sent with one file descriptor for each group.
 
     Attributes:
         regions: one region for each group, in the order of the groups.
         saves: True if the worker writes the slots; False if another rank with the same bytes does.
-        has_life: True if one more descriptor comes, which the worker holds for as long as it may
-            copy.
+        has_life: True if one more descriptor comes, which the worker holds open for as long as it
+            may copy, as a sign of life.
     """
 
     regions: tuple[HostRegion, ...]
@@ -75,13 +84,17 @@ class SharedMemory(msgspec.Struct, frozen=True, tag="memory"):
 
 
 class NotTaken(msgspec.Struct, frozen=True, tag="not_taken"):
-    """The final answer to a worker that the scheduler refuses; no memory descriptor follows."""
+    """The final answer to a worker that the scheduler refuses; no memory descriptor follows.
+
+    Attributes:
+        reason: the reason, for people.
+    """
 
     reason: str
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
-    """A worker has finished all its copies, and begins no more.
+    """A worker's last message: all of its copies have ended, and it begins no more.
 
     Attributes:
         finished: number and problem of each plan that the engine's own messages have not reported;
@@ -92,14 +105,15 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
 
 
 class Plan(msgspec.Struct, frozen=True, tag="plan"):
-    """Copies of one kind, reported by `number`.
+    """Copies of one kind between host slots and device blocks.
 
     Attributes:
-        number: The plan's number, at least 0.
+        number: number of the plan, at least 0, by which a worker reports its end.
         kind: "load" (host to device) or "offload" (device to host).
-        source: Slots to read, little-endian int32, one for every block.
-        target: Slots to write, little-endian int32, one for every block.
-        groups: Number of copies of each group, in the order of the groups; () for one group.
+        source: slots or blocks to read, little-endian int32, one for every copy.
+        target: slots or blocks to write, little-endian int32, one for every copy.
+        groups: number of copies of each group of layers, in the order of the groups; () for one
+            group.
     """
 
     number: int
@@ -124,13 +138,29 @@ class Plan(msgspec.Struct, frozen=True, tag="plan"):
     def of(
         cls, number: int, kind: Kind, source: Ids, target: Ids, groups: tuple[int, ...] = ()
     ) -> Plan:
+        """Return a plan of these slots and blocks.
+
+        Args:
+            number: number of the plan, at least 0.
+            kind: "load" (host to device) or "offload" (device to host).
+            source: slots or blocks to read, [n], integers in 0..2**31-1.
+            target: slots or blocks to write, [n].
+            groups: number of copies of each group of layers; () for one group.
+
+        Returns:
+            The plan.
+
+        Raises:
+            StoreCorruptError: the numbers do not fit.
+        """
         return cls(number, kind, _packed(source), _packed(target), groups)
 
     def slots(self) -> tuple[Ids, Ids]:
+        """Return source and target, int32 [n] each."""
         return _slots(self.source), _slots(self.target)
 
     def parts(self) -> list[tuple[int, Ids, Ids]]:
-        """Return the number, source slots and target slots of each group that has copies."""
+        """Return, for each group with copies, its number, its sources and its targets."""
         source, target = self.slots()
         if not self.groups:
             return [(0, source, target)]
@@ -190,9 +220,12 @@ class Link:
             ) from error
 
     def receive(self) -> list[bytes]:
-        """Return the records that have arrived; [] if none is whole yet.
+        """Return the messages that have arrived completely; [] if none has.
 
         Call it when the socket is readable, or to wait until it is.
+
+        Returns:
+            The messages, sealed; `read` decodes them.
 
         Raises:
             LinkClosedError: the other end has closed the link.
@@ -226,7 +259,10 @@ class Link:
             raise
 
     def receive_descriptors(self) -> tuple[bytes, list[int]]:
-        """Return the next record, and the descriptors sent with it, which the caller must close.
+        """Wait for the next message and the file descriptors sent with it.
+
+        Returns:
+            The message, sealed, and the descriptors, which the caller must close.
 
         Raises:
             LinkClosedError: the scheduler has ended.
@@ -258,14 +294,14 @@ class Link:
         return records
 
     def stop_receiving(self) -> None:
-        """Wake the receiving thread with LinkClosedError; sending goes on."""
+        """End `receive` in another thread with LinkClosedError; sending goes on."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)
 
     def shutdown(self) -> None:
-        """Stop sending and receiving, and wake the threads that do either.
+        """End sending and receiving, also in other threads.
 
-        `close` the link after them.
+        `close` the link when these have ended.
         """
         with suppress(OSError):  # the other end was faster
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -276,10 +312,10 @@ class Link:
 
 
 def read(value: bytes) -> Record:
-    """Return the record in `value`.
+    """Return the message in `value`.
 
     Raises:
-        StoreCorruptError: `value` is not a record of this protocol.
+        StoreCorruptError: `value` is not a message of this protocol.
     """
     return unseal(MAGIC, VERSION, value, Record)  # type: ignore[arg-type]
 
@@ -307,6 +343,9 @@ def close_all(descriptors: Sequence[int]) -> None:
 def listen(path: str) -> socket.socket:
     """Return a socket that listens at `path` for processes of this user alone.
 
+    Returns:
+        The listening socket.
+
     Raises:
         ConfigError: another process listens there already, or the path cannot be bound.
     """
@@ -324,7 +363,7 @@ def listen(path: str) -> socket.socket:
 
 
 def remove_left_over(paths: Iterable[str | Path]) -> None:
-    """Remove the sockets that no process has bound any more."""
+    """Remove the socket files among `paths` that no process listens at any more."""
     for path in paths:
         with suppress(OSError):  # another process was faster, or it is another user's
             if _is_left_over(path):
@@ -332,9 +371,9 @@ def remove_left_over(paths: Iterable[str | Path]) -> None:
 
 
 def _is_left_over(path: str | Path) -> bool:
-    """Return True if `path` is a socket that no process has bound: its scheduler was killed.
+    """Return whether `path` is a socket file without a process, since its scheduler was killed.
 
-    A bound socket is not disturbed: the probe is a datagram socket, which cannot connect to a
+    A listening process is not disturbed: the probe is a datagram socket, which cannot connect to a
     stream socket.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
@@ -348,15 +387,18 @@ def _is_left_over(path: str | Path) -> bool:
 
 
 def greeted(end: socket.socket, timeout_s: float) -> tuple[Link, Hello]:
-    """Return the link to the worker that has connected, and its hello.
+    """Wait for the hello of a worker that has connected.
 
     Args:
         end: the accepted socket; closed on errors.
         timeout_s: seconds to wait for the hello.
 
+    Returns:
+        The link to the worker, and its hello.
+
     Raises:
         LinkClosedError: the peer belongs to another user, or has ended.
-        StoreCorruptError: the peer's first record is not a hello.
+        StoreCorruptError: the peer's first message is not a hello.
     """
     link = Link(end)
     try:
@@ -382,11 +424,14 @@ def _hello(link: Link, uid: int) -> Hello:
 
 
 def connect(path: str, timeout_s: float | None = None) -> Link:
-    """Return a link to the scheduler that listens at `path`.
+    """Connect to the scheduler that listens at `path`.
 
     Args:
         path: path of the Unix socket.
-        timeout_s: seconds that each step of the link may take; None for no limit.
+        timeout_s: seconds that each operation of the link may take; None for no limit.
+
+    Returns:
+        The link.
 
     Raises:
         ConfigError: no process listens at `path`.

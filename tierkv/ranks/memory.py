@@ -1,11 +1,12 @@
-"""Memory of several processes as one: host slots that they share, and planes of an engine's own.
+"""Memory of several processes: host slots that they share, and planes in an engine's own memory.
 
-The blocks of several ranks are one block: each rank's shard whole, one behind the other.
+A block consists of the parts (shards) of all ranks, one behind the other.
 
     host slot   | rank 0: its layers, in order | rank 1: its layers, in order | ...
 
-So one decision maker counts one block, one value in storage holds all of it, and every rank copies
-one contiguous piece of each slot. To the service the layers of rank 1 follow those of rank 0.
+Therefore the scheduler counts one block for all ranks, one value in storage holds all of it, and
+every rank copies one contiguous piece of each slot. To the service, the layers of rank 1 follow
+those of rank 0.
 """
 
 from __future__ import annotations
@@ -51,11 +52,12 @@ class SharedSlots(CpuHostSlots):
     """
 
     def __init__(self, descriptor: int, num_slots: int, block_bytes: int, piece: slice) -> None:
-        """Map the file of `descriptor`, and close the descriptor at the end.
+        """Map the file of `descriptor`, and own the descriptor.
 
         Args:
-            descriptor: of a file of `num_slots * block_bytes` bytes or more; closed on errors, too.
-            num_slots: slots in the file.
+            descriptor: descriptor of a file of `num_slots * block_bytes` bytes or more; closed on
+                errors, too.
+            num_slots: number of slots in the file.
             block_bytes: bytes of a slot.
             piece: the bytes of each slot that are this process's.
 
@@ -85,7 +87,7 @@ class SharedSlots(CpuHostSlots):
     def fill(self) -> None:
         """Allocate the file's memory in the background, from the first slot on.
 
-        Slots can be used before they have memory: the first write to a page gives it some.
+        Slots can be used before: the first write to a page allocates that page.
 
         Raises:
             ConfigError: no thread can be started.
@@ -122,10 +124,13 @@ class SharedSlots(CpuHostSlots):
 
 
 def shared_memory(num_bytes: int) -> int:
-    """Return the descriptor of a new memory file of `num_bytes`, without memory yet.
+    """Create a memory file of `num_bytes`; its pages are allocated when they are written.
+
+    Returns:
+        The file's descriptor, which the caller must close.
 
     Raises:
-        ConfigError: there is no room. The sentence says which limit leaves how much.
+        ConfigError: there is too little memory; the sentence names the limit and what it leaves.
     """
     require_room(num_bytes, HOST_TIER, HOST_SETTING)
     descriptor = os.memfd_create("tierkv-host-slots", os.MFD_CLOEXEC)
@@ -141,14 +146,17 @@ def shared_memory(num_bytes: int) -> int:
 
 
 def shared_slots(num_slots: int, block_bytes: int) -> SharedSlots:
-    """Return new host slots that other processes can map, each whole; memory comes by and by.
+    """Return new host slots that other processes can map; their memory is allocated gradually.
 
     Args:
         num_slots: number of slots.
         block_bytes: bytes of a slot.
 
+    Returns:
+        The slots, with the whole of each as this process's piece.
+
     Raises:
-        ConfigError: there is no room.
+        ConfigError: there is too little memory.
     """
     descriptor = shared_memory(num_slots * block_bytes)
     slots = SharedSlots(descriptor, num_slots, block_bytes, slice(0, block_bytes))
@@ -161,7 +169,11 @@ def shared_slots(num_slots: int, block_bytes: int) -> SharedSlots:
 
 
 class EnginePlanes:
-    """Planes in an engine's own memory: for each plane, uint8 [num_blocks, block_bytes], C order.
+    """Planes (memory for blocks) that an engine has allocated.
+
+    Args:
+        layout: the planes of a block.
+        arrays: for each plane, uint8 [num_blocks, block_bytes], C order, writeable.
 
     Raises:
         LayoutError: the arrays do not fit the layout.
@@ -187,13 +199,23 @@ class EnginePlanes:
 
 
 class EngineCpuDevice(CpuDevice):
-    """The CPU, for an engine in this process that has its KV in `arrays` already."""
+    """The CPU as a device, for an engine in this process that has allocated its KV arrays itself.
+
+    Args:
+        arrays: the engine's array of each plane, see `EnginePlanes`.
+    """
 
     def __init__(self, arrays: Sequence[Bytes2D]) -> None:
         super().__init__()
         self._engine_arrays = tuple(arrays)
 
     def allocate_planes(self, layout: Layout, num_blocks: int) -> Planes:
+        """Return the engine's own arrays as planes. See `Device.allocate_planes`.
+
+        Raises:
+            ConfigError: the engine has another number of blocks.
+            LayoutError: the arrays do not fit the layout.
+        """
         planes = EnginePlanes(layout, self._engine_arrays)
         if planes.num_blocks != num_blocks:
             raise ConfigError(
@@ -203,7 +225,12 @@ class EngineCpuDevice(CpuDevice):
 
 
 class SlotPieces:
-    """The same piece of each slot of `host`; the memory of `host` must outlive this object."""
+    """One rank's piece of each slot of `host`; the memory of `host` must outlive this object.
+
+    Args:
+        host: the slots.
+        piece: range of bytes within each slot.
+    """
 
     def __init__(self, host: HostSlots, piece: slice) -> None:
         self.num_slots = host.num_slots
@@ -217,10 +244,10 @@ class SlotPieces:
 
 
 class SharedCpuDevice(CpuDevice):
-    """The CPU, with host slots that other processes can map.
+    """The CPU as a device, with host slots that other processes can map.
 
-    Blocks that are split by ranks are named as the whole block, so that nodes with another number
-    of ranks find them.
+    In storage, parts of a block that belong to ranks have names made from the whole block, so that
+    nodes with another number of ranks find them.
 
     Args:
         shards: layout of each rank's part of a block, side by side in a slot; () if blocks are not
@@ -232,6 +259,7 @@ class SharedCpuDevice(CpuDevice):
         self._shards = tuple(shards)
 
     def allocate_host(self, layout: Layout, num_slots: int) -> HostSlots:
+        """See `Device.allocate_host`."""
         block_bytes = sum(shard.block_bytes for shard in self._shards) or layout.block_bytes
         return shared_slots(num_slots, block_bytes)
 
@@ -248,6 +276,9 @@ class SharedCpuDevice(CpuDevice):
 
 def side_by_side(shards: Sequence[Layout]) -> Layout:
     """Return the layout of blocks that consist of `shards`, one behind another.
+
+    Returns:
+        The layout, in which the layers of a shard follow those of the shard before.
 
     Raises:
         LayoutError: there are no shards, or their block sizes differ.
@@ -281,7 +312,7 @@ def digest_of(layouts: Sequence[Layout]) -> bytes:
 def join(
     link: Link, rank: int, planes: Sequence[Planes]
 ) -> tuple[list[SharedSlots], int | None, bool]:
-    """Say hello to the scheduler, and map the host slots that it answers with.
+    """Say hello to the scheduler, and map the host slots of its answer.
 
     Args:
         link: the link to the scheduler.
@@ -289,8 +320,8 @@ def join(
         planes: planes of each group.
 
     Returns:
-        The host slots of each group; the descriptor to hold for as long as this rank may copy, None
-            without one; and True if this rank writes the slots.
+        The host slots of each group; the descriptor to hold open for as long as this rank may copy,
+            None without one; and True if this rank writes the slots.
 
     Raises:
         ConfigError: the scheduler refuses this worker, or the slots cannot be mapped.

@@ -1,12 +1,11 @@
-"""Several ranks as one device: each holds its heads of every block.
+"""Several ranks (tensor parallelism) as one device: each rank holds its heads of every block.
 
     block b, device   rank 0 | planes of heads 0 1 |    rank 1 | planes of heads 2 3 |
     host slot s       rank 0 | its bytes |              rank 1 | its bytes |
 
 The scheduler decides once, for all ranks: a block has the same number everywhere. This device
-passes
-each copy to every rank. An event here is done when it is done on all ranks; it fails only after the
-last rank has stopped touching the blocks, and names the rank that failed.
+passes each copy to every rank. An event here is done when it is done on all ranks; it fails only
+after the last rank has stopped touching the blocks, and names the rank that failed.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ LATE_S = 5.0
 
 
 def _close(parts: Sequence[Device | Planes | HostSlots | Lane]) -> None:
-    """Close the part of each rank, even if the close of another one has raised."""
+    """Close the part of each rank, even if closing another one has raised."""
     with ExitStack() as stack:
         for part in parts:
             stack.callback(part.close)
@@ -61,10 +60,10 @@ class RankedDevice:
     """The devices of several ranks as one; `close` closes all of them.
 
     Args:
-        devices: One device per rank, in the order of the ranks.
-        scheme: The split of a block over the ranks.
-        late_s: Seconds after which a copy that a rank has not finished is late; see `findings`.
-        now: A monotonic clock, in seconds.
+        devices: one device per rank, in the order of the ranks.
+        scheme: the division of a block over the ranks.
+        late_s: seconds after which `findings` reports a copy that a rank has not finished.
+        now: a monotonic clock, in seconds.
 
     Raises:
         ConfigError: `devices` is empty.
@@ -107,9 +106,9 @@ class RankedDevice:
         return ", ".join(device.status for device in self.devices)
 
     def computing(self) -> AbstractContextManager[None]:
-        """Return the first device's context: one thread computes for all ranks.
+        """Return the first device's context, since one thread computes for all ranks.
 
-        See Device.computing.
+        See `Device.computing`.
         """
         return self.devices[0].computing()
 
@@ -118,9 +117,10 @@ class RankedDevice:
         return self._pending.findings()
 
     def allocate_planes(self, layout: Layout, num_blocks: int) -> RankedPlanes:
-        """Return planes of all ranks.
+        """Allocate planes on all ranks. See `Device.allocate_planes`.
 
-        Their `arrays` are those of rank 0, in its layout's order, then those of rank 1, and so on.
+        The `arrays` of the result are those of rank 0, in the order of its layout, then those of
+        rank 1, and so on.
         """
         self._check(layout)
         parts: list[Planes] = []
@@ -133,6 +133,7 @@ class RankedDevice:
         return RankedPlanes(layout, num_blocks, parts)
 
     def allocate_host(self, layout: Layout, num_slots: int) -> RankedHost:
+        """Allocate host slots for all ranks. See `Device.allocate_host`."""
         self._check(layout)
         parts: list[HostSlots] = []
         try:
@@ -150,6 +151,7 @@ class RankedDevice:
         return [Slice(shard, layout, part) for shard, layout, part in parts]
 
     def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane:
+        """See `Device.open_lane`."""
         assert isinstance(planes, RankedPlanes), "a ranked device's planes are ranked"
         assert isinstance(host, RankedHost), "a ranked device's slots are ranked"
         lanes: list[Lane] = []
@@ -162,6 +164,7 @@ class RankedDevice:
         return _RankedLane(lanes, planes.layout.num_layers, self._pending)
 
     def copy_blocks(self, planes: Planes, source_ids: Ids, target_ids: Ids) -> Event:
+        """See `Device.copy_blocks`."""
         assert isinstance(planes, RankedPlanes), "a ranked device's planes are ranked"
         events: list[Event] = []
         for device, part in zip(self.devices, planes.parts, strict=True):
@@ -180,6 +183,8 @@ class RankedDevice:
 
 
 class RankedPlanes:
+    """Planes of several ranks as one object."""
+
     def __init__(self, layout: Layout, num_blocks: int, parts: Sequence[Planes]) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
@@ -202,6 +207,11 @@ class RankedHost:
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
+        """Not available; see `parts`.
+
+        Raises:
+            LayoutError: always, as the ranks' parts are separate arrays.
+        """
         raise LayoutError(
             "the slots of several ranks are separate arrays: use the array of each part"
         )
@@ -240,7 +250,13 @@ class _PendingCopy:
 
 
 class _PendingCopies:
-    """Copies that some rank has not finished. Every method may be called from any thread."""
+    """Copies that some rank has not finished. Every method may be called from any thread.
+
+    Args:
+        num_ranks: number of ranks.
+        late_s: seconds after which `findings` reports a copy.
+        now: a monotonic clock, in seconds.
+    """
 
     def __init__(self, num_ranks: int, *, late_s: float, now: Callable[[], float]) -> None:
         self._late_s = late_s
@@ -251,7 +267,10 @@ class _PendingCopies:
         self._lock = threading.Lock()
 
     def begin(self) -> Callable[[int], None]:
-        """Add a copy of all ranks; return the callable that takes each rank as the rank ends."""
+        """Add a copy of all ranks.
+
+        Return the function to call with each rank when its part has ended.
+        """
         with self._lock:
             number = next(self._numbers)
             self._copies[number] = _PendingCopy(self._now(), set(self._finished_at))
@@ -291,8 +310,8 @@ class RankedEvent:
     """One event for all ranks, done when the events of all ranks are done.
 
     Args:
-        parts: One event per rank.
-        settled: Called once with each rank that is done or has failed; None for no call.
+        parts: one event per rank.
+        settled: called once with each rank that is done or has failed; None for no call.
     """
 
     def __init__(
@@ -314,6 +333,10 @@ class RankedEvent:
 
     @property
     def is_done(self) -> bool:
+        """See `Event.is_done`.
+
+        Fails only once no rank works any more, with the error of the first one.
+        """
         with self._lock:
             for rank in sorted(self._pending):
                 try:
@@ -334,6 +357,7 @@ class RankedEvent:
             return True
 
     def block_until_done(self, timeout_s: float) -> None:
+        """See `Event.block_until_done`."""
         deadline = time.monotonic() + timeout_s
         for rank in sorted(self._pending):
             try:
@@ -341,12 +365,14 @@ class RankedEvent:
             except GateTimeoutError as error:
                 raise GateTimeoutError(f"rank {rank}: {error}") from error
             except TransferError:
-                continue  # it is named last, below
+                continue  # `is_done` below raises the error
         if not self.is_done:
             raise GateTimeoutError(f"the ranks did not finish within {timeout_s:g} s")
 
 
 class RankedStream:
+    """The compute streams of several ranks as one."""
+
     def __init__(self, parts: Sequence[Stream]) -> None:
         self._parts = tuple(parts)
 
@@ -354,11 +380,20 @@ class RankedStream:
         return RankedEvent([stream.record() for stream in self._parts])
 
     def wait(self, event: Event, timeout_s: float) -> None:
-        """Make each rank's stream wait for that rank's part of `event`."""
+        """Make each rank's stream wait for that rank's part of `event`. See `Stream.wait`."""
         deadline = time.monotonic() + timeout_s
         for rank, stream in enumerate(self._parts):
             stream.wait(part_of(event, rank), max(deadline - time.monotonic(), 0.0))
 
 
 def part_of(event: Event, rank: int) -> Event:
+    """Return one rank's part of an event.
+
+    Args:
+        event: an event of all ranks, or any other event.
+        rank: the rank.
+
+    Returns:
+        The part; `event` itself if it is not an event of all ranks.
+    """
     return event.parts[rank] if isinstance(event, RankedEvent) else event

@@ -1,12 +1,13 @@
-"""Ranks of an engine that owns its device blocks and brings the plans itself.
+"""Ranks of an engine that owns its device blocks and sends the plans of copies itself.
 
-The engine's step messages carry plans to the ranks, its outputs carry reports back. A Unix socket
-hands each rank in another process the memory of the host slots once, and shows the rank's end.
+The engine's step messages carry plans to the ranks, and its outputs carry reports back. A Unix
+socket gives each rank in another process the memory of the host slots once, and then shows when the
+rank ends.
 
     scheduler's process: RankSocket                     worker's process: WorkerPlanes
-    listens when there is memory  <---- Hello --------  connect(): asks until it is there
+    listens once there is memory  <---- Hello --------  connect(): retries until it listens
     the file of all host slots    ----- SharedMemory -> maps its own bytes of each slot
-    fails what the rank owes      <---- its end ------- close(), or death
+    fails the rank's open plans   <---- end of link --  close(), or death
 """
 
 from __future__ import annotations
@@ -53,20 +54,20 @@ from tierkv.ranks.memory import SharedSlots, digest_of, join, pieces, side_by_si
 
 log = logging.getLogger(__name__)
 
-_ASK_AGAIN_S = 0.05  # between two attempts of a worker to reach the scheduler
-_ANSWER_S = 5.0  # between a connection and the hello, and between that and the memory
+_ASK_AGAIN_S = 0.05  # pause between two attempts of a worker to reach the scheduler
+_ANSWER_S = 5.0  # most time from the connection to the hello, and from there to the memory
 _ENDED = "its process has ended"
 _LAST_COPY_S = 60.0
-_END_S = 5.0  # between the end of a process's connection and its own
+_END_S = 5.0  # most time from the end of a process's connection to the end of the process
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """A plan that a rank has carried out.
+    """The report of a rank that a plan has ended.
 
     Attributes:
-        number: the plan's number.
-        rank: the rank's number.
-        problem: why the plan failed; None if it did not.
+        number: number of the plan.
+        rank: number of the rank.
+        problem: the reason why the plan failed; None if it did not.
     """
 
     number: int
@@ -79,15 +80,15 @@ class _Copies:
     """The copies of a plan, by group.
 
     Attributes:
-        events: events of each group's copies that have not ended.
-        problem: why a copy failed or could not begin; None if none did.
+        events: events of each group's copies that have not ended, one per layer.
+        problem: the reason why a copy failed or could not begin; None if none did.
     """
 
     events: dict[int, tuple[Event, ...]] = field(default_factory=dict)
     problem: str | None = None
 
     def are_done(self) -> bool:
-        """Return True if no copy is under way any more; `problem` is final then."""
+        """Return whether no copy is under way any more; `problem` is final then."""
         for group, events in list(self.events.items()):
             try:
                 if not events[-1].is_done:
@@ -99,9 +100,10 @@ class _Copies:
 
 
 class WorkerPlanes:
-    """One rank's tensors and the host slots beside them. The engine's thread calls the methods.
+    """One rank's KV tensors, and its copies between them and the host slots.
 
-    Plans that arrive before the host slots wait for them.
+    The engine's thread calls the methods. Plans that arrive before the host slots are known wait
+    for them.
 
     Args:
         device: the device of the planes.
@@ -114,8 +116,8 @@ class WorkerPlanes:
         self._device = device
         self._planes = tuple(planes) if isinstance(planes, Sequence) else (planes,)
         self._rank = rank
-        # Guards the fields below; held no longer than a submission. Acquired directly: a Ctrl-C
-        # while a Condition, which is Python code, is entered would leave the lock acquired.
+        # Protects the fields below; held no longer than a submission. Acquired directly and not by
+        # `_changed`: a Ctrl-C in a Condition, which is Python code, would leave the lock acquired.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._hosts: Sequence[HostSlots] = ()
@@ -123,8 +125,8 @@ class WorkerPlanes:
         self._saves = True
         self._waiting: dict[int, dict[int, BlockCopy]] = {}
         self._open: dict[int, _Copies] = {}
-        self._problem: str | None = None  # why every plan is refused
-        self._held = ExitStack()  # lanes, and what they need
+        self._problem: str | None = None  # the reason why every plan is refused; None if none is
+        self._held = ExitStack()  # closes the lanes and the host slots
         self._link: Link | None = None
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
@@ -138,15 +140,15 @@ class WorkerPlanes:
 
     @property
     def is_attached(self) -> bool:
-        """True if the host slots are attached: copies need not wait for them."""
+        """True if the host slots are known, so that copies need not wait for them."""
         return bool(self._lanes)
 
     def attach(self, hosts: HostSlots | Sequence[HostSlots], *, saves: bool = True) -> None:
-        """Use these host slots from now on.
+        """Use these host slots from now on, and start the copies that waited for them.
 
         Args:
             hosts: host slots of each group.
-            saves: False if another rank saves the same bytes; plans to save are done at once then.
+            saves: False if another rank saves the same bytes; plans to save then end at once.
         """
         hosts = self._hosts = hosts if isinstance(hosts, Sequence) else (hosts,)
         lanes = {}
@@ -163,14 +165,14 @@ class WorkerPlanes:
             self._changed.notify_all()
 
     def connect(self, path: str, connect_deadline_s: float = 60.0) -> None:
-        """Attach to the `RankSocket` at `path`, in the background; the socket may appear later.
+        """Get the host slots from the `RankSocket` at `path`, in a thread; it may listen later.
 
         Args:
             path: path of the Unix socket.
             connect_deadline_s: seconds after which a rank without host slots refuses all plans.
 
         Raises:
-            ConfigError: this rank is attached already.
+            ConfigError: this rank has host slots already, or is connecting.
         """
         if self._thread is not None or self._lanes:
             raise ConfigError(f"rank {self._rank} is attached already")
@@ -183,17 +185,17 @@ class WorkerPlanes:
     # The engine's thread
 
     def start_loads(self, plan: Plan, after: Sequence[Event] = ()) -> None:
-        """Copy host slots to the engine's blocks.
+        """Start to copy host slots to the engine's blocks.
 
         Args:
             plan: the slots and blocks.
-            after: events of the kernels that still use what the blocks held before; () for
+            after: events of the kernels that still use the former content of the blocks; () for
                 everything submitted to the compute stream so far.
         """
         self._start(plan, Direction.LOAD, after)
 
     def start_saves(self, plan: Plan, after: Sequence[Event] = ()) -> None:
-        """Copy the engine's blocks to host slots, after the launched kernels that write the blocks.
+        """Start to copy the engine's blocks to host slots, after the kernels that write the blocks.
 
         Args:
             plan: the slots and blocks.
@@ -236,7 +238,7 @@ class WorkerPlanes:
         """Make the compute stream wait until a load has brought `layer` of its group.
 
         Args:
-            number: the plan's number.
+            number: number of the plan.
             layer: number of the layer in its group.
             timeout_s: seconds to wait.
             group: number of the group.
@@ -258,9 +260,11 @@ class WorkerPlanes:
             self._device.compute_stream.wait(events[layer], max(deadline - time.monotonic(), 0.0))
 
     def wait(self, number: int, timeout_s: float) -> None:
-        """Block until a plan is over, at most `timeout_s` seconds.
+        """Block until a plan has ended; `finished` returns its outcome.
 
-        `finished` returns its outcome.
+        Args:
+            number: number of the plan.
+            timeout_s: most seconds to block.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -274,7 +278,7 @@ class WorkerPlanes:
     def replace(self, planes: Planes | Sequence[Planes]) -> None:
         """Use other tensors of the same layouts from now on.
 
-        No copy may be under way, and the planes must have been attached in this process.
+        No copy may be under way, and the host slots must have been attached in this process.
         """
         self._held.close()
         self._planes = tuple(planes) if isinstance(planes, Sequence) else (planes,)
@@ -295,12 +299,13 @@ class WorkerPlanes:
     ) -> None:
         """Wait for the copies under way, and release the host slots. May be called again.
 
-        The socket of a scheduler is told the outcomes of these copies, and `finished` returns them.
+        The scheduler gets the outcomes of these copies by the socket, and `finished` returns them.
 
         Args:
             unreported: results of `finished` that the engine had no step left to report.
-            is_process_ending: True to return once the copies have ended, without a wait until the
-                host slots are released: to unpin many takes seconds, and so does the kernel.
+            is_process_ending: True to return once the copies have ended, without waiting until the
+                host slots are released: unpinning many of them takes seconds, and the kernel does
+                it anyway when the process ends.
         """
         self._unreported = tuple(unreported)
         self._closing.set()
@@ -351,7 +356,7 @@ class WorkerPlanes:
         link.close()
 
     def _reach(self, path: str, deadline: float) -> Link:
-        """Attach this rank, or raise at the deadline the error that prevents it."""
+        """Connect and get the host slots; at the deadline, raise the error that prevents it."""
         while True:
             try:
                 link = self._link = connect(path, _ANSWER_S)
@@ -388,10 +393,10 @@ class WorkerPlanes:
 
 
 class RankSocket:
-    """The socket that hands ranks in other processes their part of the host slots.
+    """The socket that gives ranks in other processes their part of the host slots.
 
-    It belongs to `EngineCache(ranks=)`. A lost rank stays lost: its last copies must not meet the
-    plans of a successor.
+    It belongs to `EngineCache(ranks=)`. A lost rank stays lost: copies of its old process could
+    otherwise overlap with plans for a new one.
 
     Args:
         path: path of the Unix socket, open to processes of this user alone; its directory should be
@@ -400,6 +405,10 @@ class RankSocket:
             are `side_by_side` of the shards; or each shard is a whole block: all ranks then hold
             the same bytes, all load and rank 0 saves.
         connect_deadline_s: seconds after which a rank that has not connected is lost.
+
+    Attributes:
+        lost: by rank, the reason why it cannot be reached any more; read by any thread.
+        num_ranks: number of ranks.
     """
 
     def __init__(
@@ -435,7 +444,11 @@ class RankSocket:
         self._pieces(layouts)
 
     def _pieces(self, layouts: Sequence[Layout]) -> list[list[slice]]:
-        """Return, for each group and rank, the rank's range of bytes in a host slot."""
+        """Return, for each group and rank, the rank's range of bytes in a host slot.
+
+        Raises:
+            ConfigError: the shards and `layouts` differ.
+        """
         if not self._shards or {len(shards) for shards in self._shards} != {len(layouts)}:
             raise ConfigError(
                 f"there must be at least one rank, and each must have {len(layouts)} "
@@ -464,12 +477,13 @@ class RankSocket:
     def open(
         self, layouts: Sequence[Layout], hosts: Sequence[SharedSlots], *, life: int | None = None
     ) -> None:
-        """Listen, and hand the host slots to each rank that connects.
+        """Listen, and give the host slots to each rank that connects.
 
         Args:
             layouts: the layout of each group.
             hosts: the host slots of each group.
-            life: a descriptor that a rank holds for as long as it may copy.
+            life: a file descriptor that a rank holds open for as long as it may copy, as a sign of
+                life.
 
         Raises:
             ConfigError: the path cannot be bound, or the shards do not make up `layouts`.
@@ -490,9 +504,9 @@ class RankSocket:
         self._thread.start()
 
     def take_reports(self) -> list[Finished]:
-        """Return the reports of ranks that have closed, each once.
+        """Return the last reports of ranks that have closed, each once.
 
-        Read `lost` before: a rank's reports are here before the rank is lost.
+        Read `lost` before: the reports of a rank are here before the rank is in `lost`.
         """
         reports = []
         while self._last_reports:
@@ -500,7 +514,7 @@ class RankSocket:
         return reports
 
     def wait_until_lost(self, timeout_s: float) -> None:
-        """Block until every rank has closed, or for `timeout_s` seconds."""
+        """Block until every rank has closed, for at most `timeout_s` seconds."""
         if self._thread is not None:
             self._all_lost.wait(timeout_s)
 
@@ -585,14 +599,14 @@ class RankSocket:
         return None
 
     def _hear(self, rank: int) -> None:
-        """Read what a rank has sent: its goodbye, or the end of its connection."""
+        """Read the messages of a rank: its goodbye, or the end of its connection."""
         link = self._links.get(rank)
         if link is None:
             return  # the end of its process was seen before
         try:
             records = [read(one) for one in link.receive()]
         except (LinkClosedError, StoreCorruptError) as error:
-            if rank in self._ends:  # its copies end with it, not before
+            if rank in self._ends:  # its copies end with the process, not with the connection
                 select.select([self._ends[rank]], [], [], _END_S)
             self._lose(rank, str(error))
             return

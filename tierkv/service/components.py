@@ -1,6 +1,6 @@
-"""Parts of a running service: opened in order, verified and closed in reverse order.
+"""The components of a running service: opened in order, verified and closed in reverse order.
 
-Among them is the memory of the device, which can be released for a while and allocated again.
+The memory of the device is one of them; it can be released for a while and allocated again.
 """
 
 from __future__ import annotations
@@ -43,9 +43,17 @@ from tierkv.transfer.tier import StorageTier
 
 
 class Memory:
-    """The device's planes and the host slots.
+    """The device's memory for blocks (planes), and the host slots.
 
-    `take_planes` replaces `planes`; `host` never changes.
+    `use` replaces `planes`; `host` never changes.
+
+    Args:
+        device: allocates the memory.
+        layout: the planes of a block.
+
+    Attributes:
+        planes: the device's memory, present while `running` is open and the device is not asleep.
+        host: the host slots, present while `running` is open.
     """
 
     planes: Planes
@@ -55,14 +63,19 @@ class Memory:
         self._device = device
         self._layout = layout
         self._has_planes = False
-        self._is_open = False  # to changes
+        self._is_open = False  # True while changes are allowed
         self._changes: set[asyncio.Future[None]] = set()
 
     @asynccontextmanager
     async def running(self, device_blocks: int, host_slots: int) -> AsyncIterator[None]:
-        """Allocate the memory in a thread, since pinning takes 0.1 s and more.
+        """Allocate the memory for the body, and free it at the end.
 
-        A cancel waits for the thread, so that allocated memory is released.
+        A thread allocates, since pinning memory takes 0.1 s and more. A cancel waits for the
+        thread, so that allocated memory is released.
+
+        Args:
+            device_blocks: number of device blocks.
+            host_slots: number of host slots.
         """
         with ExitStack() as stack:
             memory = self._taken(device_blocks, host_slots)
@@ -89,7 +102,7 @@ class Memory:
     async def open_to_changes(self) -> AsyncIterator[None]:
         """Allow `changing` in the body; at its end wait until no change is under way.
 
-        Otherwise lanes and planes that a late change opens would never be closed.
+        Without the wait, planes that a late change allocates would never be closed.
         """
         self._is_open = True
         try:
@@ -100,10 +113,10 @@ class Memory:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Allow the body to release the planes or to use new ones.
+        """Allow the body to release the planes or to replace them.
 
         Raises:
-            ShuttingDownError: the memory is closing, too late for a change.
+            ShuttingDownError: the memory is being closed, too late for a change.
         """
         if not self._is_open:
             raise ShuttingDownError("this node has shut down")
@@ -124,10 +137,10 @@ class Memory:
         return end
 
     async def new_planes(self, device_blocks: int) -> Planes:
-        """Allocate planes for `device_blocks` blocks; `use` puts them into use.
+        """Allocate planes for `device_blocks` blocks; the caller passes them to `use`.
 
         Raises:
-            ConfigError: there is no room for them.
+            ConfigError: the device has too little memory.
         """
         allocate = functools.partial(self._device.allocate_planes, self._layout, device_blocks)
         opening = begin_aside(allocate)
@@ -140,18 +153,31 @@ class Memory:
             raise
 
     def use(self, planes: Planes) -> None:
+        """Make `planes` the device's memory."""
         self.planes, self._has_planes = planes, True
 
     def give_planes_back(self) -> None:
+        """Free the planes, for a device that goes to sleep."""
         self._has_planes = False
         self.planes.close()
 
 
 @asynccontextmanager
 async def host_memory(device: Device, layout: Layout, num_slots: int) -> AsyncIterator[HostSlots]:
-    """Run the body with host slots but no device.
+    """Allocate host slots for the body, for blocks without a copy on a device of ours.
 
     A thread allocates the slots, and a cancel waits for the thread.
+
+    Args:
+        device: allocates the slots.
+        layout: the planes of a block.
+        num_slots: number of slots.
+
+    Yields:
+        The slots.
+
+    Raises:
+        ConfigError: the machine has too little memory.
     """
     taken: list[HostSlots] = []
 
@@ -179,9 +205,12 @@ class ServiceConfig:
     """The values that a service is built from.
 
     Attributes:
+        device: the device of the cache.
         fingerprint: the service's own fingerprint.
+        settings: sizes and rules of the tiers.
+        handoff: settings of tickets, and the prefix and lifetime of stored values.
         name: name of this node, written on its tickets.
-        fingerprints: all open fingerprints by space, the service's own under "".
+        fingerprints: all open fingerprints by name of the space, the service's own under "".
     """
 
     device: Device
@@ -202,7 +231,14 @@ class ServiceConfig:
 
 
 class Components:
-    """Builder and owner of the service's parts. Nothing starts before `running()`."""
+    """Builder and owner of the service's components. Nothing starts before `running()`.
+
+    Args:
+        made_of: the values that the service is built from.
+        mover: copies between device and host.
+        host: the host slots.
+        storage: the storage tier.
+    """
 
     def __init__(
         self, made_of: ServiceConfig, mover: Mover, host: HostSlots, storage: StorageTier
@@ -236,7 +272,7 @@ class Components:
     def _sources(
         self, handoff: HandoffSettings, host: HostSlots, stats: HandoffStats
     ) -> tuple[Source, PeerSource]:
-        """Return the source of fetches, and the peers that this node exchanges blocks with."""
+        """Return the source of the fetches, and the exchange of blocks with other nodes' memory."""
         io, options = self._storage.io, self._storage.options
         if handoff.direct is DirectPath.OFF or io.slices.size > 1:
             return io, NoPeers()
@@ -304,10 +340,10 @@ class Components:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the parts; at the end wait for every task, and recount.
+        """Run the components; at the end wait for every task, and check that nothing is left over.
 
         Raises:
-            InvariantError: a lease or slot was leaked.
+            InvariantError: a lease or slot was never released.
         """
         async with self.handoff.running(), self.tiers.running():
             yield
@@ -319,6 +355,7 @@ class Components:
             raise InvariantError(tuple(wrong))
 
     def verify(self, num_leases: int = 0) -> list[str]:
+        """Return violated invariants as sentences, where the caller holds `num_leases` leases."""
         wrong = observe.verify(
             self.scheduler, self.mover, self.fetcher, self.handoff, num_leases=num_leases
         )
@@ -329,7 +366,10 @@ class Components:
 
 
 def check(made_of: ServiceConfig) -> RankedDevice | None:
-    """Check that device, layout and settings fit; return the device if it has ranks, else None.
+    """Check that device, layout and settings fit together.
+
+    Returns:
+        The device, if it has several ranks; otherwise None.
 
     Raises:
         ConfigError: they do not fit.
@@ -354,7 +394,20 @@ def check(made_of: ServiceConfig) -> RankedDevice | None:
 async def opened(
     made_of: ServiceConfig, memory: Memory, storage: StorageTier
 ) -> AsyncIterator[Components]:
-    """Open the parts; at the end wait for every copy, and recount. See Components.running."""
+    """Open the components for the body; at its end wait for every copy, and check for leaks.
+
+    Args:
+        made_of: the values that the service is built from.
+        memory: the memory of device and host; allocated here.
+        storage: the storage tier; opened here.
+
+    Yields:
+        The components.
+
+    Raises:
+        ConfigError: the values do not fit together, or there is too little memory.
+        InvariantError: at the end, a lease or slot was never released.
+    """
     settings, ranks = made_of.settings, check(made_of)
     device = made_of.device
     slicing = device if isinstance(device, SharedCpuDevice) else ranks

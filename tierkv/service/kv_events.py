@@ -2,8 +2,9 @@
 
 A batch is three frames: topic, number (8 bytes, big-endian), and msgpack [time, [event ...], rank]:
 the format that vLLM publishes and that SGLang, Dynamo and llm-d share. Numbers count up by one; a
-gap means that batches are lost. A second socket (ROUTER) answers a number (after an empty frame)
-with all batches from it on that are still kept, and with the number -1 at their end.
+gap means that batches are lost. A second socket (ROUTER) replays missed batches: it answers a
+number (after an empty frame) with all batches from that number on that are still kept, and then
+with the number -1.
 """
 
 from __future__ import annotations
@@ -101,32 +102,33 @@ _MOST_BLOCKS = 1024  # blocks of one batch, which takes 1 ms to encode
 _QUEUED_EVENTS = 65_536  # events that wait to be published; beyond it the oldest are dropped
 _KEPT_BATCHES = 10_000  # for replays, as vLLM keeps them
 _KEPT_BYTES = 64 << 20
-_LINGER_MS = 500  # for subscribers to be sent the last batch when the node ends
+_LINGER_MS = 500  # time to send the last batch to subscribers when the node ends
 _REPLAYED_AT_ONCE = 64  # batches between two turns of the loop
 _REPLAY_QUEUE = 256  # batches that wait for one client: ZeroMQ keeps them in memory
-_REPLAY_PATIENCE_S = 1.0  # for a client to read one of them
-_REPLAY_LOOKS_S = 0.005  # ZeroMQ does not report when a queue has room again
+_REPLAY_PATIENCE_S = 1.0  # time for a client to read one batch
+_REPLAY_LOOKS_S = 0.005  # pause between attempts: ZeroMQ does not report room in a queue
 _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 _REQUEST_FRAMES = 3  # the client, an empty frame, the first number
 _RANK = 0
-_MEDIUM = {"device": "GPU", "host": "CPU", "storage": "STORAGE"}  # vLLM's words, as the next ones
+# vLLM's words for tiers and kinds of groups.
+_MEDIUM = {"device": "GPU", "host": "CPU", "storage": "STORAGE"}
 _KIND = {"FULL": "full_attention", "WINDOW": "sliding_window", "STATE": "mamba"}
 _CLEARED: dict[str, Any] = {"type": "AllBlocksCleared"}
 
 
 class KvEventPublisher:
-    """Publisher of what the cache holds, for routers. Use it inside `running()`.
+    """Publisher of the cached blocks and their changes, for routers. Use it inside `running()`.
 
-    Only whole blocks are published: routers know no others. A block that an engine has given its
-    own hash is published under that hash. The first and the last batch say that nothing is cached.
-    When events arrive faster than they are sent, the numbers get a gap, everything is declared
-    removed, and what is cached is published again.
+    Only full blocks are published, as routers know no others. A block that an engine has given its
+    own hash is published under that hash. The first and the last batch state that nothing is
+    cached. If events occur faster than they can be sent, the batch numbers get a gap, all blocks
+    are declared removed, and the cached blocks are published again.
 
     Args:
         settings: the addresses and the encoding.
         name: name of the node, for the topic.
-        fingerprints: fingerprints by space, "" for the service's own.
+        fingerprints: fingerprints by name of the space, the service's own under "".
 
     Attributes:
         num_batches: number of batches sent.
@@ -148,9 +150,13 @@ class KvEventPublisher:
 
     @asynccontextmanager
     async def running(self, events: CacheEvents, index: Index) -> AsyncIterator[None]:
-        """Listen while the body runs, and publish at its end that nothing is cached.
+        """Publish events while the body runs, and at its end that nothing is cached.
 
-        Does nothing without an endpoint.
+        Without an endpoint in the settings, the call does nothing.
+
+        Args:
+            events: the events of the cache.
+            index: the index of cached blocks, for publishing all of them again.
 
         Raises:
             ConfigError: an address cannot be bound, or the package is missing.
@@ -204,9 +210,9 @@ class KvEventPublisher:
                     await asyncio.sleep(0)
 
     async def _tell_all(self, publisher: Any) -> None:  # noqa: ANN401 - ZeroMQ's
-        """Publish everything that is cached, or known to be in storage, now.
+        """Publish all blocks that are cached, or known to be in storage.
 
-        Events of the same time are queued, and follow it.
+        Events that occur meantime are queued and sent afterwards.
         """
         stored = [
             self._events.event(CacheEventKind.STORED, "storage", run)
@@ -297,9 +303,9 @@ class KvEventPublisher:
         self.num_batches += 1
 
     async def _answer_replays(self, zmq: Any, replayer: Any) -> None:  # noqa: ANN401 - ZeroMQ's
-        """Answer all clients that ask for missed batches.
+        """Answer clients that ask for missed batches.
 
-        A new request replaces the client's last one.
+        A new request of a client ends the answer to its last one.
         """
         ended = LogThrottle(log, "a replay of events was not sent completely (x%d): %s")
         running: dict[bytes, asyncio.Task[None]] = {}
@@ -369,9 +375,9 @@ def _bind(zmq: Any, socket: Any, name: str, address: str) -> None:  # noqa: ANN4
 
 
 def _batches(events: list[CacheEvent]) -> Iterator[list[CacheEvent]]:
-    """Yield `events` of whole blocks in order, in batches.
+    """Yield `events` of full blocks in order, in batches.
 
-    A batch has one event, or at most _MOST_BLOCKS blocks.
+    A batch has one event, or several with at most _MOST_BLOCKS blocks together.
     """
     batch: list[CacheEvent] = []
     num_blocks = 0
@@ -388,7 +394,7 @@ def _batches(events: list[CacheEvent]) -> Iterator[list[CacheEvent]]:
 
 
 def _ready(node: TreeNode) -> Iterator[tuple[str, int, int]]:
-    """Yield the runs of the node's path blocks that are whole on a tier: tier name, first, end."""
+    """Yield the ranges of the node's blocks that are ready on a tier: tier's name, first, end."""
     for tier in Tier:
         at = node.start
         for state, group in groupby(node.copies[tier].states.tolist()):

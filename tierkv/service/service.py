@@ -47,13 +47,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Publishing:
-    """One prompt that is published under one ticket.
+    """One publish under way, of one prompt under one ticket.
 
     Attributes:
         task: the task that publishes; its result is the outcome.
-        stream: the stream that publishes the prompt while it is computed. None once the stream is
-            finished or failed, and without a stream; `task` may still run then.
-        refused: why the task was cancelled; None if it was not.
+        stream: publishes the prompt while it is computed. None without a stream, and once the
+            stream was finished or failed; `task` may still run then.
+        refused: the reason why the task was cancelled; None if it was not.
     """
 
     task: asyncio.Task[Published | TierKVError]
@@ -67,11 +67,14 @@ class Publishing:
         return self.task.cancelled() or isinstance(self.task.result(), TierKVError)
 
     async def published(self) -> Published:
-        """Return the outcome; a cancel ends the wait alone.
+        """Wait for the end of the publish. A cancel ends only the wait.
+
+        Returns:
+            The ticket and counts.
 
         Raises:
             HandoffError, StoreUnavailableError, DuplicateRequestError: the publish failed.
-            TierKVError: the publish was given up for this reason.
+            TierKVError: the publish was cancelled for this reason.
         """
         await asyncio.wait([self.task])
         if self.task.cancelled():
@@ -90,7 +93,7 @@ class Publishing:
 
 
 class Publishings:
-    """The publishes under way, each in a task of its own. Leaving `running` waits for them."""
+    """The publishes under way, each in a task. Leaving `running` waits for their end."""
 
     def __init__(self) -> None:
         self._open: set[Publishing] = set()
@@ -103,11 +106,16 @@ class Publishings:
     def start(
         self, work: Coroutine[None, None, Published], stream: PublishStream | None = None
     ) -> Publishing:
-        """Run a publish in a task. An expected failure is its outcome and does not end the service.
+        """Run a publish in a task.
+
+        An expected failure is its outcome, and does not stop the service.
 
         Args:
-            work: The publish.
-            stream: The stream that the publish reads from; None if the prompt is computed.
+            work: the publish.
+            stream: the stream that the publish runs; None for a prompt that is already computed.
+
+        Returns:
+            The publish under way.
         """
         task = self._tasks.create_task(_outcome(work), name="tierkv-publish")
         publishing = Publishing(task, stream)
@@ -122,7 +130,7 @@ class Publishings:
         return publishing
 
     def give_up(self) -> None:
-        """Give all up; no ticket will exist for them."""
+        """Cancel all publishes; no ticket will exist for them."""
         for publishing in list(self._open):
             publishing.give_up(
                 ShuttingDownError("this node was stopped before the prompt was published")
@@ -142,7 +150,8 @@ class Freed:
     """The outcome of `Service.free`.
 
     Attributes:
-        held_copies: copies on device and host that requests, pins and copies under way hold.
+        held_copies: number of copies on device and host that stay, since requests, pins or copies
+            under way use them.
         removed_values: number of values removed from storage.
     """
 
@@ -150,12 +159,17 @@ class Freed:
     removed_values: int
 
 
-_ASLEEP = "sleep"  # a pause of its own: a node that was paused is still paused after `wake`
+_ASLEEP = "sleep"  # reason of the pause during sleep, so that `wake` ends no other pause
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMemory:
-    """Host slots of blocks that have a layout of their own, and their way to storage."""
+    """The host slots of a group of layers with a layout of its own, and its access to storage.
+
+    Attributes:
+        host: the host slots.
+        io: reads and writes the group's blocks in storage.
+    """
 
     host: HostSlots
     io: StorageIO
@@ -166,15 +180,15 @@ class Service:
 
     Args:
         device: the device of the cache.
-        fingerprint: the service's own fingerprint.
+        fingerprint: the service's own fingerprint, the identity of its KV.
         settings: sizes and rules of the tiers.
         handoff: settings of tickets, and the prefix and lifetime of stored values.
         store: the store; None for none.
-        storage: protection, stores of single tenants, and shards; None for the defaults.
+        storage: protection of values, stores of single tenants, and shards; None for the defaults.
         name: name of this node.
         beside: fingerprint and number of host slots of each further group of layers, which has a
             layout of its own. Their blocks are not in the index. See EngineCache.
-        kv_events: addresses that cache events are published at; None for none.
+        kv_events: addresses at which cache events are published; None for none.
     """
 
     def __init__(  # noqa: PLR0913 - what a service is made of
@@ -205,16 +219,19 @@ class Service:
         self.timelines = Timelines()
         self.is_ready = False
         self.is_draining = False
-        self.failure: str | None = None  # why it closes without being asked
+        self.failure: str | None = None  # the unexpected error that closes the service
         self.on_failure: Callable[[], None] = lambda: None  # called when `failure` is known
 
     # Opening and closing
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Open store and memory for the body; at its end wait for every copy, verify, and free all.
+        """Run the service in the body: allocate memory, open the store.
 
-        The service may run again afterwards; it then begins without its former tenants.
+        At the end, free everything.
+
+        At its end it waits for every copy and checks for leaks. The service may run again
+        afterwards; it then begins without its former tenants.
         """
         self.is_draining = False
         self.failure = None
@@ -279,7 +296,7 @@ class Service:
         self.on_failure()
 
     def _adopt(self, parts: Components) -> None:
-        """Make the opened parts attributes of the service."""
+        """Make the opened components attributes of the service."""
         self._parts = parts
         self.mover, self.index, self.tiers = parts.mover, parts.index, parts.tiers
         self.scheduler, self.fetcher = parts.scheduler, parts.fetcher
@@ -289,7 +306,7 @@ class Service:
 
     @property
     def planes(self) -> Planes:
-        """The device's memory; another object after each `wake`."""
+        """The device's memory for blocks; another object after each `wake`."""
         return self._memory.planes
 
     @property
@@ -302,7 +319,7 @@ class Service:
         return self._made_of.handoff
 
     def drain(self) -> None:
-        """Take no new requests; `running()` then ends once the running ones have."""
+        """Refuse new requests; `running()` can end once the running requests have ended."""
         self.is_draining = True
         self._parts.arrivals.drain()
         self.scheduler.drain()
@@ -311,11 +328,11 @@ class Service:
 
     @property
     def store(self) -> Store | None:
-        """The store that is attached, for all tenants that have none of their own."""
+        """The attached store, used by all tenants that have none of their own; None for none."""
         return self._storage_tier.store
 
     async def attach_storage(self, store: str | Store, *, tenant: str = "") -> None:
-        """Use `store` from now on, instead of an attached one; see StorageTier.attach.
+        """Use `store` from now on, instead of the attached one; see StorageTier.attach.
 
         Args:
             store: the store, or its URL.
@@ -328,7 +345,7 @@ class Service:
     def detach_storage(self, *, tenant: str = "") -> bool:
         """Detach the store; return True if there was one.
 
-        Operations under way end on it, or fail as with a dead store; requests then compute.
+        Operations under way end on it, or fail as with a dead store; their requests then compute.
         """
         return self._storage_tier.detach(tenant)
 
@@ -337,7 +354,7 @@ class Service:
         return self._storage_tier.state()
 
     def _storage_changed(self) -> None:
-        """Forget what was stored: the store is another one, or may have lost values."""
+        """Forget which blocks are stored: the store is another one, or may have lost values."""
         if not self.is_ready:
             return
         self.tiers.copies.storage = self._storage_tier.attached_io
@@ -357,41 +374,50 @@ class Service:
 
         Args:
             fingerprint: its fingerprint, with the layout of the service.
-            quota: the most device and host blocks it may have, None for any number; beyond it, its
-                own blocks are evicted.
+            quota: largest numbers of its device and host blocks, None for no limit. Beyond the
+                quota, its own blocks are evicted.
 
         Returns:
-            The name that its prompts carry as `space`.
+            The name of its space, for `Prompt.of(space=)`.
         """
         return self.tenants.open(fingerprint, quota)
 
     def close_fingerprint(self, space: str) -> int:
-        """Stop serving a space; see Tenants.close."""
+        """Stop serving the fingerprint of a space; see `Tenants.close`."""
         return self.tenants.close(space)
 
     async def retire_fingerprint(self, space: str) -> int:
-        """Close a space in slices, between which the loop runs other tasks; see Tenants.retire."""
+        """Stop serving a fingerprint, in many short turns of the event loop.
+
+        See `Tenants.retire`.
+        """
         return await self.tenants.retire(space)
 
     def space_of_tenant(self, tenant: str, adapter: str = "") -> str:
-        """Return the space of a tenant's prompts, opened on first use; see Tenants.space_of.
+        """Return the name of the space for a tenant's prompts; open it on first use.
 
         Args:
-            tenant: Name of the tenant; "" for the node's own.
-            adapter: Name and revision of LoRA weights; "" for none.
+            tenant: name of the tenant; "" for the node's own.
+            adapter: name and revision of LoRA weights; "" for none.
+
+        Returns:
+            The name, for `Prompt.of(space=)`.
+
+        Raises:
+            OutOfBlocksError: too many spaces are open, and all are in use.
         """
         return self.tenants.space_of(tenant, adapter)
 
     def quota_of(self, space: str) -> Quota:
-        """Return the quota of a space, which may be closed."""
+        """Return the numbers of device and host blocks that a space may have; it may be closed."""
         return self.tenants.quota_of(space)
 
     def set_quota(self, space: str, quota: Quota) -> None:
         """Set the numbers of blocks that a space may have; see Tenants.set_quota.
 
         Args:
-            space: Name of the space.
-            quota: Largest numbers of device and host blocks.
+            space: name of the space.
+            quota: largest numbers of device and host blocks; None for no limit.
         """
         self.tenants.set_quota(space, quota)
 
@@ -405,24 +431,30 @@ class Service:
         return None if fingerprint is None else fingerprint.tenant
 
     def roots(self) -> dict[str, bytes]:
-        """Return, by space, the digest that is the parent of the first block of every prompt."""
+        """Return, for each space, the digest that is the parent of every prompt's first block."""
         return {space: one.root() for space, one in self._fingerprints.items()}
 
     # Pins, sizes, sleep
 
     def pin(self, name: str, prompt: Prompt, ttl_s: float, *, is_soft: bool = False) -> int:
-        """Keep the cached blocks of `prompt` from eviction; return their number. See Pins.
+        """Keep the cached blocks of a prompt from eviction for some seconds; see `Pins`.
 
         Args:
             name: name of the pin; a pin of the same name is replaced.
             prompt: the prompt whose cached blocks are pinned.
-            ttl_s: seconds until the pin ends.
+            ttl_s: seconds until the pin ends, above 0.
             is_soft: True lets the blocks be evicted after all blocks without a pin.
+
+        Returns:
+            The number of pinned blocks.
+
+        Raises:
+            BadRequestError: `ttl_s` is not above 0.
         """
         return self.tiers.pins.pin(name, prompt, ttl_s, is_soft=is_soft)
 
     def unpin(self, name: str) -> bool:
-        """End a pin before its time, and return True if there was one."""
+        """End a pin before its time; return True if there was one."""
         return self.tiers.pins.unpin(name)
 
     def stored_under(self, space: str = "") -> str:
@@ -430,25 +462,29 @@ class Service:
         return f"{self._made_of.handoff.prefix}:{space or self.fingerprint.short}"
 
     async def resize(self, tier: Tier, capacity: int) -> None:
-        """Set the number of slots of a tier, within its memory; see Lifecycle.resize.
+        """Set the number of slots of a tier, within its memory; see `Lifecycle.resize`.
 
         Args:
-            tier: Device or host.
-            capacity: New number of slots, in blocks.
+            tier: device or host.
+            capacity: number of slots, each for one block.
         """
         await self._parts.lifecycle.resize(tier, capacity)
 
     def reset(self) -> int:
-        """Forget every cached block that is not held, in one turn of the loop.
+        """Forget every cached block that is not in use, in one turn of the event loop.
 
-        See Lifecycle.reset.
+        Returns:
+            The number of copies that are left, in use by requests.
         """
         return self._parts.lifecycle.reset() + self._forget_flat()
 
     async def forget(self) -> int:
-        """Forget every cached block that is not held, a slice in each turn of the loop.
+        """Forget every cached block that is not in use, in many short turns of the event loop.
 
-        Blocks that requests use during the call may stay.
+        Blocks that come into use during the call may stay.
+
+        Returns:
+            The number of copies that are left, in use by requests.
         """
         return await self._parts.lifecycle.forget() + self._forget_flat()
 
@@ -456,16 +492,16 @@ class Service:
         return sum(blocks.forget() for blocks in self.flat_blocks)
 
     async def free(self, *, clears_storage: bool = False) -> Freed:
-        """Forget all blocks that are not held, as `forget` does; or delete everything.
+        """Forget all blocks that are not in use, as `forget` does; or delete everything.
 
         Args:
-            clears_storage: delete every value of this service's fingerprints, and every ticket of
-                their prompts, in every attached store, for all nodes that share it. From the call
-                on, no block that was cached before is matched, fetched, stored or published by this
-                service. Requests that run keep their blocks until they end.
+            clears_storage: True to delete every value of this service's fingerprints, and every
+                ticket of their prompts, in every attached store, for all nodes that share it. From
+                the call on, this service matches, fetches, stores or publishes no block that was
+                cached before. Running requests keep their blocks until they end.
 
         Returns:
-            The copies that are still held, and the number of removed values.
+            The number of copies still in use, and the number of removed values.
 
         Raises:
             StoreUnavailableError: a store did not answer, or writes under way did not end in time.
@@ -503,7 +539,7 @@ class Service:
 
     @property
     def deletions(self) -> Deletions:
-        """The deletions of what this service has stored."""
+        """The full deletions of this service's stored values."""
         return self._storage_tier.deletions
 
     @property
@@ -511,12 +547,12 @@ class Service:
         return self._parts.lifecycle.is_asleep
 
     async def sleep(self, *, keeps_blocks: bool = True) -> None:
-        """Release the device's memory until `wake`, once running requests and pins have ended.
+        """Free the device's memory until `wake`, once running requests and pins have ended.
 
-        No request is admitted until then. A cancelled call has no effect.
+        No request is admitted until `wake`. A cancelled call has no effect.
 
         Args:
-            keeps_blocks: True to move blocks that are only on the device to the host, as far as it
+            keeps_blocks: True to copy blocks that are only on the device to the host, as far as it
                 has room; all other blocks are forgotten.
 
         Raises:
@@ -543,10 +579,10 @@ class Service:
         `planes` is another object afterwards.
 
         Args:
-            device_blocks: number of device blocks; None for as many as before.
+            device_blocks: number of device blocks, at least 1; None for as many as before.
 
         Raises:
-            ConfigError: there is no room; the device still sleeps.
+            ConfigError: the device has too little memory; it still sleeps.
             OwnershipError: the device does not sleep.
         """
         lifecycle, memory = self._parts.lifecycle, self._memory
@@ -581,7 +617,7 @@ class Service:
     # Requests: what a Session needs beside the scheduler
 
     def budget(self) -> Budget:
-        """Return what a request that begins now may wait for storage."""
+        """Return the budget of a request that begins now: its seconds of waiting for storage."""
         deadline_s = self.settings.fetch_deadline_s
         match self.settings.fetch_policy:
             case FetchPolicy.BEST_EFFORT:
@@ -592,15 +628,22 @@ class Service:
                 return Budget(deadline_s)
 
     def fetches(self, spec: RequestSpec) -> bool:
-        """Return True if storage is asked for the part of a prompt that the tiers do not have."""
+        """Return whether storage is asked for the blocks that device and host lack."""
         return spec.uses_cache and self.tiers.copies.storage is not None
 
     async def fetched(self, spec: RequestSpec, budget: Budget | None = None) -> Fetched:
-        """Bring to the host what storage has of a prompt and the tiers do not; `admit` releases it.
+        """Fetch the blocks that device and host lack from storage to the host, before admission.
 
         Args:
             spec: the request.
-            budget: the request's time for storage; None for a new one.
+            budget: the request's remaining seconds of waiting; None for a new budget.
+
+        Returns:
+            The blocks, kept on the host until `Scheduler.admit` or the caller releases them.
+
+        Raises:
+            RequestAbortedError: the request was aborted meantime.
+            TierKVError: any error of `Scheduler.check`.
         """
         self.scheduler.check(spec)
         async with self._arrivals.wait(spec) as arrival:
@@ -609,19 +652,18 @@ class Service:
         return fetched
 
     def abort(self, request_id: str) -> bool:
-        """Abort a request, and return True if there was one. See Scheduler.abort."""
+        """Abort a request; return True if there was one. See `Scheduler.abort`."""
         return self._arrivals.abort(request_id) or self.scheduler.abort(request_id)
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """Record the engine's speed, which decides between fetching, waiting and computing.
 
-        Without reports the node measures the time from admissions to commits, and no request waits
-        for
-        blocks that another request is computing.
+        Without reports, the node measures the time from admissions to commits, and no request waits
+        for blocks that another request is computing.
 
         Args:
-            num_tokens: Number of prompt tokens computed.
-            seconds: Time that computing took.
+            num_tokens: number of prompt tokens computed.
+            seconds: time that computing took.
         """
         if num_tokens > 0 and seconds > 0:
             self.estimator.prefill.note(num_tokens, seconds)
@@ -636,6 +678,9 @@ class Service:
     def require_handoff(self) -> Handoff:
         """Return the hand-off of prompts.
 
+        Returns:
+            The hand-off.
+
         Raises:
             HandoffError: this node has no storage tier.
         """
@@ -647,16 +692,17 @@ class Service:
         return self._parts.handoff
 
     async def check_ticket_is_free(self, ticket_id: str, prompt: Prompt) -> None:
-        """Check that no other prompt's ticket of this id can be claimed; see Tickets.check_free.
+        """Check that no other prompt uses a ticket's id; see `Tickets.check_free`.
 
-        A store that does not answer in time counts as a free ticket.
+        If the store does not answer in time, the check passes.
 
         Args:
-            ticket_id: Id of the ticket.
-            prompt: The prompt to publish.
+            ticket_id: id of the ticket.
+            prompt: the prompt to publish.
 
         Raises:
             DuplicateRequestError: another prompt's ticket of this id can be claimed.
+            HandoffError: this node has no storage tier.
         """
         tickets = self.require_handoff().tickets
         with suppress(TimeoutError):
@@ -665,11 +711,11 @@ class Service:
                 await tickets.check_free(ticket_id, keys.all_digests())
 
     async def ticket_state(self, ticket_id: str) -> TicketStatus:
-        """Return the state of a ticket of any node, without waiting for the ticket."""
+        """Return the present state of a ticket of any node."""
         return await status_of(self.require_handoff().tickets, ticket_id)
 
     async def forget_ticket(self, ticket_id: str) -> bool:
-        """Delete a ticket, whole or open, and return True if there was one.
+        """Delete a ticket, complete or open; return True if there was one.
 
         Raises:
             StoreUnavailableError: the store did not answer.
@@ -677,7 +723,7 @@ class Service:
         return await self.require_handoff().tickets.forget(ticket_id)
 
     async def acknowledge(self, ticket_id: str) -> None:
-        """Record that an engine has claimed a ticket without `claim`.
+        """Record that an engine has used a ticket's prompt without calling `claim`.
 
         Raises:
             HandoffError: the ticket does not exist.
@@ -693,17 +739,17 @@ class Service:
         await tickets.acknowledge(ticket)
 
     def issued_tickets(self) -> list[TicketView]:
-        """Return the last tickets of this node and their outcomes, the newest first."""
+        """Return the tickets that this node published last, with their states, the newest first."""
         return self._parts.handoff.ledger.views
 
     # Looking
 
     def _question(self) -> Budget:
-        """Return what a question that no request waits for may wait for storage."""
+        """Return the budget of a lookup in storage that no request waits for."""
         return Budget(self._made_of.handoff.lookup_deadline_s)
 
     async def lookup(self, prompt: Prompt) -> Lookup:
-        """Return the number of the prompt's tokens on each tier at this moment; nothing is held."""
+        """Return the number of the prompt's tokens on each tier now; no block is protected."""
         index, storage, size = self.index, self.tiers.copies.storage, prompt.block_size
         match = index.match(prompt)
         partial, is_on_device = match.partial, False
@@ -729,13 +775,16 @@ class Service:
     def explain(
         self, prompt: Prompt, *, names_fields: bool = False, stored: range | None = None
     ) -> Explanation:
-        """Return where each block of `prompt` is on this node, which is missing first, and why.
+        """Explain the match of a prompt: which blocks are cached where, and why not more.
 
         Args:
             prompt: the prompt to look up.
-            names_fields: True to name the fields in which a fingerprint that the prompt is cached
-                under differs. For operators alone: it shows a tenant's data to another tenant.
-            stored: blocks that storage has beyond the local match; None if it was not asked.
+            names_fields: True to name the fields in which the fingerprint of other cached copies
+                differs. For operators only: it shows one tenant's data to another.
+            stored: blocks that storage has beyond the local match; None if storage was not asked.
+
+        Returns:
+            The explanation.
         """
         match, fetcher = self.index.match(prompt), self.fetcher
         at = match.num_blocks
@@ -758,12 +807,15 @@ class Service:
     async def explain_with_storage(
         self, prompt: Prompt, *, deadline_s: float, names_fields: bool = False
     ) -> Explanation:
-        """Explain the prompt as `explain` does, and ask storage for the blocks that are not cached.
+        """Explain the match of a prompt as `explain` does, including blocks in storage.
 
         Args:
             prompt: the prompt to look up.
             deadline_s: seconds after which the answer is given without storage's.
             names_fields: see `explain`.
+
+        Returns:
+            The explanation.
         """
         storage, match, stored = self.tiers.copies.storage, self.index.match(prompt), None
         if storage is not None:
@@ -775,14 +827,14 @@ class Service:
 
     @property
     def events(self) -> CacheEvents:
-        """Events of cached blocks, for subscribers."""
+        """Events of cached blocks, to subscribe to."""
         return self.tiers.events
 
     def stats(self) -> Stats:
         return self._parts.stats()
 
     def verify(self, *, num_leases: int = 0) -> list[str]:
-        """Recount leases, slots, states and orphans, and return a sentence for each error found.
+        """Recount leases, slots and states; return a sentence for each violation found.
 
         Args:
             num_leases: number of leases that the caller holds.

@@ -5,11 +5,12 @@
     admit, claim -> RUNNING ----------------------------------------'
                      |    ^
              preempt |    | resume           end, abort -> ENDED
-                     v    |                  (the blocks go when nothing publishes them any more)
+                     v    |                  (blocks are released once no publish reads them)
                    PREEMPTED
 
-Whoever drives a session says when; the session decides what may happen now, and what becomes of
-that which is under way. Names of requests, callers' time limits and repeated calls are not its own.
+The caller decides when a session takes a step. The session decides which steps are possible, and
+how work under way ends. Ids of requests, time limits of callers and repeated calls are left to the
+caller.
 """
 
 from __future__ import annotations
@@ -42,15 +43,21 @@ log = logging.getLogger(__name__)
 
 
 class Session:
-    """One request of `service`. Use it from the service's loop.
+    """One request of `service`. Use it from the service's event loop.
 
     One operation runs at a time; `end`, `abort` and the wait for a publish may run beside it.
 
+    Args:
+        service: the cache service.
+        spec: the request.
+
     Attributes:
+        spec: the request; after `recover` or `resume`, the changed one.
         ticket: the claimed ticket; None without one.
-        failed_blocks: blocks of the prompt, counted from 0, that were cached but did not load, so
+        failed_blocks: indices of the prompt's blocks that were cached but could not be loaded, so
             that the engine computes them.
-        load_problem: why these blocks failed.
+        load_problem: the reason for these; None if there are none.
+        over: resolved once everything the session held has been released.
     """
 
     def __init__(self, service: Service, spec: RequestSpec) -> None:
@@ -102,7 +109,7 @@ class Session:
 
     @property
     def is_streaming(self) -> bool:
-        """True if the prompt is published while it is computed."""
+        """True if the prompt is being published while it is computed."""
         return any(one.stream is not None for one in self._publishes.values())
 
     @property
@@ -110,7 +117,10 @@ class Session:
         return self.request.matched
 
     def running(self) -> Request:
-        """Return the request with its blocks.
+        """Return the request, if the engine may use its blocks now.
+
+        Returns:
+            The running request.
 
         Raises:
             OwnershipError: the session has no blocks, is preempted, or is ending.
@@ -124,9 +134,15 @@ class Session:
     # Its beginning
 
     async def admit(self) -> Request:
-        """Wait for blocks, and start to load what any tier has of the prompt into them.
+        """Wait for blocks, and start to load the cached part of the prompt into them.
 
-        A cancel leaves nothing behind. Raises the errors of `Scheduler.admit`.
+        A cancel leaves nothing behind.
+
+        Returns:
+            The running request; its loads are under way.
+
+        Raises:
+            TierKVError: any error of `Scheduler.admit`.
         """
         with self._timed():
             fetched, budget = None, self._service.budget()
@@ -144,10 +160,14 @@ class Session:
             return self._take(request)
 
     async def _with_rest(self, request: Request, budget: Budget) -> Request:
-        """Bring the stored blocks of an admitted request that the host had no room for.
+        """Fetch blocks for which the host had no room, after the request was admitted.
 
-        The blocks come in portions, if that is worth its time. If a portion does not load, another
-        request of the same id is admitted and returned, without cached tokens.
+        They come in portions, a few blocks at a time, if that is estimated to be faster than
+        computing. If a portion cannot be loaded, the request is admitted anew without cached
+        tokens.
+
+        Returns:
+            The running request, which may be a new one of the same id.
         """
         scheduler = self._service.scheduler
         missing = request.spec.prompt.num_tokens - request.cached_tokens
@@ -171,7 +191,7 @@ class Session:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Record the request's beginning, and its end if the body fails."""
+        """Record the request's beginning in the timeline, and its end if the body fails."""
         self._timeline = self._service.timelines.begin(self.spec)
         try:
             yield
@@ -191,16 +211,19 @@ class Session:
         deadline_s: float | None = None,
         sampling: Mapping[str, str] | None = None,
     ) -> Request:
-        """Wait for a published prompt and for blocks, and start to load every token into them.
+        """Wait for a published prompt and for blocks, and start to load the prompt into them.
 
         `ticket` is set afterwards; it stays None if no ticket came and `policy` lets the engine
         compute. The request then has fewer `cached_tokens`.
 
         Args:
             ticket_id: id of the ticket.
-            policy: what the engine may compute if the prompt does not come whole.
+            policy: the part of the prompt that the engine may compute if it cannot be fetched.
             deadline_s: seconds to wait for the ticket; None for the setting.
-            sampling: the engine's sampling; a ticket with another one is incompatible.
+            sampling: the engine's sampling parameters; a ticket with other ones is refused.
+
+        Returns:
+            The running request; its loads are under way.
 
         Raises:
             HandoffError: the prompt cannot be claimed; its reason is a HandoffProblem.
@@ -252,7 +275,7 @@ class Session:
             self._service.timelines.admitted(self._timeline, request)
 
     async def loaded(self, timeout_s: float) -> None:
-        """Return when every cached token is in the block table, and the index knows it.
+        """Wait until every cached token is in the block table, and the index is updated.
 
         Args:
             timeout_s: seconds to wait.
@@ -290,8 +313,7 @@ class Session:
             timeout_s: seconds to wait.
 
         Raises:
-            HandoffError: with reason load_failed; a whole prompt that was claimed is never
-                computed.
+            HandoffError: with reason load_failed, if the claim's policy does not allow computing.
             DeviceFailedError: the device has failed.
         """
         try:
@@ -303,24 +325,24 @@ class Session:
             await self.recover(str(error), timeout_s=timeout_s)
 
     def check_may_compute(self, error: TransferError) -> None:
-        """Check that the claim's policy allows the engine to compute what did not load.
+        """Check that the claim's policy lets the engine compute blocks that failed to load.
 
         Raises:
-            HandoffError: with reason load_failed; the prompt was claimed whole or not at all.
+            HandoffError: with reason load_failed: the policy demands the whole prompt.
         """
         if self._policy is ClaimPolicy.WHOLE:
             text = f"the claimed prompt did not load to the device: {error}"
             raise HandoffError(HandoffProblem.LOAD_FAILED.value, text) from error
 
     async def recover(self, problem: str, *, timeout_s: float, after: Sequence[Event] = ()) -> None:
-        """Get other blocks, and fill those that are intact on the device.
+        """Replace the request's blocks after a failed load; blocks intact on the device are used.
 
-        `failed_blocks` then has the blocks that must be computed. Uncommitted tokens are lost. A
-        stream of the prompt is given up, and may be started again. If this method raises, the
-        request has ended.
+        Afterwards, `failed_blocks` has the blocks that must be computed. Uncommitted tokens are
+        lost. A publish of the prompt while it is computed fails, and may be started again. If this
+        method raises, the request has ended.
 
         Args:
-            problem: why the load failed.
+            problem: the reason why the load failed.
             timeout_s: seconds to wait for the loads.
             after: events of the kernels that may still use the old blocks.
         """
@@ -348,13 +370,13 @@ class Session:
     # While it runs
 
     async def commit(self, tokens: bytes, *, after: Sequence[Event] = ()) -> None:
-        """Record that the block table holds the KV of more tokens. See Scheduler.commit.
+        """Record that the block table holds the KV of more tokens. See `Scheduler.commit`.
 
-        Streams of the prompt publish their part of it next.
+        If the prompt is being published meantime, its new blocks are stored next.
 
         Args:
-            tokens: All tokens from the prompt's start on, packed as little-endian int32.
-            after: Events of the kernels that write the KV.
+            tokens: all tokens from the prompt's start on, packed as little-endian int32.
+            after: events of the kernels that write the KV.
         """
         request = self.running()
         await self._service.scheduler.commit(request, tokens, after=after)
@@ -366,24 +388,24 @@ class Session:
                 publishing.stream.advance(prompt_tokens, after)
 
     def has_first_token(self) -> None:
-        """Record that the engine knows the first token.
+        """Record in the timeline that the engine has computed the whole prompt.
 
         The commit of the whole prompt does so, too.
         """
         self._mark(Moment.COMPUTED)
 
     async def extend(self, num_tokens: int) -> None:
-        """Enlarge the request's block table; see Growth.extend."""
+        """Enlarge the request's block table by `num_tokens` tokens; see `Growth.extend`."""
         await self._service.scheduler.growth.extend(self.running(), num_tokens)
 
     async def preempt(self, *, after: Sequence[Event] = ()) -> None:
-        """Give the blocks back for a while, once every publish under way has ended.
+        """Release the blocks until `resume`, once every publish under way has ended.
 
         Args:
             after: events of the kernels that may still use the blocks.
 
         Raises:
-            OwnershipError: the prompt is published while it is computed.
+            OwnershipError: the prompt is being published while it is computed.
         """
         self.running()
         if self.is_streaming:
@@ -396,9 +418,15 @@ class Session:
         self._service.scheduler.preempt(self.running(), after=after)
 
     async def resume(self, *, max_new_tokens: int) -> Request:
-        """Wait for blocks again, with everything that is still cached.
+        """Admit a preempted request again, with the blocks that are still cached.
 
         A cancelled call leaves the request preempted.
+
+        Args:
+            max_new_tokens: number of tokens to reserve room for beyond the prompt.
+
+        Returns:
+            The running request.
 
         Raises:
             OwnershipError: the request is not preempted, or ended during the wait.
@@ -426,15 +454,19 @@ class Session:
     # Publishing
 
     async def check_ticket(self, ticket_id: str) -> None:
-        """Raise DuplicateRequestError if this id names a claimable ticket of another prompt."""
+        """Check that no other prompt uses a ticket's id.
+
+        Raises:
+            DuplicateRequestError: the id names a ticket of another prompt that can be claimed.
+        """
         await self._service.check_ticket_is_free(ticket_id, self.spec.prompt)
         self._free_tickets.add(ticket_id)
 
     async def stream(self, ticket_id: str) -> bool:
-        """Publish the committed prompt from now on, under a ticket that `publish` completes.
+        """Publish the committed part of the prompt from now on; `publish` completes its ticket.
 
         Returns:
-            True if a stream has started; False if the settings do not allow it.
+            True if the publish has started; False if the settings do not allow it.
 
         Raises:
             HandoffError: this node has no storage tier.
@@ -462,16 +494,19 @@ class Session:
         after: Sequence[Event] = (),
         sampling: Mapping[str, str] | None = None,
     ) -> Publishing:
-        """Store the committed prompt and a ticket for it, in a task of its own.
+        """Store the committed prompt and a ticket for it, in a task.
 
-        A ticket id is published once, unless its publish failed. `end` waits for the task. The
-        returned object's `published` has the outcome.
+        A second call with the same id returns the first publish, unless that has failed. `end`
+        waits for the task.
 
         Args:
             ticket_id: id of the ticket.
-            first_tokens: tokens that follow the prompt.
+            first_tokens: generated tokens that follow the prompt.
             after: events of the kernels that write the last blocks.
-            sampling: sampling parameters for the ticket.
+            sampling: sampling parameters of `first_tokens`; None if they are not stated.
+
+        Returns:
+            The publish under way; its `published` waits for the outcome.
 
         Raises:
             OwnershipError: the prompt is not computed.
@@ -495,17 +530,21 @@ class Session:
     async def published(
         self, publishing: Publishing, first_tokens: Sequence[int], sampling: Mapping[str, str]
     ) -> Published:
-        """Wait until the ticket is published, and return it with its counts.
+        """Wait until the ticket is published, and check that it has these first tokens.
 
-        An earlier call may have started the publication, with its own first tokens and sampling.
+        An earlier call may have started the publish, with other first tokens and sampling.
 
         Args:
-            publishing: the publication of the ticket.
+            publishing: the publish of the ticket.
             first_tokens: the first tokens that the ticket must have.
             sampling: the sampling parameters that the ticket must have.
 
+        Returns:
+            The ticket and counts.
+
         Raises:
             DuplicateRequestError: the published ticket has other first tokens or sampling.
+            TierKVError: any error of `Publishing.published`.
         """
         published = await publishing.published()
         said = published.ticket
@@ -547,19 +586,19 @@ class Session:
         return [one for one in self._publishes.values() if not one.task.done()]
 
     async def _published(self) -> None:
-        """Return when no publish of the request is under way: each one reads its blocks."""
+        """Wait until no publish of the request is under way, as each one reads its blocks."""
         while busy := self._busy():
             await asyncio.wait([one.task for one in busy])
 
     def _fail_streams(self, reason: str) -> None:
-        """End the streams with `reason`, which waiting claims receive."""
+        """End publishes of an unfinished prompt; waiting decode nodes receive `reason`."""
         for publishing in self._publishes.values():
             if publishing.stream is not None:
                 publishing.stream.fail(reason)
                 publishing.stream = None
 
     async def _give_up_streams(self, reason: str) -> None:
-        """Fail the streams with `reason`, and wait for their end.
+        """End publishes of an unfinished prompt with `reason`, and wait for their end.
 
         New ones may be started afterwards.
         """
@@ -572,13 +611,13 @@ class Session:
     # Its end
 
     def end(self, *, after: Sequence[Event] = (), reason: str = "the request has ended") -> None:
-        """Give everything back, now or as soon as no publish of the request is under way.
+        """Release everything, now or as soon as no publish of the request is under way.
 
-        Committed tokens stay cached. A request that has ended does not change.
+        Committed tokens stay cached. A second call does nothing.
 
         Args:
             after: events of the kernels that may still use the blocks.
-            reason: text for nodes that wait for a prompt whose stream ends here.
+            reason: text for decode nodes that wait for the prompt, if its publish ends unfinished.
         """
         if self.is_ending:
             return
@@ -595,11 +634,11 @@ class Session:
     def abort(
         self, *, after: Sequence[Event] = (), reason: str = "the request was aborted"
     ) -> None:
-        """End the request as `end` does, and give up its publishes.
+        """End the request as `end` does, and cancel its publishes.
 
         Args:
-            after: Events of kernels that may still use the blocks.
-            reason: Reason for waiting callers and for claimers, as a sentence.
+            after: events of the kernels that may still use the blocks.
+            reason: a sentence for waiting callers and decode nodes.
         """
         streaming = [one for one in self._publishes.values() if one.stream is not None]
         self.end(after=after, reason=reason)
