@@ -554,7 +554,7 @@ class _Begun:
         return len(self.tokens) - self.hit.computed
 
     def is_of(self, tokens: npt.NDArray[np.int64], most: int) -> bool:
-        """Return True if the begun load suits the text that the model is given.
+        """Return True if the begun load is right for the text that the model is given.
 
         Args:
             tokens: int64 [n], the tokens that the model is given; they must begin with this prompt.
@@ -940,7 +940,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
             self._begun = _Begun(tokens, self._bring(0, tokens, len(tokens) - 1))
 
     def _take_begun(self, ids: torch.Tensor, most: int) -> PromptHit | None:
-        """Return the hit of the load that `_begin` started, and show its tokens to the model.
+        """Show the tokens that `_begin` started to load to the model, and return their origins.
 
         Args:
             ids: token ids [1, tokens] that the model is given.
@@ -1310,8 +1310,8 @@ class _Moves:
 class _Asked(Generic[T]):
     """A call for the thread of `_Moves`, and its outcome.
 
-    A `Future` is not used: its lock is handled in Python code, and a Ctrl-C there may leave the
-    lock held. The queue here waits in C.
+    A `Future` is not used: its lock is taken and released in Python code, and a Ctrl-C there may
+    leave it locked. The queue here waits in C.
 
     Args:
         work: the function to call.

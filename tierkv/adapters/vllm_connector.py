@@ -1069,7 +1069,7 @@ class _SchedulerSide:
             self._filling[name] = tracked
 
     def _has_saves(self) -> bool:
-        """Return True if saves may begin in this step."""
+        """Return True if saves (copies from device to host) may begin in this step."""
         if self._is_turn:
             return bool(self._ending or self._filling or self._is_due())
         return any(map(self._is_urgent, self._filling.values()))
@@ -1136,7 +1136,10 @@ class _SchedulerSide:
         heappush(self._decoding, (tracked.due, next(self._order), tracked))
 
     def _num_saved(self, tracked: _Tracked) -> int:
-        """Return the number of the request's tokens whose blocks are saved, in the main group."""
+        """Return the number of the request's tokens in saved blocks.
+
+        The blocks of the main group count: the first cache group of layers with full attention.
+        """
         size = self._groups[self._main].block_size
         return tracked.saved[self._main] * size if tracked.saved else 0
 
@@ -1311,7 +1314,7 @@ class _SchedulerSide:
         return not unsaved
 
     def _whole(self, prompt: Prompt) -> tuple[list[range], list[int]]:
-        """Return by group the positions of all blocks of `prompt`, and the first position, 0."""
+        """Return by cache group the positions of all blocks of `prompt`, and 0 as the first."""
         sizes = [group.block_size for group in self._groups]
         return [range(-(-prompt.num_tokens // size)) for size in sizes], [0] * len(sizes)
 
@@ -1320,12 +1323,12 @@ class _SchedulerSide:
     ) -> Sequence[Sequence[ExternalId | None]]:
         """Return vLLM's hashes of blocks that are saved; empty if nothing would use them.
 
-        They are used for KV events, and to look up blocks by hash.
+        KV events need the hashes, and lookups of blocks by hash do.
 
         Args:
             request: the request.
             block_ids: by cache group, device blocks that are saved.
-            firsts: by cache group, position of the first of them.
+            firsts: by cache group, position of the first of these blocks.
         """
         if self._tells or self.cache.sees_host:
             return self._hashes(request, block_ids, firsts)
@@ -1336,8 +1339,8 @@ class _SchedulerSide:
     ) -> list[list[ExternalId | None]]:
         """Return by cache group vLLM's hashes of blocks; None for a partial block.
 
-        For KV events, the blocks' session is noted too, and if their KV depends on more than
-        tokens.
+        For KV events, also note the session of these blocks, and whether their KV depends on more
+        than tokens.
 
         Args:
             request: the request.
@@ -1633,13 +1636,13 @@ def _with_shares(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
 
 
 def _named(table: Sequence[int], group: CacheGroup) -> Sequence[int]:
-    """Return device blocks with NO_BLOCK for vLLM's null blocks.
+    """Return device blocks with NO_BLOCK in place of vLLM's null blocks.
 
     vLLM has a null block (id 0) at each position that a sliding window or a state does not need.
 
     Args:
         table: device blocks of a request.
-        group: their cache group.
+        group: the cache group of these blocks.
     """
     if group.kind is GroupKind.FULL:
         return table
@@ -1706,7 +1709,7 @@ def _fingerprint(
     Args:
         config: vLLM's configuration.
         settings: the connector's settings.
-        layout: the layout of a block of the main group.
+        layout: the layout of a block in the first cache group of layers with full attention.
         backends: attention backends and processor, from the workers.
         num_ranks: number of ranks in words; "any number of" if other numbers share the blocks.
     """

@@ -232,7 +232,10 @@ class Http:
                 response.close()
 
     async def whole(self, response: aiohttp.ClientResponse) -> Reply:
-        """Read the rest of `response`, and return the whole answer.
+        """Read the rest of an open answer, and return the whole answer.
+
+        Args:
+            response: The answer that `opened` provides.
 
         Raises:
             CallError: The connection broke.

@@ -274,7 +274,8 @@ class _RequestState:
         asks_again_at: time of the monotonic clock, in seconds.
         limit: largest number of tokens that lookups may find, since a load of later tokens failed;
             None for no limit.
-        saved: by group, the number of leading blocks of `saved_of` that are saved or being saved.
+        saved: by cache group, the number of leading blocks of `saved_of` that are saved or being
+            saved.
         saved_of: the prompt of its saves.
         num_saves: number of saves that run.
         publish: the running publish; None without one.
@@ -568,8 +569,8 @@ class EngineCache:
             have_tokens: number of leading tokens that the engine has in device blocks.
             ticket: id of a ticket to wait for, with all blocks that it names; None for no ticket.
             promise_ttl_s: seconds until the promise expires; None for the setting.
-            external_ids: for each group, the engine's names of the prompt's blocks from the first
-                on; events about blocks that this lookup fetches repeat them.
+            external_ids: for each cache group, the engine's names of the prompt's blocks from the
+                first on; events about blocks that this lookup fetches repeat them.
 
         Raises:
             BadRequestError: external ids are not given for each group.
@@ -621,14 +622,16 @@ class EngineCache:
         promise_ttl_s: float,
         names: Sequence[Sequence[ExternalId | None]],
     ) -> HostPromise | None:
-        """Return the promise of the request's lookup; None until it is made.
+        """Return the promise (the blocks held on the host) of a request's lookup.
+
+        None until it is made.
 
         After a failed lookup the result is None too, and `known.nothing` has the reason.
 
         Args:
             known: the request.
             promise_ttl_s: seconds until the promise expires.
-            names: for each group, the engine's names of the prompt's blocks.
+            names: for each cache group, the engine's names of the prompt's blocks.
         """
         call = known.call
         if call is None:
@@ -750,10 +753,11 @@ class EngineCache:
 
         Args:
             key: key of the request.
-            block_ids: for each group, the engine's device blocks for the positions from
+            block_ids: for each cache group, the engine's device blocks for the positions from
                 `first_blocks` on, NO_BLOCK for a position that is not to be loaded. `Found.blocks`
                 has the promised positions.
-            first_blocks: for each group, the position of its first entry; () for 0 in all groups.
+            first_blocks: for each cache group, the position of its first entry; () for 0 in all
+                groups.
 
         Returns:
             None if the promise has expired, or there is nothing to load.
@@ -809,16 +813,17 @@ class EngineCache:
         Args:
             key: key of the request.
             prompt: the tokens of the blocks.
-            block_ids: for each group, the engine's device blocks for the positions from
+            block_ids: for each cache group, the engine's device blocks for the positions from
                 `first_blocks` on, NO_BLOCK for a position without a block.
-            first_blocks: for each group, the position of its first entry; () for 0 in all groups.
+            first_blocks: for each cache group, the position of its first entry; () for 0 in all
+                groups.
             ticket: id under which the prompt is published to other engines, from the first save
                 with it on: they fetch saved blocks while the rest is computed. The save that
                 reaches the prompt's end in the first group of full attention is the last; `poll`
                 then returns the ticket. None to publish nothing.
             first_tokens: tokens that follow the prompt, given with the last save.
-            external_ids: for each group, the engine's name of each of its entries; events repeat
-                them.
+            external_ids: for each cache group, the engine's name of each of its entries; events
+                repeat them.
 
         Returns:
             None if there is nothing to copy.
@@ -972,8 +977,8 @@ class EngineCache:
         """Return number, positions and device blocks of each cache group that has any blocks.
 
         Raises:
-            BadRequestError: the arguments do not have one entry for each group, or a position is
-                negative.
+            BadRequestError: the arguments do not have one entry for each cache group, or a position
+                is negative.
         """
         if len(block_ids) != len(self.groups) or len(first_blocks) not in (0, len(block_ids)):
             raise BadRequestError(
@@ -1283,7 +1288,10 @@ class EngineCache:
             saved[part.group] = min(saved.get(part.group, 0), part.positions[0])
 
     def _names_in(self, parts: Sequence[_Part]) -> list[ExternalId | None]:
-        """Return the engine's names of the blocks in `parts` that belong to the main group."""
+        """Return the engine's names of those blocks in `parts` that are in the main group.
+
+        The main group is the first cache group of layers with full attention.
+        """
         of_main = [part.external_ids for part in parts if part.group == self._main]
         return [name for names in of_main for name in names if name is not None]
 
@@ -1301,9 +1309,9 @@ class EngineCache:
             self._polled.saved.append(step.key)
 
     def _finish_if_saved(self, known: _RequestState) -> None:
-        """Complete the publish of a request once its prompt is saved whole and no save runs.
+        """Complete the publish of a request, if its whole prompt was passed to saves and none runs.
 
-        Its blocks are kept by an earlier call to the service, which is done first.
+        The service has all blocks by then, since earlier calls are done first.
         """
         publish = known.publish
         if publish is None or publish.first_tokens is None or known.num_saves:

@@ -120,13 +120,14 @@ class EngineHello(msgspec.Struct, frozen=True, tag="engine"):
 class NodeMemory(msgspec.Struct, frozen=True, tag="node"):
     """The node's answer to an engine: sizes of the host slots, with file descriptors of the memory.
 
-    There is one descriptor for each group, and one more: a process that holds the last may copy.
+    There is one descriptor for each cache group, and one more, an end of a socket pair: while a
+    process holds that end, it may copy.
 
     Attributes:
-        num_slots: by group, the number of host slots.
-        block_bytes: by group, the bytes of a slot.
-        max_reserved: by group, the number of slots that the engine may have ready for saves; each
-            answer to `reserve` updates it.
+        num_slots: by cache group, the number of host slots.
+        block_bytes: by cache group, the bytes of a slot.
+        max_reserved: by cache group, the number of slots that the engine may have ready for saves;
+            each answer to `reserve` updates it.
     """
 
     num_slots: tuple[int, ...]
@@ -634,7 +635,7 @@ class EngineListener:
             come: the connection and the engine's hello.
             side: the host tier.
             theirs: the engine's end of the socket pair that shows whether it may still copy.
-            max_reserved: by group, the number of slots that it may have ready for saves.
+            max_reserved: by cache group, the number of slots that it may have ready for saves.
 
         Returns:
             False if the engine was refused, or has ended.
@@ -691,8 +692,8 @@ class _Engine:
         number: number of the connection.
         name: the engine's name for log lines.
         side: the host tier.
-        allowed: by group, the number of slots for saves that the engine was last allowed to have
-            ready.
+        allowed: by cache group, the number of slots for saves that the engine was last allowed to
+            have ready.
         share: returns the numbers that it may have ready now.
     """
 

@@ -176,7 +176,10 @@ class GroupTier:
     # Looking
 
     def look(self, prompt: Prompt) -> GroupLook:
-        """Begin a lookup of `prompt` in this group. Keys of recent prompts are remembered."""
+        """Return a new lookup of `prompt` in this group, with the keys of its blocks.
+
+        The keys of recent prompts are remembered.
+        """
         known = self._known.get(id(prompt))  # it is not made anew for each chunk that is saved
         if known is None:
             root = self._roots.get(prompt.space)
@@ -245,7 +248,7 @@ class GroupTier:
 
         Args:
             look: the lookup so far; [] is returned if its answers are enough.
-            limit: a length in tokens.
+            limit: number of leading tokens of the prompt.
             most: number of positions to return; more if the group's rule needs more. For a window
                 or a state these are the positions up to `limit`.
         """

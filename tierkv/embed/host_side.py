@@ -151,7 +151,7 @@ class HostSizes:
 
         Args:
             fingerprint: the engine's fingerprint.
-            groups: its cache groups.
+            groups: the engine's cache groups.
             host_bytes: bytes of all host slots together.
             shards: layout of each rank's part of a block, side by side in a host slot, if the parts
                 are stored separately; () otherwise.
@@ -198,7 +198,7 @@ class HostSizes:
 
     @property
     def indexed(self) -> int | None:
-        """The number of the group whose blocks are in the service's index.
+        """Number of the cache group with blocks in the service's index.
 
         None without full attention.
         """
@@ -275,14 +275,14 @@ class HostPromise:
 
     Attributes:
         num_tokens: number of these tokens.
-        parts: by group, host slots of the blocks that the tokens need; the last block may be
+        parts: by cache group, host slots of the blocks that the tokens need; the last block may be
             partial.
         lease: the reference that keeps the index's blocks from eviction.
-        held: by group outside the index, the held blocks.
+        held: by cache group outside the index, the held blocks.
         ticket: the ticket that was claimed; None without one.
         problem: reason why there are not more tokens; None if nothing went wrong.
         storage_tokens: number of tokens that were fetched from storage for this promise.
-        num_blocks: by group, the blocks that count against the limit of all promises.
+        num_blocks: by cache group, the blocks that count against the limit of all promises.
         timer: ends the promise when it expires.
         owner: has one entry while the promise holds blocks. Code that ends the promise removes the
             entry first, which only one thread or task can.
@@ -359,8 +359,8 @@ class Kept:
 
     Attributes:
         num_blocks: by prompt, the number of blocks that lookups find now.
-        unused: by group, host slots that were not needed, since their blocks were there already or
-            cannot be kept.
+        unused: by cache group, host slots that were not needed, since their blocks were there
+            already or cannot be kept.
     """
 
     num_blocks: tuple[int, ...]
@@ -417,9 +417,9 @@ class HostSide:
         service: the service, which has the index, the host slots and the store.
         groups: the engine's cache groups.
         main: number of the group in the service's index; None if no group is of full attention.
-        max_promised: by group, the largest number of blocks that all promises hold together. A
-            promise of more blocks is made while no other one exists.
-        max_reserved: by group, the number of host slots kept ready for saves.
+        max_promised: by cache group, the largest number of blocks that all promises hold together.
+            A promise of more blocks is made while no other one exists.
+        max_reserved: by cache group, the number of host slots kept ready for saves.
         max_failures: see `EngineCacheSettings`.
         max_events: see `EngineCacheSettings`.
         event_tokens: see `EngineCacheSettings`.
@@ -509,7 +509,8 @@ class HostSide:
             ticket_id: id of a ticket to wait for; None for none.
             promise_ttl_s: seconds after which the promise expires.
             limit: largest number of tokens to hold; None for all.
-            external_ids: by group, the engine's names of the prompt's blocks from the first on.
+            external_ids: by cache group, the engine's names of the prompt's blocks from the first
+                on.
 
         Raises:
             HandoffError: the ticket does not come, or is for another prompt.
@@ -554,7 +555,10 @@ class HostSide:
         return most
 
     async def count(self, prompt: Prompt) -> HostPromise:
-        """Return the promise that a lookup would make now, without fetching or holding blocks."""
+        """Return the promise that a lookup would make now, without fetching or holding blocks.
+
+        A promise tells how many tokens the host and storage have in all cache groups.
+        """
         planned = await self._plan(prompt, self._looks(prompt), prompt.num_tokens)
         return HostPromise(planned.num_tokens, problem=planned.problem)
 
@@ -616,7 +620,7 @@ class HostSide:
 
         Args:
             prompt: the prompt to look up.
-            looks: the blocks that each cache group has on the host, by group number.
+            looks: the blocks that each cache group has on the host, by number of the cache group.
             bound: largest number of tokens.
             num_promised: number of leading blocks of the index's group that a ticket lists as
                 stored; storage is not asked for these.
@@ -651,7 +655,7 @@ class HostSide:
         no second lookup is needed.
 
         Args:
-            looks: by group number, the lookup so far.
+            looks: by number of the cache group, the lookup so far.
             bound: number of tokens to look up.
         """
         tiers = {n: self._tiers[n] for n in looks if self._tiers[n].storage is not None}
@@ -666,8 +670,8 @@ class HostSide:
         Answers are recorded in `looks`; blocks that were asked for before are left out.
 
         Args:
-            looks: by group number, the lookup so far.
-            wanted: by group number, positions of the blocks.
+            looks: by number of the cache group, the lookup so far.
+            wanted: by number of the cache group, positions of the blocks.
         """
         missing: dict[int, list[int]] = {}
         for number, positions in wanted.items():
@@ -698,7 +702,7 @@ class HostSide:
         Storage is asked for all groups at once, in batches that grow.
 
         Args:
-            looks: by group number, the lookup so far.
+            looks: by number of the cache group, the lookup so far.
             bound: largest length, in tokens.
         """
         length, most = bound, _FEWEST_ASKED
@@ -722,7 +726,7 @@ class HostSide:
         """Return the longest beginning that the host alone has in all groups outside the index.
 
         Args:
-            looks: by group number, the lookup so far.
+            looks: by number of the cache group, the lookup so far.
             bound: largest length, in tokens.
         """
         valid = [
@@ -1057,12 +1061,12 @@ class HostSide:
 
     @asynccontextmanager
     async def _room(self, num_blocks: list[int]) -> AsyncIterator[HostPromise]:
-        """Wait until more blocks may be promised, and provide a new promise to the body.
+        """Wait until the limit of held blocks allows another promise, and provide it to the body.
 
         Waiting calls are served in order. If the body fails, the promise is released.
 
         Args:
-            num_blocks: by group, the number of blocks that the promise may hold.
+            num_blocks: by cache group, the number of blocks that the promise may hold.
         """
         promise = HostPromise(0)
         async with self._turn:
@@ -1093,7 +1097,11 @@ class HostSide:
             self._release(promise)
 
     async def free(self, promise: HostPromise) -> None:
-        """Release a promise that the request does not load; its `take` must have returned True."""
+        """Release the host blocks of a promise that the request does not load.
+
+        Args:
+            promise: the promise; its `take` must have returned True.
+        """
         self._release(promise)
 
     async def loaded(self, promise: HostPromise, failed: Sequence[Sequence[int]]) -> None:
@@ -1103,8 +1111,8 @@ class HostSide:
 
         Args:
             promise: the promise whose blocks the engine has loaded.
-            failed: by group, positions of blocks that did not load. Each failure counts against the
-                block, which is found no more after `max_failures`.
+            failed: by cache group, positions of blocks that did not load. Each failure counts
+                against the block, which is found no more after `max_failures`.
         """
         for number, positions in enumerate(failed):
             if not positions:
@@ -1149,7 +1157,7 @@ class HostSide:
         """Reserve host slots for saves, if necessary by evicting blocks.
 
         Args:
-            counts: by group, the number of slots wanted.
+            counts: by cache group, the number of slots wanted.
 
         Returns:
             By group, the slots: as many as could be freed.
@@ -1298,7 +1306,7 @@ class HostSide:
         """Give back reserved host slots that were not used for saves.
 
         Args:
-            slots: by group, the slots; no copy may still write them.
+            slots: by cache group, the slots; no copy may still write them.
         """
         for number, some in enumerate(slots):
             if number != self._main:
@@ -1313,10 +1321,10 @@ class HostSide:
     # Sessions
 
     async def keep_session(self, session: str, prompt: Prompt, ttl_s: float) -> None:
-        """Evict the index's blocks of `prompt` on the host last, for `ttl_s` seconds.
+        """Mark the host blocks of a session's turn to be evicted after all others, for a time.
 
-        A later call for the same session replaces this one. Beyond 10,000 sessions, the one with
-        the oldest turn ends.
+        Blocks of the index's group are marked. A later call for the same session replaces this one.
+        Beyond 10,000 sessions, the session with the oldest turn ends.
 
         Args:
             session: id of the session (a conversation).

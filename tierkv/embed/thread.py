@@ -40,7 +40,8 @@ class EmbedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Limits of an embedded service.
 
     Attributes:
-        max_calls: number of open calls, finished calls included whose result was not read.
+        max_calls: number of open calls: calls that run, and finished calls with a result that was
+            not read.
         load_timeout_s: seconds after which cached blocks that have not arrived are computed
             instead.
         open_deadline_s: seconds that `open` waits for memory and the store.

@@ -244,7 +244,7 @@ class Delivery:
         return self._pieces[sent:]
 
     def rest(self) -> str:
-        """Return text behind the last token that nodes held back; "" without any."""
+        """Return the text behind the last token that a node held back; "" without any."""
         behind, text = self._held_back
         return text if behind == len(self.tokens) else ""
 
@@ -334,7 +334,7 @@ class Delivery:
         return NodeFailedError(f"{node.url} {what}")
 
     def note(self, node: BackendNode, error: AttemptError) -> None:
-        """Record a failed attempt at a node, which is then avoided for this prompt.
+        """Record a failed attempt at a node; this prompt then avoids the node.
 
         Args:
             node: The node.

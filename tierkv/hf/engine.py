@@ -68,7 +68,10 @@ class _Call:
 
     @property
     def is_prompt(self) -> bool:
-        """True for tokens of a prompt; a chunk of one token counts as generation."""
+        """True for several tokens, which are part of a prompt.
+
+        A single token counts as generation.
+        """
         return len(self.chunk) > 1
 
 
@@ -228,7 +231,11 @@ class TransformersEngine(SessionEngine):
             self._service.note_prefill(len(first.chunk), first.run.call_s)
 
     def _compute(self, calls: Sequence[_Call]) -> list[int | None]:
-        """Run one step on the compute thread; return the next token of each call."""
+        """Run one forward pass on the compute thread; return the next token of each call.
+
+        Returns:
+            For each call the chosen token; None if its chunk is not the last known one.
+        """
         stream, started = self._service.device.compute_stream, time.monotonic()
         loading = [call.run for call in calls if not call.run.is_loaded]
 

@@ -52,7 +52,7 @@ class TokenRun:
 
     @property
     def stop(self) -> int:
-        """Position behind the last token, which is also the number of keys that it sees."""
+        """Position behind the last token, and the number of keys that the last token sees."""
         return self.start + len(self.tokens)
 
 

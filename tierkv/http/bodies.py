@@ -41,7 +41,7 @@ class BodyError(BadRequestError):
 
 
 class FieldError(BadRequestError):
-    """A field or parameter is wrong: correct the one that `detail` names."""
+    """A field or parameter is wrong: correct the field that `detail` names."""
 
 
 class MediaTypeError(BadRequestError):

@@ -49,7 +49,7 @@ class WrongStateError(BadRequestError):
 
 
 class TooManyError(BadRequestError):
-    """The limit of such objects is reached: remove one, or wait until one ends."""
+    """The limit of pins or prefetches is reached: remove one, or wait until one ends."""
 
 
 class NotReadyError(TierKVError):
