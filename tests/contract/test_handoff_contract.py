@@ -80,6 +80,7 @@ async def claim_of(node: World, prompt: list[int]) -> Request:
 
 
 @pytest.mark.promise("A published prompt is claimed byte for byte, tail included.")
+@pytest.mark.promise("A claim that comes first waits for its ticket.")
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("claim", CLAIMERS, ids=lambda claim: claim.__name__)
 @pytest.mark.parametrize("produce", PRODUCERS, ids=lambda produce: produce.__name__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
@@ -12,25 +11,16 @@ from tests.clocks import ProcessClocks
 from tests.e2e.exact import fresh_connections, text, truth
 from tests.e2e.test_processes import pair
 from tests.processes import NodeProcess, gateway
-from tests.redis_server import redis_server
+from tests.redis_server import RedisServer, empty_redis, module_redis
 from tierkv.refmodel.model import decode as decode_text
 
+__all__ = ["empty_redis", "module_redis"]
 pytestmark = pytest.mark.timeout(300)
 
 AHEAD_S = 660.0  # a ticket lives for 600 s
 NUM_TOKENS = 4
 CLAIMED = 'tierkv_handoffs_total{outcome="claimed",side="claim"}'
 SKEW = 'tierkv_storage_clock_skew_seconds{tenant=""}'
-
-
-@pytest.fixture(params=["redis", "file"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """The URL of each kind of store that processes can share."""
-    if request.param == "file":
-        yield f"file://{tmp_path / 'store'}"
-    else:
-        with redis_server() as server:
-            yield server.url
 
 
 async def metrics(http: aiohttp.ClientSession, where: NodeProcess) -> dict[str, float]:
@@ -46,14 +36,14 @@ async def storage_detail(http: aiohttp.ClientSession, where: NodeProcess) -> str
 
 
 async def test_a_decode_node_with_a_wrong_clock_claims_and_shows_its_skew(
-    storage: str, tmp_path: Path
+    empty_redis: RedisServer, tmp_path: Path
 ) -> None:
     clocks = ProcessClocks(tmp_path / "clocks")
     clocks.shift("decode", AHEAD_S)
     with clocks.used():
         async with (
             aiohttp.ClientSession(connector=fresh_connections()) as http,
-            pair(storage, tmp_path) as (_, prefill, decode),
+            pair(empty_redis.url, tmp_path) as (_, prefill, decode),
             gateway(tmp_path, prefill=[prefill.url], decode=[decode.url]) as front,
         ):
             for number, ahead_s in enumerate((AHEAD_S, -AHEAD_S, AHEAD_S)):

@@ -78,13 +78,6 @@ def test_all_scenes_are_identical_to_a_single_node(options: list[str], tmp_path:
     assert stored["storage"] == prompt_tokens - 1
 
 
-@SLOW
-def test_a_prompt_of_one_token_works() -> None:
-    done = demo("--json", "--max-tokens", "3", "--prompt", "x")
-    assert done.returncode == 0, done.stderr
-    assert all(scene["is_identical"] for scene in json.loads(done.stdout))
-
-
 def test_wrong_input_gets_one_clear_sentence(tmp_path: Path) -> None:
     not_text = tmp_path / "not-text"
     not_text.write_bytes(b"abc\xff\xfe")

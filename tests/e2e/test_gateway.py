@@ -285,14 +285,6 @@ async def test_nodes_killed_at_random_moments_cost_nobody_an_answer(on: Fleet) -
     assert await on.broken_attempts() - before >= 3
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-async def test_nodes_killed_at_random_moments_200_times(on: Fleet) -> None:
-    before = await on.broken_attempts()
-    assert await trials(on, 200, seed=2) == {"right": 800, "error": 0}
-    assert await on.broken_attempts() - before >= 50
-
-
 async def test_with_all_nodes_gone_callers_are_told_and_with_them_back_served(
     on: Fleet,
 ) -> None:

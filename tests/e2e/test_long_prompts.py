@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import aiohttp
-import pytest
 
 from tests.processes import NodeProcess, gateway, node
 
@@ -32,21 +31,10 @@ def lag_p99_s(metrics: str) -> float:
     return next(le for le, count in buckets if count >= 0.99 * buckets[-1][1])
 
 
-@pytest.mark.parametrize(
-    ("clients", "mebibytes", "seconds", "most_mib"),
-    [
-        pytest.param(8, 4, 3.0, 400, id="short"),
-        pytest.param(50, 15, 60.0, 1024, id="whole", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.timeout(600)
 async def test_long_prompts_leave_room_for_small_ones_and_end_with_the_drain(
-    clients: int,
-    mebibytes: int,
-    seconds: float,
-    most_mib: float,
     tmp_path: Path,
 ) -> None:
+    clients, mebibytes, seconds, most_mib = 8, 4, 3.0, 400
     config = tmp_path / "all.toml"
     config.write_text("[gateway]\ndrain_grace_s = 2.0\n[cache]\ndevice_blocks = 256\n")
     options = ("--config", str(config))

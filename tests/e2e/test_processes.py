@@ -14,9 +14,8 @@ import aiohttp
 import pytest
 
 from tests.e2e.exact import fresh_connections, text, truth
-from tests.processes import NodeProcess, node, stop
+from tests.processes import NodeProcess, node
 from tests.redis_server import redis_server
-from tierkv.engine import Sampling
 from tierkv.refmodel.model import decode as decode_text
 
 pytestmark = pytest.mark.timeout(600)
@@ -91,28 +90,6 @@ async def pair(
         nodes.node("decode", "decode") as decode,
     ):
         yield nodes, prefill, decode
-
-
-async def test_every_length_around_a_block_is_handed_over_exactly(
-    storage: str, tmp_path: Path
-) -> None:
-    async with pair(storage, tmp_path) as (nodes, p, d):
-        for length in (1, 16, 17, 250):
-            prompt = text(length, seed=length)
-            for sampling in (Sampling(), Sampling(temperature=0.8, seed=3, top_k=50)):
-                body = {
-                    "prompt": decode_text(prompt),
-                    "temperature": sampling.temperature,
-                    "seed": sampling.seed,
-                    "top_k": sampling.top_k,
-                    "ticket_id": f"{length}-{sampling.seed}",
-                }
-                await nodes.post(p, "/v1/prefill", body)
-                answer = await nodes.post(d, "/v1/decode", body | {"max_tokens": 12})
-                assert tuple(answer["tokens"]) == truth(prompt, 12, sampling).tokens
-                assert answer["computed_tokens"] == 0
-        assert await nodes.findings(p) == await nodes.findings(d) == []
-        assert await stop(p.process) == await stop(d.process) == 0
 
 
 @pytest.mark.promise("Real processes hand over thousands of tokens exactly.")

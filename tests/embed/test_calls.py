@@ -164,21 +164,6 @@ def test_what_is_wrong_with_a_request_is_said_by_its_own_call_alone() -> None:
         assert not here.cache.abort("one").wait(PATIENCE_S)
 
 
-def test_a_preempted_request_comes_back_with_its_tokens() -> None:
-    with engine(device_blocks=8) as here:
-        found = here.cache.admit("one", PROMPT, max_new_tokens=2).wait(PATIENCE_S)
-        here.compute(found, PROMPT)
-        here.cache.commit("one", PROMPT)
-        here.cache.preempt("one").wait(PATIENCE_S)
-        here.run("big", OTHER)
-        back = here.cache.resume("one", max_new_tokens=2).wait(PATIENCE_S)
-        assert back.cached_tokens == len(PROMPT)
-        here.check(back, PROMPT, len(PROMPT))
-        here.cache.preempt("one")
-        assert here.cache.abort("one").wait(PATIENCE_S)
-        assert here.findings() == []
-
-
 @pytest.mark.promise("Asking and polling do not wait for a busy loop.")
 def test_asking_and_polling_do_not_wait_for_a_loop_that_is_busy() -> None:
     held, release = threading.Event(), threading.Event()

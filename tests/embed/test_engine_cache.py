@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.latch import PATIENCE_S, CopyLatch, ManualEvent
+from tests.latch import PATIENCE_S, CopyLatch
 from tests.layouts import LAYOUTS
 from tests.redis_server import redis_server
 from tests.world import BLOCK, GQA, fingerprint, kv_of
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.groups import NO_BLOCK
-from tierkv.cache.keys import MediaItem, Prompt, pack
+from tierkv.cache.keys import Prompt, pack
 from tierkv.clock import SystemClock
 from tierkv.embed import EngineCacheSettings
 from tierkv.embed.engine_cache import (
@@ -36,14 +36,12 @@ from tierkv.pd.settings import HandoffSettings
 from tierkv.ranks.link import Plan
 from tierkv.ranks.memory import EnginePlanes
 from tierkv.ranks.worker_planes import Finished, WorkerPlanes
-from tierkv.sched.events import CacheEventKind
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.protocol import Store
 
 BLOCKS = 64
-LENGTHS = [3 * BLOCK, 3 * BLOCK + 1, 4 * BLOCK - 1, BLOCK]
 
 
 def ask(call: Callable[[], Found | None]) -> Found:
@@ -181,29 +179,6 @@ def blocks_for(length: int, first: int = 0) -> list[int]:
     return list(range(first, first + -(-length // BLOCK)))
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-def test_what_was_saved_is_loaded_byte_for_byte_tail_included(length: int) -> None:
-    tokens, here, there = tokens_of(length), blocks_for(length), blocks_for(length, 32)
-    with engine() as on:
-        on.save("a", tokens, here)
-        assert on.lookup("b", tokens) == Found(length)
-        assert on.load("b", there) == ()
-        assert on.holds(tokens, there)
-        on.cache.release("b")
-
-
-@pytest.mark.parametrize("length", LENGTHS)
-def test_a_fresh_cache_loads_it_from_redis(length: int) -> None:
-    tokens, blocks = tokens_of(length), blocks_for(length)
-    with redis_server() as redis:
-        with engine(redis.url) as first:
-            first.save("a", tokens, blocks)
-        with engine(redis.url) as second:
-            assert second.lookup("b", tokens) == Found(length)
-            assert second.load("b", blocks) == ()
-            assert second.holds(tokens, blocks)
-
-
 def test_bytes_that_are_not_the_prompt_s_are_noticed() -> None:
     """What the other tests rely on: a zeroed tail and two blocks in each other's place."""
     tokens = tokens_of(2 * BLOCK + 1)
@@ -226,35 +201,6 @@ def test_a_store_that_has_died_is_a_miss_with_a_reason_and_nothing_is_promised()
         found = on.lookup("b", tokens)
         assert found.num_tokens == 0
         assert found.problem
-
-
-@pytest.mark.parametrize("length", LENGTHS)
-def test_a_ticket_hands_a_prompt_from_one_cache_to_another(length: int, tmp_path: Path) -> None:
-    tokens, blocks = tokens_of(length), blocks_for(length)
-    url = f"file://{tmp_path}"
-    with engine(url) as producer, engine(url) as consumer:
-        prompt = consumer.prompt(tokens)
-        assert consumer.cache.lookup("c", prompt, ticket="t") is None  # it waits
-        half = len(blocks) // 2
-        producer.compute(tokens, blocks)
-        for first, last in ((0, half), (half, len(blocks))):
-            plan = producer.cache.save(
-                "p",
-                prompt,
-                [blocks[first:last]],
-                [first],
-                ticket="t" if last == len(blocks) else None,
-                first_tokens=[7],
-            )
-            if plan is not None:
-                producer.planes.start_saves(plan)
-        published = producer.published("p")
-        assert isinstance(published, Published), published
-        assert consumer.lookup("c", tokens, ticket="t") == Found(length, first_tokens=(7,))
-        assert consumer.load("c", blocks) == ()
-        assert consumer.holds(tokens, blocks)
-        assert producer.cache.stats().wait(PATIENCE_S).handoff.published_prompts == 1
-        assert consumer.cache.stats().wait(PATIENCE_S).handoff.claimed_prompts == 1
 
 
 LONG = 8 * BLOCK + 2
@@ -371,18 +317,6 @@ def test_a_store_that_is_away_while_a_prompt_is_saved_delays_its_ticket_only() -
         assert isinstance(on.published("p"), Published)
 
 
-def test_a_ticket_for_a_prompt_that_is_not_all_there_is_refused_and_says_so() -> None:
-    with engine("memory://", slots=8, settings=EngineCacheSettings(save_blocks=2)) as on:
-        tokens = tokens_of(6 * BLOCK)
-        blocks = blocks_for(len(tokens))
-        prompt = on.prompt(tokens)
-        plan = on.cache.save("a", prompt, [blocks], ticket="t", first_tokens=[1])
-        assert plan is not None
-        on.planes.start_saves(plan)
-        assert isinstance(on.published("a"), HandoffError)
-        assert on.cache.num_unsaved_blocks > 0
-
-
 def test_saved_blocks_are_found_only_once_their_copies_are_done() -> None:
     tokens, blocks = tokens_of(2 * BLOCK), blocks_for(2 * BLOCK)
     with engine() as on:
@@ -421,50 +355,6 @@ def test_nothing_that_was_being_saved_or_published_is_found_after_a_reset(tmp_pa
         on.save("c", tokens, blocks)
         assert on.lookup("d", tokens) == Found(LONG)
         on.cache.release("b")
-
-
-def test_a_save_waits_for_the_event_that_the_engine_recorded() -> None:
-    tokens, blocks = tokens_of(BLOCK), [0]
-    with engine() as on:
-        written = ManualEvent()
-        plan = on.cache.save("a", on.prompt(tokens), [blocks])
-        assert plan is not None
-        on.planes.start_saves(plan, after=[written])
-        on.compute(tokens, blocks)  # later than the plan, earlier than the event
-        written.finish()
-        on.until(lambda: on.seen.stored == [("a", 1)])
-        assert on.lookup("b", tokens) == Found(BLOCK)
-        on.load("b", [9])
-        assert on.holds(tokens, [9])
-
-
-def test_only_what_the_engine_lacks_is_told_and_loaded() -> None:
-    tokens, blocks = tokens_of(3 * BLOCK + 2), blocks_for(3 * BLOCK + 2)
-    with engine() as on:
-        on.save("a", tokens, blocks)
-        assert on.lookup("b", tokens, have=BLOCK) == Found(2 * BLOCK + 2)
-        assert on.load("b", [40, 41, 42], first=1) == ()
-        assert on.holds(tokens, [0, 40, 41, 42])
-        assert on.lookup("c", tokens, have=len(tokens)) == Found(0)
-
-
-def test_a_stored_tail_serves_a_prompt_that_shares_only_its_beginning() -> None:
-    tokens = tokens_of(2 * BLOCK + 3)
-    with engine() as on:
-        on.save("a", tokens, blocks_for(len(tokens)))
-        other = [*tokens[: 2 * BLOCK + 2], 5, 6]
-        assert on.lookup("b", other) == Found(2 * BLOCK + 2)
-        on.load("b", [10, 11, 12])
-        assert on.holds(other[: 2 * BLOCK + 2], [10, 11, 12])
-
-
-def test_another_salt_is_another_prompt_also_under_the_same_key() -> None:
-    tokens = tokens_of(2 * BLOCK)
-    with engine() as on:
-        on.save("a", tokens, [0, 1])
-        assert on.lookup("b", tokens) == Found(2 * BLOCK)
-        salted = Prompt(pack(tokens), BLOCK, {0: b"salt"})
-        assert ask(lambda: on.cache.lookup("b", salted)) == Found(0)
 
 
 def test_a_load_that_failed_is_not_offered_to_that_request_again() -> None:
@@ -612,65 +502,6 @@ def test_a_block_that_the_engine_does_not_have_fails_its_load_and_no_other(count
         assert on.holds(tokens, [5, 6])
 
 
-@pytest.mark.parametrize("moment", ["asked", "answered", "loading", "saving", "planned"])
-def test_an_abort_at_any_moment_leaves_nothing_behind(moment: str) -> None:
-    tokens = tokens_of(2 * BLOCK + 1)
-    with engine("memory://") as on:
-        on.save("a", tokens, [0, 1, 2])
-        prompt = on.prompt(tokens)
-        on.latch.hold()
-        if moment == "saving":
-            other = on.prompt(tokens_of(BLOCK, 9))
-            plan = on.cache.save("b", other, [[7]])
-            assert plan is not None
-            on.planes.start_saves(plan)
-        else:
-            on.cache.lookup("b", prompt)
-            if moment != "asked":
-                on.lookup("b", tokens)
-            if moment in ("loading", "planned"):
-                plan = on.cache.load("b", [[7, 8, 9]])
-                assert plan is not None
-                if moment == "loading":
-                    on.planes.start_loads(plan)
-                else:
-                    on.cache.cancel(plan)
-        for _ in range(2):
-            on.cache.release("b")
-        on.latch.release()
-        on.until(lambda: on.cache.fence([7, 8, 9]) == ())
-        assert on.findings() == []
-
-
-def test_a_plan_that_was_cancelled_is_no_failure_and_its_blocks_are_offered_again() -> None:
-    tokens = tokens_of(2 * BLOCK)
-    with engine() as on:
-        on.save("a", tokens, [0, 1])
-        assert on.lookup("b", tokens) == Found(2 * BLOCK)
-        plan = on.cache.load("b", [[5, 6]])
-        assert plan is not None
-        on.cache.cancel(plan)
-        assert on.cache.fence([5, 6]) == ()
-        assert on.lookup("b", tokens) == Found(2 * BLOCK)
-        assert on.load("b", [5, 6]) == ()
-        assert on.holds(tokens, [5, 6])
-
-
-def test_a_save_that_was_cancelled_is_no_failure_and_its_blocks_are_saved_later(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    tokens = tokens_of(2 * BLOCK)
-    with engine() as on:
-        plan = on.cache.save("a", on.prompt(tokens), [[0, 1]])
-        assert plan is not None
-        on.cache.cancel(plan)
-        assert on.cache.fence([0, 1]) == ()
-        assert on.cache.poll().saved == ["a"]
-        on.save("a", tokens, [0, 1])
-        assert on.lookup("b", tokens) == Found(2 * BLOCK)
-    assert caplog.messages == []
-
-
 @pytest.mark.parametrize("grows", [False, True])
 def test_another_prompt_under_a_key_is_saved_whole_and_one_that_grew_goes_on(grows: bool) -> None:
     first = tokens_of(2 * BLOCK)
@@ -686,72 +517,6 @@ def test_another_prompt_under_a_key_is_saved_whole_and_one_that_grew_goes_on(gro
         assert on.lookup("b", second) == Found(3 * BLOCK)
         assert on.load("b", [7, 8, 9]) == ()
         assert on.holds(second, [7, 8, 9])
-
-
-def test_the_same_tokens_of_another_image_are_another_prompt() -> None:
-    tokens = tokens_of(3 * BLOCK)
-
-    def showing(image: bytes, num_tokens: int) -> Prompt:
-        return Prompt.of(tokens[:num_tokens], BLOCK, [MediaItem(1, 2, image * 16)])
-
-    with engine() as on:
-        plans = []
-        for prompt, num_new in (
-            (showing(b"a", 2 * BLOCK), 2),
-            (showing(b"b", 2 * BLOCK), 2),
-            (showing(b"b", 3 * BLOCK), 1),  # which goes on
-        ):
-            plan = on.cache.save("a", prompt, [[*range(prompt.num_blocks)]])
-            assert plan is not None
-            assert len(plan.slots()[0]) == num_new
-            plans.append(plan)
-        for plan in plans:
-            on.cache.cancel(plan)
-
-
-def test_a_plan_counts_once_every_rank_has_reported_it() -> None:
-    tokens = tokens_of(BLOCK)
-    rules = CacheSettings(block_size=BLOCK)
-    with EngineCache(
-        fingerprint(), [GQA], host_bytes=16 * GQA.block_bytes, cache=rules, num_ranks=2
-    ) as cache:
-        prompt = Prompt(pack(tokens), BLOCK)
-        plan = cache.save("a", prompt, [[3]])
-        assert plan is not None
-        assert cache.poll([Finished(plan.number, 0)]).saved == []
-        assert cache.fence([3]) == (3,)
-        assert cache.poll([Finished(plan.number, 1)]).saved == ["a"]
-        plan = cache.save("b", Prompt(pack(tokens_of(BLOCK, 2)), BLOCK), [[4]])
-        assert plan is not None
-        cache.poll([Finished(plan.number, 0, "it broke"), Finished(plan.number, 1)])
-        assert ask(lambda: cache.lookup("c", prompt)) == Found(BLOCK)
-        assert ask(lambda: cache.lookup("d", Prompt(pack(tokens_of(BLOCK, 2)), BLOCK))) == Found(0)
-
-
-def test_what_happens_to_blocks_is_told_as_events() -> None:
-    with engine() as on:
-        on.save("a", tokens_of(2 * BLOCK), [0, 1])
-        [event] = on.cache.read_events()
-        assert (event.kind, event.tier, event.start, event.stop) == (
-            CacheEventKind.STORED,
-            "host",
-            0,
-            2,
-        )
-        assert on.cache.reset().wait(PATIENCE_S) == 0
-        assert on.lookup("b", tokens_of(2 * BLOCK)) == Found(0)
-
-
-def test_the_host_tier_makes_room_for_what_is_saved_and_loses_nothing_that_is_promised() -> None:
-    """More is saved than there is room for, while promises are held: their bytes stay."""
-    kept = tokens_of(4 * BLOCK, 99)
-    with engine(slots=24, settings=EngineCacheSettings(save_blocks=4)) as on:
-        on.save("kept", kept, blocks_for(4 * BLOCK))
-        assert on.lookup("b", kept) == Found(4 * BLOCK)
-        for seed in range(1, 12):
-            on.save(f"s{seed}", tokens_of(3 * BLOCK, seed), blocks_for(3 * BLOCK, 8))
-        assert on.load("b", [40, 41, 42, 43]) == ()
-        assert on.holds(kept, [40, 41, 42, 43])
 
 
 def test_what_cannot_be_is_refused_in_the_caller_s_thread() -> None:
@@ -772,27 +537,6 @@ def test_what_cannot_be_is_refused_in_the_caller_s_thread() -> None:
         EngineCache(fingerprint(), [GQA], host_bytes=1, cache=CacheSettings(block_size=BLOCK))
 
 
-def test_saves_of_a_step_are_one_plan_and_each_has_an_outcome_of_its_own() -> None:
-    tokens = [tokens_of(2 * BLOCK + at, at + 1) for at in range(3)]
-    with engine() as on:
-        plans = []
-        for at, one in enumerate(tokens):
-            blocks = blocks_for(len(one), 10 * at)
-            on.compute(one, blocks)
-            plan = on.cache.save(f"s{at}", on.prompt(one), [blocks])
-            assert plan is not None
-            plans.append(plan)
-        on.planes.start_saves(on.cache.join(plans))
-        on.until(lambda: len(on.seen.stored) == len(tokens))
-        assert sorted(on.seen.saved) == ["s0", "s1", "s2"]
-        assert dict(on.seen.stored) == {"s0": 2, "s1": 3, "s2": 3}
-        for at, one in enumerate(tokens):
-            there = blocks_for(len(one), 40 + 4 * at)
-            assert on.lookup(f"l{at}", one) == Found(len(one))
-            assert on.load(f"l{at}", there) == ()
-            assert on.holds(one, there)
-
-
 def test_saves_whose_one_copy_has_failed_are_made_again() -> None:
     tokens = [tokens_of(2 * BLOCK, seed) for seed in (1, 2)]
     with engine() as on:
@@ -808,3 +552,73 @@ def test_saves_whose_one_copy_has_failed_are_made_again() -> None:
             on.until(lambda: {"s0", "s1"} <= set(on.seen.saved))
             on.seen.saved.clear()
         on.until(lambda: len(on.seen.stored) == len(tokens))
+
+
+# What a session has used stays on the host for its time, while what nobody asked to keep goes.
+
+
+TURN = tokens_of(4 * BLOCK, 99)
+
+
+def other_prompts(on: Engine, count: int) -> None:
+    """Save other prompts, more than the host has room for."""
+    for seed in range(1, count):
+        tokens = tokens_of(3 * BLOCK, seed)
+        on.save(f"s{seed}", tokens, blocks_for(len(tokens), 8))
+        on.cache.release(f"s{seed}")
+
+
+def found(on: Engine, key: str) -> int:
+    answer = on.lookup(key, TURN)
+    on.cache.release(key)
+    return answer.num_tokens
+
+
+@pytest.mark.promise(
+    "A session's last turn is evicted after all other blocks, until its time ends."
+)
+def test_a_sessions_turn_outlives_prompts_that_came_after_it() -> None:
+    with engine(slots=24, settings=EngineCacheSettings(save_blocks=4)) as on:
+        on.save("turn", TURN, blocks_for(len(TURN)))
+        on.cache.release("turn")
+        on.cache.keep_session("session", on.prompt(TURN), 600.0)
+        other_prompts(on, 12)
+        assert found(on, "next turn") == len(TURN)
+
+
+def test_a_turn_that_no_session_keeps_goes() -> None:
+    with engine(slots=24, settings=EngineCacheSettings(save_blocks=4)) as on:
+        on.save("turn", TURN, blocks_for(len(TURN)))
+        on.cache.release("turn")
+        other_prompts(on, 12)
+        assert found(on, "next turn") == 0
+
+
+@pytest.mark.parametrize("ends", ["by its time", "by its end"])
+def test_a_session_that_is_over_keeps_nothing(ends: str) -> None:
+    with engine(slots=24, settings=EngineCacheSettings(save_blocks=4)) as on:
+        on.save("turn", TURN, blocks_for(len(TURN)))
+        on.cache.release("turn")
+        on.cache.keep_session("session", on.prompt(TURN), 0.01)
+        if ends == "by its end":
+            on.cache.keep_session("session", on.prompt(TURN), 600.0)
+            on.cache.keep_session("session", on.prompt(TURN), 0.0)
+        pins = on.cache._host._thread.service.tiers.pins  # type: ignore[union-attr]  # noqa: SLF001
+        on.cache.verify().wait(PATIENCE_S)
+        on.until(lambda: not pins.soft_ends)
+        other_prompts(on, 12)
+        assert found(on, "next turn") == 0
+
+
+def test_a_later_turn_replaces_the_one_before_it() -> None:
+    """And a session whose blocks are gone keeps nothing, and is no error."""
+    with engine(slots=24, settings=EngineCacheSettings(save_blocks=6)) as on:
+        on.cache.keep_session("gone", on.prompt(tokens_of(2 * BLOCK, 50)), 600.0)
+        on.save("turn", TURN[: 2 * BLOCK], blocks_for(2 * BLOCK))
+        on.cache.keep_session("session", on.prompt(TURN[: 2 * BLOCK]), 600.0)
+        on.save("turn 2", TURN, blocks_for(len(TURN)))
+        on.cache.keep_session("session", on.prompt(TURN), 600.0)
+        for key in ("turn", "turn 2"):
+            on.cache.release(key)
+        other_prompts(on, 12)
+        assert found(on, "next turn") == len(TURN)

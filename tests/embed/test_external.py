@@ -29,10 +29,10 @@ from tests.preloaded import ForkedProgram, output_of
 from tests.redis_server import redis_server
 from tests.world import BLOCK, GQA
 from tierkv.api.types import GenerateBody
-from tierkv.cache.groups import CacheGroup, GroupKind, as_groups
-from tierkv.cache.keys import Fingerprint, Prompt, pack
-from tierkv.cache.layout import Layout, Plane
-from tierkv.client import Client, RemoteError
+from tierkv.cache.groups import as_groups
+from tierkv.cache.keys import Fingerprint
+from tierkv.cache.layout import Layout
+from tierkv.client import Client
 from tierkv.embed import EngineCache, Finished, NodeHost, RankSocket, WorkerPlanes
 from tierkv.embed.engine_cache import Found
 from tierkv.embed.external import MAGIC, VERSION, EngineHello
@@ -40,7 +40,6 @@ from tierkv.embed.host_side import HostSide
 from tierkv.errors import ConfigError, TierKVError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import Direction
-from tierkv.pd.handoff import Published
 from tierkv.ranks.link import Plan, close_all, connect
 from tierkv.ranks.memory import EnginePlanes, side_by_side
 from tierkv.storage.codec import seal
@@ -319,44 +318,8 @@ def token_for(auth: Path, role: str) -> str:
     return output_of("tierkv", *command).strip()
 
 
-def test_an_engine_with_several_groups_of_blocks_uses_the_tier_as_one_of_its_own_would(
-    tmp_path: Path,
-) -> None:
-    layouts = [GQA, Layout(2 * BLOCK, (Plane(0, "state", "uint8", 640),))]
-    groups = [CacheGroup(layouts[0]), CacheGroup(layouts[1], GroupKind.WINDOW, window=BLOCK)]
-    arrays = [
-        [np.zeros((BLOCKS, plane.block_bytes), np.uint8) for plane in layout.planes]
-        for layout in layouts
-    ]
-    with node(tmp_path / "node") as at:
-        planes = WorkerPlanes(
-            CpuDevice(), [EnginePlanes(*one) for one in zip(layouts, arrays, strict=True)]
-        )
-        host = NodeHost(at.path)
-        with EngineCache(Fingerprint("m", GQA), groups, node=host, planes=planes) as cache:
-            prompt, numbers = Prompt(pack(range(4 * BLOCK)), BLOCK), np.random.default_rng(1)
-            for array in (one for of_group in arrays for one in of_group):
-                array[:] = numbers.integers(1, 256, array.shape, np.uint8)
-            plan = cache.save("a", prompt, [[0, 1, 2, 3], [0, 1]])
-            assert plan is not None
-            planes.start_saves(plan)
-            until(lambda: bool(cache.poll().stored))
-            until(lambda: cache.lookup("b", prompt) is not None)
-            found = cache.lookup("b", prompt)
-            assert found is not None
-            assert (found.num_tokens, found.blocks) == (4 * BLOCK, (range(4), range(1, 2)))
-            plan = cache.load("b", [[8, 9, 10, 11], [9]], [0, 1])
-            assert plan is not None
-            planes.start_loads(plan)
-            until(lambda: cache.poll().loaded == [("b", ())])
-            assert all(np.array_equal(one[8:12], one[:4]) for one in arrays[0])
-            assert np.array_equal(arrays[1][0][9], arrays[1][0][1])
-            until(lambda: cache.verify().wait(PATIENCE_S) == [])
-
-
-@pytest.mark.parametrize("model", ["all", "no full attention"])
 def test_a_node_that_deletes_everything_forgets_all_groups_and_saves_that_are_under_way(
-    model: str, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     first, second = list(range(40)), list(range(100, 140))
     with (
@@ -364,7 +327,7 @@ def test_a_node_that_deletes_everything_forgets_all_groups_and_saves_that_are_un
         node(
             tmp_path / "node", store=server.url, TIERKV_CACHE__STORAGE_WRITE="write_through"
         ) as at,
-        hybrid(MODELS[model], node=NodeHost(at.path)) as on,
+        hybrid(MODELS["all"], node=NodeHost(at.path)) as on,
         at.client() as client,
     ):
         on.save(first)
@@ -394,48 +357,6 @@ def test_a_node_that_deletes_everything_forgets_all_groups_and_saves_that_are_un
             on.check("after", tokens, len(tokens))
 
 
-def test_a_ticket_of_one_engine_is_claimed_by_another(tmp_path: Path) -> None:
-    store = f"file://{tmp_path}/store"
-    with (
-        node(tmp_path / "node", store=store) as at,
-        engine(at, "prefill") as prefill,
-        engine(at, "decode") as decode,
-    ):
-        prompt = prefill.prompt(TOKENS)
-        assert decode.cache.lookup("d", prompt, ticket="t") is None
-        prefill.compute(TOKENS, HERE)
-        plan = prefill.cache.save("p", prompt, [HERE], ticket="t", first_tokens=[7])
-        assert plan is not None
-        prefill.step(saves=[plan])
-        published: list[object] = []
-
-        def is_published() -> bool:
-            published.extend(one for _, one in prefill.cache.poll().published)
-            return bool(published)
-
-        until(is_published)
-        assert isinstance(published[0], Published), published
-        until(lambda: decode.cache.lookup("d", prompt, ticket="t") is not None)
-        found = decode.cache.lookup("d", prompt, ticket="t")
-        assert found == Found(len(TOKENS), first_tokens=(7,))
-        decode.load("d", THERE)
-        assert decode.hold(TOKENS, THERE)
-
-
-def test_a_promise_that_an_engine_does_not_load_expires(tmp_path: Path) -> None:
-    with node(tmp_path / "node") as at, engine(at, "one") as on:
-        on.compute(TOKENS, HERE)
-        on.save("a", TOKENS, HERE)
-        prompt = on.prompt(TOKENS)
-        until(lambda: on.cache.lookup("b", prompt, promise_ttl_s=0.1) is not None)
-        until(lambda: on.cache.lookup("b", prompt, promise_ttl_s=0.1) is None)
-        plan = on.cache.load("b", [THERE])
-        assert plan is None
-        on.cache.release("b")
-        assert on.lookup("c", TOKENS) == Found(len(TOKENS))
-        on.cache.release("c")
-
-
 @pytest.mark.promise("An engine whose node is gone computes on and joins the next.")
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_an_engine_outlives_its_node_says_so_and_comes_to_the_next(
@@ -459,17 +380,6 @@ def test_an_engine_outlives_its_node_says_so_and_comes_to_the_next(
         on.save("a", TOKENS, HERE)
         assert on.lookup("b", TOKENS) == Found(len(TOKENS))
         on.cache.release("b")
-
-
-def test_over_http_a_node_of_engines_computes_nothing(tmp_path: Path) -> None:
-    with node(tmp_path / "node") as at, engine(at, "one") as on:
-        on.compute(TOKENS, HERE)
-        with (
-            at.client() as client,
-            pytest.raises(RemoteError, match="no model of its own") as refused,
-        ):
-            client.generate(GenerateBody(tokens=TOKENS))
-        assert (refused.value.problem.status, refused.value.problem.code) == (409, "no_engine")
 
 
 def test_a_node_that_no_engine_has_come_to_ends_when_told(tmp_path: Path) -> None:

@@ -81,15 +81,6 @@ async def test_a_cold_prompt_of_a_million_tokens_holds_up_no_short_one(
         assert turns.total_s < 4 * LONGEST_S, "a miss is not worth hashing all of the prompt"
 
 
-async def test_names_of_a_million_tokens_are_noted_in_portions(redis: RedisServer) -> None:
-    names = [[at.to_bytes(8, "big") for at in range(MILLION // BLOCK)]]
-    prompt, turns = prompt_of(MILLION), LoopTurns()
-    async with engine_side(redis) as side:
-        with turns.measured():
-            await side.promise(prompt, None, 30.0, None, names)
-        assert turns.longest_s < LONGEST_S
-
-
 @pytest.mark.promise("A prompt of a million tokens blocks the loop for less than 50 ms.")
 async def test_a_claim_of_a_million_tokens_of_another_prompt_is_refused_in_portions(
     redis: RedisServer,
@@ -109,19 +100,3 @@ async def test_a_claim_of_a_million_tokens_of_another_prompt_is_refused_in_porti
         with turns.measured(), pytest.raises(HandoffError, match="for another prompt"):
             await claim_request(service, "long", "ticket", long, max_new_tokens=0)
         assert turns.longest_s < LONGEST_S
-
-
-async def test_a_publish_of_a_long_prompt_is_hashed_in_portions(redis: RedisServer) -> None:
-    """The keys of 400,000 tokens: 0.15 s in one go."""
-    prompt = prompt_of(400_000)
-    settings = CacheSettings(block_size=BLOCK, device_blocks=prompt.num_blocks, host_blocks=64)
-    store = open_store(redis.url, PATIENT, SystemClock())
-    service = Service(CpuDevice(), Fingerprint("m", LAYOUT), settings, HANDOFF, store)
-    async with service.running():
-        turns = LoopTurns()
-        with turns.measured():
-            keys = await service.tiers.copies.hashed_keys(prompt)
-            digests = keys.all_digests()
-        assert len(digests) == prompt.num_blocks
-        assert turns.longest_s < LONGEST_S
-        assert service.tiers.copies.prompt_keys(prompt) is keys, "nobody hashes the prompt again"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,12 @@ from tests.latch import until
 from tests.pd.nodes import TOKENS, claim, publish, settings
 from tests.pd.test_streaming import claim as claim_early
 from tests.pd.test_streaming import prefilling
-from tests.redis_server import PATIENT, redis_server
+from tests.redis_server import (
+    PATIENT,
+    RedisServer,
+    empty_redis,  # noqa: F401 - a fixture
+    module_redis,  # noqa: F401 - a fixture
+)
 from tests.world import World, world
 from tierkv.errors import HandoffError
 from tierkv.pd.tickets import Standing, status_of
@@ -24,13 +29,12 @@ AHEAD_S = 660.0  # more than a ticket lives
 
 
 @pytest.fixture(params=["redis", "file"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The URL of each kind of store that tells its time."""
     if request.param == "file":
-        yield f"file://{tmp_path / 'store'}"
-    else:
-        with redis_server() as server:
-            yield server.url
+        return f"file://{tmp_path / 'store'}"
+    server: RedisServer = request.getfixturevalue("empty_redis")
+    return server.url
 
 
 @asynccontextmanager
@@ -57,9 +61,7 @@ def skew_s(node: World) -> float | None:
     return state.clock_skew_s
 
 
-@pytest.mark.parametrize(
-    ("there_s", "here_s"), [(0, AHEAD_S), (0, -AHEAD_S), (AHEAD_S, 0), (-AHEAD_S, AHEAD_S)]
-)
+@pytest.mark.parametrize(("there_s", "here_s"), [(0, -AHEAD_S), (-AHEAD_S, AHEAD_S)])
 async def test_a_prompt_is_claimed_whatever_the_clocks_of_both_nodes_say(
     url: str, there_s: float, here_s: float
 ) -> None:

@@ -21,7 +21,6 @@ from tests.sessions import claim_request
 from tests.world import GQA, World
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt
-from tierkv.cache.node import Tier
 from tierkv.errors import ConfigError
 from tierkv.gpu import process_memory
 from tierkv.gpu.cpu import CpuDevice
@@ -41,7 +40,7 @@ from tierkv.pd.direct.landing import Landing, OpenPlanes, ShownPlanes
 from tierkv.pd.settings import DirectPath
 from tierkv.pd.tickets import HandoffStats
 
-COUNT, BLOCKS = len(TOKENS), 10
+BLOCKS = 10
 
 
 @asynccontextmanager
@@ -290,22 +289,14 @@ async def test_claims_of_one_prompt_at_the_same_time_share_what_lands() -> None:
         assert decode.service.stats().handoff.device_blocks == BLOCKS
 
 
-async def test_a_producer_that_slept_shows_its_new_planes() -> None:
-    async with pair() as (prefill, decode):
+@pytest.mark.parametrize("who", [0, 1], ids=["producer", "claimer"])
+async def test_after_a_sleep_a_node_shows_and_fills_its_new_planes(who: int) -> None:
+    async with pair() as both:
+        prefill, decode = both
         await claim(decode)
         decode.service.reset()
-        await prefill.service.sleep(keeps_blocks=False)
-        await prefill.service.wake()
-        await publish(prefill, ticket="again")
-        await claim(decode, ticket="again")
-        assert counts(decode)[:2] == (2 * BLOCKS, 0)
-
-
-async def test_a_claimer_that_slept_reads_into_its_new_planes() -> None:
-    async with pair() as (prefill, decode):
-        await claim(decode)
-        await decode.service.sleep(keeps_blocks=False)
-        await decode.service.wake()
+        await both[who].service.sleep(keeps_blocks=False)
+        await both[who].service.wake()
         await publish(prefill, ticket="again")
         await claim(decode, ticket="again")
         assert counts(decode)[:2] == (2 * BLOCKS, 0)
@@ -469,31 +460,3 @@ async def test_planes_that_nobody_reads_any_more_are_closed(
         await claim(decode, ticket="again")
         assert decode.service.stats().handoff.device_blocks == 2 * BLOCKS
     assert recorder.done == ["closed", "closed"]
-
-
-def test_planes_are_described_once_and_anew_when_they_are_others() -> None:
-    device = CpuDevice()
-    sharing = device.sharing
-    assert sharing is not None
-    now = [device.allocate_planes(GQA, 4)]
-    shown = ShownPlanes(sharing, lambda: now[0])
-    first = shown.describe()
-    assert shown.describe() is first
-    assert [plane.offset for plane in first.planes] == [a.ctypes.data for a in now[0].arrays]
-    now[0] = device.allocate_planes(GQA, 6)
-    second = shown.describe()
-    assert (second.owner, second.num_blocks) == (first.owner, 6)
-    assert second.name != first.name
-
-
-async def test_the_tier_that_blocks_landed_on_is_the_device() -> None:
-    async with pair() as (_, decode):
-        with decode.service.handoff.source.supply() as near:  # type: ignore[union-attr]
-            ticket = await finish(decode.service.handoff.tickets.read("ticket"))  # type: ignore[union-attr]
-            assert ticket is not None
-            near.learn(ticket)
-            await finish(near.ask(decode.prompt(TOKENS)))
-        match = decode.service.index.match(decode.prompt(TOKENS))
-        assert (match.device_blocks, match.host_blocks) == (BLOCKS, 0)
-        assert decode.service.index.spaces.root_of(decode.prompt(TOKENS)).space.used[Tier.HOST] == 0
-        await decode.settle()

@@ -26,7 +26,6 @@ from tierkv.gpu.protocol import SharedPlanes
 from tierkv.pd.direct import direct
 from tierkv.pd.direct.address import Channel, DirectAddress, DirectAnswer, DirectAsk, this_machine
 from tierkv.pd.settings import DirectPath, HandoffSettings
-from tierkv.pd.source import NoPeers
 from tierkv.pd.tickets import Standing, Ticket, status_of
 from tierkv.sched.budget import Budget
 from tierkv.sched.settings import CacheSettings
@@ -294,16 +293,6 @@ async def test_by_itself_a_node_listens_for_this_machine_only_and_only_once_it_p
         address = await address_of(prefill)
         assert (address.host, address.engine) == ("127.0.0.1", "")
         assert address.machine == await asyncio.to_thread(this_machine)
-
-
-async def test_a_node_that_is_told_to_offer_nothing_builds_no_direct_paths() -> None:
-    async with pair(direct=DirectPath.OFF) as (prefill, decode):
-        assert (await ticket_of(prefill)).direct is None
-        assert prefill.service.handoff is not None
-        assert isinstance(prefill.service.handoff.source, NoPeers)
-        request = await nodes.claimed(decode)
-        assert (request.matched.storage_tokens, request.matched.direct_tokens) == (COUNT, 0)
-        decode.service.scheduler.end(request)
 
 
 async def test_blocks_that_storage_may_not_see_are_not_shown() -> None:

@@ -22,7 +22,6 @@ from tierkv.clock import SystemClock
 from tierkv.engine import GenerateRequest, Sampling
 from tierkv.errors import HandoffError
 from tierkv.pd.claims import ClaimPolicy
-from tierkv.pd.handoff import PublishWait
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.factory import StoreSettings, open_store
@@ -254,49 +253,6 @@ async def test_many_hand_offs_at_once_are_exact_and_leave_nothing(
     assert background_tasks() == tasks
     await until(lambda: len(os.listdir("/proc/self/fd")) <= open_before, "closed files")
     nothing_lives_for_ever(server)
-
-
-async def test_the_first_token_does_not_wait_for_storage_if_it_need_not(
-    server: RedisServer,
-) -> None:
-    prompt = text(100, seed=77)
-    async with pair(url_of("redis", server, Path()), stores=StoreSettings()) as (prefill, decode):
-        server.pause()
-        try:
-            prefilled = await prefill.engine.prefill(
-                prefill.job(prompt, 1), "later", waits_for=PublishWait.NOTHING
-            )
-        finally:
-            server.resume()
-        assert prefilled.published is None
-        assert prefilled.generation.tokens == truth(prompt, 1).tokens
-        await until(lambda: prefill.service.stats().running_requests == 0, "the publish")
-        await at_rest(prefill)
-        generation, _ = await decode.engine.decode(
-            decode.job(prompt, NEW), "never", policy=ClaimPolicy.RECOMPUTE, deadline_s=0.05
-        )
-        assert generation.tokens == truth(prompt, NEW).tokens
-
-
-async def test_the_next_turn_hits_on_the_other_node_prompt_answer_and_tail(
-    server: RedisServer,
-) -> None:
-    async with pair(url_of("redis", server, Path()), storage_write=WritePolicy.WRITE_THROUGH) as (
-        first,
-        second,
-    ):
-        prompt = text(75, seed=5)
-        turn = await first.generate(prompt, 30)
-        await at_rest(first)
-        talk = [*prompt, *turn.tokens, *text(20, seed=6)]
-        answer = await second.generate(talk, NEW)
-        assert answer.tokens == truth(talk, NEW).tokens
-        # All but the last generated token, whose KV nobody has computed yet.
-        assert answer.matched.storage_tokens == len(prompt) + 30 - 1
-        await at_rest(second)
-        again = await first.generate([*talk, *answer.tokens, *text(9, seed=7)], NEW)
-        assert again.matched.total_tokens == len(talk) + NEW - 1
-        await at_rest(first)
 
 
 async def test_what_a_decode_node_made_of_a_claim_is_there_for_the_prefill_node(

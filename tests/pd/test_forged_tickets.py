@@ -76,6 +76,7 @@ def changed(one: Any, **fields: Any) -> Any:
     return forged
 
 
+ODD_TOKENS = [-1, VOCAB_SIZE, 2**31, 2**32, 2**63]
 ODD_ADDRESSES = [
     {"port": -1},
     {"port": 0},
@@ -89,29 +90,20 @@ ODD_ADDRESSES = [
 ]
 
 
-@pytest.mark.parametrize("fields", ODD_ADDRESSES, ids=str)
-async def test_a_ticket_with_an_address_that_is_none_is_damaged(
-    server: RedisServer, fields: dict[str, Any]
-) -> None:
+async def test_a_ticket_with_an_odd_address_or_first_token_is_damaged(server: RedisServer) -> None:
     async with published(server) as (prefill, decode, ticket):
-        await put(prefill, changed(ticket, direct=changed(ticket.direct, **fields)))
-        with pytest.raises(HandoffError) as refused:
-            await decode.engine.decode(decode.job(PROMPT, NEW), "t")
-        assert refused.value.reason == "damaged"
+        forged = [
+            *(changed(ticket, direct=changed(ticket.direct, **fields)) for fields in ODD_ADDRESSES),
+            *(changed(ticket, first_tokens=(token,)) for token in ODD_TOKENS),
+        ]
+        for one in forged:
+            await put(prefill, one)
+            with pytest.raises(HandoffError) as refused:
+                await decode.engine.decode(decode.job(PROMPT, NEW), "t")
+            assert refused.value.reason == "damaged", one
 
 
-@pytest.mark.parametrize("token", [-1, VOCAB_SIZE, 2**31, 2**32, 2**63])
-async def test_a_ticket_with_first_tokens_that_are_none_is_damaged(
-    server: RedisServer, token: int
-) -> None:
-    async with published(server) as (prefill, decode, ticket):
-        await put(prefill, changed(ticket, first_tokens=(token,)))
-        with pytest.raises(HandoffError) as refused:
-            await decode.engine.decode(decode.job(PROMPT, NEW), "t")
-        assert refused.value.reason == "damaged"
-
-
-@pytest.mark.parametrize("after_s", [TEN_YEARS_S, 4e9, 1e300])
+@pytest.mark.parametrize("after_s", [TEN_YEARS_S, 1e300])
 async def test_a_ticket_that_ends_in_the_far_future_is_claimed_and_acknowledged(
     server: RedisServer, after_s: float
 ) -> None:

@@ -15,13 +15,7 @@ from tests.redis_groups import (
     sentinel_group,
     wait_until,
 )
-from tests.redis_server import PATIENT
-from tests.sessions import claim_request, publish_request
 from tests.storage.test_notify import live, opened
-from tests.world import world
-from tierkv.clock import SystemClock
-from tierkv.pd.settings import DirectPath, HandoffSettings
-from tierkv.storage.factory import open_store
 from tierkv.storage.protocol import Listener, Notifier
 
 pytestmark = pytest.mark.timeout(120)
@@ -61,38 +55,6 @@ async def test_every_topic_is_heard_whichever_node_its_slot_is_on(url: str) -> N
                 await live(listener)
                 # Again, as the nodes of a new cluster pass on nothing before they know each other.
                 await finish(_tell_until_heard(teller, topic, listener))
-
-
-async def test_a_claim_hears_of_its_ticket(url: str) -> None:
-    """Without hints it would look after 5 ms, 10 ms, ...; with them it looks once a second."""
-    settings = HandoffSettings(
-        direct=DirectPath.OFF,
-        publish_deadline_s=100.0,
-        claim_deadline_s=100.0,
-        lookup_deadline_s=100.0,
-    )
-
-    def store() -> object:
-        return open_store(url, PATIENT, SystemClock())
-
-    tokens = list(range(21))
-    async with (
-        world(store=store(), handoff=settings) as prefill,  # type: ignore[arg-type]
-        world(store=store(), handoff=settings) as decode,  # type: ignore[arg-type]
-    ):
-        claim = asyncio.create_task(
-            claim_request(decode.service, "c", "t", decode.prompt(tokens), max_new_tokens=1)
-        )
-        request = await prefill.admit(tokens)
-        await prefill.prefill(request, tokens)
-        await finish(publish_request(prefill.service, request, "t", [42]))
-        claimed, _ = await finish(claim)
-        await finish(claimed.gate.all_layers(100.0))
-        decode.check_kv(claimed, tokens, 21)
-        decode.service.scheduler.end(claimed)
-        prefill.service.scheduler.end(request)
-        await decode.settle()
-        await prefill.settle()
 
 
 async def test_hints_come_back_after_a_failover() -> None:

@@ -9,11 +9,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.gated_reads import GatedReads
-from tests.latch import finish, turns, until
+from tests.latch import finish, until
 from tests.sessions import claim_request, publish_request
 from tests.world import World, world
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError
 from tierkv.gpu.protocol import Direction
@@ -135,60 +134,3 @@ async def test_what_has_been_fetched_is_loaded_while_the_rest_is_on_its_way(
             assert sum(len(copy) for copy in here.latch.seen) == BLOCKS, "each block once"
             await here.ended(claimed)
             assert here.service.verify() == []
-
-
-@pytest.mark.parametrize("groups", [2, 3, 4])
-async def test_what_has_been_fetched_is_loaded_when_it_is_worth_a_load(
-    monkeypatch: pytest.MonkeyPatch, groups: int
-) -> None:
-    store = memory()
-    async with computed(store) as (there, request):
-        await finish(publish_request(there.service, request, "t", [1]))
-        gated = GatedReads(store)
-        async with node(gated) as here, asyncio.TaskGroup() as group:
-            worth = groups * GROUP_BLOCKS * here.layout.block_bytes
-            monkeypatch.setattr(claims, "LEAST_BYTES", worth)
-            claiming = group.create_task(
-                claim_request(here.service, "c", "t", here.prompt(PROMPT), max_new_tokens=0)
-            )
-            for at in range(3):
-                await gated.until_asked(at + 1)
-                gated.gates[at].set_result(GetStatus.HIT)
-                await gated.until_asked(min(at + 3, 4))  # then all of this one has been taken in
-                await turns(20)
-            await until(lambda: here.latch.count(Direction.LOAD) == (groups < 4))
-            gated.gates[3].set_result(GetStatus.HIT)
-            claimed, _ = await claiming
-            await finish(claimed.gate.all_layers(100.0))
-            here.check_kv(claimed, PROMPT, len(PROMPT))
-            loaded = [len(copy) for copy in here.latch.seen]
-            assert sum(loaded) == BLOCKS, "each block once"
-            first = groups * GROUP_BLOCKS
-            assert loaded == ([first, BLOCKS - first] if groups < 4 else [BLOCKS])
-            await here.ended(claimed)
-
-
-async def test_a_device_without_room_takes_blocks_only_when_the_request_is_admitted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(claims, "LEAST_BYTES", 1)
-    store = memory()
-    async with computed(store) as (there, request):
-        await finish(publish_request(there.service, request, "t", [1]))
-        gated = GatedReads(store)
-        async with node(gated) as here, asyncio.TaskGroup() as group:
-            busy = await here.admit([60 + token for token in range(40)])
-            claiming = group.create_task(
-                claim_request(here.service, "c", "t", here.prompt(PROMPT), max_new_tokens=0)
-            )
-            for at in range(4):
-                await gated.until_asked(at + 1)
-                gated.gates[at].set_result(GetStatus.HIT)
-            await until(lambda: here.service.scheduler.num_waiting == 1)
-            assert here.latch.count(Direction.LOAD) == 0
-            here.service.scheduler.end(busy)
-            claimed, _ = await claiming
-            await finish(claimed.gate.all_layers(100.0))
-            assert here.latch.count(Direction.LOAD) == 1
-            await here.ended(claimed)
-            assert not len(here.service.tiers.slots.lent(Tier.HOST))

@@ -18,7 +18,6 @@ from tests.storage.values import TurnedClock, put_one
 from tests.world import World, fingerprint, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Names, Tail, pack
-from tierkv.cache.layout import Layout
 from tierkv.clock import SystemClock
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.transfer.storage_io import MAX_TAILS
@@ -50,8 +49,8 @@ def list_name(node: World, prompt: list[int]) -> str:
     return Names("tierkv", node.service.fingerprint.short).tails(parent)
 
 
-@pytest.mark.parametrize("blocks", [0, 1, 3])
-@pytest.mark.parametrize("more", [1, 2, 3, 9])
+@pytest.mark.parametrize("blocks", [0, 3])
+@pytest.mark.parametrize("more", [1, 2, 9])
 async def test_a_longer_prompt_takes_the_tail_of_a_shorter_one(blocks: int, more: int) -> None:
     async with two() as (first, second):
         left = tokens(blocks * BLOCK + 2)
@@ -87,19 +86,6 @@ async def test_of_several_tails_the_one_that_shares_most_is_taken() -> None:
             await first.run([*tokens(BLOCK), *rest])
         matched = await second.run([*tokens(BLOCK), 51, 52, 53, 1, 2])
         assert matched.storage_tokens == BLOCK + 3
-
-
-async def test_the_next_turn_hits_on_another_node_what_decoding_made() -> None:
-    async with two() as (first, second):
-        prompt, answer = tokens(6), [40, 41, 42, 43, 44]
-        request = await first.admit(prompt, new=8)
-        await first.prefill(request, prompt)
-        told = [*prompt, *answer]
-        first.compute(request, told, len(prompt))
-        await finish(first.service.scheduler.commit(request, pack(told)))
-        await first.ended(request)
-        matched = await second.run([*told, 70, 71, 72])
-        assert matched.storage_tokens == len(told)
 
 
 async def test_a_published_tail_is_found_too() -> None:
@@ -166,7 +152,7 @@ async def test_a_longer_tail_takes_the_place_of_its_own_beginning() -> None:
         assert value.count(pack(tokens(1, BLOCK))) == 1
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(5))
 async def test_a_damaged_list_is_a_miss_and_never_a_wrong_byte(seed: int) -> None:
     rng = random.Random(seed)
     async with two() as (first, second):
@@ -191,45 +177,10 @@ async def test_a_list_that_names_what_is_gone_is_a_miss() -> None:
         assert (await second.run(tokens(BLOCK + 2))).storage_tokens == 0  # on the device by now
 
 
-async def test_a_tail_with_a_flipped_bit_is_a_miss() -> None:
-    async with two() as (first, second):
-        await first.run(tokens(BLOCK + 2))
-        name = first.names(tokens(BLOCK + 2))[-1]
-        content = bytearray(await first.the_store.get(name, max_bytes=1 << 20) or b"")
-        content[-1] ^= 1
-        await put_one(first.the_store, name, bytes(content), keep_existing=False)
-        assert (await second.run(tokens(BLOCK + 4))).storage_tokens == BLOCK
-
-
-async def test_writers_at_once_lose_at_most_entries() -> None:
-    async with two() as (first, second):
-        prompts = [[*tokens(BLOCK), 200 + number, 1] for number in range(6)]
-        async with asyncio.TaskGroup() as group:
-            for number, prompt in enumerate(prompts):
-                group.create_task(run_on((first, second)[number % 2], prompt))
-        await first.settle()
-        await second.settle()
-        hits = 0
-        async with world(store=first.the_store, device_blocks=64, host_blocks=64) as third:
-            for prompt in prompts:
-                hits += (await third.run([*prompt, 9])).storage_tokens > 0
-        assert hits
-
-
 async def run_on(node: World, prompt: list[int]) -> None:
     request = await node.admit(prompt)
     await node.prefill(request, prompt)
     node.service.scheduler.end(request)
-
-
-async def test_tails_of_other_tenants_are_not_found() -> None:
-    store = MemoryStore(MemorySettings(), SystemClock())
-    async with (
-        world(store=store, storage_write=WritePolicy.WRITE_THROUGH) as first,
-        world(store=store, who=fingerprint(tenant="other")) as second,
-    ):
-        await first.run(tokens(2))
-        assert (await second.run(tokens(5))).storage_tokens == 0
 
 
 async def test_two_requests_for_one_tail_fetch_it_once() -> None:
@@ -240,18 +191,3 @@ async def test_two_requests_for_one_tail_fetch_it_once() -> None:
                 group.create_task(run_on(second, [*tokens(2 * BLOCK + 2), last]))
         await second.settle()
         assert second.storage_stats.fetched_blocks == 3
-
-
-async def test_a_store_that_dies_at_the_list_costs_the_tail_only() -> None:
-    async with two() as (first, second):
-        await first.run(tokens(BLOCK + 2))
-        request = asyncio.create_task(second.run(tokens(BLOCK + 4)))
-        second.the_store.hold()
-        await second.the_store.until_held(1)  # the lookup
-        second.the_store.release()
-        assert (await finish(request)).storage_tokens == BLOCK + 2
-
-
-def test_layouts_here_have_small_blocks() -> None:
-    layout: Layout = LAYOUTS["gqa"]
-    assert layout.block_size == BLOCK

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 
 from tests.latch import finish, turns, until
@@ -123,24 +122,6 @@ async def test_a_ticket_is_for_any_tenant_that_both_nodes_serve() -> None:
         assert ticket.fingerprint == tenant.readable()
         decode.check_kv(claimed, tokens(9), 9)
         await decode.ended(claimed)
-
-
-async def test_no_ticket_is_no_failure_where_the_policy_may_compute() -> None:
-    async with pair() as (_, decode):
-        request, ticket = await finish(
-            claim_request(
-                decode.service,
-                "claim",
-                "none",
-                decode.prompt(tokens(9)),
-                max_new_tokens=1,
-                policy=ClaimPolicy.RECOMPUTE,
-                deadline_s=0.2,
-            )
-        )
-        assert ticket is None
-        assert request.cached_tokens == 0
-        await decode.ended(request)
 
 
 async def test_who_recomputes_all_asks_storage_for_nothing() -> None:
@@ -277,31 +258,6 @@ async def test_a_lease_under_another_producers_name_says_nothing_and_an_old_one_
         past = f"{time.time() - 60:.3f}".encode()  # a store that drops nothing has it yet
         await finish(store.put([PutItem(names.producer("past"), (past,), ttl_s=60)]))
         assert await finish(theirs.is_alive("past")) == has_ttl
-
-
-async def test_an_acknowledgement_is_of_the_ticket_that_was_claimed_and_of_no_later_one() -> None:
-    async with pair() as (prefill, decode):
-        await publish(prefill, tokens(9))
-        await claim(decode, tokens(9))
-        assert prefill.service.handoff is not None
-        tickets = prefill.service.handoff.tickets
-        ticket = await finish(tickets.read("ticket"))
-        assert ticket is not None
-        assert await finish(tickets.is_claimed(ticket))
-        later = msgspec.structs.replace(ticket, created_at=ticket.created_at + 1)
-        assert not await finish(tickets.is_claimed(later))
-
-
-async def test_a_hand_off_that_begins_again_is_not_taken_for_the_one_before_it() -> None:
-    async with pair() as (prefill, decode):
-        await publish(prefill, tokens(9))
-        await claim(decode, tokens(9))
-        assert prefill.service.handoff is not None
-        tickets = prefill.service.handoff.tickets
-        with tickets.lease.held():
-            await finish(tickets.begin(tickets.new_open("ticket", prefill.prompt(tokens(9)))))
-            state = await finish(decode.service.ticket_state("ticket"))
-            assert state.state is Standing.OPEN
 
 
 @pytest.mark.parametrize("ticket_id", ["\ud800", "chat-\udcff", "a" * 100_000 + "\udfff"])

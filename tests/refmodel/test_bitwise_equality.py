@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.refmodel.paged_run import PROSE, KVDtype, PagedRun, Tokens, model
+from tests.refmodel.paged_run import KVDtype, PagedRun, Tokens, model
 
 DTYPES: tuple[KVDtype, ...] = ("float32", "float16", "bfloat16")
 
@@ -70,7 +70,7 @@ def cold_run(kv_dtype: KVDtype) -> tuple[bytes, bytes]:
 
 
 @pytest.mark.parametrize("kv_dtype", DTYPES)
-@pytest.mark.parametrize("cut", [1, 16, 255, 1025, 2999])
+@pytest.mark.parametrize("cut", [1, 255, 1025])
 def test_a_long_prompt_in_two_parts_gives_the_bits_of_one(cut: int, kv_dtype: KVDtype) -> None:
     tokens = random_tokens(3000)
     run = PagedRun(model(kv_dtype, 16), len(tokens), table_seed=2)
@@ -99,10 +99,3 @@ def test_calls_in_several_threads_at_once_give_the_bits_of_one_after_the_other()
     expected = [logits(prompt) for prompt in prompts]
     with ThreadPoolExecutor(len(prompts)) as threads:
         assert list(threads.map(logits, prompts)) == expected
-
-
-def test_generation_is_the_same_from_a_cached_prefix() -> None:
-    expected = PagedRun(model(), 400).generate(PROSE, 40)
-    run = PagedRun(model(block_size=5), 400)
-    run.feed(PROSE[:123])
-    assert run.generate(PROSE[123:], 40) == expected

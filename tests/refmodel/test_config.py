@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import tomllib
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from tests.refmodel.paged_run import PagedRun
+from tierkv.cache.keys import Fingerprint
 from tierkv.errors import ConfigError
 from tierkv.refmodel.config import ModelConfig
-from tierkv.refmodel.model import ReferenceModel
+from tierkv.refmodel.model import ReferenceModel, Weights, make_weights
 
 
 @pytest.mark.parametrize(
@@ -81,3 +86,69 @@ def test_other_sizes_keep_the_promise_of_equal_bits(changes: dict[str, int]) -> 
     run.feed(tokens[:123])
     assert run.feed(tokens[123:]).tobytes() == expected.tobytes()
     assert run.kv() == cold.kv()
+
+
+# Two configurations that compute differently never share a key.
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "another"},
+        {"revision": "2"},
+        {"num_layers": 5},
+        {"num_heads": 8},
+        {"hidden": 128},
+        {"ffn": 256},
+        {"rope_theta": 500_000.0},
+        {"seed": 1},
+        {"kv_dtype": "float16"},
+        {"head_dim": 32},
+        {"num_kv_heads": 1},
+    ],
+)
+def test_any_change_of_the_model_changes_the_fingerprint(change: dict[str, object]) -> None:
+    def root(config: ModelConfig) -> bytes:
+        return Fingerprint(config.name, config.layout(16), config.weights_id).root()
+
+    config = ModelConfig()
+    assert root(dataclasses.replace(config, **change)) != root(config)  # type: ignore[arg-type]
+
+
+# A seed stands for the same weights everywhere.
+
+
+def matrices(weights: Weights) -> Iterator[npt.NDArray[np.float32]]:
+    yield weights.embedding
+    for layer in weights.layers:
+        yield from (layer.qkv, layer.qkv_bias, layer.out, layer.gate_up, layer.down)
+    yield weights.unembedding
+
+
+def checksum(config: ModelConfig) -> str:
+    joined = b"".join(matrix.tobytes() for matrix in matrices(make_weights(config)))
+    return hashlib.sha256(joined).hexdigest()
+
+
+def test_the_bytes_of_a_seed_are_pinned() -> None:
+    """If this fails, stored KV of the same model name and revision no longer fits: raise it."""
+    assert (
+        checksum(ModelConfig())
+        == "c558ef964faba7655032c3c8f0725de0b4f9dc6c6c29478dedc64561f254564c"
+    )
+    assert (
+        checksum(ModelConfig(seed=2**64 - 1))
+        == "035f5a3fe74bdc996ffec24811385961b517199305f7f27c37c168f2f6193ebe"
+    )
+
+
+def test_all_weights_are_float32_in_c_order() -> None:
+    for matrix in matrices(make_weights(ModelConfig())):
+        assert matrix.dtype == np.float32
+        assert matrix.flags.c_contiguous
+
+
+def test_another_seed_gives_other_weights_throughout() -> None:
+    ours, theirs = (matrices(make_weights(ModelConfig(seed=seed))) for seed in (0, 1))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert np.count_nonzero(mine == other) <= mine.size // 2  # biases of values are zero

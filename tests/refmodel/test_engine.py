@@ -6,18 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import pytest
 
 from tests.e2e.exact import BLOCK_SIZE, ExactNode, exact_node, text, truth
 from tests.faulty import FaultyStore
-from tests.latch import EVERY, CopyLatch, cancelled_at, finish, turns, until
-from tests.stored import stored_keys
-from tierkv.cache.keys import Names, Prompt, pack
+from tests.latch import EVERY, CopyLatch, cancelled_at, turns, until
+from tierkv.cache.keys import Names, pack
 from tierkv.clock import SystemClock
-from tierkv.engine import GenerateRequest, Sampling
+from tierkv.engine import GenerateRequest
 from tierkv.errors import (
     BadRequestError,
     HandoffError,
@@ -130,20 +128,6 @@ async def test_a_failed_load_is_computed_and_told(length: int) -> None:
         await on.settle()
 
 
-async def test_a_failed_load_is_published_from_what_was_computed_instead() -> None:
-    store = memory()
-    async with bench(store) as on:
-        await on.node.generate(PROMPT, 1)
-        await on.push_to_host(PROMPT)
-        on.latch.fail_next(Direction.LOAD)
-        result = await on.node.engine.prefill(on.node.job(PROMPT, 1), "ticket")
-        assert result.generation.load_problem is not None
-        await on.settle()
-    async with bench(store) as on:
-        claimed, _ = await on.node.engine.decode(on.node.job(PROMPT, NEW), "ticket")
-        assert claimed.tokens == truth(PROMPT, NEW).tokens
-
-
 async def test_a_claim_whose_load_fails_says_so_or_computes_as_its_policy_says() -> None:
     store = memory()
     async with bench(store) as on:
@@ -163,27 +147,7 @@ async def test_a_claim_whose_load_fails_says_so_or_computes_as_its_policy_says()
         await on.settle()
 
 
-async def test_a_claim_computes_the_blocks_that_storage_lost_if_it_may() -> None:
-    store = memory()
-    async with bench(store) as on:
-        await on.prefilled(PROMPT)
-        keys = stored_keys(on.node.service.fingerprint.root(), Prompt.of(PROMPT, BLOCK_SIZE))
-        names = Names("tierkv", on.node.service.fingerprint.short)
-        await on.store.delete([names.name(keys[1])])
-    async with bench(store) as on:
-        with pytest.raises(HandoffError) as refused:
-            await on.node.engine.decode(on.node.job(PROMPT, NEW), "ticket")
-        assert refused.value.reason == "incomplete"
-        result, _ = await on.node.engine.decode(
-            on.node.job(PROMPT, NEW), "ticket", policy=ClaimPolicy.RECOMPUTE
-        )
-        assert result.computed_tokens == len(PROMPT) - BLOCK_SIZE
-        assert result.tokens == truth(PROMPT, NEW).tokens
-        await on.settle()
-
-
-@pytest.mark.parametrize("passed", [1, 2, 4])
-@pytest.mark.parametrize("wanted", [1, 2, 5])
+@pytest.mark.parametrize(("passed", "wanted"), [(1, 5), (4, 1), (4, 5)])
 async def test_a_ticket_may_pass_any_number_of_tokens(passed: int, wanted: int) -> None:
     store = memory()
     expected = truth(PROMPT, 6).tokens
@@ -235,13 +199,6 @@ async def test_what_the_model_cannot_take_is_refused_before_anything_is_held() -
             await on.node.generate(text(25 * BLOCK_SIZE), 1)
         await on.node.generate(text(24 * BLOCK_SIZE), 1)  # the last token needs no room
         await on.settle()
-
-
-async def test_a_node_without_storage_refuses_to_prefill() -> None:
-    async with exact_node(None) as node:
-        with pytest.raises(HandoffError) as refused:
-            await node.engine.prefill(node.job(PROMPT, 1), "ticket")
-        assert refused.value.reason == "storage_unavailable"
 
 
 # Cancels
@@ -310,19 +267,6 @@ async def test_a_cancel_at_any_await_leaves_nothing_behind(start: Start, *, late
     pytest.fail("there was no end to the awaits")
 
 
-async def test_a_cancel_at_any_await_of_a_host_hit_leaves_nothing_behind() -> None:
-    async with bench() as on:
-        for at in range(200):
-            await on.node.generate(PROMPT, 1)
-            await on.push_to_host(PROMPT)
-            was_reached = await cancelled_at(at, on.node.generate(PROMPT, NEW), late=False)
-            await on.settle()
-            assert (await on.node.generate(PROMPT, NEW)).tokens == truth(PROMPT, NEW).tokens
-            if not was_reached:
-                return
-    pytest.fail("there was no end to the awaits")
-
-
 # Publishing
 
 
@@ -378,24 +322,3 @@ async def test_a_stopped_publish_tells_who_waits_and_leaves_no_ticket(*, is_held
         with pytest.raises(HandoffError) as refused:
             await engine.decode(on.node.job(PROMPT, NEW), "ticket", deadline_s=1.0)
         assert refused.value.reason == "not_yet"
-
-
-async def test_a_publish_that_storage_refuses_ends_the_request() -> None:
-    async with bench() as on:
-        on.store.fail_next(1000)
-        with pytest.raises(HandoffError) as refused:
-            await on.prefilled(PROMPT)
-        assert refused.value.reason == "storage_unavailable"
-        on.store.fail_next(0)
-        await on.settle()
-
-
-async def test_many_requests_at_once_give_what_each_gives_alone(tmp_path: Path) -> None:
-    prompts = [text(20 + 13 * i, seed=i // 2) for i in range(10)]
-    sampling = Sampling(temperature=0.7, seed=5, top_k=20)
-    async with bench(device_blocks=40) as on:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(on.node.generate(p, NEW, sampling)) for p in prompts]
-        for prompt, task in zip(prompts, tasks, strict=True):
-            assert task.result().tokens == truth(prompt, NEW, sampling).tokens
-        await finish(on.settle())

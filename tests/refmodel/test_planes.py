@@ -23,7 +23,7 @@ def after_prompt(kv_dtype: KVDtype = "float32") -> PagedRun:
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("num_zeroed", [1, 2, 4, 8, 13])
+@pytest.mark.parametrize("num_zeroed", [1, 13])
 def test_zeroing_the_last_tokens_changes_what_is_generated(
     num_zeroed: int, kv_dtype: KVDtype
 ) -> None:
@@ -47,16 +47,6 @@ def test_swapping_two_full_blocks_changes_rounding_but_no_token() -> None:
     run = after_prompt()
     run.block_table[[2, 5]] = run.block_table[[5, 2]]
     assert continuation(run) == expected
-
-
-def test_swapping_a_full_block_with_the_tail_changes_the_logits() -> None:
-    run = after_prompt()
-    assert run.length % 16
-    expected = after_prompt().feed(LATE)
-    tail = run.length // 16
-    run.block_table[[2, tail]] = run.block_table[[tail, 2]]
-    logits = run.feed(LATE)
-    assert not np.allclose(np.nan_to_num(logits), np.nan_to_num(expected), atol=1e-3)
 
 
 def test_nan_in_a_known_token_does_show_so_the_garbage_tests_can_fail() -> None:
@@ -120,14 +110,7 @@ def test_planes_may_be_rows_of_a_wider_buffer() -> None:
     assert all((buffer[:, :size] == 0xFF).all() for buffer in wide)
 
 
-def test_prompts_that_differ_in_one_early_byte_go_on_differently() -> None:
-    other = PROSE.copy()
-    other[100] ^= 1
-    ours = PagedRun(model(), 400).generate(PROSE, 24)
-    assert PagedRun(model(), 400).generate(other, 24) != ours
-
-
-@pytest.mark.parametrize("num_tokens", [1, 20, 100, 255])
+@pytest.mark.parametrize("num_tokens", [1, 255])
 def test_generation_does_not_collapse_into_one_token(num_tokens: int) -> None:
     out = PagedRun(model(), 400).generate(PROSE[:num_tokens], 64)
     assert len(set(out[-32:])) > 8

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -100,26 +102,23 @@ def test_logits_that_name_no_token_are_refused(logits: list[float]) -> None:
         sample(np.array(logits, np.float32), Sampling(), 0)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"temperature": temperature} for temperature in (-1.0, float("nan"), float("inf"))),
+        *({"seed": seed} for seed in (-1, 2**64)),
+        {"top_k": -1},
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(BadRequestError):
+        Sampling(**fields)
+
+
 def test_a_negative_position_is_refused() -> None:
     with pytest.raises(BadRequestError):
         sample(LOGITS, Sampling(), -1)
-
-
-@pytest.mark.parametrize("temperature", [-1.0, float("nan"), float("inf")])
-def test_a_temperature_out_of_range_is_refused(temperature: float) -> None:
-    with pytest.raises(BadRequestError):
-        Sampling(temperature=temperature)
-
-
-@pytest.mark.parametrize("seed", [-1, 2**64])
-def test_a_seed_out_of_range_is_refused(seed: int) -> None:
-    with pytest.raises(BadRequestError):
-        Sampling(seed=seed)
-
-
-def test_a_negative_top_k_is_refused() -> None:
-    with pytest.raises(BadRequestError):
-        Sampling(top_k=-1)
 
 
 def test_log_probabilities_are_those_of_a_softmax_and_the_lower_of_equal_tokens_comes_first() -> (

@@ -6,9 +6,8 @@ import asyncio
 
 import pytest
 
-from tests.latch import PATIENCE_S, finish, turns, until
-from tests.sessions import begin_request
-from tests.world import BLOCK, World, background_tasks, tokens, world
+from tests.latch import PATIENCE_S, turns, until
+from tests.world import BLOCK, tokens, world
 from tierkv.cache.keys import Prompt, pack
 from tierkv.errors import (
     BadRequestError,
@@ -27,28 +26,6 @@ async def test_a_request_gets_blocks_for_its_prompt_and_all_it_may_generate() ->
         assert here.free_device_blocks == 4
         here.service.scheduler.end(request)
         assert here.free_device_blocks == 8
-
-
-async def test_one_that_waits_is_admitted_when_blocks_come_free_first_come_first_served() -> None:
-    async with world(device_blocks=4) as here:
-        running = await here.admit(tokens(16))
-        order: list[int] = []
-
-        async def one(number: int) -> None:
-            request = await here.admit(tokens(8, 100 * number), name=f"waiting {number}")
-            order.append(number)
-            await turns(2)
-            here.service.scheduler.end(request)
-
-        async with asyncio.TaskGroup() as group:
-            for number in range(6):
-                group.create_task(one(number))
-                await turns(2)
-            assert here.service.stats().waiting_requests == 6
-            assert order == []
-            here.service.scheduler.end(running)
-        assert order == list(range(6))
-        await here.settle()
 
 
 async def test_a_small_request_does_not_overtake_a_large_one_so_none_starves() -> None:
@@ -135,16 +112,6 @@ async def test_an_empty_prompt_or_negative_numbers_are_refused() -> None:
             Prompt.of([-1], BLOCK)
 
 
-@pytest.mark.parametrize("count", [1, BLOCK - 1, BLOCK, BLOCK + 1, 10_000])
-async def test_any_length_is_cached_and_found_again(count: int) -> None:
-    async with world(device_blocks=2501, host_blocks=8) as here:
-        prompt = [token % 7 for token in range(count)]
-        first = await here.run(prompt)
-        second = await here.run(prompt)
-        assert first.total_tokens == 0
-        assert second.device_tokens == count - 1  # one is left to compute
-
-
 @pytest.mark.parametrize("count", [13, 14, 15, 16])
 async def test_a_request_that_fits_is_admitted_though_its_own_cache_fills_the_device(
     count: int,
@@ -179,22 +146,6 @@ async def test_waiting_requests_do_not_hold_each_other_up_by_what_they_fetched()
         await here.settle()
 
 
-async def test_a_cancelled_request_leaves_the_queue_and_the_next_one_comes() -> None:
-    async with world(device_blocks=4) as here:
-        running = await here.admit(tokens(8))
-        async with asyncio.TaskGroup() as group:
-            large = group.create_task(here.admit(tokens(16, 100)))
-            await turns(2)
-            small = group.create_task(here.admit(tokens(8, 200)))
-            await turns(2)
-            assert not small.done()
-            large.cancel()
-            await until(small.done)  # it fits beside the running one
-        assert large.cancelled()
-        here.service.scheduler.end(small.result())
-        await here.ended(running)
-
-
 async def test_a_request_ends_once() -> None:  # fault 9
     async with world() as here:
         request = await here.admit(tokens(5))
@@ -215,39 +166,6 @@ async def test_without_cache_everything_is_computed_and_nothing_breaks() -> None
         here.check_kv(request, tokens(10), 10)
         await here.ended(request)
         assert (await here.run(tokens(10))).device_tokens == 9
-
-
-async def test_requests_in_parallel_share_blocks_and_each_reads_its_own_kv() -> None:
-    async with world(device_blocks=40) as here:
-
-        async def one(number: int) -> None:
-            prompt = [*tokens(9), number, number]
-            request = await here.admit(prompt, new=4)
-            await here.prefill(request, prompt)
-            for step in range(4):
-                prompt.append(step)
-                here.compute(request, prompt, len(prompt) - 1)
-                await finish(here.service.scheduler.commit(request, pack(prompt)))
-                await turns(1)
-            here.check_kv(request, prompt, len(prompt))
-            here.service.scheduler.end(request)
-
-        async with asyncio.TaskGroup() as group:
-            for number in range(20, 26):
-                group.create_task(one(number))
-        await here.settle()
-
-
-async def test_generated_tokens_are_cached_too_tail_included() -> None:
-    async with world() as here:
-        prompt = tokens(6)
-        request = await here.admit(prompt, new=5)
-        await here.prefill(request, prompt)
-        prompt += [7, 7, 7, 7, 7]
-        here.compute(request, prompt, 6)
-        await here.service.scheduler.commit(request, pack(prompt))
-        here.service.scheduler.end(request)
-        assert (await here.run([*prompt, 1])).device_tokens == 11
 
 
 @pytest.mark.parametrize(
@@ -307,29 +225,3 @@ async def test_leaving_waits_for_the_requests_that_run() -> None:
 
             group.create_task(end_later())
         assert ended
-
-
-async def test_nothing_is_left_running_after_a_service() -> None:
-    before = background_tasks()
-
-    async def live() -> World:
-        async with world(with_store=True) as here:
-            await here.run(tokens(10))
-            return here
-
-    await live()
-    await until(lambda: background_tasks() == before)
-
-
-async def test_a_prompt_that_is_committed_in_parts_is_cached_whole() -> None:
-    async with world() as here:
-        prompt = here.prompt(range(14))
-        request = await begin_request(here.service, "parts", prompt, max_new_tokens=0)
-        here.compute(request, range(14))
-        for stop in (5, 8):
-            await here.service.scheduler.commit(request, prompt.tokens[: 4 * stop])
-        await here.service.scheduler.commit(request, prompt.tokens)  # the very same bytes
-        assert request.prompt.num_tokens == 14
-        await here.ended(request)
-        assert here.service.index.match(prompt, 14).num_blocks == 3
-        assert (await here.run(list(range(14)))).device_tokens == 13

@@ -63,38 +63,6 @@ async def test_stored_loaded_and_evicted_are_told_for_each_tier() -> None:
             assert 0 in blocks(events, CacheEventKind.EVICTED, "host")
 
 
-async def test_what_is_fetched_is_told_as_stored_on_the_host() -> None:
-    async with world(store=await filled(tokens(18))) as here:
-        with here.service.events.subscribe() as subscription:
-            await here.run(tokens(18))
-            events = await everything(subscription)
-        assert blocks(events, CacheEventKind.STORED, "host") == [0, 1, 2, 3, 4]
-        stored = [event for event in events if event.tier == "host"]
-        keys = [key.digest for key in here.keys(tokens(18))]
-        assert [digest for event in stored for digest in event.digests] == keys
-
-
-async def test_a_tail_of_another_prompt_that_is_fetched_is_told_too() -> None:
-    async with world(store=await filled(tokens(11))) as here:
-        with here.service.events.subscribe() as subscription:
-            assert (await here.run(tokens(10))).storage_tokens == 9
-            events = await everything(subscription)
-        stored = [event for event in events if event.tier == "host"]
-        keys = [key.digest for key in here.keys(tokens(11))]  # the tail as the other prompt left it
-        assert [digest for event in stored for digest in event.digests] == keys
-
-
-async def test_the_keys_of_all_blocks_are_told() -> None:
-    async with world(with_store=True, host_write=THROUGH, storage_write=THROUGH) as here:
-        keys = [key.digest for key in here.keys(tokens(8))]
-        with here.service.events.subscribe() as subscription:
-            await here.run(tokens(8))
-            events = await everything(subscription)
-        for tier in ("device", "host", "storage"):
-            stored = [event for event in events if event.tier == tier]
-            assert [digest for event in stored for digest in event.digests] == keys, tier
-
-
 async def test_a_slow_listener_loses_the_oldest_and_is_told_how_many() -> None:
     async with world(device_blocks=16, host_write=NONE) as here:
         with here.service.events.subscribe(capacity=3) as slow:
@@ -217,24 +185,6 @@ async def test_of_too_many_stored_blocks_the_oldest_are_told_to_be_gone(
         gone = [event for event in events if event.kind is CacheEventKind.EVICTED]
         keys = [key.digest for key in here.keys(tokens(16))]
         assert [digest for event in gone for digest in event.digests] == keys[:3]
-
-
-async def test_a_listener_that_is_cancelled_leaves_no_trace() -> None:
-    async with world() as here:
-
-        async def listen() -> None:
-            with here.service.events.subscribe() as subscription:
-                async for _ in subscription:
-                    pass
-
-        task = asyncio.ensure_future(listen())
-        await asyncio.sleep(0)
-        assert here.service.events.has_listeners
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert not here.service.events.has_listeners
-        await here.run(tokens(8))
 
 
 async def test_a_block_that_a_fetch_finds_on_its_way_from_the_device_is_not_told_to_be_there() -> (

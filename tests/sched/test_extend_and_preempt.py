@@ -22,6 +22,8 @@ async def test_a_request_grows_by_the_blocks_it_needs_and_no_more() -> None:
     async with world(device_blocks=8) as here:
         request = await here.admit(tokens(6))
         await here.prefill(request, tokens(6))
+        with pytest.raises(RequestTooLargeError):
+            await here.service.scheduler.growth.extend(request, 40)
         await here.service.scheduler.growth.extend(request, 2)  # there is room in the tail
         assert len(request.block_table) == 2
         await here.service.scheduler.growth.extend(request, 7)
@@ -65,41 +67,6 @@ async def test_growing_evicts_waits_for_others_and_goes_before_those_who_wait() 
             here.service.scheduler.end(first)
         here.service.scheduler.end(waits.result())
         await here.settle()
-
-
-async def test_if_all_that_run_wait_for_each_other_the_least_is_told_to_yield() -> None:
-    async with world(device_blocks=4, host_write=NONE) as here:
-        first = await here.admit(tokens(8))
-        second = await here.admit(tokens(8, 100))
-        async with asyncio.TaskGroup() as group:
-            grows = group.create_task(here.service.scheduler.growth.extend(first, 4))
-            await turns(3)
-            with pytest.raises(OutOfBlocksError):
-                await finish(here.service.scheduler.growth.extend(second, 4))
-            assert not grows.done()
-            here.service.scheduler.preempt(second)
-            await until(grows.done)
-        here.service.scheduler.end(first)
-        again = await finish(resume_request(here.service, second, max_new_tokens=0))
-        assert again.request_id == second.request_id
-        await here.ended(again)
-
-
-async def test_a_cancelled_extension_takes_nothing() -> None:
-    async with world(device_blocks=4) as here:
-        first = await here.admit(tokens(8))
-        second = await here.admit(tokens(8, 100))
-        with pytest.raises(RequestTooLargeError):
-            await here.service.scheduler.growth.extend(first, 12)
-        grows = asyncio.ensure_future(here.service.scheduler.growth.extend(first, 4))
-        await turns(3)
-        grows.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await grows
-        here.service.scheduler.end(second)
-        third = await here.admit(tokens(8, 200))  # nobody stands in front of it
-        here.service.scheduler.end(third)
-        await here.ended(first)
 
 
 async def preempted(here: World, count: int) -> Request:
@@ -166,28 +133,6 @@ async def test_an_abort_of_a_preempted_request_abandons_it() -> None:
         with pytest.raises(OwnershipError, match="preempted"):
             await resume_request(service, request, max_new_tokens=0)
         service.space_of_tenant("b")
-        await here.settle()
-
-
-async def test_a_preempted_request_that_is_abandoned_leaves_no_pin() -> None:
-    async with world() as here:
-        request = await preempted(here, 11)
-        await here.settle()
-        assert any(node.soft_pins for node in here.service.index.spaces.nodes())
-        here.service.scheduler.abandon(request)
-        assert not any(node.soft_pins for node in here.service.index.spaces.nodes())
-        await here.settle()
-
-
-async def test_a_pause_holds_admissions_back() -> None:
-    async with world() as here:
-        here.service.pause()
-        async with asyncio.TaskGroup() as group:
-            waits = group.create_task(here.admit(tokens(4)))
-            await turns(20)
-            assert not waits.done()
-            here.service.unpause()
-        here.service.scheduler.end(waits.result())
         await here.settle()
 
 

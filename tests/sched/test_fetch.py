@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.gated_reads import GatedReads
 from tests.latch import finish, turns, until
 from tests.storage.values import put_one
 from tests.world import World, fingerprint, tokens, world
@@ -18,12 +19,12 @@ from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
 from tierkv.gpu.protocol import Direction
 from tierkv.sched.budget import Budget
+from tierkv.sched.copies import GROUP_BLOCKS, PIECE_BLOCKS, count_stored, keys_beyond
 from tierkv.sched.fetch import NO_ROOM
-from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.base import StoreWrapper
 from tierkv.storage.codec import HEADER_BYTES
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.protocol import Capabilities, GetItem, GetOutcome
+from tierkv.storage.protocol import Capabilities, GetStatus
 
 THROUGH = WritePolicy.WRITE_THROUGH
 PATIENT_S = 20.0
@@ -47,17 +48,6 @@ async def test_another_node_finds_the_whole_prompt_tail_included() -> None:
         assert here.storage_stats.fetched_blocks == 5
 
 
-@pytest.mark.parametrize("count", [1, 3, 4, 5, 8, 40])
-async def test_any_length_comes_from_storage(count: int) -> None:
-    async with world(store=await filled(tokens(count))) as here:
-        assert (await here.run([*tokens(count), 999])).storage_tokens in (
-            count,  # the tail's key is that of an identical prompt only
-            count // 4 * 4,
-        )
-        again = await here.run(tokens(count))
-        assert again.total_tokens == count - 1
-
-
 async def test_fetched_blocks_are_matched_again_and_can_be_evicted() -> None:  # fault 3
     async with world(
         store=await filled(tokens(16)), device_blocks=5, host_blocks=5, host_write=THROUGH
@@ -71,24 +61,6 @@ async def test_fetched_blocks_are_matched_again_and_can_be_evicted() -> None:  #
         match = here.service.index.match(here.prompt(tokens(16)))
         assert match.num_blocks == 0
         assert (await here.run(tokens(16))).storage_tokens == 15
-
-
-@pytest.mark.parametrize("pressure", [7, 8])
-async def test_device_blocks_that_others_were_fetched_behind_go_to_the_host_before_they_go(
-    pressure: int,
-) -> None:
-    """Both may be of one run, of which the device has the beginning and the host the end."""
-    async with world(store=await filled(tokens(24)), device_blocks=8) as here:
-        await here.run(tokens(8), uses_cache=False)
-        fetched = await finish(
-            here.service.fetcher.fetch(here.prompt(tokens(24)), Budget(PATIENT_S))
-        )
-        fetched.release()
-        await here.settle()
-        for base in (100, 200):
-            await here.run(tokens(4 * pressure, base), uses_cache=False)
-        assert (await here.service.lookup(here.prompt(tokens(24)))).host_tokens == 24
-        assert (await here.run(tokens(24))).host_tokens == 23  # checks every byte
 
 
 @pytest.mark.promise("Equal prompts share one fetch.")
@@ -161,24 +133,6 @@ async def replace(here: World, name: str, content: bytes) -> None:
     await put_one(here.the_store, name, content, keep_existing=False)
 
 
-@pytest.mark.parametrize("failures", range(1, 4))
-async def test_a_store_that_fails_makes_it_slower_never_wrong(failures: int) -> None:  # fault 12
-    async with world(store=await filled(tokens(18))) as here:
-        here.the_store.fail_next(failures)
-        assert (await here.run(tokens(18))).total_tokens in (0, 17)
-        here.the_store.fail_next(0)
-        assert (await here.run(tokens(18))).total_tokens == 17
-
-
-async def test_a_store_that_hangs_costs_at_most_the_deadline() -> None:  # fault 12
-    async with world(store=await filled(tokens(18)), fetch_deadline_s=0.3) as here:
-        here.the_store.hold()
-        matched = await here.run(tokens(18))
-        assert matched.total_tokens == 0
-        here.the_store.release()
-        await here.run(tokens(18, 100))
-
-
 async def test_a_store_that_does_not_leave_the_buffers_holds_slots_but_no_request() -> None:
     async with world(store=await filled(tokens(18)), fetch_deadline_s=0.3) as here:
         here.the_store.hold_firmly()
@@ -245,68 +199,6 @@ async def test_a_store_whose_questions_cost_as_much_as_reads_is_read_at_once(
         assert store.num_asked == 0
 
 
-class StuckReads(MemoryStore):
-    """Reads wait for `left`, cancelled or not, as one does whose buffers a thread still uses."""
-
-    def __init__(self, inner: MemoryStore) -> None:
-        super().__init__(MemorySettings(), SystemClock())
-        self._inner = inner
-        self.left = asyncio.Event()
-
-    @asynccontextmanager
-    async def running(self) -> AsyncGenerator[None, None]:
-        async with self._inner.running():
-            yield
-
-    async def exists(self, names: Sequence[str]) -> int:
-        return await self._inner.exists(names)
-
-    async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        leaving = asyncio.ensure_future(self.left.wait())
-        cancelled = False
-        while not leaving.done():
-            try:
-                await asyncio.shield(leaving)
-            except asyncio.CancelledError:
-                cancelled = True
-        if cancelled:
-            raise asyncio.CancelledError
-        return await self._inner.get_into(items)
-
-
-async def test_a_stuck_fetch_keeps_its_slots_until_the_store_is_done() -> None:
-    store = StuckReads(await filled(tokens(18)))
-    async with world(
-        store=store, host_blocks=8, fetch_policy=FetchPolicy.DEADLINE, fetch_deadline_s=1.0
-    ) as here:
-        request = await here.admit(tokens(18))
-        assert len(here.service.tiers.slots.lent(Tier.HOST)) == 5
-        assert here.service.stats().host.free == 3
-        assert here.service.verify() == []
-        here.service.scheduler.end(request)
-        store.left.set()
-        await here.settle()
-        assert here.service.stats().host.free == 8
-        assert (await here.run(tokens(18))).storage_tokens == 17
-
-
-async def test_a_fetch_that_is_cut_off_keeps_the_groups_that_arrived() -> None:
-    prompt = [token % 50 for token in range(320)]  # 80 blocks: three groups
-    async with world(
-        store=await filled_long(prompt), device_blocks=90, host_blocks=90, fetch_deadline_s=2.0
-    ) as here:
-        async with asyncio.TaskGroup() as group:
-            admitting = group.create_task(here.admit(prompt))
-            await until(lambda: here.storage_stats.fetched_blocks >= 32)
-            here.the_store.hold()
-        request = admitting.result()
-        assert request.cached_tokens % 4 == 0 or request.cached_tokens == 319
-        assert request.cached_tokens >= 128
-        here.the_store.release()
-        await here.prefill(request, prompt)
-        await here.ended(request)
-
-
 async def filled_long(prompt: list[int]) -> MemoryStore:
     store = MemoryStore(MemorySettings(), SystemClock())
     async with world(
@@ -352,27 +244,6 @@ async def test_a_fetch_waits_for_copies_that_hold_the_hosts_slots_on_their_way()
         request = await finish(waits)
         assert request.cached_tokens == 15, "the host had room as soon as the copies had ended"
         await here.prefill(request, tokens(16))
-        await here.ended(request)
-
-
-async def test_a_tail_of_which_a_part_is_cached_here_is_fetched_whole() -> None:
-    async with world(store=await filled(tokens(11))) as here:
-        await here.run(tokens(9), uses_cache=False)  # two blocks and one token of the tail
-        request = await here.admit([*tokens(11)])
-        assert request.cached_tokens == 10
-        assert request.matched.storage_tokens == 2  # the last is computed, for its logits
-        await here.prefill(request, tokens(11))
-        await here.ended(request)
-
-
-async def test_a_tail_that_is_listed_but_gone_is_not_waited_for() -> None:
-    store = await filled(tokens(11))
-    async with world(store=store) as here:
-        await store.delete(here.names(tokens(11))[-1:])
-        began = asyncio.get_running_loop().time()
-        request = await here.admit(tokens(11))
-        assert asyncio.get_running_loop().time() - began < 5.0
-        assert request.cached_tokens == 8
         await here.ended(request)
 
 
@@ -429,3 +300,139 @@ async def test_a_prompt_that_ends_in_anothers_stored_tail_is_fetched_whole_witho
         fetched = await here.service.fetcher.fetch(here.prompt(tokens(18)), Budget(PATIENT_S))
         assert (fetched.tokens, fetched.first_problem) == (range(18), None)
         fetched.release()
+
+
+# Two groups of blocks on their way at a time; the index takes them in order, without a hole.
+
+
+PROMPT = [token % 50 for token in range(4 * (2 * GROUP_BLOCKS + 16))]  # three groups
+
+
+@asynccontextmanager
+async def fetching() -> AsyncGenerator[tuple[World, GatedReads, asyncio.Task[int]], None]:
+    """A request is admitted whose blocks are all in the store; the result is its cached tokens."""
+    filled = MemoryStore(MemorySettings(), SystemClock())
+    through = WritePolicy.WRITE_THROUGH
+    async with world(
+        store=filled, host_write=through, storage_write=through, device_blocks=90, host_blocks=90
+    ) as other:
+        await other.run(PROMPT)
+    store = GatedReads(filled)
+    async with world(store=store, device_blocks=90, host_blocks=90, fetch_deadline_s=100.0) as here:
+
+        async def admit() -> int:
+            request = await here.admit(PROMPT)
+            await here.prefill(request, PROMPT)  # checks every byte
+            here.service.scheduler.end(request)
+            return request.cached_tokens
+
+        async with asyncio.TaskGroup() as group:
+            yield here, store, group.create_task(admit())
+        await here.settle()
+
+
+def blocks_on_host(here: World) -> int:
+    return here.service.index.match(here.prompt(PROMPT)).num_blocks
+
+
+async def test_the_next_group_is_asked_for_before_one_has_arrived_and_no_more() -> None:
+    async with fetching() as (_, store, _admitted):
+        await store.until_asked(2)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert len(store.gates) == 2
+        store.gates[0].set_result(GetStatus.HIT)
+        await store.until_asked(3)
+        for gate in store.gates[1:]:
+            gate.set_result(GetStatus.HIT)
+
+
+async def test_a_group_that_comes_before_the_one_before_it_waits_for_it() -> None:
+    async with fetching() as (here, store, admitted):
+        await store.until_asked(2)
+        store.gates[1].set_result(GetStatus.HIT)
+        await until(lambda: here.storage_stats.fetched_blocks == GROUP_BLOCKS)
+        assert blocks_on_host(here) == 0
+        assert here.service.verify() == []
+        store.gates[0].set_result(GetStatus.HIT)
+        await store.until_asked(3)
+        assert blocks_on_host(here) == 2 * GROUP_BLOCKS
+        store.gates[2].set_result(GetStatus.HIT)
+        assert await admitted == len(PROMPT) - 1
+
+
+@pytest.mark.parametrize("status", [GetStatus.MISS, GetStatus.FAILED])
+async def test_nothing_is_kept_behind_a_group_that_did_not_come(status: GetStatus) -> None:
+    async with fetching() as (here, store, admitted):
+        await store.until_asked(2)
+        store.gates[1].set_result(GetStatus.HIT)
+        store.gates[0].set_result(status)
+        assert await admitted == 0
+        assert not len(here.service.tiers.slots.lent(Tier.HOST))
+        assert len(store.gates) == 2, "nobody asks for what could not be used"
+
+
+@pytest.mark.parametrize("ticks", range(12))
+async def test_a_fetch_that_stops_at_any_time_leaves_no_slot_lent(ticks: int) -> None:
+    async with fetching() as (here, store, admitted):
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        here.service.abort("request 1")
+        admitted.cancel()
+        for _ in range(50):
+            await asyncio.sleep(0)
+        for gate in store.gates:
+            gate.set_result(GetStatus.FAILED)
+        await until(lambda: here.service.tiers.work.num_tasks == 0, "the end of the fetch")
+        assert not len(here.service.tiers.slots.lent(Tier.HOST))
+        assert here.service.stats().host.free == 90
+
+
+# What storage has of a long prompt is asked for in pieces, with the answer that one piece has.
+
+
+async def counted(here: World, prompt: list[int], piece_blocks: int) -> int:
+    storage, index = here.service.tiers.copies.storage, here.service.index
+    assert storage is not None
+    asked = here.prompt(prompt)
+    keys = keys_beyond(index, asked, index.match(asked))
+    return await count_stored(storage, keys, piece_blocks=piece_blocks)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 8, 11, 12, 23, 24, 25])  # blocks of 4
+@pytest.mark.parametrize("num_near", [0, 8])
+async def test_pieces_of_any_size_count_the_same(num_tokens: int, num_near: int) -> None:
+    prompt = list(range(num_tokens))
+    async with world(store=await filled(prompt)) as here:
+        if num_near:
+            await here.run(prompt[:num_near])
+        near = min(num_near, num_tokens) // 4 * 4
+        expected = len(here.keys(prompt)) - near // 4
+        for piece_blocks in range(1, 9):
+            assert await counted(here, prompt, piece_blocks) == expected
+
+
+@pytest.mark.parametrize("hole", range(7))
+async def test_what_is_behind_a_hole_does_not_count(hole: int) -> None:
+    prompt = list(range(26))  # six blocks and a tail
+    async with world(store=await filled(prompt)) as here:
+        await here.the_store.delete([here.names(prompt)[hole]])
+        for piece_blocks in range(1, 9):
+            assert await counted(here, prompt, piece_blocks) == hole
+
+
+class CountingStore(MemoryStore):
+    num_asked = 0
+
+    async def exists(self, names: Sequence[str]) -> int:
+        self.num_asked += len(names)
+        return await super().exists(names)
+
+
+async def test_of_a_prompt_that_was_never_stored_only_one_piece_is_asked_for() -> None:
+    store = CountingStore(MemorySettings(), SystemClock())
+    async with world(store=store) as here:
+        prompt = here.prompt(list(range(4 * 5 * PIECE_BLOCKS)))
+        found = await finish(here.service.lookup(prompt))
+        assert (found.num_tokens, found.storage_tokens) == (prompt.num_tokens, 0)
+        assert store.num_asked == PIECE_BLOCKS

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from tests.latch import finish, turns, until
 from tests.sched.test_fetch import filled
+from tests.sessions import begin_request
 from tests.simulated import simulate, simulated_world
 from tests.world import World, tokens, world
+from tierkv.cache.eviction import WritePolicy
+from tierkv.cache.keys import pack
+from tierkv.cache.node import Tier
 from tierkv.errors import RequestAbortedError
 from tierkv.sched.budget import Budget
+from tierkv.sched.request import PromiseWait
 from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.protocol import GetItem, GetOutcome, GetStatus
 
-BEST, WAIT, DEADLINE = FetchPolicy.BEST_EFFORT, FetchPolicy.WAIT_COMPLETE, FetchPolicy.DEADLINE
+BEST = FetchPolicy.BEST_EFFORT
 
 
 def loop_time() -> float:
@@ -28,21 +35,6 @@ def loop_time() -> float:
 
 def best_effort(**settings: Any) -> AbstractAsyncContextManager[World]:
     return world(fetch_policy=FetchPolicy.BEST_EFFORT, **settings)
-
-
-async def test_a_tier_that_hangs_costs_a_share_of_computing() -> None:
-    async with best_effort(store=await filled(tokens(40)), fetch_deadline_s=60.0) as here:
-        here.service.note_prefill(1000, 5.0)  # 0.2 s for this prompt
-        here.the_store.hold()
-        started = loop_time()
-        request = await here.admit(tokens(40))
-        assert loop_time() - started < 2.0
-        assert request.cached_tokens == 0
-        found = here.service.explain(here.prompt(tokens(40)))
-        assert (found.reason, found.tier) == ("in flight", "storage")  # to find out how fast it is
-        here.service.scheduler.end(request)
-        here.the_store.release()
-        await here.settle()
 
 
 async def test_while_a_tier_is_late_for_one_request_no_other_asks_it() -> None:
@@ -78,32 +70,6 @@ async def test_a_tier_slower_than_computing_is_not_used_and_it_says_so() -> None
         assert len(whole.tokens) == 40  # who must have it gets it all the same
         whole.release()
         await here.settle()
-
-
-@pytest.mark.parametrize("policy", [WAIT, DEADLINE])
-async def test_policies_that_wait_have_the_whole_deadline(policy: FetchPolicy) -> None:
-    async with world(
-        store=await filled(tokens(40)), fetch_policy=policy, fetch_deadline_s=100.0
-    ) as here:
-        here.service.note_prefill(1_000_000, 0.001)
-        here.the_store.hold()
-        async with asyncio.TaskGroup() as group:
-            admits = group.create_task(here.admit(tokens(40)))
-            await here.the_store.until_held(1)
-            await turns(50)
-            assert not admits.done()
-            here.the_store.release()
-            request = await finish(admits)
-        assert request.cached_tokens == 39
-        await here.ended(request)
-
-
-async def test_fetches_teach_the_estimate_and_leave_no_queue_behind() -> None:
-    async with best_effort(store=await filled(tokens(40))) as here:
-        here.service.note_prefill(1000, 1000.0)
-        await here.run(tokens(40))
-        assert here.service.estimator.tier.is_known
-        assert here.service.estimator.findings() == []
 
 
 async def test_blocks_that_others_fetch_are_waited_for_no_longer_than_is_worth_it() -> None:
@@ -148,33 +114,6 @@ async def test_explain_asks_storage_where_wanted_and_not_for_ever() -> None:
         assert late.reason == "never stored"
         here.the_store.release()
         await here.settle()
-
-
-async def aborts_while_it_fetches(here: World) -> None:
-    with pytest.raises(RequestAbortedError):
-        await here.admit(tokens(40), name="gone")
-
-
-async def test_a_request_is_aborted_while_its_blocks_are_fetched() -> None:
-    async with best_effort(store=await filled(tokens(40))) as here:
-        here.the_store.hold()
-        async with asyncio.TaskGroup() as group:
-            group.create_task(aborts_while_it_fetches(here))
-            await here.the_store.until_held(1)
-            assert here.service.abort("gone")
-        assert not here.service.abort("gone")
-        here.the_store.release()
-        await here.settle()
-
-
-async def test_a_request_is_aborted_while_it_waits_for_room() -> None:
-    async with world(device_blocks=10) as here:
-        running = await here.admit(tokens(40, 500))
-        async with asyncio.TaskGroup() as group:
-            group.create_task(aborts_while_it_fetches(here))
-            await until(lambda: here.service.scheduler.num_waiting == 1)
-            assert here.service.abort("gone")
-        await here.ended(running)
 
 
 async def test_a_running_request_is_aborted_by_its_engine_when_its_kernels_allow() -> None:
@@ -248,3 +187,134 @@ def test_a_store_that_says_what_it_has_and_does_not_send_it_is_known_to_be_slow(
             return waits
 
     assert simulate(scene()) == [True, False]
+
+
+# The log
+
+
+TOKENS = list(range(40))
+
+
+@pytest.mark.parametrize(("seconds_per_token", "is_told"), [(0.007, False), (100.0, True)])
+async def test_only_a_store_that_is_late_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+    seconds_per_token: float,
+    is_told: bool,
+) -> None:
+    caplog.set_level(logging.DEBUG, "tierkv.sched.fetch")
+    async with world(
+        with_store=True,
+        storage_write=WritePolicy.WRITE_THROUGH,
+        fetch_policy=FetchPolicy.BEST_EFFORT,
+        fetch_deadline_s=1.0,
+    ) as here:
+        await here.run(TOKENS)
+        here.service.reset()
+        here.service.note_prefill(1000, 1000 * seconds_per_token)
+        here.the_store.hold()
+        request = await finish(
+            begin_request(here.service, "late", here.prompt(TOKENS), max_new_tokens=1)
+        )
+        assert request.cached_tokens == 0
+        here.the_store.release()
+        await here.ended(request)
+    [record] = [r for r in caplog.records if "ended early" in r.message]
+    assert (record.levelno == logging.WARNING) == is_told
+
+
+# What is decided for blocks a request lacks is counted, once for each, by decision and tier.
+
+
+def decided(on: World) -> dict[str, int]:
+    """Those that are not 0."""
+    counts: dict[str, int] = asdict(on.service.stats().decisions)
+    return {name: count for name, count in counts.items() if count}
+
+
+async def test_nothing_is_decided_where_nothing_is_cached_or_all_is_there() -> None:
+    async with world() as on:
+        await on.run(tokens(18))
+        await on.run(tokens(18))
+        assert decided(on) == {}
+
+
+async def test_a_load_from_the_host() -> None:
+    async with world(device_blocks=8, host_write=WritePolicy.WRITE_THROUGH) as on:
+        await on.run(tokens(16))
+        await on.service.resize(Tier.DEVICE, 1)
+        await on.service.resize(Tier.DEVICE, 8)
+        await on.run(tokens(16))
+        assert decided(on) == {"load_host": 1}
+
+
+async def test_a_fetch_and_one_that_waits_for_it() -> None:
+    async with world(store=await filled(tokens(18))) as on:
+        on.the_store.hold()
+        both = [asyncio.ensure_future(on.admit(tokens(18))) for _ in range(2)]
+        await finish(on.the_store.until_held(1))
+        await turns(5)
+        on.the_store.release()
+        for one in both:
+            on.service.scheduler.end(await finish(one))
+        await on.settle()
+        assert decided(on) == {"fetch_storage": 1, "wait_storage": 1, "load_host": 1}
+
+
+async def test_computing_what_storage_would_bring_more_slowly_or_too_late() -> None:
+    policy = FetchPolicy.BEST_EFFORT
+    async with world(store=await filled(tokens(18)), fetch_policy=policy) as on:
+        on.service.note_prefill(1000, 10.0)
+        on.service.estimator.tier.note_transfer(1.0, 1e6)
+        on.service.estimator.tier.try_at = math.inf
+        await on.run(tokens(18))
+        assert decided(on) == {"recompute_storage": 1}
+    async with world(store=await filled(tokens(18)), fetch_deadline_s=0.3) as on:
+        on.the_store.hold()
+        request = await on.admit(tokens(18))
+        on.the_store.release()
+        await on.ended(request)
+        assert decided(on) == {"recompute_late": 1}
+
+
+async def test_waiting_for_one_that_computes() -> None:
+    async with world() as on:
+        on.service.note_prefill(1000, 1000.0)
+        owner = await on.admit(tokens(16))
+        waits = asyncio.ensure_future(on.admit([*tokens(16), 99]))
+        await until(lambda: on.service.stats().requests.shared_waits == 1, "a wait")
+        assert decided(on) == {"wait_device": 1}
+        await on.prefill(owner, tokens(16))
+        on.service.scheduler.end(await finish(waits))
+        await on.ended(owner)
+
+
+async def test_computing_although_another_one_does_since_that_one_is_behind() -> None:
+    async with world() as on:
+        on.service.note_prefill(1000, 1000.0)  # 32 s for the owner's, and hardly one is over
+        owner = await on.admit(tokens(32))
+        on.compute(owner, tokens(16))
+        await on.service.scheduler.commit(owner, pack(tokens(16)))
+        request = await on.admit([*tokens(32), 99])  # of which 16 tokens are left
+        assert request.cached_tokens == 16
+        assert decided(on) == {"recompute_device": 1}
+        on.service.scheduler.end(request)
+        await on.ended(owner)
+
+
+async def test_a_chance_is_passed_by_once_however_long_there_is_no_room() -> None:
+    async with world(device_blocks=12) as on:
+        on.service.note_prefill(1000, 10.0)
+        owner = await on.admit(tokens(32))
+        busy = await on.admit(tokens(12, 900))
+        assert owner.promise is not None
+        lost = PromiseWait(owner.promise, 3, 0.1)  # so that the next chance is passed by
+        on.service.scheduler.computing.note_wait(lost, 0.0, was_worth_it=False)
+        waits = asyncio.ensure_future(on.admit([*tokens(12), 99]))
+        await until(lambda: on.service.scheduler.num_waiting == 1)
+        for _ in range(5):
+            on.service.tiers.work.capacity_changed()
+        assert decided(on) == {}
+        on.service.scheduler.end(busy)
+        on.service.scheduler.end(await finish(waits))
+        assert decided(on) == {"recompute_device": 1}
+        await on.ended(owner)

@@ -49,35 +49,6 @@ async def test_a_copy_on_the_other_tier_stays_when_one_shrinks(tier: Tier) -> No
         assert matched.total_tokens >= 28
 
 
-async def test_shrinking_waits_for_what_is_held() -> None:
-    async with world(device_blocks=8, host_write=NONE) as here:
-        request = await here.admit(tokens(32))
-        async with asyncio.TaskGroup() as group:
-            shrinks = group.create_task(here.service.resize(Tier.DEVICE, 4))
-            await turns(20)
-            assert not shrinks.done()
-            assert here.service.verify() == []
-            await here.prefill(request, tokens(32))
-            here.service.scheduler.end(request)
-            await until(shrinks.done)
-        assert here.service.stats().device.capacity == 4
-        await here.settle()
-
-
-async def test_a_cancelled_shrink_leaves_the_capacity_as_it_was() -> None:
-    async with world(device_blocks=8) as here:
-        request = await here.admit(tokens(32))
-        shrinks = asyncio.ensure_future(here.service.resize(Tier.DEVICE, 4))
-        await turns(5)
-        shrinks.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await shrinks
-        assert here.service.stats().device.capacity == 8
-        here.service.scheduler.end(request)
-        await here.run(tokens(32, 100))
-        await here.settle()
-
-
 @pytest.mark.parametrize("capacity", [0, -1, 9])
 async def test_a_size_there_is_no_memory_for_is_refused(capacity: int) -> None:
     async with world(device_blocks=8) as here:
@@ -215,13 +186,6 @@ async def test_a_soft_pin_goes_last_but_never_holds_a_request_up() -> None:
         assert here.service.index.match(here.prompt(tokens(8))).device_blocks == 2
         request = await finish(here.admit(tokens(24, 900)))
         await here.ended(request)
-
-
-async def test_pins_left_at_the_end_do_not_count_as_leaks() -> None:
-    async with world() as here:
-        await here.run(tokens(8))
-        here.service.pin("kept", here.prompt(tokens(8)), 1000.0)
-        assert here.service.verify() == []
 
 
 async def test_closing_waits_for_a_store_that_uses_the_slots_and_says_so(

@@ -9,17 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.latch import CopyLatch, ManualEvent, cancelled_at, finish, turns, until
-from tests.world import World, fingerprint, tokens, world
+from tests.latch import ManualEvent, cancelled_at, finish, turns, until
+from tests.world import World, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
 from tierkv.cache.node import Tier
 from tierkv.errors import TransferError
 from tierkv.gpu.cpu import CpuDevice, CpuEvent
-from tierkv.gpu.protocol import BlockCopy, Direction, Event, HostSlots, Lane, Planes
-from tierkv.pd.settings import HandoffSettings
-from tierkv.sched.settings import CacheSettings
-from tierkv.service import Service
+from tierkv.gpu.protocol import Direction, Event
 from tierkv.transfer.mover import Movement
 
 LOAD, OFFLOAD = Direction.LOAD, Direction.OFFLOAD
@@ -36,20 +33,6 @@ async def with_host_copies(prompt: list[int], **settings: Any) -> AsyncIterator[
         assert match.device_blocks == 0
         assert match.host_blocks == len(prompt) // 4
         yield here
-
-
-async def test_a_host_hit_brings_the_same_bytes_back() -> None:
-    async with with_host_copies(tokens(18)) as here:
-        matched = await here.run(tokens(18))
-        assert (matched.device_tokens, matched.host_tokens) == (0, 17)
-        assert here.service.stats().loaded_bytes == 5 * here.layout.block_bytes
-
-
-async def test_a_match_lists_blocks_in_order_whatever_tier_they_sit_on() -> None:  # fault 2
-    async with with_host_copies(tokens(24)) as here:
-        await here.run(tokens(9))  # the first two blocks are on the device again, the rest is not
-        matched = await here.run(tokens(24))  # checks every byte at its place
-        assert (matched.device_tokens, matched.host_tokens) == (8, 15)
 
 
 @pytest.mark.promise("Layers open as they arrive and not before.")
@@ -227,21 +210,6 @@ async def test_a_failed_load_fails_everyone_who_waits_for_it_and_all_blocks_belo
         assert (await here.run([*tokens(24), 72])).host_tokens == 24
 
 
-async def test_the_books_are_right_at_every_moment_while_loads_fail() -> None:
-    async with with_host_copies(tokens(24)) as here:
-        here.latch.hold(LOAD)
-        here.latch.fail_next(LOAD, 2)
-        requests = [await here.admit([*tokens(8), 70]), await here.admit([*tokens(24), 71])]
-        here.latch.release()
-        found: list[str] = []
-        while here.service.tiers.work.num_tasks:
-            found += here.service.verify()
-            await turns(1)
-        for request in requests:
-            here.service.scheduler.end(request)
-        assert found == []
-
-
 async def test_the_block_that_is_matched_in_part_comes_in_one_movement_with_the_others() -> None:
     """Behind them, layer 0 would open only when the whole load is over: a lane runs in order."""
     async with with_host_copies(tokens(18)) as here:
@@ -252,111 +220,6 @@ async def test_the_block_that_is_matched_in_part_comes_in_one_movement_with_the_
         assert [copy.block_ids.tolist() for copy in loads] == [request.block_table[:5].tolist()]
         await here.ended(request)
         assert here.service.verify() == []
-
-
-async def test_a_failed_copy_of_a_partial_match_fails_only_that_request() -> None:
-    async with with_host_copies(tokens(6)) as here:
-        here.latch.fail_next(LOAD)
-        request = await here.admit(tokens(6))
-        with pytest.raises(TransferError):
-            await finish(request.gate.all_layers(100.0))
-        await here.ended(request)
-        assert (await here.run(tokens(6))).host_tokens == 5
-
-
-# Two loads of one path whose ends are seen in the other order
-
-
-class _SeenLate:
-    """An event of the first load: nobody has looked since it was done, until `watch` is on."""
-
-    def __init__(self, inner: Event, watch: _SwitchingDevice, *, switches: bool) -> None:
-        self._inner = inner
-        self._watch = watch
-        self._switches = switches
-
-    @property
-    def line(self) -> object:
-        return self
-
-    @property
-    def position(self) -> int:
-        return 0
-
-    @property
-    def is_done(self) -> bool:
-        if self._switches and self._inner.is_done:
-            self._watch.is_on = True
-        return self._watch.is_on and self._inner.is_done
-
-    def block_until_done(self, timeout_s: float) -> None:
-        self._inner.block_until_done(timeout_s)
-
-
-class _SwitchingLane:
-    def __init__(self, inner: Lane, device: _SwitchingDevice) -> None:
-        self._inner = inner
-        self._device = device
-
-    def submit(self, copy: BlockCopy) -> tuple[Event, ...]:
-        events = self._inner.submit(copy)
-        if copy.direction is OFFLOAD or not self._device.is_armed:
-            return events
-        self._device.num_loads += 1
-        is_second = self._device.num_loads == 2
-        return tuple(_SeenLate(event, self._device, switches=is_second) for event in events)
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-class _SwitchingDevice(CpuDevice):
-    """Its first load is seen to be done only when the second one is: between two looks of the
-    poller both became done, and the second one's submission came to be known last."""
-
-    is_armed = False
-    is_on = False
-    num_loads = 0
-
-    def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane:
-        return _SwitchingLane(super().open_lane(direction, planes, host), self)
-
-
-async def test_a_load_that_joined_another_keeps_its_blocks_in_whatever_order_they_are_seen() -> (
-    None
-):
-    """A spurious failure would free blocks that a running request reads."""
-    device = _SwitchingDevice()
-    service = Service(
-        device,
-        fingerprint(),
-        CacheSettings(
-            block_size=4, device_blocks=8, host_blocks=32, host_write=WritePolicy.WRITE_THROUGH
-        ),
-        HandoffSettings(),
-        None,
-    )
-    async with service.running():
-        here = World(service, CopyLatch())
-        await here.run(tokens(16))
-        await here.run(tokens(32, 5000))
-        device.is_armed = True
-        first = await here.admit([*tokens(8), 70])
-        await turns(20)
-        second = await here.admit([*tokens(16), 71])
-        await finish(second.gate.all_layers(100.0))
-        await finish(first.gate.all_layers(100.0))
-        await here.settle()
-        device.is_armed = False
-        assert service.stats().tiers.failed_transfers == 0
-        assert service.verify() == []  # six blocks are in use by the two, two still cached
-        third = await here.admit(tokens(8, 7000))
-        assert set(third.block_table.tolist()).isdisjoint(second.block_table.tolist())
-        here.compute(third, tokens(8, 7000))
-        here.check_kv(second, tokens(16), 16)
-        for request in (first, second, third):
-            here.service.scheduler.end(request)
-        await here.settle()
 
 
 # The engine's kernels (rule 7)
@@ -561,3 +424,85 @@ async def test_slots_of_a_failed_load_are_lent_until_all_who_shared_it_have_ende
         assert here.service.verify() == []
         await here.ended(last)
         assert not len(here.service.tiers.slots.lent(Tier.DEVICE))
+
+
+async def test_the_block_that_is_matched_in_part_stays_until_it_has_been_copied() -> None:
+    async with with_host_copies(tokens(18)) as here:
+        here.latch.hold(Direction.LOAD)
+        request = await here.admit([*tokens(14), 900])
+        await here.latch.until_held()
+        here.service.reset()
+        assert here.service.stats().host.used == 4, "three blocks, and the one shared in part"
+        here.latch.release()
+        await finish(request.gate.all_layers(100.0))
+        here.check_kv(request, tokens(14), 14)
+        await here.ended(request)
+        here.service.reset()
+        assert here.service.stats().host.used == 0
+
+
+# Loads ahead of the request that wants the blocks
+
+
+async def test_it_counts_as_no_request_and_takes_no_name() -> None:
+    async with with_host_copies(tokens(16)) as here:
+        before = here.service.stats().requests
+        admitted, prompt_tokens = before.admitted_requests, before.prompt_tokens
+        here.latch.hold(LOAD)
+        loading = asyncio.ensure_future(here.service.scheduler.load_ahead(here.prompt(tokens(16))))
+        await here.latch.until_held()
+        assert not here.service.scheduler.running_requests
+        here.latch.release()
+        await finish(loading)
+        match = here.service.index.match(here.prompt(tokens(16)))
+        assert match.device_blocks == 4
+        stats = here.service.stats().requests
+        assert (stats.admitted_requests, stats.prompt_tokens) == (admitted, prompt_tokens)
+        await here.run(tokens(16))
+        await here.settle()
+
+
+async def test_a_request_finds_a_load_that_is_on_its_way_and_shares_it() -> None:
+    async with with_host_copies(tokens(16)) as here:
+        here.latch.hold(LOAD)
+        loading = asyncio.ensure_future(here.service.scheduler.load_ahead(here.prompt(tokens(16))))
+        await here.latch.until_held()
+        request = await here.admit(tokens(17))
+        loading.cancel()
+        here.latch.release()
+        await here.prefill(request, tokens(17))  # checks every byte
+        here.service.scheduler.end(request)
+        assert here.service.stats().loaded_bytes == 4 * here.layout.block_bytes
+        await here.settle()
+
+
+async def test_nothing_is_loaded_while_somebody_waits_for_room() -> None:
+    async with with_host_copies(tokens(16)) as here:
+        busy = await here.admit(tokens(12, 900))
+        waits = asyncio.ensure_future(here.admit(tokens(32, 700)))
+        await until(lambda: here.service.scheduler.num_waiting == 1)
+        await finish(here.service.scheduler.load_ahead(here.prompt(tokens(16))))
+        await turns(3)
+        assert here.latch.count(LOAD) == 0
+        here.service.scheduler.end(busy)
+        here.service.scheduler.end(await finish(waits))
+        await here.settle()
+
+
+async def test_nothing_is_loaded_where_what_others_hold_leaves_no_room() -> None:
+    async with with_host_copies(tokens(16)) as here:
+        busy = await here.admit(tokens(20, 900))
+        await finish(here.service.scheduler.load_ahead(here.prompt(tokens(16))))
+        assert here.latch.count(LOAD) == 0
+        await here.ended(busy)
+
+
+async def test_a_load_that_fails_leaves_the_blocks_on_the_host_and_the_slots_free() -> None:
+    async with with_host_copies(tokens(16)) as here:
+        here.latch.fail_next(LOAD)
+        with pytest.raises(TransferError):
+            await finish(here.service.scheduler.load_ahead(here.prompt(tokens(16))))
+        await here.settle()
+        match = here.service.index.match(here.prompt(tokens(16)))
+        assert (match.device_blocks, match.host_blocks) == (0, 4)
+        await here.run(tokens(32, 800))  # all of the device

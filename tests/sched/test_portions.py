@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +11,11 @@ import pytest
 from tests.latch import finish, turns, until
 from tests.sched.test_fetch import filled
 from tests.sessions import begin_request, resume_request
-from tests.world import World, tokens, world
+from tests.world import GQA, World, fingerprint, tokens, world
+from tierkv.cache.eviction import WritePolicy
+from tierkv.cache.keys import Prompt, pack
 from tierkv.errors import RequestAbortedError
 from tierkv.gpu.protocol import Direction
-from tierkv.pd.handoff import Group, Staging
 from tierkv.sched.request import Request
 from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.memory import MemoryStore
@@ -153,46 +153,6 @@ async def test_all_portions_together_take_no_longer_than_the_policy_says() -> No
         await node.settle()
 
 
-async def test_what_the_fetch_before_took_is_part_of_the_deadline_of_its_portions() -> None:
-    """The question, two blocks and four portions: six times 0.6 s, of which 3 s have room."""
-    settings: dict[str, Any] = {"fetch_policy": FetchPolicy.DEADLINE, "fetch_deadline_s": 3.0}
-    async with world(
-        store=await stored(LONG), device_blocks=110, host_blocks=2, **settings
-    ) as node:
-        node.the_store.delay_s = 0.6
-        request = await node.admit(LONG)
-        assert request.cached_tokens < 396
-        node.the_store.delay_s = 0.0
-        await use(node, LONG, request)
-        await node.settle()
-
-
-async def test_a_turn_for_the_next_portion_is_waited_for_no_longer_than_the_policy_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    group, others_have_ended, num_turns = Staging.group, asyncio.Event(), 0
-
-    @asynccontextmanager
-    async def first_alone(self: Staging, num_blocks: int) -> AsyncIterator[Group]:
-        nonlocal num_turns
-        num_turns += 1
-        if num_turns > 1:
-            await others_have_ended.wait()
-        async with group(self, num_blocks) as slots:
-            yield slots
-
-    settings: dict[str, Any] = {"fetch_policy": FetchPolicy.DEADLINE, "fetch_deadline_s": 1.0}
-    async with world(
-        store=await stored(LONG), device_blocks=110, host_blocks=2, **settings
-    ) as node:
-        monkeypatch.setattr(Staging, "group", first_alone)
-        request = await node.admit(LONG)
-        assert request.cached_tokens < 396
-        others_have_ended.set()
-        await use(node, LONG, request)
-        await node.settle()
-
-
 async def test_a_copy_into_a_requests_blocks_is_not_left_alone_when_time_is_over() -> None:
     """Its engine would compute into the same blocks."""
     settings: dict[str, Any] = {"fetch_policy": FetchPolicy.DEADLINE, "fetch_deadline_s": 0.5}
@@ -233,3 +193,68 @@ async def test_what_a_resumed_request_has_no_room_for_counts_as_missed_all_the_s
         counts = node.service.stats().requests
         found = counts.device_hit_tokens + counts.host_hit_tokens + counts.storage_hit_tokens
         assert found + sum(counts.missed_tokens.values()) == counts.prompt_tokens
+
+
+# A host, or a tenant's share of the host, without room for all: the first blocks go
+
+
+NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH
+
+
+ACME = replace(fingerprint(), tenant="acme")
+
+
+IDS = list(range(40))  # ten blocks
+
+
+async def computed(here: World, space: str, name: str = "one") -> Request:
+    prompt = Prompt.of(IDS, GQA.block_size, space=space)
+    request = await finish(begin_request(here.service, name, prompt, max_new_tokens=0))
+    await here.prefill(request, IDS)
+    return request
+
+
+async def test_what_was_preempted_keeps_as_much_as_the_host_takes() -> None:
+    async with world(device_blocks=10, host_blocks=7, host_write=NONE) as here:
+        request = await computed(here, "")
+        here.service.scheduler.preempt(request)
+        await here.settle()
+        others = await here.admit(list(range(1000, 1040)), uses_cache=False)
+        await here.ended(others)
+        again = await finish(resume_request(here.service, request, max_new_tokens=0))
+        assert again.matched.host_tokens == 7 * GQA.block_size
+        await finish(again.gate.all_layers(100.0))
+        here.check_kv(again, IDS, again.cached_tokens)
+        await here.ended(again)
+
+
+@pytest.mark.parametrize("quota", [1, 6, 10, 11])
+async def test_a_tenant_fetches_a_prompt_without_more_of_the_host_than_its_quota(
+    quota: int,
+) -> None:
+    async with world(host_write=NONE, storage_write=THROUGH, with_store=True) as here:
+        acme = here.service.open_fingerprint(ACME)
+        here.service.scheduler.end(await computed(here, acme))
+        await here.settle()
+        here.service.reset()
+        here.service.set_quota(acme, (None, quota))
+        request = await computed(here, acme, "two")
+        # The rest of it comes in portions; of the last block one token is computed.
+        assert request.matched.storage_tokens // GQA.block_size == 9
+        await here.ended(request)
+        assert here.service.index.spaces.root_named(acme).space.used[1] <= quota
+
+
+async def test_a_prompt_longer_than_a_tenants_host_quota_is_stored_as_far_as_that_goes() -> None:
+    async with world(host_write=NONE, storage_write=THROUGH, with_store=True) as here:
+        acme = here.service.open_fingerprint(ACME, quota=(None, 6))
+        here.service.scheduler.end(await computed(here, acme))
+        await here.settle()
+        assert here.storage_stats.flushed_blocks == 6
+        request = await finish(
+            begin_request(
+                here.service, "two", Prompt.of(IDS, GQA.block_size, space=acme), max_new_tokens=0
+            )
+        )
+        await finish(here.service.scheduler.commit(request, pack(IDS)))
+        await here.ended(request)

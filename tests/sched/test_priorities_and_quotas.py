@@ -11,10 +11,9 @@ from tests.latch import finish, turns
 from tests.sessions import begin_request
 from tests.world import World, fingerprint, tokens, world
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.keys import Prompt, pack
+from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
 from tierkv.errors import RequestTooLargeError
-from tierkv.sched.copies import path_keys
 from tierkv.sched.fair_queue import MAX_PASSED_OVER
 from tierkv.sched.request import Request
 
@@ -120,19 +119,6 @@ async def test_over_its_quota_a_tenant_evicts_its_own_blocks_only() -> None:
             await admit(here, tokens(20, 900), "too large", space=acme)
 
 
-async def test_within_its_quota_a_tenant_waits_for_its_own_running_requests() -> None:
-    async with world(device_blocks=12, host_write=NONE) as here:
-        acme = here.service.open_fingerprint(ACME, quota=(4, None))
-        first = await finish(admit(here, tokens(12), "first", space=acme))
-        async with asyncio.TaskGroup() as group:
-            second = group.create_task(admit(here, tokens(8, 100), "second", space=acme))
-            await turns(20)
-            assert not second.done()
-            here.service.scheduler.end(first)
-        here.service.scheduler.end(second.result())
-        await here.settle()
-
-
 async def test_an_explanation_says_what_is_where_and_why_the_rest_is_not() -> None:
     async with world(device_blocks=4, host_write=NONE) as here:
         acme = here.service.open_fingerprint(ACME)
@@ -164,14 +150,3 @@ async def test_a_prompt_shorter_than_a_block_is_explained_across_fingerprints_to
             assert "tenant" in other.detail
         longer = here.service.explain(Prompt.of([0, 99], 4, space=acme))
         assert longer.reason == "never stored"
-
-
-async def test_keys_of_stored_blocks_are_those_of_the_one_builder() -> None:
-    async with world(with_store=True) as here:
-        await here.run(tokens(11))
-        prompt = here.prompt(tokens(11))
-        assert list(here.service.tiers.copies.prompt_keys(prompt)) == here.keys(tokens(11))
-        node = here.service.index.match(prompt).partial
-        assert node is not None
-        assert path_keys(here.service.index, node.node, 0, 3) == here.keys(tokens(11))
-        assert pack(tokens(11)) == prompt.tokens

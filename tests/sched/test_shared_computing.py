@@ -6,10 +6,11 @@ import asyncio
 
 import pytest
 
-from tests.latch import ManualEvent, cancelled_at, finish, turns, until
-from tests.sessions import begin_request
+from tests.latch import ManualEvent, finish, turns, until
+from tests.simulated import simulate, simulated, simulated_world
 from tests.world import World, tokens, world
-from tierkv.cache.keys import Prompt, pack
+from tierkv.cache.eviction import WritePolicy
+from tierkv.cache.keys import pack
 from tierkv.errors import ShuttingDownError
 from tierkv.sched.request import Request
 
@@ -113,18 +114,6 @@ async def test_an_owner_that_takes_too_long_is_not_waited_for() -> None:
         await here.ended(request)
 
 
-async def test_after_waits_that_came_to_nothing_fewer_are_tried() -> None:
-    async with world(device_blocks=256) as here:
-        slow(here, 0.0005)
-        owner = await here.admit(tokens(16))
-        for number in range(30):
-            here.service.scheduler.end(await here.admit([*tokens(16), 100 + number]))
-        stats = here.service.stats().requests
-        assert stats.shared_waits == stats.lost_waits
-        assert 1 <= stats.lost_waits <= 4  # after each, twice as many chances pass by
-        await here.ended(owner)
-
-
 async def test_nobody_waits_while_the_engines_speed_is_not_known() -> None:
     async with world() as here:
         owner = await here.admit(tokens(16))
@@ -147,20 +136,6 @@ async def test_who_waits_for_blocks_does_not_hold_up_those_behind() -> None:
         await here.settle()
 
 
-async def test_two_who_wait_both_get_the_blocks() -> None:
-    async with world() as here:
-        slow(here)
-        owner = await here.admit(tokens(16))
-        async with asyncio.TaskGroup() as group:
-            both = [await waiting(here, group, [*tokens(16), 90 + n]) for n in range(2)]
-            await here.prefill(owner, tokens(16))
-            requests = [await finish(one) for one in both]
-        assert [request.cached_tokens for request in requests] == [16, 16]
-        for request in (owner, *requests):
-            here.service.scheduler.end(request)
-        await here.settle()
-
-
 async def test_an_owner_that_needs_room_gets_it_while_others_wait_for_it() -> None:
     async with world(device_blocks=6) as here:
         slow(here)
@@ -173,26 +148,6 @@ async def test_an_owner_that_needs_room_gets_it_while_others_wait_for_it() -> No
             here.service.scheduler.end(owner)
             here.service.scheduler.end(await finish(waits))
         await here.settle()
-
-
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("at", range(4))
-async def test_a_wait_can_be_cancelled_anywhere(at: int, late: bool) -> None:
-    async with world() as here:
-        slow(here)
-        owner = await here.admit(tokens(16))
-
-        async def wait_for_it() -> None:
-            prompt = Prompt.of([*tokens(16), 99], 4)
-            here.service.scheduler.end(
-                await begin_request(here.service, "waits", prompt, max_new_tokens=0)
-            )
-
-        async with asyncio.TaskGroup() as group:
-            group.create_task(cancelled_at(at, wait_for_it(), late=late))
-            await turns(10)
-            await here.prefill(owner, tokens(16))
-        await here.ended(owner)
 
 
 async def test_a_node_that_drains_refuses_those_who_wait() -> None:
@@ -209,3 +164,59 @@ async def test_a_node_that_drains_refuses_those_who_wait() -> None:
             await until(lambda: here.service.stats().requests.shared_waits == 1)
             here.service.drain()
         await here.ended(owner)
+
+
+# What is waited for is paid for; what is forgotten, fetched or loaded meanwhile stays right.
+
+
+NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH
+
+
+COMPUTE_S = 1.0
+
+
+async def second_waits(here: World, *, owner_takes_s: float) -> bool:
+    """Whether a request waits for one that computes the same and ends without having done so."""
+    before = here.service.stats().requests.shared_waits
+    owner = await here.admit(tokens(40))
+    second = asyncio.ensure_future(here.admit(tokens(40)))
+    await asyncio.sleep(owner_takes_s)
+    here.service.scheduler.end(owner)
+    here.service.scheduler.end(await second)
+    return here.service.stats().requests.shared_waits > before
+
+
+@pytest.mark.parametrize("owner_takes_s", [0.01, 2.0])
+def test_of_a_wait_in_vain_its_own_length_counts(owner_takes_s: float) -> None:
+    """Short ones cost little, so that after each only twice as many chances pass by."""
+
+    async def scene() -> list[bool]:
+        async with simulated_world(device_blocks=64, host_write=NONE) as here:
+            here.service.note_prefill(40, COMPUTE_S)
+            await asyncio.sleep(1000.0)
+            return [await second_waits(here, owner_takes_s=owner_takes_s) for _ in range(7)]
+
+    is_short = owner_takes_s < COMPUTE_S
+    assert simulate(scene()) == [True, False, True, False, False, False, is_short]
+
+
+@simulated
+async def test_what_came_whole_is_not_late_for_another_prompts_tail_that_was_looked_for() -> None:
+    rules = {"host_write": THROUGH, "storage_write": THROUGH}
+    async with simulated_world(device_blocks=64, **rules) as here:
+        await here.run(tokens(16))
+        here.service.reset()
+        here.service.note_prefill(40, COMPUTE_S)
+        found: list[str] = []
+
+        async def never(name: str, *, max_bytes: int) -> bytes | None:
+            found.append(name)
+            await asyncio.sleep(1000.0 + max_bytes)
+            raise AssertionError("nobody waits for so long")
+
+        here.the_store.get = never  # type: ignore[method-assign]
+        request = await here.admit([*tokens(16), 77])
+        assert request.matched.storage_tokens == 16
+        assert [name.endswith(":tails") for name in found] == [True]
+        assert here.service.stats().decisions.recompute_late == 0
+        await here.ended(request)

@@ -99,26 +99,6 @@ async def test_host_slots_that_a_store_reads_are_nobody_elses_though_their_block
 
 
 @simulated
-async def test_a_host_slot_that_two_writes_read_is_free_after_the_second() -> None:
-    """As when a store was attached anew while it was written to the one before."""
-    async with simulated_world(device_blocks=16, host_blocks=4) as here:
-        tiers = here.service.tiers
-        slots = tiers.eviction.acquire(Tier.HOST, 2)
-        first, second = slots.copy(), slots[:1].copy()
-        tiers.slots.begin_reading(first)
-        tiers.slots.begin_reading(second)
-        assert len(tiers.slots.free_of(Tier.HOST, slots)) == 0
-        waits = asyncio.ensure_future(tiers.work.next_change())
-        await asyncio.sleep(0)
-        tiers.slots.end_reading(first)
-        await asyncio.wait_for(waits, 1)  # for room that there may be now
-        assert here.service.stats().host.free == 3
-        assert tiers.slots.lent(Tier.HOST).tolist() == second.tolist()
-        tiers.slots.end_reading(second)
-        assert here.service.stats().host.free == 4
-
-
-@simulated
 async def test_host_slots_that_a_store_reads_are_not_counted_on_and_others_go_instead() -> None:
     rules = {"host_write": THROUGH, "storage_write": NONE}
     async with simulated_world(device_blocks=16, host_blocks=4, **rules) as here:
@@ -229,21 +209,6 @@ def test_write_back_goes_at_the_speed_of_the_engine_not_of_a_store_that_takes_le
 
 
 @simulated
-async def test_of_a_host_that_became_smaller_the_store_has_a_quarter_too() -> None:
-    async with simulated_world(
-        device_blocks=64, host_blocks=64, host_write=NONE, storage_write=THROUGH
-    ) as here:
-        await here.service.resize(Tier.HOST, 16)
-        here.service.note_prefill(1000, 0.01)
-        here.the_store.hold_writes()
-        async with asyncio.timeout(100):
-            assert await longest_admission(here, 30) < 0.05
-        assert here.service.tiers.copies.storing.most_in_flight <= 4 * here.layout.block_bytes
-        here.the_store.release()
-        await here.settle()
-
-
-@simulated
 async def test_blocks_that_a_store_is_slow_to_take_leave_the_device_at_once() -> None:
     async with simulated_world(
         device_blocks=16, host_blocks=16, host_write=NONE, storage_write=THROUGH
@@ -278,23 +243,3 @@ async def test_what_was_evicted_while_it_waited_for_the_store_is_offered_again_l
         await here.run(lost)
         assert await here.the_store.exists(here.names(lost)) == 4
         assert here.service.verify() == []
-
-
-@simulated
-async def test_what_left_the_host_before_its_turn_at_the_store_is_not_believed_stored() -> None:
-    async with simulated_world(
-        device_blocks=16, host_blocks=8, host_write=NONE, storage_write=THROUGH
-    ) as here:
-        here.service.note_prefill(1000, 0.01)
-        here.the_store.hold_writes()
-        await longest_admission(here, 12)
-        here.the_store.release()
-        await here.settle()
-        for number in range(12):
-            ids = tokens(16, 100 * number)
-            match = here.service.index.match(here.prompt(ids))
-            for node in match.node.path():
-                names = here.names(ids)[node.start : node.end]
-                believed = node.stored_in(0, node.num_blocks).tolist()
-                there = [bool(await here.the_store.exists([name])) for name in names]
-                assert not any(b and not t for b, t in zip(believed, there, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.world import World, world
 from tierkv.cache.node import CopyState, Tier, TreeNode
-from tierkv.sched.request import Request, RequestState, TenantUse
+from tierkv.sched.request import RequestState, TenantUse
 
 Undo = Callable[[], None]
 
@@ -25,39 +25,24 @@ def some_node(here: World) -> TreeNode:
     return next(node for node in here.service.index.spaces.nodes() if not node.holders)
 
 
+def more(count: int) -> int:
+    return count + 1
+
+
 def put(owner: Any, name: str, value: Any) -> Undo:
     before = getattr(owner, name)
     setattr(owner, name, value)
     return lambda: setattr(owner, name, before)
 
 
-def lost_slot(here: World, _: Request) -> Undo:
+def lost_slot(here: World) -> Undo:
     pool = here.service.tiers.slots.pools[Tier.DEVICE]
     slots = pool.allocate(1)
     return lambda: pool.release(slots)
 
 
-def lost_lease(here: World, _: Request) -> Undo:
-    index = here.service.index
-    return put(index, "num_held_leases", index.num_held_leases + 1)
-
-
-def wrong_holders(here: World, request: Request) -> Undo:
-    return put(request.lease.node, "holders", 7)
-
-
-def wrong_unheld(here: World, _: Request) -> Undo:
-    order = here.service.index.spaces.order[Tier.DEVICE]
-    return put(order, "num_unheld", order.num_unheld + 1)
-
-
-def forgotten_candidate(here: World, _: Request) -> Undo:
-    order = here.service.index.spaces.order[Tier.DEVICE]
-    return put(order, "_newest", {})
-
-
-def no_heap(here: World, _: Request) -> Undo:
-    order = here.service.index.spaces.order[Tier.DEVICE]
+def no_heap(here: World) -> Undo:
+    order = device_order(here)
     entries = [*order._line, *order._heap]
     undo_line = put(order, "_line", deque())
     undo_heap = put(order, "_heap", sorted(entries, reverse=True))
@@ -69,110 +54,11 @@ def no_heap(here: World, _: Request) -> Undo:
     return undo
 
 
-def no_line(here: World, _: Request) -> Undo:
-    order = here.service.index.spaces.order[Tier.DEVICE]
-    return put(order, "_line", deque(reversed(order._line)))
-
-
-def wrong_use(here: World, _: Request) -> Undo:
-    space = here.service.index.spaces.root.space
-    return put(space, "used", [space.used[0] + 1, space.used[1]])
-
-
-def wrong_present(here: World, _: Request) -> Undo:
-    copies = some_node(here).copies[Tier.DEVICE]
-    return put(copies, "num_present", copies.num_present + 1)
-
-
-def orphan(here: World, _: Request) -> Undo:
-    copies = some_node(here).copies[Tier.DEVICE]
-    return put(copies, "uniform", CopyState.ABSENT)
-
-
-def incoming_for_nobody(here: World, _: Request) -> Undo:
-    copies = some_node(here).copies[Tier.DEVICE]
-    return put(copies, "uniform", CopyState.INCOMING)
-
-
-def pin_without_lease(here: World, _: Request) -> Undo:
-    pin = here.service.tiers.pins._pins["kept"]
-    assert pin.lease is not None
-    return put(pin.lease, "is_released", True)
-
-
-def soft_pin_without_mark(here: World, _: Request) -> Undo:
-    pin = here.service.tiers.pins._pins["soft"]
-    assert pin.node is not None
-    return put(pin.node, "soft_pins", 0)
-
-
-def soft_pin_counted_twice(here: World, _: Request) -> Undo:
-    pin = here.service.tiers.pins._pins["soft"]
-    assert pin.node is not None
-    return put(pin.node, "soft_pins", 2)
-
-
-def soft_pin_of_nobody(here: World, _: Request) -> Undo:
-    return put(here.service.index.match(here.prompt(range(200, 208))).node, "soft_pins", 1)
-
-
-def preempted_lost(here: World, _: Request) -> Undo:
-    return put(here.service.scheduler, "_preempted", set())
-
-
-def preempted_in_another_state(here: World, _: Request) -> Undo:
-    [preempted] = here.service.scheduler._preempted
-    return put(preempted, "state", RequestState.ENDED)
-
-
-def running_that_ended(here: World, request: Request) -> Undo:
-    return put(request, "refused", (request.lease.num_blocks,))
-
-
-def uncounted_tenant(here: World, _: Request) -> Undo:
-    running = here.service.scheduler._running
-    return put(running, "_of_tenant", {"": TenantUse(9)})
-
-
-def uncounted_private_blocks(here: World, _: Request) -> Undo:
-    running = here.service.scheduler._running
-    return put(running.of_tenant(""), "num_private", 99)
-
-
-def claim_over(here: World, request: Request) -> Undo:
-    assert request.promise is not None
-    return put(request.promise, "is_over", True)
-
-
-def claim_lost(here: World, _: Request) -> Undo:
-    return put(here.service.scheduler.computing, "num_promises", 5)
-
-
-def wait_without_end(here: World, _: Request) -> Undo:
-    [waiting] = here.service.scheduler._waiting
-    return put(waiting, "timer", None)
-
-
-def wait_not_counted(here: World, _: Request) -> Undo:
-    [waiting] = here.service.scheduler._waiting
-    assert waiting.wait is not None
-    return put(waiting.wait.promise, "num_waiting", 0)
-
-
-def wait_counted_twice(here: World, _: Request) -> Undo:
-    [waiting] = here.service.scheduler._waiting
-    assert waiting.wait is not None
-    return put(waiting.wait.promise, "num_waiting", 2)
-
-
-def lease_of_less(here: World, request: Request) -> Undo:
-    return put(request.lease, "num_blocks", request.lease.num_blocks + 1)
-
-
-def table_too_short(here: World, _: Request) -> Undo:
+def table_too_short(here: World) -> Undo:
     lease = here.service.index.hold(some_node(here), some_node(here).end)
-    running = here.service.scheduler.running_requests[0]
-    undo_lease, undo_table = put(running, "lease", lease), put(running, "block_table", _NO_SLOTS)
+    running = running_of(here)
+    undo_lease = put(running, "lease", lease)
+    undo_table = put(running, "block_table", np.zeros(0, np.int32))
 
     def undo() -> None:
         undo_table()
@@ -182,55 +68,102 @@ def table_too_short(here: World, _: Request) -> Undo:
     return undo
 
 
-def unserved_fingerprint(here: World, _: Request) -> Undo:
-    return put(here.service.tenants, "_fingerprints", {})
+def device_order(here: World) -> Any:
+    return here.service.index.spaces.order[Tier.DEVICE]
 
 
-def tenant_lost(here: World, _: Request) -> Undo:
-    return put(here.service.tenants, "_by_tenant", {})
+def running_of(here: World) -> Any:
+    return here.service.scheduler.running_requests[0]
 
 
-def tenant_of_nothing(here: World, _: Request) -> Undo:
-    return put(here.service.tenants, "_by_tenant", {"acme": "gone"})
+def waiting_of(here: World) -> Any:
+    [waiting] = here.service.scheduler._waiting
+    return waiting
 
 
-_NO_SLOTS = np.zeros(0, np.int32)
-BROKEN: dict[Callable[[World, Request], Undo], str] = {
-    lost_slot: "is taken but has no owner",
-    lost_lease: "leases are out, but nodes count",
-    wrong_holders: "leases are out, but nodes count",
-    wrong_unheld: "unheld copies, but",
-    forgotten_candidate: "could be evicted, is not queued",
-    wrong_use: "copies, but",
-    wrong_present: "counts",
-    orphan: "slots that do not agree with its states",
-    incoming_for_nobody: "bytes incoming, but no holder",
-    pin_without_lease: "has lost its lease",
-    soft_pin_without_mark: "is soft, but its blocks are not marked",
-    soft_pin_counted_twice: "differs from the number of pins",
-    soft_pin_of_nobody: "differs from the number of pins",
-    preempted_lost: "differs from the number of pins",
-    preempted_in_another_state: "is listed as preempted, but ended",
-    running_that_ended: "lists refused blocks beyond its lease",
-    uncounted_tenant: "num_with_blocks=9",
-    uncounted_private_blocks: "num_private=99",
-    claim_over: "is over but still listed",
-    claim_lost: "are counted",
-    wait_without_end: "waits for blocks without a deadline",
-    wait_not_counted: "wait for a promise that counts 0",
-    wait_counted_twice: "wait for a promise that counts 2",
-    lease_of_less: "holds more or fewer blocks than its lease says",
-    table_too_short: "holds blocks that its block table does not list",
-    unserved_fingerprint: "differ from the fingerprints of the index",
-    tenant_lost: "is listed that was never opened",
-    tenant_of_nothing: "a tenant is listed without a fingerprint",
-    no_heap: "the queue is not a heap",
-    no_line: "the line is not in order",
-}
+def pin_of(here: World, name: str) -> Any:
+    return here.service.tiers.pins._pins[name]
 
 
-@pytest.mark.parametrize("broken", BROKEN, ids=lambda one: one.__name__)
-async def test_what_is_broken_is_named(broken: Callable[[World, Request], Undo]) -> None:
+def copies_of(here: World) -> Any:
+    return some_node(here).copies[Tier.DEVICE]
+
+
+# What owns a field, its name, the wrong value (or what makes it of the right one), the words.
+FIELDS: list[tuple[Callable[[World], Any], str, Any, str]] = [
+    (lambda on: on.service.index, "num_held_leases", more, "leases are out, but nodes count"),
+    (lambda on: running_of(on).lease.node, "holders", 7, "leases are out, but nodes count"),
+    (device_order, "num_unheld", more, "unheld copies, but"),
+    (device_order, "_newest", {}, "could be evicted, is not queued"),
+    (device_order, "_line", lambda line: deque(reversed(line)), "the line is not in order"),
+    (lambda on: on.service.index.spaces.root.space, "used", [99, 0], "copies, but"),
+    (copies_of, "num_present", more, "counts"),
+    (copies_of, "uniform", CopyState.ABSENT, "slots that do not agree with its states"),
+    (copies_of, "uniform", CopyState.INCOMING, "bytes incoming, but no holder"),
+    (lambda on: pin_of(on, "kept").lease, "is_released", True, "has lost its lease"),
+    (lambda on: pin_of(on, "soft").node, "soft_pins", 0, "is soft, but its blocks are not marked"),
+    (lambda on: pin_of(on, "soft").node, "soft_pins", 2, "differs from the number of pins"),
+    (
+        lambda on: on.service.index.match(on.prompt(range(200, 208))).node,
+        *("soft_pins", 1, "differs from the number of pins"),
+    ),
+    (lambda on: on.service.scheduler, "_preempted", set(), "differs from the number of pins"),
+    (
+        lambda on: next(iter(on.service.scheduler._preempted)),
+        *("state", RequestState.ENDED, "is listed as preempted, but ended"),
+    ),
+    (running_of, "refused", (9,), "lists refused blocks beyond its lease"),
+    (
+        lambda on: on.service.scheduler._running,
+        *("_of_tenant", {"": TenantUse(9)}, "num_with_blocks=9"),
+    ),
+    (
+        lambda on: on.service.scheduler._running.of_tenant(""),
+        *("num_private", 99, "num_private=99"),
+    ),
+    (lambda on: running_of(on).promise, "is_over", True, "is over but still listed"),
+    (lambda on: on.service.scheduler.computing, "num_promises", 5, "are counted"),
+    (waiting_of, "timer", None, "waits for blocks without a deadline"),
+    (
+        lambda on: waiting_of(on).wait.promise,
+        *("num_waiting", 0, "wait for a promise that counts 0"),
+    ),
+    (
+        lambda on: waiting_of(on).wait.promise,
+        *("num_waiting", 2, "wait for a promise that counts 2"),
+    ),
+    (
+        lambda on: running_of(on).lease,
+        *("num_blocks", more, "holds more or fewer blocks than its lease says"),
+    ),
+    (
+        lambda on: on.service.tenants,
+        *("_fingerprints", {}, "differ from the fingerprints of the index"),
+    ),
+    (lambda on: on.service.tenants, "_by_tenant", {}, "is listed that was never opened"),
+    (
+        lambda on: on.service.tenants,
+        *("_by_tenant", {"acme": "gone"}, "a tenant is listed without a fingerprint"),
+    ),
+]
+MORE_THAN_A_FIELD: list[tuple[Callable[[World], Undo], str]] = [
+    (lost_slot, "is taken but has no owner"),
+    (no_heap, "the queue is not a heap"),
+    (table_too_short, "holds blocks that its block table does not list"),
+]
+
+
+def broken(here: World) -> Iterator[tuple[Undo, str]]:
+    """Break one account after another; the caller mends each before it takes the next."""
+    for owner_of, name, value, words in FIELDS:
+        owner = owner_of(here)
+        wrong = value(getattr(owner, name)) if callable(value) else value
+        yield put(owner, name, wrong), words
+    for breaks, words in MORE_THAN_A_FIELD:
+        yield breaks(here), words
+
+
+async def test_what_is_broken_is_named() -> None:
     async with world(device_blocks=32) as here:
         for base in (0, 100, 200):
             await here.run(list(range(base, base + 8)))
@@ -248,11 +181,11 @@ async def test_what_is_broken_is_named(broken: Callable[[World, Request], Undo])
         await asyncio.sleep(0)
         assert here.service.scheduler.num_waiting == 1
         assert here.service.verify() == []
-        undo = broken(here, running)
-        found = here.service.verify()
-        undo()
-        assert any(BROKEN[broken] in one for one in found), found
-        assert here.service.verify() == []
+        for undo, words in broken(here):
+            found = here.service.verify()
+            undo()
+            assert any(words in one for one in found), (words, found)
+            assert here.service.verify() == []
         here.service.scheduler.end(running)
         here.service.scheduler.end(await waits)
         here.service.scheduler.abandon(preempted)

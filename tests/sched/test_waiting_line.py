@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from itertools import count as count_up
+from itertools import pairwise
 
 import pytest
 
@@ -116,15 +118,6 @@ async def test_the_next_is_the_first_of_all_in_the_order_of_the_rule(seed: int) 
     assert line.next(anybody) is None
 
 
-async def test_one_that_may_not_go_holds_up_its_own_tenant_only() -> None:
-    line = WaitingLine()
-    big, small, other = one("big", tenant="a"), one("small", tenant="a"), one("other", tenant="b")
-    for each in (big, small, other):
-        line.join(each)
-    assert line.next(lambda each: each is not big) is other
-    assert line.next(anybody) is big
-
-
 async def run_one(here: World, name: str, tenant: str = "") -> None:
     prompt = Prompt.of([int(name) % 7] * 4, GQA.block_size, space=tenant)
     request = await begin_request(here.service, name, prompt, max_new_tokens=0)
@@ -210,3 +203,71 @@ async def test_however_often_it_waits_for_others_a_request_waits_as_long_as_at_f
     assert ups == [pytest.approx(1.0)], "waits that were left have ended with that"
     line.come_back(waits)
     assert [promise.num_waiting for promise in promises] == [0, 0, 0], "nobody waits for them"
+
+
+# Nobody starves: not a tenant behind another's backlog, not a low priority behind all above it.
+
+
+BLOCKS = 4
+
+
+numbers = count_up()
+
+
+def serve(line: WaitingLine) -> Waiting:
+    first = line.next(anybody)
+    assert first is not None
+    line.admitted(first)
+    line.given(first.tenant, BLOCKS)
+    return first
+
+
+def join(line: WaitingLine, count: int, *, tenant: str = "", priority: int = 0) -> None:
+    for _ in range(count):
+        line.join(one(f"number {next(numbers)}", tenant=tenant, priority=priority))
+
+
+async def test_two_tenants_with_long_backlogs_take_turns_to_the_end() -> None:
+    line = WaitingLine()
+    join(line, 100, tenant="many")
+    join(line, 100, tenant="late")
+    served = [serve(line).tenant for _ in range(200)]
+    assert all(first != second for first, second in pairwise(served))
+
+
+async def test_what_a_tenant_had_while_it_was_alone_is_no_debt() -> None:
+    line = WaitingLine()
+    for _ in range(1000):
+        line.given("was alone", BLOCKS)
+    join(line, 50, tenant="new")
+    join(line, 50, tenant="was alone")
+    served = [serve(line).tenant for _ in range(100)]
+    assert served[:50].count("was alone") in (24, 25)
+
+
+async def test_a_tenant_that_comes_back_has_no_old_credit() -> None:
+    line = WaitingLine()
+    join(line, 1, tenant="rare")
+    serve(line)
+    for _ in range(1000):
+        line.given("busy", BLOCKS)
+    join(line, 50, tenant="busy")
+    join(line, 50, tenant="rare")
+    served = [serve(line).tenant for _ in range(100)]
+    assert served[:50].count("rare") in (24, 25, 26)
+
+
+@pytest.mark.parametrize("num_levels", [2, 3, 5])
+async def test_every_priority_goes_on_however_many_come_above_it(num_levels: int) -> None:
+    line = WaitingLine()
+    join(line, 10, priority=0)
+    low = list(line)
+    served: list[Waiting] = []
+    for _ in range(20 * MAX_PASSED_OVER):
+        for priority in range(1, num_levels):
+            join(line, 1, priority=priority)
+        served.append(serve(line))
+    places = [served.index(each) for each in low]
+    gaps = [second - first for first, second in pairwise([-1, *places])]
+    assert places == sorted(places)
+    assert max(gaps) <= (MAX_PASSED_OVER + 1) + num_levels

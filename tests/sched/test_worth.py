@@ -84,25 +84,6 @@ def test_a_line_finds_latency_and_bandwidth_again() -> None:
     assert line.seconds(1e6) == pytest.approx(0.0105, rel=0.1)
 
 
-def test_a_line_of_equal_samples_is_a_plain_rate_and_forgets_the_old() -> None:
-    line = Line()
-    for _ in range(5):
-        line.add(100.0, 1.0)
-    assert line.seconds(50.0) == pytest.approx(0.5)
-    for _ in range(60):
-        line.add(100.0, 4.0)
-    assert line.seconds(100.0) == pytest.approx(4.0, rel=0.05)
-
-
-def test_one_size_after_another_is_one_line_and_nothing_begins_anew() -> None:
-    line = Line()
-    for _ in range(10):
-        line.add(1e6, 0.001 + 1e6 / 20e9)
-        line.add(1e9, 0.001 + 1e9 / 20e9)
-    assert line.seconds(1e6) == pytest.approx(0.00105, rel=0.01)
-    assert line.seconds(1e9) == pytest.approx(0.051, rel=0.01)
-
-
 # Waiting for what another request computes
 
 
@@ -146,16 +127,6 @@ def test_waiting_for_owners_costs_little_when_they_fail_and_saves_when_they_deli
     assert with_waits <= without * 1.03
     if delivers == begun == 1.0:
         assert with_waits <= without * 0.6
-
-
-def test_after_waits_that_were_lost_a_chance_is_taken_again_when_enough_were_passed_by() -> None:
-    computing, wait = computing_and_a_wait()
-    for passes in (1, 3, 7):
-        computing.note_wait(wait, 0.0, was_worth_it=False)
-        for _ in range(passes):
-            assert not computing.is_worth_it(wait)
-            computing.passed_by(wait)
-        assert computing.is_worth_it(wait)
 
 
 def test_waits_for_owners_that_deliver_pay_for_those_that_came_to_nothing() -> None:

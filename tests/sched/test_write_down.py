@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from tests.latch import finish, turns, until
-from tests.sessions import publish_request
 from tests.world import GQA, World, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
 from tierkv.gpu.protocol import Direction
+from tierkv.sched.copies import ByteBudget
 
 NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH
 SELECTIVE, BACK = WritePolicy.SELECTIVE, WritePolicy.WRITE_BACK
-OFFLOAD = Direction.OFFLOAD
+LOAD, OFFLOAD = Direction.LOAD, Direction.OFFLOAD
 
 
 def on_host(here: World) -> int:
@@ -153,35 +153,6 @@ async def test_write_back_to_storage_happens_when_the_host_is_full() -> None:
         assert matched.storage_tokens == 15
 
 
-async def test_eviction_takes_the_end_of_a_prefix_first() -> None:  # fault 1
-    async with world(host_write=NONE, device_blocks=5) as here:
-        await here.run(tokens(16))
-        await here.run(tokens(8, 100))  # takes the free block and one of the four
-        match = here.service.index.match(here.prompt(tokens(16)))
-        assert match.device_blocks == 3
-        assert (await here.run(tokens(12))).device_tokens == 11
-
-
-async def test_the_least_recently_used_prefix_goes_first() -> None:
-    async with world(host_write=NONE, device_blocks=6) as here:
-        await here.run(tokens(8))
-        await here.run(tokens(8, 100))
-        await here.run([*tokens(7), 9])  # the first one is used again
-        await here.run(tokens(8, 200))
-        assert here.service.index.match(here.prompt(tokens(4))).device_blocks == 1
-        assert here.service.index.match(here.prompt(tokens(8, 100))).device_blocks < 2
-
-
-async def test_match_order_is_right_after_write_back() -> None:  # fault 2
-    async with world(host_write=BACK, device_blocks=6) as here:
-        await here.run(tokens(24))
-        await here.run(tokens(12, 100))  # half of it goes down
-        match = here.service.index.match(here.prompt(tokens(24)))
-        assert (match.device_blocks, match.host_blocks) == (3, 3)
-        matched = await here.run(tokens(24))  # checks every byte at its place
-        assert (matched.device_tokens + matched.host_tokens, matched.total_tokens) == (23, 23)
-
-
 async def test_a_failed_offload_costs_the_copy_and_nothing_else() -> None:
     async with world(host_write=THROUGH) as here:
         here.latch.fail_next(OFFLOAD)
@@ -197,24 +168,6 @@ async def test_a_failed_write_back_lets_the_request_in_all_the_same() -> None:
         here.latch.fail_next(OFFLOAD)
         await here.run(tokens(16, 100))
         assert (await here.run(tokens(16))).total_tokens == 0
-
-
-@pytest.mark.parametrize("storage_write", [THROUGH, BACK])
-async def test_a_store_that_fails_never_holds_up_inference(storage_write: WritePolicy) -> None:
-    async with world(
-        host_write=BACK,
-        storage_write=storage_write,
-        device_blocks=4,
-        host_blocks=4,
-        with_store=True,
-    ) as here:  # fault 12
-        for base in range(0, 500, 100):
-            here.the_store.fail_next(1000)
-            await here.run(tokens(16, base))
-        here.the_store.fail_next(0)
-        assert await stored(here, tokens(16)) == 0
-        assert here.storage_stats.failed_writes > 0
-        await here.run(tokens(16, 900))
 
 
 async def test_what_the_store_did_not_take_is_offered_again() -> None:  # fault 11
@@ -250,20 +203,6 @@ async def test_copies_in_the_background_are_bounded() -> None:
         assert here.service.tiers.copies.background.most_in_flight == size
 
 
-async def test_a_write_down_does_not_hold_up_the_request() -> None:  # fault 13
-    async with world(host_write=THROUGH, storage_write=THROUGH, with_store=True) as here:
-        request = await here.admit(tokens(16))
-        here.the_store.hold()
-        here.latch.hold(OFFLOAD)
-        await here.prefill(request, tokens(16))
-        here.service.scheduler.end(request)
-        other = await here.admit([*tokens(8, 500)], uses_cache=False)
-        here.service.scheduler.end(other)
-        here.the_store.release()
-        here.latch.release()
-        await here.settle()
-
-
 async def test_a_host_that_is_full_of_held_blocks_skips_the_copy() -> None:
     async with world(host_write=THROUGH, device_blocks=16, host_blocks=2) as here:
         await here.run(tokens(8))
@@ -283,53 +222,113 @@ async def test_a_host_too_small_for_a_hot_prompt_is_not_tried_again_at_each_admi
             await here.ended(request)
 
 
-@pytest.mark.parametrize(
-    ("host_write", "storage_write"),
-    [
-        pytest.param(
-            *(host, storage),
-            marks=[] if host is storage or {host, storage} == {THROUGH, BACK} else pytest.mark.slow,
-        )
-        for host in WritePolicy
-        for storage in WritePolicy
-    ],
-)
-async def test_under_pressure_every_policy_keeps_the_bytes_and_the_books(
-    host_write: WritePolicy, storage_write: WritePolicy
-) -> None:
-    """Six requests at a time on a node much too small for them; every byte is checked."""
+# Copies in the background: bounded by bytes, in order, one at a time beside loads.
+
+
+class Pieces:
+    def __init__(self, budget: ByteBudget) -> None:
+        self.budget = budget
+        self.begun: list[int] = []
+        self.ends: dict[int, asyncio.Event] = {}
+
+    async def piece(self, number: int, size: int) -> None:
+        self.ends[number] = asyncio.Event()
+        async with self.budget.room(size):
+            self.begun.append(number)
+            await self.ends[number].wait()
+
+
+async def test_what_is_in_flight_stays_below_the_bound_and_goes_in_order() -> None:
+    pieces = Pieces(ByteBudget(10, lambda: False))
+    async with asyncio.TaskGroup() as group:
+        for number, size in enumerate([6, 4, 1, 20, 2]):
+            group.create_task(pieces.piece(number, size))
+        await turns(5)
+        assert pieces.begun == [0, 1]
+        pieces.ends[1].set()
+        await turns(5)
+        assert pieces.begun == [0, 1, 2]  # the big one waits to go alone, none overtakes it
+        pieces.ends[0].set()
+        pieces.ends[2].set()
+        await turns(5)
+        assert pieces.begun == [0, 1, 2, 3]
+        pieces.ends[3].set()
+        await turns(5)
+        pieces.ends[4].set()
+    assert pieces.budget.findings() == []
+
+
+async def test_one_that_is_cancelled_in_the_line_or_at_its_turn_leaves_its_room() -> None:
+    pieces = Pieces(ByteBudget(10, lambda: False))
+    tasks = [asyncio.ensure_future(pieces.piece(number, 10)) for number in range(4)]
+    await turns(5)
+    tasks[1].cancel()  # in the line
+    pieces.ends[0].set()
+    await turns(1)
+    tasks[2].cancel()  # its turn has come, or is about to
+    await turns(5)
+    assert pieces.begun[-1] == 3
+    pieces.ends[3].set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert pieces.budget.findings() == []
+    assert pieces.budget.num_waiting == 0
+
+
+async def test_while_something_urgent_is_on_its_way_one_piece_goes_at_a_time() -> None:
+    busy = True
+    pieces = Pieces(ByteBudget(100, lambda: busy))
+    async with asyncio.TaskGroup() as group:
+        for number in range(3):
+            group.create_task(pieces.piece(number, 1))
+        await turns(5)
+        assert pieces.begun == [0]
+        pieces.ends[0].set()
+        await turns(5)
+        assert pieces.begun == [0, 1]  # it lives on
+        busy = False
+        pieces.budget.look_again()
+        await turns(5)
+        assert pieces.begun == [0, 1, 2]
+        for number in (1, 2):
+            pieces.ends[number].set()
+
+
+async def test_write_downs_make_way_for_loads() -> None:
     async with world(
-        host_write=host_write,
-        storage_write=storage_write,
-        device_blocks=16,
-        host_blocks=9,
-        with_store=True,
+        host_write=WritePolicy.WRITE_THROUGH, device_blocks=24, host_blocks=64
     ) as here:
-
-        async def one(number: int) -> None:
-            prompt = [1] * (number % 3 * 4) + [
-                (number * 7 + at * at) % 3 for at in range(3 + number * 5 % 17)
-            ]
-            request = await here.admit(prompt, new=2, name=f"n{number}")
-            await here.prefill(request, prompt)
-            if number % 7 == 0:
-                await finish(publish_request(here.service, request, f"ticket {number}", [1]))
-            for step in range(2):
-                prompt.append(step)
-                here.compute(request, prompt, len(prompt) - 1)
-                await finish(here.service.scheduler.commit(request, pack(prompt)))
-            here.check_kv(request, prompt, len(prompt))
+        await here.run(list(range(16)))
+        await here.run(list(range(1000, 1096)))  # the first is on the host only
+        here.latch.hold(LOAD, OFFLOAD)
+        loading = await here.admit([*range(16), 9])
+        before = here.latch.count(OFFLOAD)
+        for base in (2000, 3000, 4000):
+            prompt = list(range(base, base + 8))
+            request = await here.admit(prompt)
+            here.compute(request, prompt)
+            await finish(here.service.scheduler.commit(request, pack(prompt)))
             here.service.scheduler.end(request)
-            assert here.service.verify() == []
+        await until(lambda: here.service.tiers.copies.background.num_waiting == 2)
+        assert here.service.tiers.copies.background.bytes_in_flight == 2 * GQA.block_bytes
+        here.latch.release(LOAD)
+        await until(lambda: here.service.tiers.copies.background.num_waiting == 0)
+        here.latch.release()
+        await here.ended(loading)
+        assert here.latch.count(OFFLOAD) == before + 3
 
-        for start in range(0, 60, 6):
-            async with asyncio.TaskGroup() as group:
-                for number in range(start, start + 6):
-                    task = group.create_task(one(number))
-                    if number % 11 == 3:
-                        await turns(number % 5)
-                        task.cancel()
-                        # A cancelled engine ends its request, as every engine must.
-            for request in here.service.scheduler.running_requests:
-                here.service.scheduler.end(request)
+
+async def test_a_block_that_is_matched_again_while_its_copy_waits_is_not_queued_twice() -> None:
+    async with world(host_write=WritePolicy.WRITE_THROUGH, device_blocks=32) as here:
+        here.latch.hold(OFFLOAD)
+        prompt = list(range(16))
+        request = await here.admit(prompt)
+        here.compute(request, prompt)
+        await finish(here.service.scheduler.commit(request, pack(prompt)))
+        here.service.scheduler.end(request)
+        before = here.service.tiers.work.num_tasks
+        for number in range(5):
+            again = await here.admit([*prompt, 50 + number])
+            here.service.scheduler.end(again)
+        assert here.service.tiers.work.num_tasks <= before
+        here.latch.release()
         await here.settle()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 import pytest
 
@@ -157,59 +157,28 @@ async def test_planes_that_come_for_a_wake_that_was_cancelled_go_back(
     assert device.num_held == 0
 
 
-async def test_a_service_stopped_in_its_sleep_gives_nothing_back_twice(
-    device: Counting, latch: CopyLatch
-) -> None:
-    async with node(device, latch) as here:
-        await here.service.sleep()
-    assert device.num_held == 0
-
-
+@pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
+@pytest.mark.parametrize("stage", ["allocates", "opens lanes"])
 async def test_a_service_that_ends_during_a_wake_has_given_everything_back(
-    device: Counting, latch: CopyLatch
+    device: Counting, latch: CopyLatch, stage: str, *, fails: bool
 ) -> None:
-    async with node(device, latch) as here:
-        await here.service.sleep()
-        device.may_allocate.clear()
-        wakes = asyncio.ensure_future(here.service.wake())
-        await asyncio.sleep(0.01)
-        asyncio.get_running_loop().call_later(0.1, device.may_allocate.set)
-    assert len(device.given) == 3
-    assert device.num_held == 0
-    await finish(wakes)
-    assert device.num_held == 0
+    held = device.may_allocate if stage == "allocates" else device.may_open_lanes
+    wakes: list[asyncio.Future[None]] = []
 
-
-async def test_a_service_that_ends_while_a_wake_opens_lanes_has_closed_them(
-    device: Counting, latch: CopyLatch
-) -> None:
-    async with node(device, latch) as here:
-        await here.service.sleep()
-        device.may_open_lanes.clear()
-        wakes = asyncio.ensure_future(here.service.wake())
-        await until(lambda: len(device.given) == 3, "the planes")
-        asyncio.get_running_loop().call_later(0.1, device.may_open_lanes.set)
-    await asyncio.wait([wakes])
-    assert device.num_held == 0
-    assert device.num_open_lanes == 0
-
-
-async def test_a_service_that_fails_during_a_wake_has_given_everything_back(
-    device: Counting, latch: CopyLatch
-) -> None:
-    async def fail_during_a_wake() -> None:
+    async def end_during_a_wake() -> None:
         async with node(device, latch) as here:
             await here.service.sleep()
-            device.may_open_lanes.clear()
+            held.clear()
             wakes.append(asyncio.ensure_future(here.service.wake()))
-            await until(lambda: len(device.given) == 3, "the planes")
-            asyncio.get_running_loop().call_later(0.1, device.may_open_lanes.set)
-            raise DeviceFailedError("something else")
+            await asyncio.sleep(0.01)
+            asyncio.get_running_loop().call_later(0.1, held.set)
+            if fails:
+                raise DeviceFailedError("something else")
 
-    wakes: list[asyncio.Future[None]] = []
-    with pytest.raises(DeviceFailedError):
-        await fail_during_a_wake()
+    with pytest.raises(DeviceFailedError) if fails else nullcontext():
+        await end_during_a_wake()
     await asyncio.wait(wakes)
+    assert len(device.given) == 3
     assert device.num_held == 0
     assert device.num_open_lanes == 0
 

@@ -198,7 +198,10 @@ async def claimed(one: Session, policy: ClaimPolicy) -> None:
     await one.loaded_or_recovered(PATIENCE_S)
 
 
-async def test_a_claimed_prompt_that_does_not_load_whole_is_refused_and_not_computed() -> None:
+@pytest.mark.parametrize("policy", [ClaimPolicy.WHOLE, ClaimPolicy.RECOMPUTE])
+async def test_a_claimed_prompt_that_does_not_load_is_computed_only_if_the_policy_says_so(
+    policy: ClaimPolicy,
+) -> None:
     async with world(with_store=True) as on:
         producer = await computed(on)
         await finish(producer.publish("t", [7]).published())
@@ -207,26 +210,15 @@ async def test_a_claimed_prompt_that_does_not_load_whole_is_refused_and_not_comp
         await finish(on.service.forget())
         on.latch.fail_next(Direction.LOAD)
         one = session(on)
-        with pytest.raises(HandoffError) as refused:
-            await finish(claimed(one, ClaimPolicy.WHOLE))
-        assert refused.value.reason == "load_failed"
-        one.end()
-        await on.settle()
-
-
-async def test_a_claimed_prompt_that_does_not_load_may_be_computed_if_the_policy_says_so() -> None:
-    async with world(with_store=True) as on:
-        producer = await computed(on)
-        await finish(producer.publish("t", [7]).published())
-        producer.end()
-        await on.settle()
-        await finish(on.service.forget())
-        on.latch.fail_next(Direction.LOAD)
-        one = session(on)
-        await finish(claimed(one, ClaimPolicy.RECOMPUTE))
-        assert one.load_problem is not None
-        on.compute(one.request, PROMPT, one.request.cached_tokens)
-        on.check_kv(one.request, PROMPT, len(PROMPT))
+        if policy is ClaimPolicy.WHOLE:
+            with pytest.raises(HandoffError) as refused:
+                await finish(claimed(one, policy))
+            assert refused.value.reason == "load_failed"
+        else:
+            await finish(claimed(one, policy))
+            assert one.load_problem is not None
+            on.compute(one.request, PROMPT, one.request.cached_tokens)
+            on.check_kv(one.request, PROMPT, len(PROMPT))
         one.end()
         await on.settle()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -12,17 +13,22 @@ from itertools import cycle
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from tests.api.nodes import Client, here, process
-from tests.latch import until
+from tests.latch import PATIENCE_S, finish, until
 from tests.redis_proxy import redis_proxy
 from tests.redis_server import PATIENT, redis_server
+from tests.world import world
 from tierkv import tasks
+from tierkv.api.node import Node
 from tierkv.clock import SystemClock
-from tierkv.errors import StoreUnavailableError
+from tierkv.errors import ShuttingDownError, StoreUnavailableError, TransferError
+from tierkv.gpu.protocol import Direction
+from tierkv.service import Service
 from tierkv.storage.base import StoreWrapper
 from tierkv.storage.factory import open_guarded_store
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
@@ -132,7 +138,7 @@ async def test_a_hint_that_cannot_be_sent_costs_its_connection_alone(
 async def test_a_node_outlives_a_redis_that_stops_while_connections_are_cut(
     tmp_path: Path,
 ) -> None:
-    """The stop of 4 s is the fault; requests meanwhile end by themselves."""
+    """The stop of 2 s is the fault; requests meanwhile end by themselves."""
     with redis_server() as server:
         async with redis_proxy(server.port) as proxy:
             config = tmp_path / "node.toml"
@@ -141,7 +147,7 @@ async def test_a_node_outlives_a_redis_that_stops_while_connections_are_cut(
                 assert await hands_over(node.client, "t0") == (200, 200)
                 server.pause()
                 proxy.cut_after = 0
-                until_s = asyncio.get_running_loop().time() + 4
+                until_s = asyncio.get_running_loop().time() + 2
                 number = 0
                 while asyncio.get_running_loop().time() < until_s:
                     number += 1
@@ -241,3 +247,74 @@ async def test_a_store_that_cannot_be_opened_for_any_reason_is_refused_to_who_at
         with pytest.raises(StoreUnavailableError, match="can't start new thread"):
             await on.node.service.attach_storage(store)
         assert await hands_over(on.client, "t") == (200, 200)
+
+
+# A task that a service lives by fails: it is told at once, and closing does not wait for it.
+
+
+class BrokenEvent:
+    """Its first look is good, the next one is a fault in our own code."""
+
+    def __init__(self) -> None:
+        self.num_looks = 0
+        self.line: object = self
+        self.position = 0
+
+    @property
+    def is_done(self) -> bool:
+        self.num_looks += 1
+        if self.num_looks > 1:
+            raise RuntimeError("nobody thought of this")
+        return False
+
+    def block_until_done(self, timeout_s: float) -> None:
+        raise RuntimeError("nobody thought of this")
+
+
+async def test_closing_does_not_wait_for_copies_that_only_the_dead_task_could_have_settled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lives: list[tuple[Service, Awaitable[None]]] = []
+
+    async def live() -> None:
+        async with world() as on:
+            on.latch.hold(Direction.OFFLOAD)
+            on.service.mover.offload(np.array([0], np.int32), np.array([0], np.int32))
+            await on.latch.until_held()
+            lives.append((on.service, on.service.mover.poller.done(BrokenEvent())))
+            await asyncio.sleep(PATIENCE_S)  # it is cancelled
+
+    with pytest.raises((RuntimeError, ExceptionGroup)) as failed:
+        await finish(live())
+    assert "nobody thought of this" in repr(failed.value)
+    [(service, waiting)] = lives
+    assert "nobody thought of this" in str(service.failure)
+    told = [one for one in caplog.records if one.levelno == logging.CRITICAL]
+    assert told[0].exc_info is not None, "the exception itself, before anything is closed"
+    with pytest.raises(TransferError, match="nobody thought of this"):
+        await waiting
+
+
+async def test_a_node_that_has_failed_says_why_it_refuses() -> None:
+    refused: list[str] = []
+
+    async def live() -> None:
+        async with here() as on:
+            waiting = on.node.service.mover.poller.done(BrokenEvent())
+            try:
+                await asyncio.sleep(PATIENCE_S)  # it is cancelled
+            finally:
+                with pytest.raises(ShuttingDownError) as error:
+                    await enter(on.node)
+                refused.append(str(error.value))
+                with pytest.raises(TransferError):
+                    await waiting
+
+    with pytest.raises((RuntimeError, ExceptionGroup)):
+        await finish(live())
+    assert ["nobody thought of this" in one for one in refused] == [True]
+
+
+async def enter(node: Node) -> None:
+    async with node.work():
+        pass
