@@ -112,7 +112,7 @@ FIELDS: list[tuple[Callable[[World], Any], str, Any, str]] = [
         lambda on: next(iter(on.service.scheduler._preempted)),
         *("state", RequestState.ENDED, "is listed as preempted, but ended"),
     ),
-    (running_of, "refused", (9,), "lists refused blocks beyond its lease"),
+    (running_of, "refused", (0,), "lists refused blocks beyond its lease"),
     (
         lambda on: on.service.scheduler._running,
         *("_of_tenant", {"": TenantUse(9)}, "num_with_blocks=9"),
