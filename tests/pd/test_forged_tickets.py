@@ -77,7 +77,7 @@ def changed(one: Any, **fields: Any) -> Any:
 
 
 ODD_TOKENS = [-1, VOCAB_SIZE, 2**31, 2**32, 2**63]
-ODD_ADDRESSES = [
+ODD_ADDRESSES: list[dict[str, Any]] = [
     {"port": -1},
     {"port": 0},
     {"port": 65_536},
