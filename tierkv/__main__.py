@@ -1,4 +1,4 @@
-"""The console's entry to the command `tierkv`, and what `python -m tierkv` runs."""
+"""Entry of the command `tierkv`, and of `python -m tierkv`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The two clocks tierkv reads, behind one seam so that tests can turn the hands."""
+"""The two clocks that tierkv reads, behind a protocol so that tests can set the time."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import time
 from typing import Protocol
 
 _EXACT_S = 1.0  # an exchange of at most this many seconds replaces an earlier answer
-_SKEW_S = 2.0  # twice the largest error of an exchange of _EXACT_S, and a margin
+_SKEW_S = 2.0  # a larger difference is real: an exchange of _EXACT_S measures to 0.5 s
 
 
 class Clock(Protocol):
+    """A monotonic clock and a wall clock."""
+
     def monotonic(self) -> float:
         """Return seconds that never decrease, for deadlines and durations inside one process."""
 
@@ -18,6 +20,8 @@ class Clock(Protocol):
 
 
 class SystemClock:
+    """The clocks of this machine."""
+
     def monotonic(self) -> float:
         return time.monotonic()
 
@@ -26,10 +30,10 @@ class SystemClock:
 
 
 class StoreClock:
-    """The clock of a store, which its users share; until the store answers, this machine's clock.
+    """The clock of a store, which all nodes share; until the store answers, this machine's clock.
 
-    Between two answers of the store the monotonic clock counts: a step of this machine's wall clock
-    changes nothing.
+    Between two answers of the store, time is measured by the monotonic clock: setting this
+    machine's wall clock changes nothing.
 
     Args:
         ours: this machine's clocks.
@@ -37,7 +41,7 @@ class StoreClock:
 
     def __init__(self, ours: Clock) -> None:
         self._ours = ours
-        self._ahead_s: float | None = None  # of the store's wall clock, before our monotonic one
+        self._ahead_s: float | None = None  # the store's wall clock minus our monotonic clock
 
     def monotonic(self) -> float:
         return self._ours.monotonic()
@@ -53,7 +57,10 @@ class StoreClock:
         return None if self._ahead_s is None else self._ours.wall() - self.wall()
 
     def note(self, told: float, asked_at: float) -> None:
-        """Note an answer of the store. An answer that took long is less exact than an earlier one.
+        """Record the store's time from an answer.
+
+        An answer that took longer than 1 s is used only if there is no earlier one, as it is less
+        exact.
 
         Args:
             told: the store's time, in Unix seconds.
@@ -65,12 +72,12 @@ class StoreClock:
 
 
 def is_skew(skew_s: float) -> bool:
-    """Return whether two clocks differ by more than their measurement explains."""
+    """Return whether two clocks differ by more than the error of the measurement, in seconds."""
     return abs(skew_s) > _SKEW_S
 
 
 def skew_in_words(skew_s: float) -> str:
-    """Return a clause that says how far this machine's clock is ahead of the store's."""
+    """Return a clause that states how far this machine's clock is ahead of the store's."""
     return (
         f"this machine's clock is {abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} it"
     )

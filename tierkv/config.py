@@ -1,6 +1,7 @@
 """Reader of settings: a TOML file, then environment variables, then options.
 
-Values go into the types of the parts that own them. An unknown key is an error.
+Each part of tierkv has a class for its own settings, and its values are converted into that. An
+unknown key is an error.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from tierkv.errors import ConfigError
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 _ENV_PREFIX = "TIERKV_"
-_CLOSE = 0.7  # share of common letters from which a name is suggested for another
+_CLOSE = 0.7  # similarity, 0 to 1, from which a known name is suggested for an unknown one
 _FIXED = "no setting"
 Fixed = Annotated[T, _FIXED]
 """A field of a settings type that no file, variable or option can set.
 
-Its default says where the value comes from; only the code that makes the part gives another one."""
+Only code can set another value than the default."""
 _NEW_NAMES: dict[object, dict[str, str]] = {}  # by type of settings
 
 
 def renamed(**new_names: str) -> Callable[[type[T]], type[T]]:
-    """Return a decorator of a type of settings: files may still use old names, with a warning.
+    """Return a decorator for a settings class: files may still use old names, with a warning.
 
     Args:
         new_names: the present name of a setting, by its old name.
@@ -52,16 +53,19 @@ def load(
     *,
     beside: type | None = None,
 ) -> T:
-    """Return settings of type `kind`: from a file, then variables, then options, which win.
+    """Load settings from a file, environment variables and options; the later source wins.
 
     Args:
-        kind: a msgspec struct of sections.
+        kind: class of the settings: a msgspec struct with a field for each table.
         path: a TOML file; None for none.
-        environ: variables, of which those named TIERKV_SECTION__KEY are read
+        environ: environment variables, of which those named TIERKV_SECTION__KEY are read
             (TIERKV_STORAGE__REDIS__TIMEOUT_S is a nested one).
-        options: each a section, a key and a value.
-        beside: settings of another role, so that one environment or file serves both roles: a table
-            that only the other role has is left out, once its keys are known to exist there.
+        options: command-line options, each a table, a key and a value.
+        beside: settings class of another program that reads the same file or environment. Tables
+            that only that class has are skipped, after a check of their keys.
+
+    Returns:
+        The settings.
 
     Raises:
         ConfigError: a file cannot be read, a key is unknown, or a value is not of its type; the
@@ -78,19 +82,20 @@ def load_traced(
     *,
     beside: type | None = None,
 ) -> tuple[T, dict[str, str]]:
-    """Load settings as `load` does, and return the origin of each setting that is no default.
-
-    Origins are given by "table.key": a file, a variable, or "option".
+    """Load settings as `load` does, and return the source of each that is not a default.
 
     Args:
-        kind: Class of the settings, with a field per table.
-        path: A TOML file; None for no file.
-        environ: Environment variables; those with the prefix TIERKV_ win over the file.
-        options: Table, key and value of command-line options, which win over the environment.
-        beside: Class with tables that are skipped, of another program with the same file.
+        kind: class of the settings, with a field for each table.
+        path: a TOML file; None for none.
+        environ: environment variables; those with the prefix TIERKV_ win over the file.
+        options: table, key and value of command-line options, which win over the environment.
+        beside: settings class of another program that reads the same file; see `load`.
+
+    Returns:
+        The settings, and for each "table.key" its source: a file, a variable, or "option".
 
     Raises:
-        ConfigError: The file cannot be read, or a setting is unknown or wrong.
+        ConfigError: a file cannot be read, or a setting is unknown or wrong.
     """
     table: dict[str, Any] = _read(path) if path is not None else {}
     origins = dict.fromkeys(flat(table), str(path))
@@ -120,13 +125,16 @@ def load_traced(
 def from_mapping(
     kind: type[T], given: Mapping[str, Any], where: str, *, converts_text: bool = False
 ) -> T:
-    """Return settings of type `kind` from a table.
+    """Convert a table to settings.
 
     Args:
         kind: a dataclass or struct of settings.
-        given: values by the settings' names.
+        given: values by name of the setting.
         where: the table's place, for messages.
-        converts_text: read a number from a text, as environment variables have them.
+        converts_text: True to convert text to numbers, as environment variables need it.
+
+    Returns:
+        The settings.
 
     Raises:
         ConfigError: a name is unknown, or a value is not of its type.
@@ -141,11 +149,14 @@ def from_mapping(
 
 
 def flat(table: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    """Return the values of nested tables, by "table.key".
+    """Return the values of nested tables by their full names.
 
     Args:
-        table: Nested tables.
-        at: Prefix of all names, such as "table.".
+        table: nested tables.
+        at: prefix of all names, such as "table.".
+
+    Returns:
+        The values by "table.key".
     """
     found: dict[str, Any] = {}
     for key, value in table.items():
@@ -154,43 +165,43 @@ def flat(table: Mapping[str, Any], at: str = "") -> dict[str, Any]:
 
 
 def all_above_zero(table: str, settings: object, *names: str) -> None:
-    """Check that settings are numbers above 0. TOML has nan and inf, too.
+    """Check that settings are finite numbers above 0; TOML also has nan and inf.
 
     Args:
-        table: Name of the settings' table, for the error.
-        settings: Object with the settings as attributes.
-        *names: Names of the settings to check.
+        table: name of the settings' table, for the error.
+        settings: object with the settings as attributes.
+        *names: names of the settings to check.
 
     Raises:
-        ConfigError: A setting is no number above 0.
+        ConfigError: a setting is not such a number.
     """
     _check_all(table, settings, names, "a number above 0", lambda number: number > 0)
 
 
 def none_negative(table: str, settings: object, *names: str) -> None:
-    """Check that settings are numbers of 0 or more.
+    """Check that settings are finite numbers of 0 or more.
 
     Args:
-        table: Name of the settings' table, for the error.
-        settings: Object with the settings as attributes.
-        *names: Names of the settings to check.
+        table: name of the settings' table, for the error.
+        settings: object with the settings as attributes.
+        *names: names of the settings to check.
 
     Raises:
-        ConfigError: A setting is no number, or below 0.
+        ConfigError: a setting is not such a number.
     """
     _check_all(table, settings, names, "a number not below 0", lambda number: number >= 0)
 
 
 def all_at_least_one(table: str, settings: object, *names: str) -> None:
-    """Check that settings are counts of 1 or more.
+    """Check that settings are finite numbers of 1 or more.
 
     Args:
-        table: Name of the settings' table, for the error.
-        settings: Object with the settings as attributes.
-        *names: Names of the settings to check.
+        table: name of the settings' table, for the error.
+        settings: object with the settings as attributes.
+        *names: names of the settings to check.
 
     Raises:
-        ConfigError: A setting is below 1.
+        ConfigError: a setting is not such a number.
     """
     _check_all(table, settings, names, "at least 1", lambda number: number >= 1)
 
@@ -235,7 +246,10 @@ def _section(table: dict[str, Any], names: Sequence[str], where: str) -> dict[st
 
 
 def settings_in(kind: object) -> dict[str, Any]:
-    """Return the type of each setting in `kind`, a type of settings, by name."""
+    """Return the settings of a class by name, each with its type.
+
+    Fields that are `Fixed` are left out.
+    """
     hints = get_type_hints(kind, include_extras=True)
     return {
         name: hint
@@ -245,11 +259,14 @@ def settings_in(kind: object) -> dict[str, Any]:
 
 
 def names_in(kind: object, at: str = "") -> list[str]:
-    """Return the names of all settings of a class, as "table.key".
+    """Return the names of all settings of a class, nested ones included.
 
     Args:
-        kind: Class of the settings.
-        at: Prefix of all names, such as "table.".
+        kind: class of the settings.
+        at: prefix of all names, such as "table.".
+
+    Returns:
+        The names as "table.key".
     """
     names = []
     for name, inner in settings_in(kind).items():
@@ -260,13 +277,14 @@ def names_in(kind: object, at: str = "") -> list[str]:
 
 
 def suggestion(unknown: str, known: Sequence[str]) -> str:
-    """Return the probable name of an unknown setting, as the end of a sentence.
-
-    "" if none is close.
+    """Suggest a name for an unknown setting.
 
     Args:
-        unknown: The unknown name. A known setting with the same key in another table is preferred.
-        known: Names of all settings, as "table.key".
+        unknown: the unknown name. A known setting with the same key in another table is preferred.
+        known: names of all settings, as "table.key".
+
+    Returns:
+        The end of a sentence with the most similar name; "" if none is similar.
     """
     key = unknown.rpartition(".")[2]
     elsewhere = [name for name in known if name.rpartition(".")[2] == key]
@@ -277,7 +295,10 @@ def suggestion(unknown: str, known: Sequence[str]) -> str:
 def _use_new_names(
     kind: object, table: dict[str, Any], where: str, at: str = ""
 ) -> list[tuple[str, str]]:
-    """Replace old names of settings in `table`; return each old name with its new one.
+    """Replace old names of settings in `table`.
+
+    Returns:
+        Each replaced name with its new one.
 
     Raises:
         ConfigError: a setting has a value under both names.

@@ -1,4 +1,4 @@
-"""The seam between a node and the engine that computes for it.
+"""The protocol between a node and the engine that computes for it.
 
     settings --> EngineSpec              description: identity, layout, tokenizer
                    | open(service)
@@ -8,14 +8,15 @@
                    v
                  Service                 blocks, block tables, gates, publishes and claims
 
-An engine drives one `Session` per request: it admits or claims, computes all tokens that are not
-cached, waits at the request's `LayerGate` before each layer that still loads cached KV, commits the
-computed tokens, publishes, and ends. Batching, sampling and CUDA graphs are the engine's own.
+An engine has one `Session` per request: it admits or claims the request, computes all tokens that
+are not cached, waits at the request's `LayerGate` before each layer with cached KV that is still
+being loaded, commits the computed tokens, publishes them, and ends the request. Batching, sampling
+and CUDA graphs are left to the engine.
 
-A new engine is a module with an `EngineSpec` and a row in `tierkv/engines.py`; nodes take none from
-another package today. Subclass `SessionEngine` (`tierkv/engine_runs.py`): it admits, claims,
-commits, publishes, preempts and recovers, and leaves `forward`, `check`, `running` and
-`max_positions`. `tierkv/refmodel/engine.py` is the shortest whole example.
+A new engine is a module with an `EngineSpec` and a row in `tierkv/engines.py`; nodes load no engine
+from another package today. Subclass `SessionEngine` (`tierkv/engine_runs.py`): it admits, claims,
+commits, publishes, preempts and recovers; the methods `forward`, `check`, `running` and
+`max_positions` are left to write. `tierkv/refmodel/engine.py` is the shortest complete example.
 """
 
 from __future__ import annotations
@@ -47,21 +48,24 @@ _MAX_PENALTY = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The choice of a token among the logits.
+    """The rule for choosing a token from the logits.
 
     Attributes:
-        temperature: Divisor of the logits; 0 chooses the best token.
-        seed: Seed of a request; the same seed gives the same text.
-        top_k: Number of best tokens that may be chosen; 0 for all.
-        top_p: Share of the probability that the tokens which may be chosen have together, at least.
-        min_p: Least probability of a token that may be chosen, as a share of the best token's.
-        repetition_penalty: Divisor of the positive logits of tokens in the prompt and the answer,
-            and factor of the negative ones.
-        presence_penalty: Amount taken from the logit of each token in the answer.
-        frequency_penalty: Amount taken from a logit for each time its token is in the answer.
+        temperature: divisor of the logits, at least 0; 0 chooses the best token.
+        seed: seed of the request's random numbers; the same seed gives the same text.
+        top_k: number of best tokens that may be chosen; 0 for all.
+        top_p: the best tokens that together have at least this share of the probability may be
+            chosen; above 0, at most 1.
+        min_p: a token may be chosen only if its probability is at least this share of the best
+            token's; 0 to 1.
+        repetition_penalty: the logits of tokens that are in the prompt or the answer are divided by
+            this if positive, and multiplied by it if negative; above 0.
+        presence_penalty: subtracted from the logit of each token that is in the answer; -2 to 2.
+        frequency_penalty: subtracted from a token's logit for each time the token is in the answer;
+            -2 to 2.
 
     Raises:
-        BadRequestError: A number is out of range.
+        BadRequestError: a number is out of range.
     """
 
     temperature: float = 0.0
@@ -74,7 +78,10 @@ class Sampling:
     frequency_penalty: float = 0.0
 
     def readable(self) -> dict[str, str]:
-        """Return the words of a ticket, equal where the same tokens are chosen by any logits."""
+        """Return the parameters as text, for tickets.
+
+        Two samplings have the same text if they choose the same tokens for all logits.
+        """
         penalties = {name: str(self._value(name)) for name in self.unusual(_PENALTIES)}
         if self.is_greedy:
             return {"temperature": "0"} | penalties
@@ -87,18 +94,18 @@ class Sampling:
         }
 
     def unusual(self, names: Sequence[str]) -> list[str]:
-        """Return those of the fields `names` that have another value than their default."""
+        """Return those of the fields `names` that do not have their default value."""
         usual = Sampling.__dataclass_fields__
         return [name for name in names if self._value(name) != usual[name].default]
 
     def check_only(self, names: Sequence[str]) -> None:
-        """Check that only supported fields are used, apart from temperature and seed.
+        """Check that only supported fields are used; temperature and seed always are.
 
         Args:
-            names: Further fields that the engine supports.
+            names: further fields that the engine supports.
 
         Raises:
-            BadRequestError: Another field is used; the error names it.
+            BadRequestError: another field is used; the error names it.
         """
         others = [name for name in ("top_k", *_SHARES, *_PENALTIES) if name not in names]
         if used := self.unusual(others):
@@ -136,11 +143,11 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of probabilities at one place of an answer, before any sampling.
+    """Natural logarithms of token probabilities at one position of an answer, before any sampling.
 
     Attributes:
-        chosen: The chosen token's.
-        top: The most likely tokens and theirs, the most likely one first.
+        chosen: that of the chosen token.
+        top: the most likely tokens, each with its logarithm, the most likely one first.
     """
 
     chosen: float
@@ -148,16 +155,16 @@ class TokenLogprobs:
 
 
 class OnTokens(Protocol):
-    """A listener to the tokens of an answer."""
+    """A callback for the tokens of an answer."""
 
     def __call__(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None] = (), /
     ) -> None:
-        """Accept all tokens so far; see GenerateRequest.on_tokens.
+        """Receive all tokens so far; see `GenerateRequest.on_tokens`.
 
         Args:
-            tokens: The tokens.
-            logprobs: The log probabilities of each, if the request asks for them.
+            tokens: the tokens.
+            logprobs: the log probabilities of each token, if the request asks for them.
         """
 
 
@@ -166,27 +173,27 @@ class GenerateRequest:
     """One request for tokens.
 
     Attributes:
-        request_id: The scheduler's name of the request.
-        tokens: The prompt, packed as `cache.keys.pack` packs it.
-        max_tokens: Number of tokens to generate, at most.
-        sampling: The choice of tokens.
+        request_id: the scheduler's id of the request.
+        tokens: the prompt, packed as `cache.keys.pack` packs it.
+        max_tokens: most tokens to generate, at least 1.
+        sampling: the rule for choosing tokens.
         uses_cache: False computes every token and leaves nothing cached, as a node without a cache
             does; tests compare other paths with this one.
-        on_tokens: Called on the loop after each step with all tokens generated so far; with fewer
-            than the last time if cached tokens did not load and the request begins again. The
-            callable must not block, raise or keep the list.
-        space: The cache's name of the tenant and adapter, as `Service.space_of_tenant` names it;
-            "" for the service's own.
-        answered_tokens: Number of tokens at the prompt's end that are an earlier part of the
+        on_tokens: called on the event loop after each step with all tokens generated so far; with
+            fewer tokens than the last time if cached tokens could not be loaded and the request
+            begins again. The callable must not block, raise or keep the list.
+        space: name of the space of the tenant and adapter, from `Service.space_of_tenant`; "" for
+            the service's own.
+        answered_tokens: number of tokens at the prompt's end that are an earlier part of the
             answer: penalties and `min_tokens` count them.
-        ignores_end: True goes on after tokens that end an answer.
-        min_tokens: Number of tokens of the answer before which no token that ends it is chosen.
-        stops: Texts that end the answer and are not part of its text; none may be empty.
-        num_logprobs: Number of most likely tokens whose log probabilities are wanted beside the
-            chosen token's; None for no log probabilities.
+        ignores_end: True continues after tokens that end an answer.
+        min_tokens: number of tokens of the answer before which no token that ends it is chosen.
+        stops: texts that end the answer and are not part of its text; none may be empty.
+        num_logprobs: number of most likely tokens with wanted log probabilities, beside the chosen
+            token; None for no log probabilities.
 
     Raises:
-        BadRequestError: `tokens` are no tokens, or `max_tokens` is below 1.
+        BadRequestError: `tokens` are not packed tokens, or `max_tokens` is below 1.
     """
 
     request_id: str
@@ -210,22 +217,23 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The outcome of a request, and what it took on this node.
+    """The outcome of a request on this node.
 
     Attributes:
-        tokens: Generated tokens, those of a ticket included.
-        text: The text of `tokens`.
-        prompt_tokens: Number of tokens of the prompt.
-        computed_tokens: Number of prompt tokens that were computed here.
-        matched: Numbers of prompt tokens that were found in each tier.
-        load_problem: Reason why cached tokens were computed after all, None without one.
-        queue_s: Seconds from the call to the admission, the fetch from storage or the wait for a
-            ticket included.
-        first_token_s: Seconds from the call to the first token that this node has computed.
-        total_s: Seconds from the call to the end.
+        tokens: generated tokens, those of a ticket included.
+        text: the text of `tokens`.
+        prompt_tokens: number of tokens of the prompt.
+        computed_tokens: number of prompt tokens that were computed here.
+        matched: numbers of prompt tokens that were found in each tier.
+        load_problem: the reason why cached tokens had to be computed after all; None if none had
+            to.
+        queue_s: seconds from the call to the admission, including the fetch from storage or the
+            wait for a ticket.
+        first_token_s: seconds from the call to the first token that this node has computed.
+        total_s: seconds from the call to the end.
         finish_reason: "length" at `max_tokens`, "stop" at the model's own end of text or at a stop
             text.
-        logprobs: The log probabilities of each token, None for the tokens of a ticket; empty if the
+        logprobs: the log probabilities of each token, None for the tokens of a ticket; empty if the
             request does not ask for them.
     """
 
@@ -247,8 +255,8 @@ class Prefilled:
     """A computed prompt.
 
     Attributes:
-        generation: The outcome, with the first token.
-        published: The outcome of the publish, None if the call did not wait for it.
+        generation: the outcome, with the first token.
+        published: the outcome of the publish; None if the call did not wait for it.
     """
 
     generation: Generation
@@ -266,7 +274,9 @@ class EngineStats:
 
 
 class NodeEngine(Protocol):
-    """An engine that computes for a node. Use it inside `running()`, within that of the service.
+    """An engine that computes for a node.
+
+    Use it inside its `running()`, inside that of the service.
 
     Every method may be cancelled: it then ends when no kernel uses the request's blocks any more,
     and these have been released.
@@ -280,33 +290,36 @@ class NodeEngine(Protocol):
     async def generate(self, job: GenerateRequest) -> Generation:
         """Generate up to `job.max_tokens` tokens, using and filling the cache.
 
-        Cached tokens that fail to load are computed; `load_problem` says so.
+        Cached tokens that fail to load are computed; `load_problem` has the reason.
 
         Raises:
-            BadRequestError: The engine cannot serve the request.
-            TierKVError: What `Session.admit` raises.
-            DeviceFailedError: The device is lost.
+            BadRequestError: the engine cannot serve the request.
+            TierKVError: any error of `Session.admit`.
+            DeviceFailedError: the device is lost.
         """
         ...
 
     async def prefill(
         self, job: GenerateRequest, ticket_id: str, *, waits_for: PublishWait
     ) -> Prefilled:
-        """Compute the prompt and its first token, and publish both as a ticket for `decode`.
+        """Compute the prompt and its first token, and publish both under a ticket for `decode`.
 
-        `job.max_tokens` has no meaning here. Once the prompt is computed, a cancel ends only the
-        wait for the publish. An earlier cancel fails the ticket, and claimers that wait for it are
+        `job.max_tokens` is ignored. Once the prompt is computed, a cancel ends only the wait for
+        the publish. An earlier cancel fails the ticket, and decode nodes that wait for it are
         notified.
 
         Args:
-            job: The request.
-            ticket_id: The name of the ticket on all nodes.
-            waits_for: The moment to return.
+            job: the request.
+            ticket_id: the id of the ticket on all nodes.
+            waits_for: the event after which the call returns.
+
+        Returns:
+            The outcome.
 
         Raises:
-            HandoffError: Storage does not take the prompt.
-            DuplicateRequestError: The ticket is another prompt's.
-            TierKVError: Any error of `generate`.
+            HandoffError: storage does not accept the prompt.
+            DuplicateRequestError: another prompt uses the ticket's id.
+            TierKVError: any error of `generate`.
         """
         ...
 
@@ -318,34 +331,35 @@ class NodeEngine(Protocol):
         policy: ClaimPolicy,
         deadline_s: float | None,
     ) -> tuple[Generation, Ticket | None]:
-        """Claim a published prompt and generate what `generate` would have, token for token.
+        """Claim a published prompt, and generate the same tokens as `generate` would.
 
         Args:
-            job: The request; a ticket that was sampled otherwise is refused as incompatible.
-            ticket_id: The name of the ticket on all nodes.
-            policy: What to do about blocks that do not come.
-            deadline_s: Seconds to wait for the ticket; None for the service's own.
+            job: the request; a ticket with first tokens sampled by other parameters is refused as
+                incompatible.
+            ticket_id: the id of the ticket on all nodes.
+            policy: the part of the prompt that may be computed if it cannot be fetched.
+            deadline_s: seconds to wait for the ticket; None for the service's setting.
 
         Returns:
             The outcome, and the ticket; None if no ticket came and the policy let the engine
-            compute.
+                compute.
 
         Raises:
-            HandoffError: The claim failed; the reason is a HandoffProblem.
-            TierKVError: What `Session.claim` raises.
+            HandoffError: the claim failed; the reason is a HandoffProblem.
+            TierKVError: any error of `Session.claim`.
         """
         ...
 
 
 class EngineSpec(Protocol):
-    """An engine before it runs: what a node needs to build the service, and how to start it."""
+    """An engine before it runs: the facts that a node needs to build the service, and its start."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
 
     @property
     def takes_media(self) -> bool:
-        """True if prompts may have media."""
+        """True if prompts may have media (images, audio, video)."""
         ...
 
     @property
@@ -355,24 +369,26 @@ class EngineSpec(Protocol):
 
     @property
     def layout(self) -> Layout:
-        """The layout of a block, of all ranks together."""
+        """The layout of a block, with the planes of all ranks."""
         ...
 
     @property
     def shards(self) -> ShardScheme:
-        """The split of a block over tensor-parallel ranks."""
+        """The division of a block over tensor-parallel ranks."""
         ...
 
     def fingerprint(self, tenant: str) -> Fingerprint:
-        """Return everything that makes the KV of two nodes the same.
+        """Return the identity of this engine's KV.
+
+        It is equal on two nodes exactly if one can use the blocks of the other.
 
         Args:
-            tenant: The salt of the node's own tenant.
+            tenant: name or secret of the node's own tenant.
         """
         ...
 
     def open(self, service: Service) -> NodeEngine:
-        """Return the engine over `service`; the device of `service` has the layout of this spec.
+        """Make the engine over `service`, which has a device with the layout of this spec.
 
         The node calls it before the service runs, on a thread that may block, under the device's
         `computing()`. Load weights here.

@@ -46,27 +46,28 @@ from tierkv.tokenizers import AnswerDecoder, Tokenizer
 
 Tokens1D = npt.NDArray[np.int32]
 
-_COMMIT_EVERY_TOKENS = 64  # generated ones; a commit costs far less than a step of the model
+_COMMIT_EVERY_TOKENS = 64  # generated tokens; a commit costs far less than a step of the model
 
 
 class ModelRun:
-    """One request on its way through the model.
+    """The state of one request that the model computes.
 
     Attributes:
-        tokens: Generated tokens, those of a ticket included.
-        num_fed: Number of tokens with KV in the blocks.
-        room: Number of tokens for which the request has blocks.
-        is_loaded: True once every layer's cached tokens have been waited for.
-        may_recover: False from a recovery on, which leaves nothing to load, until a resume.
-        end_tokens: Tokens that end the answer.
-        call_s: Seconds of the last call of the model; None if the call waited for loads.
-        chosen_logprobs: Log probabilities of the token that the last call chose.
+        tokens: generated tokens, those of a ticket included.
+        num_fed: number of tokens of prompt and answer that have KV in the blocks.
+        room: number of tokens for which the request has blocks.
+        is_loaded: True once the loads of all layers' cached tokens have been waited for.
+        may_recover: True if a failed load may be answered by computing; False after that, until a
+            resume, as nothing is loaded any more.
+        end_tokens: tokens that end the answer.
+        call_s: seconds of the last call of the model; None if the call waited for loads.
+        chosen_logprobs: log probabilities of the token that the last call chose.
 
     Args:
-        session: The session of the request.
-        job: The request.
-        started: Time of the call on the monotonic clock, in seconds.
-        tokenizer: The tokenizer of the model.
+        session: the session of the request.
+        job: the request.
+        started: time of the call on the monotonic clock, in seconds.
+        tokenizer: the tokenizer of the model.
     """
 
     def __init__(
@@ -92,7 +93,10 @@ class ModelRun:
         self._given: tuple[int, ...] = ()
 
     def begin(self) -> None:
-        """Start from the cached tokens of the request, which has new blocks."""
+        """Start from the cached tokens of the request.
+
+        Called whenever the request has new blocks.
+        """
         self._place()
         self.tokens = list(self._given)
         self._logprobs = [*self._logprobs[: len(self._given)]]
@@ -102,7 +106,7 @@ class ModelRun:
         self.cached_tokens = min(self.num_fed, len(self.prompt))
 
     def go_on_from(self, first_tokens: Sequence[int]) -> None:
-        """Continue after `first_tokens`, which another node has generated."""
+        """Continue after `first_tokens`, which the prefill node has generated."""
         self._given = tuple(first_tokens)
         self.tokens = list(first_tokens)
         self._logprobs = [None] * len(first_tokens)
@@ -132,7 +136,7 @@ class ModelRun:
         )
 
     def _read_given(self) -> None:
-        """Look for stop texts in the tokens that the run begins with."""
+        """Look for stop texts in the tokens that were generated before this run."""
         if self.job.stops:
             self._text = self._new_text()
             for token in self._given:
@@ -140,27 +144,27 @@ class ModelRun:
 
     @property
     def num_known(self) -> int:
-        """The number of tokens of the prompt and the answer so far."""
+        """Number of tokens of the prompt and of the answer so far."""
         return len(self.prompt) + len(self.tokens)
 
     @property
     def fed(self) -> bytes:
-        """All tokens with KV in the blocks, packed: all but the last generated one."""
+        """All tokens with KV in the blocks, packed."""
         return (self.job.tokens + pack(self.tokens))[: self.num_fed * TOKEN_BYTES]
 
     def next_chunk(self, size: int) -> Tokens1D:
-        """Return up to `size` tokens that are known and not fed; empty if there are none."""
+        """Return up to `size` tokens that are known but have no KV yet; empty if there are none."""
         behind = self.num_fed - len(self.prompt)
         if behind < 0:
             return self.prompt[self.num_fed : self.num_fed + size]
         return np.array(self.tokens[behind : behind + size], np.int32)
 
     def is_last(self, chunk: Tokens1D) -> bool:
-        """Return whether no known token follows `chunk`, the next tokens to feed."""
+        """Return whether `chunk`, the next tokens to compute, ends with the last known token."""
         return self.num_fed + len(chunk) == self.num_known
 
     def add(self, token: int) -> None:
-        """Append a generated token, and report it."""
+        """Append a generated token, and report it to the listener of the job."""
         self.tokens.append(token)
         self._logprobs.append(self.chosen_logprobs)
         if self.job.stops:
@@ -181,12 +185,12 @@ class ModelRun:
 
     @property
     def has_stopped(self) -> bool:
-        """True if the model or a stop text has ended the text."""
+        """True if the model's end token or a stop text has ended the answer."""
         return self._text.has_stopped or (bool(self.tokens) and self.tokens[-1] in self.end_tokens)
 
     @property
     def excluded_tokens(self) -> frozenset[int]:
-        """The tokens that may not be chosen next, since the answer would end too early."""
+        """Tokens that may not be chosen next, as they would end the answer before `min_tokens`."""
         is_early = self.job.answered_tokens + len(self.tokens) < self.job.min_tokens
         return self.end_tokens if is_early else frozenset()
 
@@ -215,12 +219,15 @@ class ModelRun:
 
 
 def logprobs_of(logits: npt.NDArray[np.float32], token: int, num_top: int) -> TokenLogprobs:
-    """Return the log probabilities that logits give.
+    """Return the log probabilities of the chosen token and of the most likely ones.
 
     Args:
-        logits: [vocab_size], finite or -inf.
-        token: The chosen token.
-        num_top: Number of most likely tokens; of equal ones, the lower number comes first.
+        logits: float32 [vocab_size], finite or -inf.
+        token: the chosen token.
+        num_top: number of most likely tokens; of equally likely ones, the lower number comes first.
+
+    Returns:
+        The natural logarithms.
     """
     wide = logits.astype(np.float64)
     wide -= wide.max()
@@ -234,17 +241,17 @@ def logprobs_of(logits: npt.NDArray[np.float32], token: int, num_top: int) -> To
 
 
 class SessionEngine(ABC):
-    """Generates, prefills and decodes over `service`; a subclass has the model.
+    """Engine over `service` that generates, prefills and decodes; a subclass has the model.
 
-    Use it inside `running()`, within that of the service. Every method may be cancelled: it then
-    ends when the model has left the request's blocks, and these have been released.
+    Use it inside its `running()`, inside that of the service. Every method may be cancelled: it
+    then ends when the model no longer uses the request's blocks, and these have been released.
 
     Args:
-        service: The service of the node.
-        tokenizer: The tokenizer of the model.
-        chunk_tokens: Most prompt tokens per call of the model.
-        load_timeout_s: Seconds to wait for cached tokens that are being loaded.
-        reserve_tokens: Number of generated tokens for which a request reserves blocks at once; a
+        service: the service of the node.
+        tokenizer: the tokenizer of the model.
+        chunk_tokens: most prompt tokens per call of the model.
+        load_timeout_s: seconds to wait for cached tokens that are being loaded.
+        reserve_tokens: number of generated tokens for which a request reserves blocks at once; a
             request that finds no further block is preempted. None reserves blocks for all.
     """
 
@@ -269,11 +276,15 @@ class SessionEngine(ABC):
     @property
     @abstractmethod
     def max_positions(self) -> int:
-        """The number of tokens of the longest prompt and answer together."""
+        """Most tokens of a prompt and its answer together."""
 
     @abstractmethod
     def check(self, job: GenerateRequest) -> None:
-        """Raise BadRequestError if the model cannot serve `job`, with tokens of this model."""
+        """Check that the model can serve `job`; its tokens have been checked.
+
+        Raises:
+            BadRequestError: the model cannot serve it.
+        """
 
     @abstractmethod
     def running(self) -> AbstractAsyncContextManager[None]:
@@ -281,23 +292,27 @@ class SessionEngine(ABC):
 
     @abstractmethod
     async def forward(self, run: ModelRun, chunk: Tokens1D) -> int | None:
-        """Write the KV of `chunk`, the next tokens of `run`, behind `run.num_fed` tokens.
+        """Compute `chunk`, the next tokens of `run`, and write their KV into the request's blocks.
 
-        A cancel is raised after the model has left the blocks. `run.is_loaded` and `run.call_s`
-        are set, and `run.chosen_logprobs` where the job wants them. Cached tokens are waited for,
-        layer by layer or all at once.
+        The method also waits for cached tokens that are being loaded, layer by layer or all at
+        once, and sets `run.is_loaded`, `run.call_s`, and `run.chosen_logprobs` if the job wants
+        them. A cancel is raised only after the model no longer uses the blocks.
+
+        Args:
+            run: the request; its first `run.num_fed` tokens have KV.
+            chunk: int32 [n], n at least 1.
 
         Returns:
-            The token that follows; None where `chunk` is not the last one.
+            The token that follows `chunk`; None if `chunk` is not the last one of the known tokens.
 
         Raises:
-            TransferError: Cached tokens did not load.
+            TransferError: cached tokens could not be loaded.
         """
 
     # See NodeEngine
 
     async def generate(self, job: GenerateRequest) -> Generation:
-        """See NodeEngine.generate."""
+        """See `NodeEngine.generate`."""
         run = self._run(job, job.max_tokens, job.max_tokens - 1)
         try:
             await run.session.admit()
@@ -314,7 +329,7 @@ class SessionEngine(ABC):
         *,
         waits_for: PublishWait = PublishWait.PUBLISHED,
     ) -> Prefilled:
-        """See NodeEngine.prefill."""
+        """See `NodeEngine.prefill`."""
         run = self._run(job, 1, 0)
         session, sampling = run.session, job.sampling.readable()
 
@@ -333,10 +348,10 @@ class SessionEngine(ABC):
             )
         except BaseException as error:
             self._end(run, _reason(error))
-            # A stream has a last word to say, and the request is its until then.
+            # A stream still writes its failure into the ticket, and needs the request until then.
             await outlast({session.over}, on_cancel=lambda: None)
             raise
-        self._end(run)  # as soon as it is published
+        self._end(run)  # releases the blocks as soon as the prompt is published
         if waits_for is PublishWait.NOTHING:
             return Prefilled(run.result(), None)
         return Prefilled(run.result(), await publishing.published())
@@ -349,7 +364,7 @@ class SessionEngine(ABC):
         policy: ClaimPolicy = ClaimPolicy.WHOLE,
         deadline_s: float | None = None,
     ) -> tuple[Generation, Ticket | None]:
-        """See NodeEngine.decode."""
+        """See `NodeEngine.decode`."""
         run = self._run(job, job.max_tokens, job.max_tokens - 1, needs_logits=False)
         session = run.session
         try:
@@ -393,7 +408,7 @@ class SessionEngine(ABC):
         self.check(job)
 
     async def _or_recovered(self, run: ModelRun, compute: Callable[[], Awaitable[None]]) -> None:
-        """Run `compute`; if cached tokens do not load, run it again without them.
+        """Run `compute`; if cached tokens cannot be loaded, recover the request and run it again.
 
         A second failure before the next resume is not one of a load, and is raised.
         """
@@ -423,7 +438,7 @@ class SessionEngine(ABC):
         await self._commit(run)
 
     async def _continue(self, run: ModelRun) -> None:
-        """Generate until the end of the text, and commit all that was fed."""
+        """Generate until the end of the answer, and commit all tokens that have KV."""
         if not run.tokens:
             await self._first_token(run)
         while not run.is_done:
@@ -437,7 +452,7 @@ class SessionEngine(ABC):
         await self._commit(run)
 
     async def _grow(self, run: ModelRun) -> None:
-        """Get blocks for further tokens; preempt the run where others need all blocks."""
+        """Get blocks for further tokens; preempt the run if other requests need all blocks."""
         request = run.session.request
         left = run.job.max_tokens - len(run.tokens)
         more = min(left, self._reserve_tokens or left)
@@ -455,7 +470,7 @@ class SessionEngine(ABC):
             run.resume()
 
     async def _feed(self, run: ModelRun) -> int | None:
-        """Write the KV of all known tokens that have none; return the token after the last one."""
+        """Compute all known tokens that have no KV yet; return the token after the last one."""
         token = None
         while len(chunk := run.next_chunk(self._chunk_tokens)):
             token = await self.forward(run, chunk)
@@ -479,8 +494,7 @@ class SessionEngine(ABC):
     def _computed(self) -> tuple[Event, ...]:
         """Return the event at the end of the kernels submitted so far.
 
-        There is none on a lost device, where no kernel runs any more, so that requests can still
-        end.
+        Empty on a lost device, where no kernel runs any more, so that requests can still end.
         """
         try:
             return (self._service.device.compute_stream.record(),)
@@ -491,7 +505,7 @@ class SessionEngine(ABC):
         """Return the first tokens of `ticket`.
 
         Raises:
-            HandoffError: The ticket has no first token, or one that this model does not have.
+            HandoffError: the ticket has no first token, or one that this model does not have.
         """
         if not ticket.first_tokens:
             raise HandoffError(HandoffProblem.INCOMPLETE.value, "the ticket has no first token")
@@ -502,7 +516,7 @@ class SessionEngine(ABC):
 
 
 def _reason(error: BaseException) -> str:
-    """Return why a prompt was not computed, in words for another node."""
+    """Return the reason why a prompt was not computed, in words for another node."""
     if isinstance(error, asyncio.CancelledError):
         return "the prefill was cancelled"
     return str(error) or type(error).__name__

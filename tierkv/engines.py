@@ -53,17 +53,20 @@ ENGINE_NAMES = tuple(_ENGINES)
 def engine_of(
     name: str, tables: EngineTables, cache: CacheSettings, *, model: str, device: str
 ) -> EngineSpec:
-    """Return the engine of this name.
+    """Make the spec of an engine.
 
     Args:
-        name: A name in the table of engines.
-        tables: The settings of engines.
-        cache: The settings of the cache, for the size of a block and the number of ranks.
-        model: Path of the model, a directory or a GGUF file; "" for the engine's own.
-        device: The device of the node: `cpu`, `cuda` or `cuda:N`.
+        name: name of the engine, one of ENGINE_NAMES.
+        tables: the settings of engines.
+        cache: the settings of the cache, for the size of a block and the number of ranks.
+        model: path of the model, a directory or a GGUF file; "" for the engine's own.
+        device: the device of the node: `cpu`, `cuda` or `cuda:N`.
+
+    Returns:
+        The spec.
 
     Raises:
-        ConfigError: There is no engine of this name, or its settings do not fit each other.
+        ConfigError: there is no engine of this name, or its settings do not fit each other.
     """
     try:
         make = _ENGINES[name]

@@ -1,7 +1,7 @@
-"""GGUF files: metadata and tensors.
+"""Reader of GGUF files: metadata and tensors.
 
-The metadata are parsed here, because the reader of the package `gguf` takes 5 s for a vocabulary
-of 49,152 tokens. The package dequantizes the tensors.
+The metadata are parsed here, because the package `gguf` takes 5 s to read a vocabulary of 49,152
+tokens. That package is used to dequantize tensors.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ _VERSIONS = (2, 3)
 
 
 def optional(module: str, path: Path) -> ModuleType:
-    """Return a module of a package of the extra `model`.
+    """Import a module of an optional package, one of the extra `model`.
 
     Args:
-        module: The name of the module.
-        path: The model that needs the package.
+        module: name of the module.
+        path: the model that needs the package, for the error.
+
+    Returns:
+        The module.
 
     Raises:
-        ConfigError: The package is not installed.
+        ConfigError: the package is not installed.
     """
     try:
         return importlib.import_module(module)
@@ -55,14 +58,17 @@ class _Tensor:
 
 
 class GGUFFile:
-    """A GGUF file that is open for reading; its pages are read when a tensor is.
+    """A GGUF file that is open for reading; the bytes of a tensor are read when it is used.
+
+    Args:
+        path: path of the file.
 
     Attributes:
-        path: Path of the file.
-        fields: Metadata by name.
+        path: path of the file.
+        fields: metadata by name.
 
     Raises:
-        ConfigError: The file cannot be read, or is no GGUF file of version 2 or 3.
+        ConfigError: the file cannot be read, or is not a GGUF file of version 2 or 3.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,15 +85,18 @@ class GGUFFile:
 
     @property
     def tensors(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes by name, the fastest dimension last."""
+        """Shapes of the tensors by name, the fastest-varying dimension last."""
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def tensor(self, name: str) -> npt.NDArray[np.float32]:
-        """Return a tensor as float32.
+        """Return a tensor, dequantized.
+
+        Returns:
+            The tensor, float32, with the shape in `tensors`.
 
         Raises:
-            ConfigError: There is no such tensor, its type is unknown, or the file ends before it
-                does; or the package `gguf` is not installed.
+            ConfigError: there is no such tensor, its type is unknown, or the file is too short; or
+                the package `gguf` is not installed.
         """
         gguf = optional("gguf", self.path)
         try:

@@ -1,4 +1,7 @@
-"""An event loop in a thread, for programs that have no loop: the one owner of such threads."""
+"""An event loop in a thread, for programs that have no event loop of their own.
+
+All such threads of tierkv are made here.
+"""
 
 from __future__ import annotations
 
@@ -35,20 +38,21 @@ def _ignore(_: BaseException | None) -> None:
 
 
 class LoopThread:
-    """A daemon thread with an event loop that runs from `open` until `close`, in one lifetime.
+    """A daemon thread with an event loop that runs from `open` until `close`.
 
-    Every method may be called from any thread. A fork's child has no such thread: it refuses all
-    work there. An interpreter that exits closes the thread first, while thread pools still work.
+    Every method may be called from any thread. The child of a fork does not have the thread, so it
+    refuses all work there. When the interpreter exits, the thread is closed first, while thread
+    pools still work.
 
     Args:
-        what: The thread's noun in messages, such as "page storage".
-        lifetime: Makes the context that the loop enters at `open` and leaves at `close`.
-        name: The thread's name.
-        close_s: Seconds that `close` waits if its caller does not say.
-        grace_s: Seconds that work under way may go on at `close` before it is cancelled; None
-            for as long as it takes.
-        on_end: Called last on the thread, with the error that ended it.
-        on_fork: Called in a fork's child.
+        what: noun for the thread in messages, such as "page storage".
+        lifetime: makes the context manager that the loop enters at `open` and leaves at `close`.
+        name: name of the thread.
+        close_s: seconds that `close` waits by default.
+        grace_s: seconds that work under way may go on at `close` before it is cancelled; None for
+            as long as it takes.
+        on_end: called last on the thread, with the error that ended it.
+        on_fork: called in the child of a fork.
     """
 
     def __init__(  # noqa: PLR0913 - a lifetime, its names and its limits
@@ -73,7 +77,7 @@ class LoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = asyncio.Event()
         self._opened, self._ended = threading.Event(), threading.Event()
-        self._lock = threading.Lock()  # around the next two, and giving the loop anything
+        self._lock = threading.Lock()  # protects the next fields, and each hand-over to the loop
         self._takes_work = self._is_close_asked = False
         self._pending: dict[Future[Any], Coroutine[Any, Any, Any]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -81,17 +85,17 @@ class LoopThread:
         self._is_forked = False
 
     def open(self, timeout_s: float) -> bool:
-        """Start the thread, and wait until its lifetime is entered.
+        """Start the thread, and wait until its lifetime has been entered.
 
         Args:
-            timeout_s: Seconds to wait; the thread then begins to close.
+            timeout_s: seconds to wait; if they pass, the thread begins to close.
 
         Returns:
-            True if the thread takes work now.
+            True if the thread accepts work now.
 
         Raises:
-            ConfigError: The thread was opened before.
-            BaseException: The error that kept the lifetime from being entered.
+            ConfigError: the thread was opened before.
+            BaseException: the error that prevented the lifetime from being entered.
         """
         if self._thread is not None:
             raise ConfigError(
@@ -108,14 +112,16 @@ class LoopThread:
         return True
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Take no more work, let work under way end, and leave the lifetime. May be called again.
+        """Refuse further work, wait for work under way, and leave the lifetime.
+
+        May be called again.
 
         Args:
-            timeout_s: Seconds to wait; None for the `close_s` of this thread.
+            timeout_s: seconds to wait; None for the `close_s` of this thread.
 
         Returns:
-            True if the thread has ended; its end continues after the wait. True at once on the
-                thread itself, in a fork's child, and if the thread was never opened.
+            True if the thread has ended; if not, it ends after the wait. True at once on the thread
+                itself, in the child of a fork, and if the thread was never opened.
         """
         self.ask_to_close()
         if self._thread is None or self._is_forked or self._thread is threading.current_thread():
@@ -133,11 +139,11 @@ class LoopThread:
 
     @property
     def is_open(self) -> bool:
-        """True if `run` takes work now."""
+        """True if `run` accepts work now."""
         return self._takes_work
 
     def pop_error(self) -> BaseException | None:
-        """Return the error that ended the thread, once."""
+        """Return the error that ended the thread; None at further calls."""
         error, self._error = self._error, None
         return error
 
@@ -157,11 +163,12 @@ class LoopThread:
         return True
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run `work` on the loop, in a task of its own.
+        """Run `work` in a task on the loop.
 
         Returns:
             A future that is always done in the end. Cancelling the future cancels `work`. The
-            future raises LoopClosedError if the thread takes no work, or ends before `work` does.
+                future raises LoopClosedError if the thread accepts no work, or ends before `work`
+                does.
         """
         future: Future[T] = Future()
         with self._lock:
@@ -244,13 +251,16 @@ class LoopThread:
     # Forks and the interpreter's exit
 
     def forked(self) -> None:
-        """Refuse all work, in a fork's child, without a lock that a parent's thread may hold."""
+        """Refuse all work in the child of a fork.
+
+        The lock is replaced, not taken: a thread of the parent may have held it.
+        """
         self._is_forked, self._takes_work, self._loop = True, False, None
         self._lock, self._pending = threading.Lock(), {}
         self._on_fork()
 
     def exiting(self) -> None:
-        """Close at the interpreter's exit, before it ends the thread pools that closing needs."""
+        """Close at the interpreter's exit, before the thread pools that closing needs are ended."""
         if not self.close():
             log.warning(
                 "this %s is still open at the exit of the process: close it before", self._what
@@ -258,7 +268,10 @@ class LoopThread:
 
 
 async def _outcome(work: Coroutine[Any, Any, T]) -> tuple[T | None, Exception | None]:
-    """Return the result of `work` or its error: the error is for its caller, not for the group."""
+    """Return the result of `work` and None, or None and its error.
+
+    The error is raised to the caller of `LoopThread.run`, and not in the task group.
+    """
     try:
         return await work, None
     except Exception as error:  # noqa: BLE001 - the future raises it
@@ -280,7 +293,7 @@ def _exit() -> None:
 
 
 def _before_thread_pools_end(call: Callable[[], None]) -> None:
-    """Call `call` at exit, before concurrent.futures ends the thread pools of the process.
+    """Register `call` to run at exit before concurrent.futures ends its thread pools.
 
     `atexit` is too late for that. The hook that concurrent.futures.thread uses runs callbacks in
     reverse order of registration, and this module imports that one first.

@@ -1,4 +1,4 @@
-"""The tokenizer of a model that lies in a GGUF file or in a directory with `tokenizer.json`."""
+"""The tokenizer of a model in a GGUF file, or in a directory with `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Encoded(Protocol):
 
 
 class _Vocabulary(Protocol):
-    """The part of the library's `Tokenizer` that is used here."""
+    """The used part of the class `Tokenizer` of the package `tokenizers`."""
 
     def encode(self, sequence: str, *, add_special_tokens: bool) -> _Encoded: ...
 
@@ -49,18 +49,21 @@ _WORDS = {
     "qwen2": _LATER_WORDS.replace("DIGITS", r"\p{N}"),
     "smollm": _GPT2_WORDS,
 }
-_CONTEXT_TOKENS = 6  # of the prompt: enough for a word that begins before the answer
-_MAX_HELD_TOKENS = 16  # a character of UTF-8 has up to 4
+_CONTEXT_TOKENS = 6  # tokens of the prompt: enough for a word that begins before the answer
+_MAX_HELD_TOKENS = 16  # tokens without whole text; a character of UTF-8 has up to 4 bytes
 
 
 def read_tokenizer(path: Path) -> ModelTokenizer:
     """Read the tokenizer, the chat template and the stop tokens of a model.
 
     Args:
-        path: A GGUF file, or a directory with `tokenizer.json`.
+        path: a GGUF file, or a directory with `tokenizer.json`.
+
+    Returns:
+        The tokenizer.
 
     Raises:
-        ConfigError: A file is missing, damaged or not supported, or a package is not installed.
+        ConfigError: a file is missing, damaged or not supported, or a package is not installed.
     """
     if not path.is_dir():
         gguf = GGUFFile(path)
@@ -97,10 +100,13 @@ def read_tokenizer(path: Path) -> ModelTokenizer:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, an empty one without a file.
+    """Return the object in a JSON file; {} if there is no such file.
+
+    Returns:
+        The object.
 
     Raises:
-        ConfigError: The file cannot be read, or holds no object.
+        ConfigError: the file cannot be read, or does not hold an object.
     """
     try:
         found = json.loads(path.read_bytes())
@@ -167,18 +173,18 @@ def _of_gguf(path: Path, fields: Mapping[str, Any], vocab_size: int) -> ModelTok
 
 
 class ModelTokenizer:
-    """The tokenizer of one model, see `tokenizers.Tokenizer`.
+    """The `Tokenizer` of one model.
 
     Args:
-        path: The model, for messages.
-        vocabulary: A `tokenizers.Tokenizer` of the library.
-        stop_tokens: Tokens that end an answer.
-        template: The Jinja template of the model's chats, None without one.
-        special: Texts by the name that a template may use, such as `bos_token`.
-        vocab_size: Number of rows of the model's embedding, where it is above the vocabulary's.
+        path: the model, for messages.
+        vocabulary: a `Tokenizer` of the package `tokenizers`.
+        stop_tokens: tokens that end an answer.
+        template: the Jinja template of the model's chats; None without one.
+        special: texts by the name that a template may use, such as `bos_token`.
+        vocab_size: number of rows of the model's embedding, used if it is above the vocabulary's.
 
     Raises:
-        ConfigError: The template cannot be read, or the package `jinja2` is not installed.
+        ConfigError: the template cannot be read, or the package `jinja2` is not installed.
     """
 
     def __init__(
@@ -201,11 +207,11 @@ class ModelTokenizer:
         self._template = None if template is None else _template(path, template)
 
     def encode(self, text: str) -> bytes:
-        """Return the tokens of `text`; names of special tokens in the text become these tokens."""
+        """See `Tokenizer.encode`; names of special tokens in the text become these tokens."""
         return self._encode(text, adds_special=True)
 
     def encode_chat(self, messages: Messages) -> bytes:
-        """See Tokenizer.encode_chat."""
+        """See `Tokenizer.encode_chat`."""
         if self._template is None:
             raise BadRequestError("the model has no chat template: send a completion instead")
         template_error = importlib.import_module("jinja2").TemplateError
@@ -230,35 +236,40 @@ class ModelTokenizer:
         return np.array(ids, "<i4").tobytes()
 
     def fewest_tokens(self, text: str) -> int:
-        """See Tokenizer.fewest_tokens."""
+        """See `Tokenizer.fewest_tokens`."""
         return len(text) // self._most_characters
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """See Tokenizer.decode; special tokens have no text."""
+        """See `Tokenizer.decode`; special tokens have no text."""
         ids = [int(token) for token in tokens]
         if not all(0 <= token < self.vocab_size for token in ids):
             raise BadRequestError(f"a token of this model must be in 0..{self.vocab_size - 1}")
         return str(self._vocabulary.decode(ids, skip_special_tokens=True))
 
     def token_text(self, token: int) -> str:
-        """See Tokenizer.token_text."""
+        """See `Tokenizer.token_text`."""
         # Some vocabularies drop a space at the beginning of a text, and another token precedes it.
         before = self._vocabulary.decode(self._letter, skip_special_tokens=False)
         both = self._vocabulary.decode([*self._letter, token], skip_special_tokens=False)
         return both[len(before) :]
 
     def decoder(self, before: bytes) -> TextDecoder:
-        """See Tokenizer.decoder."""
+        """See `Tokenizer.decoder`."""
         known = unpack(before[-4 * _CONTEXT_TOKENS :]).tolist()
         return _Pieces(self, known, len(known))
 
 
 @dataclass(slots=True)
 class _Pieces:
-    """Decodes a window of tokens, as the text of a token may depend on the tokens before it.
+    """The `TextDecoder` of a model: decodes a window of the last tokens.
 
-    ids:  | context | read | new |
-                    ^ text before it has been given out
+    The text of a token may depend on the tokens before it, so these are decoded again each time.
+
+    Attributes:
+        tokenizer: the tokenizer.
+        ids: the window: first the tokens with text that has been returned, then the new ones.
+        num_read: number of the former.
+        stops: tokens without text, which end an answer.
     """
 
     tokenizer: ModelTokenizer
@@ -292,7 +303,7 @@ class _Pieces:
 
 
 def _template(path: Path, text: str) -> _Template:
-    """Compile a chat template with the names that templates of models use."""
+    """Compile a chat template, with the functions that templates of models use."""
     jinja2 = optional("jinja2", path)
     sandbox = importlib.import_module("jinja2.sandbox").ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]

@@ -1,4 +1,4 @@
-"""Counts of a service, the moments of its last requests, and a recount that finds errors."""
+"""Counts of a service, timelines of its last requests, and a recount that finds errors."""
 
 from __future__ import annotations
 
@@ -78,12 +78,16 @@ class Timeline:
     """The record of one request, without its tokens.
 
     Attributes:
-        number: counted up from the start of the service.
-        prompt: kept to explain the request again; None once it is dropped.
+        number: number of the request since the start of the service.
+        request_id: id of the request.
+        space: name of the space of its prompt.
+        prompt_tokens: number of tokens of its prompt.
+        prompt: kept to explain the request again; None once it has been dropped to save memory.
         moments: seconds on the monotonic clock, which is finer than the loop's.
         version: grows with each change of any record.
-        matched, missed, missed_since: see Request.
-        problem: why the request was refused; "" if it was not.
+        matched, missed, missed_since: see `Request`.
+        new_tokens: number of generated tokens that were committed.
+        problem: the reason why the request was refused; "" if it was not.
     """
 
     number: int
@@ -101,10 +105,17 @@ class Timeline:
 
 
 class Timelines:
-    """The moments of the last `most` requests, and the prompts of the newest of them.
+    """The records of the last requests, and the prompts of the newest of them.
 
     Prompts are kept up to `most_bytes` bytes of tokens in total; older requests lose their prompt,
-    not their moments.
+    but not their record.
+
+    Args:
+        most: number of records to keep.
+        most_bytes: most bytes of prompts.
+
+    Attributes:
+        version: version of the newest change; see `since`.
     """
 
     def __init__(self, most: int = 128, most_bytes: int = 16 << 20) -> None:
@@ -117,6 +128,7 @@ class Timelines:
         self._num_begun = 0
 
     def begin(self, spec: RequestSpec) -> Timeline:
+        """Add the record of a new request, and return it."""
         prompt = spec.prompt
         self._num_begun += 1
         one = Timeline(self._num_begun, spec.request_id, prompt.space, prompt.num_tokens, prompt)
@@ -149,7 +161,12 @@ class Timelines:
             one.version = self.version
 
     def admitted(self, one: Timeline, request: Request) -> None:
-        """Record that the request has its blocks, and the matches of its admission."""
+        """Record that the request has its blocks, and how much of its prompt was cached.
+
+        Args:
+            one: the record of the request.
+            request: the admitted request.
+        """
         one.matched = request.matched
         one.missed, one.missed_since = request.missed, request.missed_since
         if request.ticket_at:
@@ -211,10 +228,13 @@ _LEAST_SHARE = 1 / 300  # share of all blocks from which a run is reported: a fe
 
 
 async def prefixes(index: Index) -> tuple[list[Prefix], int]:
-    """Return the largest prefixes, parents before children, and the number of runs looked at.
+    """Return the largest prefixes in the tree of cached blocks, parents before children.
 
-    The loop runs other tasks in between, so the result may mix states from before and after a
+    The event loop runs other tasks in between, so the result may mix states from before and after a
     change.
+
+    Returns:
+        The prefixes, and the number of tree nodes that were looked at.
     """
     found: list[Prefix] = []
     pending = [(child, -1, 0) for root in index.spaces.roots() for child in root.children.values()]
@@ -261,10 +281,13 @@ def stats(scheduler: Scheduler, mover: Mover, storage: StorageIO | None, handoff
     """Return a snapshot of all counts.
 
     Args:
-        scheduler: Requests and tiers.
-        mover: Copies between host and device.
-        storage: The storage tier; None if there is none.
-        handoff: Published and claimed prompts.
+        scheduler: the requests and tiers.
+        mover: the copies between host and device.
+        storage: the storage tier; None if there is none.
+        handoff: the published and claimed prompts.
+
+    Returns:
+        The snapshot.
     """
     tiers = scheduler.tiers
     return Stats(
@@ -291,17 +314,19 @@ def verify(
     *,
     num_leases: int = 0,
 ) -> list[str]:
-    """Recount leases, slots, states and orphans.
+    """Check the invariants of a service: recount leases, slots and states of blocks.
+
+    While requests or copies are under way, only part of it can be checked.
 
     Args:
-        scheduler: the scheduler.
-        mover: the mover.
-        fetcher: the fetcher.
-        handoff: the hand-off.
+        scheduler: the requests and tiers.
+        mover: the copies between host and device.
+        fetcher: the fetches from storage.
+        handoff: the published and claimed prompts.
         num_leases: number of leases that callers hold.
 
     Returns:
-        A sentence for each error found; [] for none.
+        A sentence for each violation; [] for none.
     """
     tiers, index = scheduler.tiers, scheduler.index
     requests = (*scheduler.running_requests, *scheduler.ending_requests)

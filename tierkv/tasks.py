@@ -1,6 +1,7 @@
-"""Tasks and deadlines of the body of a `with`, waits that outlast a cancel, and early waits.
+"""Tasks that end with the body of a `with`, deadlines, and waits that treat a cancel specially.
 
-An early wait ends before its work does.
+Some waits here go on despite a cancel until the work has ended; others end at once, while the work
+still goes on.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ _on_failure: ContextVar[OnFailure | None] = ContextVar("tierkv_on_failure", defa
 
 @contextmanager
 def failures_reported_to(on_failure: OnFailure) -> Iterator[None]:
-    """Make groups that are entered in the body report an unexpected error at once.
+    """Make task groups that are entered in the body report an unexpected error at once.
 
-    `on_failure` receives the task's name and its error. The group itself raises only when all its
-    tasks have ended.
+    A group itself raises the error only when all its tasks have ended.
+
+    Args:
+        on_failure: receives the name of the task and its error.
     """
     _on_failure.set(on_failure)
     try:
@@ -47,6 +50,8 @@ def failures_reported_to(on_failure: OnFailure) -> Iterator[None]:
 
 
 class _ReportingGroup(asyncio.TaskGroup):
+    """A task group that reports the unexpected error of a task as soon as the task ends."""
+
     def __init__(self, on_failure: OnFailure) -> None:
         super().__init__()
         self._on_failure = on_failure
@@ -58,6 +63,7 @@ class _ReportingGroup(asyncio.TaskGroup):
         name: str | None = None,
         context: Context | None = None,
     ) -> asyncio.Task[T]:
+        """See `asyncio.TaskGroup.create_task`."""
         task = super().create_task(coro, name=name, context=context)
         task.add_done_callback(self._look)
         return task
@@ -72,10 +78,17 @@ class _ReportingGroup(asyncio.TaskGroup):
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """Enter a TaskGroup that raises a single error itself, not in a group of one.
+    """Enter a TaskGroup that raises an error itself, not an exception group with one error.
 
-    The first of several expected errors is raised: a lost connection fails all tasks that wait for
-    it at once.
+    If several tasks fail with a TierKVError, the first is raised: for example, a lost connection
+    fails all tasks that wait for it at once.
+
+    Yields:
+        The group.
+
+    Raises:
+        TierKVError: the first error, if all failed tasks raised one.
+        BaseExceptionGroup: all errors, if several tasks failed unexpectedly.
     """
     report = _on_failure.get()
     try:
@@ -92,9 +105,9 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
 
 @asynccontextmanager
 async def background(work: dict[str, Coroutine[None, None, None]]) -> AsyncIterator[None]:
-    """Run each coroutine, as a task of the given name, until the body ends; then cancel them.
+    """Run coroutines, as tasks of the given names, until the body ends; then cancel them.
 
-    One that fails cancels the body.
+    A task that fails cancels the body.
     """
     async with task_group() as group:
         tasks = [group.create_task(coro, name=name) for name, coro in work.items()]
@@ -109,7 +122,7 @@ async def background(work: dict[str, Coroutine[None, None, None]]) -> AsyncItera
 async def supervised(
     work: dict[str, Callable[[], Coroutine[None, None, None]]],
 ) -> AsyncIterator[None]:
-    """Run the coroutine of each function, as a task of the given name, until the body ends.
+    """Run coroutine functions, as tasks of the given names, until the body ends.
 
     For tasks that the body can do without: hints, publishers of events, probes, renewals,
     prefetches. A task that raises any error is logged, counted in `failures`, and started again
@@ -151,8 +164,11 @@ async def _supervise(name: str, start: Callable[[], Coroutine[None, None, None]]
 class deadline:  # noqa: N801 - as contextlib.suppress; a generator took 5 us more
     """A scope that raises the error made by `late` if its body takes longer than `seconds`.
 
-    A TimeoutError of the body passes unchanged. None means no deadline, until the yielded scope is
-    given one.
+    A TimeoutError of the body passes unchanged.
+
+    Args:
+        seconds: the time limit; None for none, until the yielded `asyncio.Timeout` is given one.
+        late: makes the error.
     """
 
     __slots__ = ("_late", "_scope")
@@ -179,14 +195,16 @@ class deadline:  # noqa: N801 - as contextlib.suppress; a generator took 5 us mo
 async def outlast(
     futures: AbstractSet[asyncio.Future[Any]], *, on_cancel: Callable[[], None]
 ) -> None:
-    """Return when all futures are done. Cancels are collected and raised only then.
+    """Wait until all futures are done, even if the caller is cancelled.
+
+    Raise the cancel afterwards.
 
     Args:
-        futures: The futures to wait for.
-        on_cancel: Called at each cancel.
+        futures: the futures to wait for.
+        on_cancel: called at each cancel.
 
     Raises:
-        CancelledError: The caller was cancelled while it waited.
+        CancelledError: the caller was cancelled while it waited.
     """
     cancelled: asyncio.CancelledError | None = None
     while pending := {future for future in futures if not future.done()}:
@@ -203,14 +221,17 @@ async def outlast(
 
 
 async def both(first: Awaitable[T], second: Awaitable[U]) -> tuple[T, U]:
-    """Run two awaitables at the same time, and return both results.
+    """Run two awaitables at the same time.
 
     Args:
-        first: An awaitable.
-        second: Another one.
+        first: an awaitable.
+        second: another one.
+
+    Returns:
+        Both results.
 
     Raises:
-        TierKVError: One of them failed. The error is raised when both have ended; that of `first`
+        TierKVError: one of them failed. The error is raised when both have ended; that of `first`
             wins.
     """
     async with task_group() as group:
@@ -225,9 +246,9 @@ async def both(first: Awaitable[T], second: Awaitable[U]) -> tuple[T, U]:
 
 
 async def expected(work: Awaitable[T]) -> T | TierKVError:
-    """Return the result of `work`. A TierKVError is returned instead of raised.
+    """Return the result of `work`, or the TierKVError that it raised.
 
-    The error of a task therefore does not cancel its group.
+    As the error is not raised in a task, it does not cancel the task's group.
     """
     try:
         return await work
@@ -236,7 +257,7 @@ async def expected(work: Awaitable[T]) -> T | TierKVError:
 
 
 class _Start(Protocol):
-    """The signature of a method that starts a task, such as TaskGroup.create_task."""
+    """The signature of a function that starts a task, such as TaskGroup.create_task."""
 
     def __call__(
         self, work: Coroutine[None, None, None], /, *, name: str
@@ -250,17 +271,25 @@ async def abandonable(
     *,
     ended: Callable[[], TierKVError] = lambda: ShuttingDownError("this node is shutting down"),
 ) -> T:
-    """Run `work()` in a task of its owner, and return or raise its outcome.
+    """Run `work()` in a task of another owner, and wait for its outcome.
 
-    A cancel is raised at once. It cancels `work` too, which may take longer to end: a thread in a
-    system call on a disk that hangs cannot be cancelled, and what it uses stays in use until then.
+    A cancel ends the wait at once.
+
+    The cancel is passed to `work` too, which may take longer to end: a thread in a system call on a
+    disk that hangs cannot be cancelled, and the memory that it uses stays in use until then.
 
     Args:
         start: starts the task in its owner's group.
-        work: makes the coroutine to run.
+        work: makes the awaitable to run.
         name: name of the task.
-        ended: makes the error to raise if the task ends without an outcome, as when its group is
-            cancelled.
+        ended: makes the error to raise if the task ends without an outcome, for example because its
+            group is cancelled.
+
+    Returns:
+        The result of `work()`.
+
+    Raises:
+        TierKVError: the error of `work()`, or of `ended`.
     """
     outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
@@ -287,10 +316,14 @@ async def abandonable(
 
 
 def run_until_stopped(work: Coroutine[object, object, T]) -> T:
-    """Run `work` as `asyncio.run` does, for a command, and return its result.
+    """Run `work` as `asyncio.run` does, for a command that Ctrl-C may stop.
 
     Ctrl-C cancels `work` between two callbacks of the loop. `asyncio.run` (3.11 to 3.14) does so
-    within one, which then fails with a traceback of its own if it completes what was cancelled.
+    inside a callback, which fails with a traceback of its own if it then completes a future that
+    was cancelled.
+
+    Returns:
+        The result of `work`.
 
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed.
@@ -306,7 +339,7 @@ def run_until_stopped(work: Coroutine[object, object, T]) -> T:
             stopped = True
             task.cancel()
 
-        if threading.current_thread() is threading.main_thread():  # which receives signals
+        if threading.current_thread() is threading.main_thread():  # only this receives signals
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop)
         return await work
 

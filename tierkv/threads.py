@@ -1,4 +1,4 @@
-"""Threads that start at the start: a process at its limit of threads then loses no work."""
+"""Threads that are started early, so that a process at its limit of threads loses no work later."""
 
 from __future__ import annotations
 
@@ -21,17 +21,21 @@ _NUM_OF_LIBUV = 4
 
 
 class Threads(ThreadPoolExecutor):
-    """A pool that starts all its threads when it is made: a later `submit` never fails for one.
+    """A pool that starts all its threads when it is made, so that no later `submit` can fail.
+
+    Args:
+        num_threads: number of threads.
+        name: prefix of their names.
 
     Raises:
-        ConfigError: The system starts no further thread.
+        ConfigError: the system starts no further thread.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
         super().__init__(num_threads, thread_name_prefix=name)
         have_started = threading.Event()
         try:
-            for _ in range(num_threads):  # each starts one, since those before it wait
+            for _ in range(num_threads):  # each call starts a thread, since all others wait
                 self.submit(have_started.wait)
         except RuntimeError as error:
             raise no_thread(name, error) from error
@@ -42,14 +46,17 @@ class Threads(ThreadPoolExecutor):
 
 
 def start_thread(target: Callable[[], object], name: str) -> threading.Thread:
-    """Return a started daemon thread.
+    """Start a daemon thread.
 
     Args:
-        target: Function that the thread runs.
-        name: Name of the thread.
+        target: function that the thread runs.
+        name: name of the thread.
+
+    Returns:
+        The thread.
 
     Raises:
-        ConfigError: The system starts no further thread.
+        ConfigError: the system starts no further thread.
     """
     thread = threading.Thread(target=target, name=name, daemon=True)
     try:
@@ -60,7 +67,15 @@ def start_thread(target: Callable[[], object], name: str) -> threading.Thread:
 
 
 def no_thread(name: str, error: RuntimeError) -> ConfigError:
-    """Return the error that says that the system starts no further thread."""
+    """Return the error for a thread that the system does not start.
+
+    Args:
+        name: the purpose of the thread.
+        error: the system's error.
+
+    Returns:
+        The error to raise.
+    """
     return ConfigError(
         f"no thread can be started for {name} ({error}; this process has "
         f"{threading.active_count()} threads): raise the limit of processes and "
@@ -69,7 +84,7 @@ def no_thread(name: str, error: RuntimeError) -> ConfigError:
 
 
 class _Aside:
-    """The threads of `aside`, which every loop of the process shares."""
+    """The threads of `aside`, which every event loop of the process shares."""
 
     def __init__(self) -> None:
         self._pool: Threads | None = None
@@ -88,8 +103,11 @@ class _Aside:
             return self._pool
 
     def forget(self) -> None:
-        """Start new threads at the next use: a fork's child has none of its parent's threads."""
-        self._pool, self._lock = None, threading.Lock()  # a thread of the parent may hold that one
+        """Start new threads at the next use.
+
+        Called in the child of a fork, which has no threads.
+        """
+        self._pool, self._lock = None, threading.Lock()  # the old lock may be held for ever
 
 
 _aside = _Aside()
@@ -103,9 +121,17 @@ def begin_aside(work: Callable[[], T]) -> asyncio.Future[T]:
 
 
 async def aside(work: Callable[..., T], *args: object) -> T:
-    """Return the result of `work(*args)`, run in a thread, as `asyncio.to_thread` does.
+    """Run `work(*args)` in a thread that is started already.
 
-    The executor of an event loop starts threads when they are first used, and one more to end.
+    `asyncio.to_thread` would start threads at their first use, and needs one more to end; both can
+    fail.
+
+    Args:
+        work: the function.
+        args: its arguments.
+
+    Returns:
+        Its result.
 
     Raises:
         ConfigError: `start_threads` was not called, and the system starts no further thread.
@@ -114,10 +140,10 @@ async def aside(work: Callable[..., T], *args: object) -> T:
 
 
 async def start_threads() -> None:
-    """Start the threads of `aside`, and those of uvloop, which look up names.
+    """Start the threads of `aside`, and the threads by which uvloop looks up host names.
 
     Raises:
-        ConfigError: The system starts no further thread.
+        ConfigError: the system starts no further thread.
     """
     # libuv starts its own threads at the first use, and ends the process if it cannot.
     trial = Threads(_NUM_OF_LIBUV, "tierkv-lookups")

@@ -1,4 +1,4 @@
-"""Tokenizers of engines: text to tokens and back, whole and as tokens come."""
+"""Tokenizers of engines: text to tokens, and tokens to text, whole or token by token."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ Messages = Sequence[Mapping[str, str]]
 
 
 class TextDecoder(Protocol):
-    """The text of tokens that come one after another. Joined, the pieces are the whole text."""
+    """Decoder of tokens that come one after another. Joined, the pieces are the whole text."""
 
     def feed(self, token: int) -> str:
-        """Return the text that `token` completes, "" while a character is incomplete."""
+        """Return the text that `token` completes; "" while a character is incomplete."""
         ...
 
     def rest(self) -> str:
-        """Return the text of what is incomplete when no token follows."""
+        """Return the text of an incomplete character, when no token follows."""
         ...
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back. Every method may be called from any thread.
+    """Conversion of text to tokens and back. Every method may be called from any thread.
 
     Attributes:
-        vocab_size: Number of tokens; a token is in [0, vocab_size).
-        stop_tokens: Tokens that end an answer. A decoder gives them no text.
+        vocab_size: number of tokens; a token is in [0, vocab_size).
+        stop_tokens: tokens that end an answer. A decoder gives them no text.
     """
 
     @property
@@ -45,7 +45,7 @@ class Tokenizer(Protocol):
         """Return the tokens of `text`, packed as `cache.keys.pack` packs them.
 
         Raises:
-            BadRequestError: The text has no tokens, such as a lone surrogate.
+            BadRequestError: the text has no tokens, such as a lone surrogate.
         """
         ...
 
@@ -53,11 +53,11 @@ class Tokenizer(Protocol):
         """Return the tokens of a chat up to the place where the next answer begins, packed.
 
         Args:
-            messages: The messages, oldest first.
+            messages: the messages, oldest first.
 
         Raises:
-            BadRequestError: The model has no chat template, the template refuses the messages, or
-                a text has no tokens.
+            BadRequestError: the model has no chat template, the template refuses the messages, or a
+                text has no tokens.
         """
         ...
 
@@ -69,22 +69,22 @@ class Tokenizer(Protocol):
         """Return the text of `tokens`.
 
         Raises:
-            BadRequestError: A token is not in [0, vocab_size).
+            BadRequestError: a token is not in [0, vocab_size).
         """
         ...
 
     def token_text(self, token: int) -> str:
-        """Return the text of a token in the middle of a text, of a special token its name.
+        """Return the text of a token in the middle of a text; for a special token, its name.
 
-        Bytes that are no whole character are U+FFFD.
+        Bytes that are not a whole character become U+FFFD.
         """
         ...
 
     def decoder(self, before: bytes) -> TextDecoder:
-        """Return a decoder at the beginning of an answer.
+        """Return a decoder for an answer, before its first token.
 
         Args:
-            before: The packed tokens that the answer follows.
+            before: the packed tokens that the answer follows.
         """
         ...
 
@@ -92,10 +92,13 @@ class Tokenizer(Protocol):
 class StopFinder:
     """A search for stop texts in a text that comes in pieces.
 
-    The result does not depend on the cuts.
+    The result does not depend on the places where the text is cut.
 
     Args:
-        stops: Texts that end the answer and are not part of it; none may be empty.
+        stops: texts that end the answer and are not part of it; none may be empty.
+
+    Attributes:
+        has_stopped: True once a stop text is complete.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -105,10 +108,10 @@ class StopFinder:
         self.has_stopped = False
 
     def feed(self, text: str) -> str:
-        """Add a piece, and return the text that can be shown now.
+        """Add a piece, and return the text that is certain to be part of the answer.
 
-        Text after the first complete stop text is dropped. An end that may begin a stop text is
-        held back.
+        Text after the first complete stop text is dropped. An end of the text that may begin a stop
+        text is held back.
         """
         if self.has_stopped:
             return ""
@@ -136,7 +139,7 @@ class StopFinder:
         return held
 
     def _longest_start(self) -> int:
-        """Return the length of the longest end of the held text with which a stop text starts."""
+        """Return the length of the longest end of the held text that begins a stop text."""
         return max(
             (
                 length
@@ -149,18 +152,18 @@ class StopFinder:
 
 
 class AnswerDecoder:
-    """The text of an answer that comes token by token, up to a stop text; a TextDecoder.
+    """A `TextDecoder` of an answer that ends at a stop text.
 
     Attributes:
         has_stopped: True once a stop text is complete.
 
     Args:
-        tokenizer: The tokenizer of the model.
-        before: The packed tokens that the answer follows.
-        num_answered: Number of tokens at the end of `before` that are an earlier part of the
-            answer; their text has been given out, but for an incomplete character.
-        stops: Texts that end the answer and are not part of it; none may be empty.
-        min_tokens: Number of tokens of the answer before which no stop text begins.
+        tokenizer: the tokenizer of the model.
+        before: the packed tokens that the answer follows.
+        num_answered: number of tokens at the end of `before` that are an earlier part of the
+            answer. Their text has been returned before, except an incomplete character.
+        stops: texts that end the answer and are not part of it; none may be empty.
+        min_tokens: number of tokens of the answer before which no stop text begins.
     """
 
     def __init__(
@@ -184,27 +187,30 @@ class AnswerDecoder:
         return self._finder.has_stopped
 
     def feed(self, token: int) -> str:
-        """See TextDecoder.feed; text that may begin a stop text is held back."""
+        """See `TextDecoder.feed`; text that may begin a stop text is held back."""
         text = self._decoder.feed(token)
         self._num_unstoppable -= 1
         return text if self._num_unstoppable >= 0 else self._finder.feed(text)
 
     def rest(self) -> str:
-        """See TextDecoder.rest."""
+        """See `TextDecoder.rest`."""
         return self._finder.feed(self._decoder.rest()) + self._finder.rest()
 
     def text(self, tokens: Iterable[int]) -> str:
-        """Return the text of `tokens`, after which no token follows."""
+        """Return the text of `tokens`, the last ones of the answer."""
         return "".join([self.feed(token) for token in tokens]) + self.rest()
 
 
 def answer_text(tokenizer: Tokenizer, prompt: bytes, tokens: Iterable[int]) -> str:
-    """Return the text of an answer, equal to its joined pieces.
+    """Return the text of an answer, equal to the joined pieces of a decoder.
 
     Args:
-        tokenizer: The tokenizer of the model.
-        prompt: The packed tokens that the answer follows.
-        tokens: The tokens of the answer.
+        tokenizer: the tokenizer of the model.
+        prompt: the packed tokens that the answer follows.
+        tokens: the tokens of the answer.
+
+    Returns:
+        The text.
     """
     return AnswerDecoder(tokenizer, prompt).text(tokens)
 
@@ -219,7 +225,7 @@ class ByteTokenizer:
     stop_tokens: frozenset[int] = frozenset()
 
     def encode(self, text: str) -> bytes:
-        """See Tokenizer.encode."""
+        """See `Tokenizer.encode`."""
         try:
             raw = text.encode()
         except UnicodeEncodeError as error:
@@ -227,16 +233,16 @@ class ByteTokenizer:
         return np.frombuffer(raw, np.uint8).astype("<i4").tobytes()
 
     def encode_chat(self, messages: Messages) -> bytes:
-        """See Tokenizer.encode_chat."""
+        """See `Tokenizer.encode_chat`."""
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return self.encode("".join([*lines, "assistant: "]))
 
     def fewest_tokens(self, text: str) -> int:
-        """See Tokenizer.fewest_tokens."""
+        """See `Tokenizer.fewest_tokens`."""
         return len(text)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """See Tokenizer.decode."""
+        """See `Tokenizer.decode`."""
         try:
             return bytes(int(token) for token in tokens).decode(errors="replace")
         except ValueError as error:
@@ -245,11 +251,11 @@ class ByteTokenizer:
             ) from error
 
     def token_text(self, token: int) -> str:
-        """See Tokenizer.token_text."""
+        """See `Tokenizer.token_text`."""
         return self.decode([token])
 
     def decoder(self, before: bytes) -> TextDecoder:
-        """See Tokenizer.decoder."""
+        """See `Tokenizer.decoder`."""
         del before  # a byte's text does not depend on the bytes before it
         return _ByteDecoder()
 
@@ -266,11 +272,11 @@ class _ByteDecoder:
 
 
 class TokensOnly:
-    """The tokenizer of a model without one: prompts and answers are tokens.
+    """The `Tokenizer` of a model without one: prompts and answers are tokens, not text.
 
     Args:
-        vocab_size: Number of tokens.
-        stop_tokens: Tokens that end an answer.
+        vocab_size: number of tokens.
+        stop_tokens: tokens that end an answer.
     """
 
     def __init__(self, vocab_size: int, stop_tokens: frozenset[int]) -> None:
@@ -278,22 +284,30 @@ class TokensOnly:
         self.stop_tokens = stop_tokens
 
     def encode(self, text: str) -> bytes:
-        """Raise BadRequestError: no text has tokens."""
+        """Refuse the text. See `Tokenizer.encode`.
+
+        Raises:
+            BadRequestError: always.
+        """
         del text
         raise BadRequestError("this model has no tokenizer: give tokens instead of text")
 
     def encode_chat(self, messages: Messages) -> bytes:
-        """Raise BadRequestError: no chat has tokens."""
+        """Refuse the chat. See `Tokenizer.encode_chat`.
+
+        Raises:
+            BadRequestError: always.
+        """
         del messages
         return self.encode("")
 
     def fewest_tokens(self, text: str) -> int:
-        """See Tokenizer.fewest_tokens."""
+        """See `Tokenizer.fewest_tokens`."""
         del text
         return 0
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return no text; see Tokenizer.decode."""
+        """Return "". See `Tokenizer.decode`."""
         if any(not 0 <= token < self.vocab_size for token in tokens):
             raise BadRequestError(f"a token of this model must be in 0..{self.vocab_size - 1}")
         return ""

@@ -1,4 +1,4 @@
-"""Spans of OpenTelemetry where that is switched on, and nothing where it is not.
+"""Spans of OpenTelemetry, if tracing is switched on; otherwise every function does nothing.
 
     HTTP or engine  --traceparent-->  prefill node  --ticket-->  decode node
                                       |- match, fetch, queue     |- claim.wait, match, fetch, queue
@@ -7,9 +7,9 @@
                                           `- storage.write
 
 A node or gateway traces if the environment names a collector (OTEL_EXPORTER_OTLP_ENDPOINT, or
-..._TRACES_ENDPOINT) and the extra `otel` is installed; all else is said by OpenTelemetry's own
-variables. An engine that has set up OpenTelemetry in its process calls `join`. A span is never made
-for a block.
+..._TRACES_ENDPOINT) and the extra `otel` is installed. OpenTelemetry's own variables set everything
+else. An engine that has set up OpenTelemetry in its process calls `join`. No span is made for a
+single block.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PARENT = "traceparent"
 _LONGEST_PARENT = 128  # W3C's has 55 characters
-_LAST_SPANS_S = 2.0  # at the end, for what has not been sent
+_LAST_SPANS_S = 2.0  # most time at the end to send the last spans
 
 Value = str | int | float | bool
 
@@ -44,7 +44,7 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 def exporting(instance: str, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
     """Send spans to the collector that the environment names, until the body has ended.
 
-    Without OpenTelemetry a warning is logged, and nothing is traced.
+    If the package is missing, a warning is logged, and nothing is traced.
 
     Args:
         instance: name of this node or gateway.
@@ -77,7 +77,7 @@ def exporting(instance: str, environ: Mapping[str, str] = os.environ) -> Iterato
         _tracer = None
         last = threading.Thread(target=provider.shutdown, name="tierkv-last-spans", daemon=True)
         try:
-            last.start()  # a thread, so that a missing collector holds up no end
+            last.start()  # a thread, so that a missing collector does not delay the end
         except RuntimeError as error:
             log.warning("the last spans of the trace were lost: %s", error)
         else:
@@ -95,9 +95,14 @@ def join() -> None:
 
 
 def span(name: str, **about: Value) -> AbstractContextManager[Any]:
-    """Trace the body as a span, which the spans of its work belong to.
+    """Trace the body as a span; spans that are made in the body become its children.
 
-    Yields the span; None if nothing is traced.
+    Args:
+        name: name of the span, without the prefix "tierkv.".
+        about: attributes of the span.
+
+    Returns:
+        A context manager of the span; of None if nothing is traced.
     """
     if _tracer is None:
         return _NOTHING
@@ -106,13 +111,14 @@ def span(name: str, **about: Value) -> AbstractContextManager[Any]:
 
 @contextmanager
 def serving(name: str, headers: Mapping[str, str]) -> Iterator[Any]:
-    """Trace an HTTP request that this process answers, under its caller's span if it has one.
-
-    Yields the span; None if nothing is traced.
+    """Trace an HTTP request that this process answers, below the caller's span if it has one.
 
     Args:
         name: name of the span.
         headers: headers of the request.
+
+    Yields:
+        The span; None if nothing is traced.
     """
     if _tracer is None:
         yield None
@@ -131,7 +137,7 @@ def serving(name: str, headers: Mapping[str, str]) -> Iterator[Any]:
 
 
 def headers() -> dict[str, str]:
-    """Return the headers that carry the current span to a callee; {} if nothing is traced."""
+    """Return the HTTP headers that pass the current span to a server; {} if nothing is traced."""
     parent = here()
     return {_PARENT: parent} if parent else {}
 
@@ -150,10 +156,10 @@ def here() -> str:
 
 
 def adopt(parent: str) -> None:
-    """Make the rest of this task part of the span `parent`, which a ticket names.
+    """Make the rest of this task part of the span `parent`, which came with a ticket.
 
-    The former span is linked. A span that a caller has named stays: its trace already has both ends
-    of the hand-off.
+    The former span is linked. If an HTTP caller has named its span, that stays: its trace already
+    has both ends of the hand-off.
     """
     if _tracer is None or not parent or _has_caller.get():
         return
@@ -171,8 +177,8 @@ def record(name: str, since_s: float, until_s: float | None = None, **about: Val
     """Record a span that has ended.
 
     Args:
-        name: name of the span.
-        since_s: its begin, in seconds on the monotonic clock.
+        name: name of the span, without the prefix "tierkv.".
+        since_s: its start, in seconds on the monotonic clock.
         until_s: its end on the same clock; None for now.
         about: attributes of the span.
     """
