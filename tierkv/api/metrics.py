@@ -135,8 +135,8 @@ class _TaskFailures(Collector):
 class Exposition:
     """All metrics of one process, in the text format of Prometheus.
 
-    They are those of `collector`, those in `registry`, the failures of background tasks, and the
-    memory, CPU time and open files of the process (`process_*`, `python_*`).
+    These are the metrics of `collector`, those in `registry`, the failures of background tasks, and
+    the memory, CPU time and open files of the process (`process_*`, `python_*`).
 
     Attributes:
         registry: Registry for further metrics.

@@ -355,7 +355,7 @@ class NodeLiveRoutes(Routes):
     def _whose(self, request: web.BaseRequest) -> str | None:
         """Return the tenant whose requests and prefixes the caller may see.
 
-        None for all tenants.
+        The result is None for an admin, who may see those of all tenants.
         """
         caller = principal_of(request)
         if caller.access >= Access.ADMIN:

@@ -210,7 +210,7 @@ class LocalHost:
     def names(self) -> HostNames | None:
         """The engine's names of the blocks that the index has on the host.
 
-        None without an index.
+        The value is None without an index.
         """
         return self._side.names
 
@@ -556,12 +556,10 @@ class EngineCache:
     ) -> Found | None:
         """Return the tokens of `prompt` beyond `have_tokens` that can be loaded.
 
-        None for no answer yet.
-
-        After None, ask again in the next step. The lookup needs no device block, and may find the
-        whole prompt. Found blocks are promised: the cache holds them on the host until they are
-        loaded, `release` is called or the promise expires. All promises together are bounded, so
-        the answer is also None while there is no room for one more.
+        The result is None while there is no answer: ask again in the next step. The lookup needs no
+        device block, and may find the whole prompt. Found blocks are promised: the cache holds them
+        on the host until they are loaded, `release` is called or the promise expires. All promises
+        together are bounded, so the answer is also None while there is no room for one more.
 
         Args:
             key: name of the request.
@@ -573,7 +571,7 @@ class EngineCache:
                 first on; events about blocks that this lookup fetches repeat them.
 
         Raises:
-            BadRequestError: external ids are not given for each group.
+            BadRequestError: external ids are not given for each cache group.
         """
         if external_ids and len(external_ids) != len(self.groups):
             raise BadRequestError(
@@ -624,9 +622,8 @@ class EngineCache:
     ) -> HostPromise | None:
         """Return the promise (the blocks held on the host) of a request's lookup.
 
-        None until it is made.
-
-        After a failed lookup the result is None too, and `known.nothing` has the reason.
+        The result is None until the promise is made. After a failed lookup it is None too, and
+        `known.nothing` has the reason.
 
         Args:
             known: the request.

@@ -573,7 +573,7 @@ class EngineListener:
     async def _serve(self, come: tuple[socket.socket, EngineHello], side: HostSide) -> None:
         """Serve one engine until it has ended and none of its processes can copy any more.
 
-        Then release all that it held.
+        All blocks and slots that the engine held are released then.
 
         Args:
             come: the connection and the engine's hello.

@@ -200,7 +200,7 @@ class HostSizes:
     def indexed(self) -> int | None:
         """Number of the cache group with blocks in the service's index.
 
-        None without full attention.
+        The value is None if no cache group is of full attention.
         """
         return self.main if self.groups[self.main].kind is GroupKind.FULL else None
 

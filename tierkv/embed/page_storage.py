@@ -137,7 +137,7 @@ class PageStorage:
     def open(self) -> None:
         """Open the store, and wait until it answers.
 
-        So an engine does not start with a cache that keeps nothing.
+        An engine should not start with a cache that keeps nothing.
 
         Raises:
             StoreUnavailableError: the store cannot be used; the text says what to do.

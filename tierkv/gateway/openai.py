@@ -100,7 +100,7 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def num_logprobs(self) -> int | None:
         """The number of most likely tokens to name for each token.
 
-        None for no log probabilities.
+        The value is None if the caller asks for no log probabilities.
         """
         return None
 

@@ -409,7 +409,7 @@ _WRITE_TIMEOUT_S = 30.0  # seconds without a read after which the client counts 
 def last_event(request: web.BaseRequest) -> tuple[int, int] | None:
     """Return the two numbers of the Last-Event-ID header; None without a valid header.
 
-    They are the epoch and the number of the last event that the client has received.
+    The numbers are epoch and number of the last event that the client has received.
     """
     known = _EVENT_ID.fullmatch(request.headers.get("Last-Event-ID", ""))
     return (int(known[1]), int(known[2])) if known else None

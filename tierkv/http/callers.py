@@ -345,7 +345,7 @@ class Keyring:
     def by_certificate(self, names: Iterable[str]) -> Principal | None:
         """Return the caller of the first known name, such as `DNS:prefill-1`.
 
-        None if none is known.
+        The result is None if the auth file has none of the names.
         """
         return next((found for name in names if (found := self._certificates.get(name))), None)
 

@@ -151,7 +151,7 @@ log = logging.getLogger(__name__)
 class CallUnderWay:
     """A running call, from `async with` to its end, that a shutdown can cut off.
 
-    It works as asyncio.timeout does, but without a clock: every request makes one, and
+    The class works as asyncio.timeout does, but without a clock: every request makes one, and
     asyncio.timeout takes 6 us.
 
     Args:

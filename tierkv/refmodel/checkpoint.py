@@ -1,6 +1,6 @@
 """The weights of a Llama-shaped model, from a GGUF file or a directory of safetensors.
 
-They are read in the form that the reference model computes with.
+The weights are read in the form that the reference model computes with.
 """
 
 from __future__ import annotations

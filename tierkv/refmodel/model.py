@@ -361,8 +361,9 @@ def multiply(tiles: Floats, weight: Floats, xp: ModuleType) -> Floats:
 def make_weights(config: ModelConfig) -> Weights:
     """Return the weights that follow from `config.seed`, as NumPy arrays.
 
-    They are made from raw words of the generator PCG64 with exact float32 arithmetic only. NumPy
-    keeps the words of a seed the same in all versions, but not the results of its distributions.
+    The weights are made from raw words of the generator PCG64 with exact float32 arithmetic only.
+    NumPy keeps the words of a seed the same in all versions, but not the results of its
+    distributions.
     """
     draw = _Uniform(config.seed)
     embedding = draw.array(VOCAB_SIZE, config.hidden, deviation=_EMBEDDING_GAIN)
@@ -760,8 +761,8 @@ def used_blocks(
 class Rope:
     """Cosines and sines of every position, in memory of `xp` (NumPy or CuPy).
 
-    They are computed once, in float64 on the host, so that the row of a position never depends on a
-    call.
+    The numbers are computed once, in float64 on the host, so that the row of a position never
+    depends on a call.
 
     Args:
         config: Sizes of the model.
