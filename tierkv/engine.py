@@ -276,10 +276,8 @@ class EngineStats:
 class NodeEngine(Protocol):
     """An engine that computes for a node.
 
-    Use it inside its `running()`, inside that of the service.
-
-    Every method may be cancelled: it then ends when no kernel uses the request's blocks any more,
-    and these have been released.
+    Use it while its `running()` is open, inside that of the service. Every method may be cancelled:
+    it then ends when no kernel uses the request's blocks any more, and these have been released.
     """
 
     @property

@@ -243,8 +243,8 @@ def logprobs_of(logits: npt.NDArray[np.float32], token: int, num_top: int) -> To
 class SessionEngine(ABC):
     """Engine over `service` that generates, prefills and decodes; a subclass has the model.
 
-    Use it inside its `running()`, inside that of the service. Every method may be cancelled: it
-    then ends when the model no longer uses the request's blocks, and these have been released.
+    Use it while its `running()` is open, inside that of the service. Every method may be cancelled:
+    it then ends when the model no longer uses the request's blocks, and these have been released.
 
     Args:
         service: the service of the node.
@@ -494,7 +494,7 @@ class SessionEngine(ABC):
     def _computed(self) -> tuple[Event, ...]:
         """Return the event at the end of the kernels submitted so far.
 
-        Empty on a lost device, where no kernel runs any more, so that requests can still end.
+        On a lost device there is none, as no kernel runs any more; requests can still end.
         """
         try:
             return (self._service.device.compute_stream.record(),)

@@ -146,7 +146,7 @@ class Timelines:
         return one
 
     def mark(self, one: Timeline, moment: Moment, at: float | None = None) -> None:
-        """Record a moment.
+        """Record the time of a moment in the life of a request.
 
         Only the first of each kind counts, since recovery admits a request twice.
 

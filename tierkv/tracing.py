@@ -197,9 +197,10 @@ def is_on() -> bool:
 
 
 def context() -> contextvars.Context | None:
-    """Return a context in which later spans, of any thread, belong to the current span.
+    """Return a context for other threads, in which new spans belong to the current span.
 
-    None if nothing is traced.
+    Returns:
+        The context; None if nothing is traced.
     """
     if _tracer is None:
         return None

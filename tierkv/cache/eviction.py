@@ -157,7 +157,7 @@ class EvictionOrder:
             self._drop_stale()
 
     def _drop_stale(self) -> None:
-        """Remove outdated entries; called when there are twice as many entries as the last time."""
+        """Remove outdated entries; called when the entries have doubled since the last call."""
         self._line = deque(sorted(self._newest.values()))
         self._heap = []
         self._most_queued = 2 * len(self._line) + _FEW_ENTRIES
@@ -494,7 +494,7 @@ def _ghost(node: TreeNode) -> int:
 
 
 class EvictionKind(Enum):
-    """An eviction policy, as a configuration names it."""
+    """An eviction policy, by its name in the settings."""
 
     LRU = "lru"
     LFU = "lfu"

@@ -25,11 +25,11 @@ NO_BLOCK: Final = -1  # in a list of an engine's blocks: it has none at this pla
 
 
 class GroupKind(Enum):
-    """The rule by which a group needs blocks.
+    """The rule of which blocks a group of layers needs for a number of tokens.
 
     The text is part of every key of an engine, unless its only group is FULL: see
-    `embed.host_side.whole_fingerprint`. Code that tells kinds apart: `CacheGroup` and `main_group`
-    here, `embed/group_tier.py`, `embed/host_side.py`, `embed/engine_cache.py`,
+    `embed.host_side.whole_fingerprint`. Code with a case for each kind: `CacheGroup` and
+    `main_group` here, `embed/group_tier.py`, `embed/host_side.py`, `embed/engine_cache.py`,
     `adapters/vllm_connector.py`, and `_KIND` in `service/kv_events.py`, by the member's name.
     """
 
@@ -332,7 +332,7 @@ class FlatBlocks:
                 self._unheld.move_to_end(digest)
 
     def take(self, count: int) -> list[int]:
-        """Allocate up to `count` slots, evicting blocks without a holder for them."""
+        """Allocate up to `count` slots; evict blocks that no caller holds for them."""
         count = min(count, self._pool.num_free + len(self._unheld))
         while self._pool.num_free < count:
             self._evict(next(iter(self._unheld.values())))

@@ -83,10 +83,10 @@ class Spaces:
         self.root = self.open(Space(DEFAULT, root_digest))
 
     def open(self, space: Space, kinds: EvictionKinds = _BY_USE) -> TreeNode:
-        """Open a space for prompts.
+        """Open a space, the part of the index for one fingerprint (model, tenant, adapter).
 
         Args:
-            space: a space whose name is not open yet.
+            space: a space with a name that is not open yet.
             kinds: eviction policies of device and host within the space's quota.
 
         Returns:
@@ -726,15 +726,16 @@ def _shared_blocks(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> int:
 
 
 def _partial(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> PartialMatch | None:
-    """Return the cached block that shares most tokens with the prompt's block `pos`.
-
-    None if no block shares the first token.
+    """Find the cached block that shares most tokens with the prompt's block `pos`.
 
     Args:
         node: a node whose path has the blocks before `pos`.
         pos: index of the block in the prompt.
         prompt: the prompt.
         stop: number of prompt tokens that may be matched.
+
+    Returns:
+        The block; None if no block shares the first token.
     """
     rest = prompt.tokens[pos * prompt.block_size * TOKEN_BYTES : stop * TOKEN_BYTES]
     extra = prompt.extras.get(pos, b"")

@@ -652,7 +652,7 @@ class KeyRun(Sequence[StoredKey]):
     def parent_of(self, at: int) -> bytes:
         """Return the digest of the block, or of the root, before the key at position `at`.
 
-        `at` may be the length of the run.
+        The position may be one past the last key.
         """
         return self._chain.parent_of(self._start + at)
 

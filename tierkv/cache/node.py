@@ -143,7 +143,7 @@ class BlockPool:
         """Check that all ids are in range and taken.
 
         Raises:
-            OwnershipError: an id is not.
+            OwnershipError: an id is out of range or free.
         """
         try:
             taken = self._is_taken[ids.astype(_INTP)]
@@ -200,7 +200,7 @@ class BlockPool:
         return (taken + first).astype(np.int32)
 
     def take_from(self, first: int) -> Ids:
-        """Allocate every free id from `first` on, so that no request gets one before a shrink."""
+        """Allocate every free id from `first` on, before the pool is shrunk; return the ids."""
         free = self._free[: self.num_free]
         given: Ids = free[free >= first].copy()
         rest = free[free < first].copy()

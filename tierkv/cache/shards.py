@@ -225,9 +225,10 @@ class ShardScheme:
     def _holder(
         self, plane: Plane, at: int, writers: int, nearest: Shard
     ) -> tuple[Shard, int, int]:
-        """Return a shard that has byte `at` of the heads, and the range of bytes that it has.
+        """Find a shard that has byte `at` of the heads: `nearest` if possible.
 
-        `nearest` is preferred.
+        Returns:
+            The shard, and the first byte and end of its range.
         """
         for shard in (nearest, *(Shard(rank, writers) for rank in range(writers))):
             start, stop = self._range(plane, shard)

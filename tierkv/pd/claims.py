@@ -233,7 +233,7 @@ class Watch:
     async def _hear(self, next_hint: Callable[[float], object], timeout_s: float) -> None:
         """Wait until the store should be looked at again, at most `timeout_s` seconds.
 
-        Hints about stored blocks of an open ticket are passed on without a look at the store.
+        Messages about stored blocks of an open ticket are passed on without a look at the store.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
@@ -361,7 +361,7 @@ class Watch:
 
 
 def _blocks_of(hint: object) -> int | None:
-    """Return the number of ready blocks in a hint, None if the hint has another meaning."""
+    """Return the number of stored blocks in a message about a ticket; None if it has none."""
     if isinstance(hint, str) and hint.startswith(PROGRESS) and hint[1:].isdecimal():
         return int(hint[1:])
     return None
@@ -724,9 +724,10 @@ class Ahead:
         self._came = asyncio.Event()
 
     def ready(self, num_blocks: int | None) -> None:
-        """Record that first blocks of the prompt are in storage.
+        """Record that more first blocks of the prompt are in storage.
 
-        None if their number is unknown.
+        Args:
+            num_blocks: number of these blocks; None if it is unknown, which stands for all.
         """
         most = self._prompt.num_blocks
         self._wanted = max(self._wanted, most if num_blocks is None else min(num_blocks, most))

@@ -209,9 +209,9 @@ class PromptBlocks(Protocol):
 
     @property
     def lease(self) -> Lease | None:
-        """The lease (protection from eviction) of those blocks that are in the index.
+        """The lease (protection from eviction) of the blocks in the index.
 
-        None for none.
+        None without such blocks.
         """
 
     @property
@@ -437,7 +437,7 @@ class Handoff:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the hand-off in the body; at its end, the remaining open tickets fail."""
+        """Allow publishes in the body; at its end, tickets that are still open fail."""
         async with (
             self.tickets.notifier.running(),
             self.tickets.lease.running(),

@@ -62,11 +62,11 @@ class PeerSource(Protocol):
 
     @property
     def num_leases(self) -> int:
-        """Number of leases held now for nodes that read blocks from this node."""
+        """Number of leases (protections from eviction) held for nodes that read blocks here."""
 
     @property
     def num_offered(self) -> int:
-        """Number of blocks that other nodes offer now to the claims of this node."""
+        """Number of blocks in other nodes' memory that this node's claims can read now."""
 
     def offer(self, ticket_id: str, prompt: Prompt, ledger: TicketLedger) -> DirectAddress | None:
         """Offer the blocks of a prompt to claiming nodes until the ticket has ended.

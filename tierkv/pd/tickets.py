@@ -653,9 +653,7 @@ class Tickets:
         return removed
 
     async def _ours(self, name: str, kind: type[Ticket | OpenTicket]) -> str | None:
-        """Return the id of the ticket under `name`.
-
-        None if this node does not serve its fingerprint.
+        """Return the id of the ticket under `name`, if this node serves its fingerprint, or None.
 
         Raises:
             StoreUnavailableError: the store did not answer.
@@ -1188,7 +1186,7 @@ class TicketLedger:
 
     @property
     def views(self) -> list[TicketView]:
-        """The tickets, the newest first."""
+        """The states of the tickets, the newest first."""
         return list(reversed(self._views.values()))
 
     def view(self, ticket_id: str) -> TicketView | None:
@@ -1262,9 +1260,10 @@ class TicketLedger:
         return [view for view in self._views.values() if view.state is Standing.WHOLE]
 
     async def _keep_looking(self) -> None:
-        """Look for acknowledgements of tickets: on each message, and of all from time to time.
+        """Look for acknowledgements until cancelled.
 
-        Messages can be lost.
+        A message is sent with each, but can be lost: all tickets are looked at from time to time,
+        too.
         """
         while True:
             while not self._waiting():

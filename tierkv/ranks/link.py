@@ -301,7 +301,7 @@ class Link:
     def shutdown(self) -> None:
         """End sending and receiving, also in other threads.
 
-        `close` the link when these have ended.
+        Call `close` when these threads no longer use the link.
         """
         with suppress(OSError):  # the other end was faster
             self._socket.shutdown(socket.SHUT_RDWR)

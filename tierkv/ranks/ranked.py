@@ -102,7 +102,7 @@ class RankedDevice:
 
     @property
     def status(self) -> str:
-        """The status of every rank; see Device.status."""
+        """The status of each rank's device; see `Device.status`."""
         return ", ".join(device.status for device in self.devices)
 
     def computing(self) -> AbstractContextManager[None]:
@@ -302,7 +302,11 @@ class _PendingCopies:
             ]
 
     def _silent_s(self, rank: int, oldest: _PendingCopy, now: float) -> float:
-        """Return the seconds since the later of the rank's last end and its oldest late copy."""
+        """Return the seconds without a finished copy of a rank.
+
+        They count from its last finished copy, or from the start of its oldest late one if that is
+        later.
+        """
         return now - max(self._finished_at[rank], oldest.begun)
 
 

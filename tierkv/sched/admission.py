@@ -162,8 +162,8 @@ class HostLoads:
     def of(self, slots: Ids) -> list[Load]:
         """Return the loads that write `slots`, the device slots of consecutive blocks of a path.
 
-        A load is found by its first slot only, so `slots` must begin where a load begins or where
-        all blocks have arrived.
+        A load is found by its first slot: if `slots` has any slot of a load, it must have the
+        load's first one, too.
         """
         if not self._active:
             return []
@@ -1105,7 +1105,10 @@ class Admissions:
         return waiting.outcome.done() or self._has_turn(waiting.spec)
 
     def _has_turn(self, spec: RequestSpec) -> bool:
-        """Return whether the tenant has room in its quota and no growing request before it."""
+        """Return whether neither a full quota nor a running request keeps the tenant waiting.
+
+        A running request does so while it waits for more blocks.
+        """
         space = spec.prompt.space
         return space not in self._over_quota and not self._growth.holds_up(space)
 

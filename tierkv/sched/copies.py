@@ -95,7 +95,8 @@ class Beyond:
 async def stored_beyond(index: Index, storage: StorageIO, prompt: Prompt, match: Match) -> Beyond:
     """Ask storage for the blocks of `prompt` beyond `match`.
 
-    A stored block is not counted if as many of its tokens are cached here already.
+    If storage lacks the next full block, another prompt's partial block counts only if it shares
+    more tokens with the prompt than are cached here.
 
     Args:
         index: the index of the match.

@@ -98,8 +98,8 @@ class Eviction:
         Args:
             tier: the tier of the slots: device or host.
             count: number of slots to acquire.
-            space: the space whose quota the slots count in. A space over its quota evicts its own
-                blocks. None for no quota.
+            space: the tenant's space (its part of the index) with the quota in which the slots
+                count; None for no quota. Beyond its quota, the space's own blocks are evicted.
             reserved: number of slots of the space that are not in the index yet, but count in its
                 quota too.
 
@@ -166,12 +166,13 @@ class Eviction:
         return self._take_by_plan(tier, count)
 
     def acquire_some(self, tier: Tier, count: int, space: Space, *, reserved: int = 0) -> Ids:
-        """Acquire as many slots as the space may have now, at most `count`.
+        """Acquire as many slots as the tenant may have now, at most `count`.
 
         Args:
             tier: the tier of the slots.
             count: most slots to acquire, at least 1.
-            space: the space whose quota the slots count in.
+            space: the tenant's space (its part of the index) with the quota in which the slots
+                count.
             reserved: number of slots of the space that are not in the index yet, but count in its
                 quota too.
 
@@ -214,11 +215,11 @@ class Eviction:
         return max(0, unheld)
 
     def _stay_within_quota(self, tier: Tier, space: Space, count: int, reserved: int) -> None:
-        """Evict blocks of one space until its quota allows `count` more slots of `tier`.
+        """Evict blocks of one tenant until its quota allows `count` more slots of `tier`.
 
         Args:
             tier: the tier of the slots.
-            space: the space.
+            space: the tenant's space, its part of the index.
             count: number of slots that are wanted.
             reserved: number of slots of the space that are not in the index yet, but count in its
                 quota too.
@@ -268,7 +269,8 @@ class Eviction:
 
         Args:
             tier: the tier of the slots.
-            space: the space whose quota limits the number; None for no quota.
+            space: the tenant's space (its part of the index) with a quota that limits the number;
+                None for no quota.
             reserved: number of slots of the space that are not in the index yet, but count in its
                 quota too.
 

@@ -143,9 +143,10 @@ _PLACES = {CopyState.READY: "device", CopyState.INCOMING: "loading", CopyState.A
 
 
 def _elsewhere(index: Index, prompt: Prompt, block: int) -> str | None:
-    """Return the name of another space that has the prompt's block `block`, or all of the prompt.
+    """Find another space that has the prompt's block `block`, or all of the prompt.
 
-    None if no other space has it.
+    Returns:
+        The name of the space; None if no other space has it.
     """
     for space in index.spaces.all():
         other = Prompt(prompt.tokens, prompt.block_size, prompt.extras, space.name)

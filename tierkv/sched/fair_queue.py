@@ -72,9 +72,10 @@ class Waiting:
         self.timer = asyncio.get_running_loop().call_later(max(left_s, 0.0), on_timeout)
 
     def unpark(self) -> PromiseWait | None:
-        """End the wait beside the queue and return it.
+        """End the wait beside the queue.
 
-        None if the request was not waiting there.
+        Returns:
+            The wait; None if the request was not waiting there.
         """
         wait, self.wait = self.wait, None
         if wait is not None:

@@ -113,7 +113,8 @@ class FetchGroups:
 
         Args:
             count: most slots to acquire, at least 1.
-            space: the space whose quota the slots count in, until `settled` is called for them.
+            space: the tenant's space (its part of the index) with the quota in which the slots
+                count until `settled` is called for them.
 
         Returns:
             The slots, int32 [1 to count]; None if there are none and no copy will free any.
@@ -262,9 +263,13 @@ def _direct(outcomes: Sequence[GetOutcome], keys: Sequence[StoredKey], start: in
 
 
 async def _arrived(group: asyncio.Task[bool] | None) -> bool:
-    """Wait for the end of a group's task; return whether all of its blocks are in the index.
+    """Wait for the end of a group's task.
 
-    True for None, the group before the first one.
+    Args:
+        group: the task; None for the group before the first one, which counts as arrived.
+
+    Returns:
+        True if all blocks of the group are in the index.
     """
     if group is None:
         return True
@@ -820,9 +825,11 @@ class _Fetch:
         return keys, present
 
     async def _wait_for_others(self) -> Sequence[StoredKey]:
-        """Return the keys beyond the local match, once no other call fetches any of them.
+        """Wait until no other call fetches any of the prompt's missing blocks.
 
-        [] if nothing is missing then, or if computing is estimated to be faster than the wait.
+        Returns:
+            The keys of the blocks that are still missing then; [] if there are none, or if
+                computing is estimated to be faster than the wait.
         """
         shared, landed = self.shared, self.landed
         index, keys = shared.tiers.index, self.promised

@@ -434,7 +434,7 @@ class Arrivals:
         return len(self._by_id)
 
     def wait(self, spec: RequestSpec) -> Arrival:
-        """Return the context manager of the wait for `spec`.
+        """Return the context manager in which the request `spec` waits.
 
         Raises:
             DuplicateRequestError: a request with the same id already waits; raised at the entry.
@@ -625,7 +625,7 @@ class Request(msgspec.Struct, eq=False):
 
     @property
     def whole_prompt(self) -> Prompt:
-        """The prompt of `spec`, with the tokens that were committed beyond it."""
+        """The prompt of `spec`, followed by the generated tokens that were committed."""
         asked, committed = self.spec.prompt, self.prompt
         return committed if committed.num_tokens >= asked.num_tokens else asked
 
@@ -743,7 +743,7 @@ _NO_USE = TenantUse()
 
 
 class Running:
-    """The requests that have blocks, and their counts by tenant.
+    """The requests that have blocks, and counts for each tenant.
 
     Attributes:
         by_id: running requests in the order of admission.

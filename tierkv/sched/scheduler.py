@@ -117,7 +117,7 @@ class Scheduler:
         return tuple(self._running.ending)
 
     async def until_idle(self) -> None:
-        """Return when no request runs."""
+        """Wait until no request runs."""
         while self._running.by_id:
             await self.tiers.work.next_change()
 
@@ -201,12 +201,13 @@ class Scheduler:
         return wrong
 
     def check(self, spec: RequestSpec) -> None:
-        """Check a request before a fetch for it, as `admit` does.
+        """Check that a request may be admitted, before blocks are fetched for it.
 
         Raises:
-            ShuttingDownError: The node is draining.
-            DuplicateRequestError: A request of this id is running or waiting.
-            RequestTooLargeError: The request exceeds the device, or its tenant's quota or limits.
+            ShuttingDownError: the node is shutting down.
+            DuplicateRequestError: a request with this id is running or waiting.
+            RequestTooLargeError: the request needs more blocks than the device or its tenant's
+                quota has.
         """
         if self._is_draining:
             raise ShuttingDownError("this node is shutting down")
@@ -307,11 +308,12 @@ class Scheduler:
         return self._starts.acquire(self.index.spaces.root_of(prompt).space, count)
 
     def abort(self, request_id: str) -> bool:
-        """Abort this request; return whether there was one.
+        """Abort the request with this id; return whether there was one.
 
-        A waiting request is refused with RequestAbortedError. A running one may have kernels at
-        work, known to its engine only: its next commit or extend raises RequestAbortedError, and
-        its blocks are freed when the engine ends it. A preempted one is abandoned.
+        A waiting request is refused with RequestAbortedError. For a running request, only its
+        engine knows which kernels still use the blocks: its next commit or extend raises
+        RequestAbortedError, and its blocks are freed when the engine ends it. A preempted request
+        ends at once.
         """
         waiting = self._waiting.find(request_id)
         if waiting is not None and not waiting.outcome.done():
@@ -390,7 +392,7 @@ class Scheduler:
         self._starts.brought(request, num_tokens, num_direct=num_direct)
 
     def brought_all(self, request: Request) -> None:
-        """Note that no more of the prompt comes from storage.
+        """Record that no more of the prompt comes from storage.
 
         The request computes the rest, or has ended.
         """

@@ -66,7 +66,7 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self.host_max_blocks or self.host_blocks
 
     def quota(self) -> Quota:
-        """Return the quota of each tenant by name, in device and host blocks."""
+        """Return the most device and host blocks of each named tenant; None for no limit."""
         return self.tenant_device_blocks, self.tenant_host_blocks
 
     def policies(self) -> tuple[EvictionPolicy, EvictionPolicy]:

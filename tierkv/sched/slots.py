@@ -73,13 +73,13 @@ class Work:
 
     @asynccontextmanager
     async def running(self, num_lent: Callable[[], tuple[int, int]]) -> AsyncIterator[None]:
-        """Run the tasks in the body; at the end, wait for every copy under way.
+        """Accept tasks in the body; at its end, wait for every copy under way.
 
-        The wait has no limit, since the memory of the slots is freed next; it is logged every
-        CLOSING_PATIENCE_S.
+        The wait has no limit, since the memory of the slots is freed next. A log line every
+        CLOSING_PATIENCE_S shows that it goes on.
 
         Args:
-            num_lent: returns the numbers of device and host slots that movements hold outside the
+            num_lent: returns the numbers of device and host slots that copies use outside the
                 index.
         """
         try:
@@ -134,7 +134,7 @@ class Work:
         them.
 
         Args:
-            space: the space whose blocks are copied; None for any.
+            space: name of the tenant's space with the copied blocks; None for any.
         """
         return bool(self._at_work if space is None else self._at_work[space])
 
@@ -146,8 +146,8 @@ class Work:
         Args:
             work: the coroutine to run.
             name: name of the task.
-            space: the space whose blocks can be evicted at the end of the task; None if the task
-                makes no room.
+            space: name of the tenant's space with blocks that can be evicted at the end of the
+                task; None if the task makes no room.
 
         Raises:
             ShuttingDownError: a failure is stopping the service.

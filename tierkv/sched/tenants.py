@@ -66,9 +66,10 @@ class Tenants:
         self.closed: set[str] = set()  # spaces of which storage may have blocks still
 
     def known_space_of(self, tenant: str) -> str | None:
-        """Return the name of a tenant's space, without opening it.
+        """Find the space of a tenant, without opening it.
 
-        None if the tenant has neither an open space nor a quota of its own that outlived its space.
+        Returns:
+            The name of the space; None if it is neither open nor closed with a quota of its own.
         """
         own = self._fingerprints[DEFAULT]
         if tenant == own.tenant:

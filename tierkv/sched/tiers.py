@@ -53,7 +53,7 @@ class Pins:
 
     @property
     def soft_ends(self) -> list[TreeNode]:
-        """The last nodes of the soft pins' paths."""
+        """The last node of the path of each soft pin."""
         return [pin.node for pin in self._pins.values() if pin.node is not None]
 
     def findings(self) -> list[str]:

@@ -98,7 +98,10 @@ class Regret:
 
 @dataclass(slots=True)
 class Line:
-    """A least-squares line through decaying samples: seconds = fixed + per_unit x units."""
+    """A least-squares line through measured times of work: seconds = fixed + per_unit x units.
+
+    Each new sample multiplies the weight of all earlier ones by `decay`.
+    """
 
     decay: float = 0.9
     weight: float = 0.0
@@ -352,11 +355,14 @@ class TierSpeed:
         self.round_trip_s = max(self.round_trip_s, 2 * seconds)
 
     def note_transfer(self, num_bytes: float, seconds: float) -> None:
-        """Record a transfer. Large transfers count more than small ones.
+        """Record the time of a transfer. Large transfers count more than small ones.
+
+        A time that is more than twice or less than half of the expected one discards all earlier
+        ones.
 
         Args:
-            num_bytes: Bytes that have arrived.
-            seconds: Time of the transfer, one round trip included.
+            num_bytes: bytes that have arrived.
+            seconds: time of the transfer, one round trip included.
         """
         moving_s = max(seconds - self.round_trip_s, seconds / 10, 1e-6)
         if self._bytes and num_bytes:

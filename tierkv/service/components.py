@@ -164,7 +164,7 @@ class Memory:
 
 @asynccontextmanager
 async def host_memory(device: Device, layout: Layout, num_slots: int) -> AsyncIterator[HostSlots]:
-    """Allocate host slots for the body, for blocks without a copy on a device of ours.
+    """Allocate host slots for the body, without device memory.
 
     A thread allocates the slots, and a cancel waits for the thread.
 

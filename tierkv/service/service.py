@@ -226,12 +226,10 @@ class Service:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the service in the body: allocate memory, open the store.
+        """Run the service in the body; allocate its memory before, and free it afterwards.
 
-        At the end, free everything.
-
-        At its end it waits for every copy and checks for leaks. The service may run again
-        afterwards; it then begins without its former tenants.
+        At the end of the body, the service waits for every copy and checks for leaks. The service
+        may run again later; it then begins without its former tenants.
         """
         self.is_draining = False
         self.failure = None
@@ -350,7 +348,10 @@ class Service:
         return self._storage_tier.detach(tenant)
 
     def storage_state(self) -> tuple[StoreState, ...]:
-        """Return the state of each attached store. A degraded store only slows a node down."""
+        """Return the state of each attached store.
+
+        A slow or failed store only slows a node down.
+        """
         return self._storage_tier.state()
 
     def _storage_changed(self) -> None:

@@ -100,7 +100,7 @@ class Session:
 
     @property
     def is_ending(self) -> bool:
-        """True if `end` or `abort` was called."""
+        """True if `end` or `abort` was called, even if the blocks are not released yet."""
         return self._last_use is not None or self.has_ended
 
     @property

@@ -193,10 +193,7 @@ class Channel:
 
     @property
     def peer_uid(self) -> int | None:
-        """User id at the other end of a Unix socket.
-
-        None for TCP, which may lead to another machine.
-        """
+        """User id of the process at the other end of a Unix socket; None for TCP."""
         return uid_of_peer(self._writer)
 
     def close(self) -> None:
@@ -302,9 +299,6 @@ def credentials(end: socket.socket) -> tuple[int, int, int]:
 
 
 def uid_of_peer(writer: asyncio.StreamWriter) -> int | None:
-    """Return the user id of the process at the other end.
-
-    None if that may be on another machine.
-    """
+    """Return the user id at the other end of a Unix socket; None for other sockets."""
     end: socket.socket | None = writer.get_extra_info("socket")
     return credentials(end)[1] if end is not None and end.family == socket.AF_UNIX else None

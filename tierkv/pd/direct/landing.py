@@ -272,7 +272,7 @@ class Landing:
                 await self._tiers.work.next_change()
 
     async def _copy(self, shared: SharedPlanes, source_ids: Ids, slots: Ids) -> str | None:
-        """Copy the blocks; return the problem, None if all arrived."""
+        """Copy the blocks into `slots`; return the problem, None if all arrived."""
         self._was_used.set()
         try:
             await self._threads.run(lambda: self._planes.copy(shared, source_ids, slots))
