@@ -248,7 +248,7 @@ def _section(table: dict[str, Any], names: Sequence[str], where: str) -> dict[st
 def settings_in(kind: object) -> dict[str, Any]:
     """Return the settings of a class by name, each with its type.
 
-    Fields that are `Fixed` are left out.
+    Fields of type `Fixed`, which no file or variable can set, are left out.
     """
     hints = get_type_hints(kind, include_extras=True)
     return {

@@ -95,7 +95,7 @@ class ModelRun:
     def begin(self) -> None:
         """Start from the cached tokens of the request.
 
-        Called whenever the request has new blocks.
+        Called after the admission, and again after a recovery, when the request has new blocks.
         """
         self._place()
         self.tokens = list(self._given)

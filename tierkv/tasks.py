@@ -197,7 +197,7 @@ async def outlast(
 ) -> None:
     """Wait until all futures are done, even if the caller is cancelled.
 
-    Raise the cancel afterwards.
+    A cancel is raised afterwards.
 
     Args:
         futures: the futures to wait for.
@@ -273,10 +273,9 @@ async def abandonable(
 ) -> T:
     """Run `work()` in a task of another owner, and wait for its outcome.
 
-    A cancel ends the wait at once.
-
-    The cancel is passed to `work` too, which may take longer to end: a thread in a system call on a
-    disk that hangs cannot be cancelled, and the memory that it uses stays in use until then.
+    A cancel ends the wait at once. It is passed to `work` too, which may take longer to end: a
+    thread in a system call on a disk that hangs cannot be cancelled, and the memory that it uses
+    stays in use until then.
 
     Args:
         start: starts the task in its owner's group.

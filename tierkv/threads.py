@@ -105,7 +105,7 @@ class _Aside:
     def forget(self) -> None:
         """Start new threads at the next use.
 
-        Called in the child of a fork, which has no threads.
+        Called in the child of a fork, which does not have its parent's threads.
         """
         self._pool, self._lock = None, threading.Lock()  # the old lock may be held for ever
 

@@ -46,7 +46,7 @@ class HistoryEvent(msgspec.Struct, frozen=True, gc=False):
 
 
 # Hash of the fingerprint, the block's index, and the tokens and media of the block and of up to
-# _BEFORE blocks before it. This tells prompts apart without hashing all of their blocks.
+# _BEFORE blocks before it. Different prompts get different keys without a hash of all blocks.
 _Key = int
 _BEFORE = 32  # blocks
 _MOST_BACK = 8192  # blocks before one that are looked at

@@ -125,13 +125,17 @@ class Spaces:
         self.root = self._roots[DEFAULT]
 
     def retired(self, name: str | None = None) -> list[TreeNode]:
-        """Return the retired roots (see `renew`) that still have blocks, of one space or of all."""
+        """Return the old roots that `renew` has replaced and that still have blocks.
+
+        Args:
+            name: name of a space; None for all spaces.
+        """
         if self._retired:
             self._retired = [root for root in self._retired if root.children or root.holders]
         return [root for root in self._retired if name in (None, root.space.name)]
 
     def is_retired(self, node: TreeNode) -> bool:
-        """Return whether `node` is below a retired root (see `renew`): no prompt matches it."""
+        """Return whether `renew` has excluded `node` from matching, or a node above it."""
         if not self._retired:
             return False
         while node.parent is not None:
@@ -1027,7 +1031,7 @@ class Index:
     def _ending_at(self, node: TreeNode, num_blocks: int) -> TreeNode:
         """Return the node that ends with block `num_blocks` of the path.
 
-        Split a node if necessary.
+        A node that continues beyond that block is split.
         """
         while node.parent is not None and node.start >= num_blocks:
             node = node.parent

@@ -199,7 +199,8 @@ def _bytes_that_share(node: TreeNode) -> int:
 def _digests_of(node: TreeNode) -> bytes:
     """Compute a node's digests again, as many as it keeps.
 
-    B"" if its parent's last one is unknown.
+    Returns:
+        The digests; b"" if the last digest of the node's parent is unknown.
     """
     parent = node.parent
     assert parent is not None, "the root is not listed"

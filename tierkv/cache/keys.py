@@ -412,9 +412,9 @@ class Prompt:
         return cls(packed, block_size, extras, space)
 
     def first_blocks(self, count: int) -> Prompt:
-        """Return the prompt's first `count` blocks.
+        """Return a prompt of the first `count` blocks.
 
-        The whole prompt if it has no more full blocks.
+        If there are fewer full blocks, the whole prompt is returned.
         """
         if count > self.num_blocks:
             return self

@@ -374,10 +374,7 @@ class TierCopies:
         return np.frombuffer(packed, _INT32, self.num_blocks)
 
     def fits(self, num_blocks: int) -> bool:
-        """Return whether slots and states have `num_blocks` entries and waste no memory.
-
-        For checks.
-        """
+        """Return whether slots and states have `num_blocks` entries, in the most compact form."""
         slots, states = self._slots, self._states
         least = num_blocks * _SLOT_BYTES
         return (

@@ -209,9 +209,9 @@ class PromptBlocks(Protocol):
 
     @property
     def lease(self) -> Lease | None:
-        """The lease (protection from eviction) of the blocks in the index.
+        """The lease (protection from eviction) of those blocks that are in the index.
 
-        None without such blocks.
+        The value is None if no block is in the index.
         """
 
     @property
@@ -548,7 +548,7 @@ class Handoff:
     def _offered(self, ticket_id: str, blocks: PromptBlocks) -> Iterator[DirectAddress | None]:
         """Offer the blocks to claiming nodes.
 
-        End the offer if the body fails to write the ticket.
+        If the body fails to write the ticket, the offer ends.
         """
         is_known = self.ledger.view(ticket_id) is not None
         try:

@@ -155,9 +155,10 @@ class Portions:
         group: Group,
         outcome: asyncio.Future[GetOutcome | None],
     ) -> GetOutcome | None:
-        """Fetch the next blocks of `request`.
+        """Fetch the next blocks of `request`, and load those that arrived.
 
-        Return the first outcome that is not a hit, or None.
+        Returns:
+            The first outcome that is not a hit; None if there is none.
         """
         at = request.lease.num_blocks
         budget.arrived()
@@ -175,9 +176,10 @@ class Portions:
         group: Group,
         found: Sequence[GetOutcome],
     ) -> GetOutcome | None:
-        """Load the fetched blocks from index `at` on.
+        """Load the fetched blocks from index `at` on to the device, up to the first missing one.
 
-        Return the first outcome that is not a hit.
+        Returns:
+            The first outcome that is not a hit; None if there is none.
         """
         num_hits = next(
             (i for i, one in enumerate(found) if one.status is not GetStatus.HIT), len(found)

@@ -269,7 +269,8 @@ class _PendingCopies:
     def begin(self) -> Callable[[int], None]:
         """Add a copy of all ranks.
 
-        Return the function to call with each rank when its part has ended.
+        Returns:
+            The function to call with each rank when its part of the copy has ended.
         """
         with self._lock:
             number = next(self._numbers)
@@ -339,7 +340,7 @@ class RankedEvent:
     def is_done(self) -> bool:
         """See `Event.is_done`.
 
-        Fails only once no rank works any more, with the error of the first one.
+        An error is raised only once no rank works any more; it names the first rank that failed.
         """
         with self._lock:
             for rank in sorted(self._pending):

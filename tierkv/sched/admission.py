@@ -239,7 +239,7 @@ class HostLoads:
         return load
 
     def release(self, load: Load) -> None:
-        """Count one user of a load less, since a request with the load's slots has ended."""
+        """Subtract one user of a load: a request with the load's slots in its table has ended."""
         load.num_users -= 1
         self._give_if_unused(load)
 
@@ -771,7 +771,8 @@ class Growth:
     def _has_grown(self, request: Request, count: int) -> bool:
         """Add `count` blocks to the table if they can be acquired now.
 
-        Return whether they could.
+        Returns:
+            True if they were added.
         """
         try:
             slots = self._tiers.eviction.acquire(Tier.DEVICE, count)

@@ -172,9 +172,10 @@ class _Turn:
 
 
 class ByteBudget:
-    """A limit on the bytes of copies in flight; callers wait for their turn in order.
+    """A limit on the bytes of copies in flight.
 
-    A piece larger than the limit goes alone.
+    Callers wait in order of their calls. A piece larger than the limit goes when no other is in
+    flight.
 
     Args:
         max_bytes: the limit.
@@ -358,7 +359,7 @@ class Copies:
     def load_ended(self) -> None:
         """Count one load to the device less.
 
-        After the last one, copies down go on at full speed.
+        After the last one, copies to lower tiers go on at full speed.
         """
         self.num_loads -= 1
         if not self.num_loads:
@@ -697,7 +698,7 @@ class Copies:
     def _may_wait(self) -> bool:
         """Return whether requests that need room may still wait for a slow store.
 
-        Count that wait.
+        If so, their time counts as waiting from now on.
         """
         may = self._work.allowance.look(asyncio.get_running_loop().time())
         self._work.allowance.is_waiting = may
@@ -765,7 +766,11 @@ class Copies:
         return True
 
     def _begin_flush(self, node: TreeNode, first: int, stop: int, generation: int) -> Flush:
-        """Prepare the write of path blocks [first, stop), which are on the host."""
+        """Prepare the write to storage of path blocks [first, stop), which are on the host.
+
+        Returns:
+            The write, for `_end_flush`.
+        """
         # A block is of no use without those before it, so of equal hits the first is worth most.
         worth = [node.hits + 1 / (1 + at) for at in range(first, stop)]
         slots = self._index.slots(Tier.HOST, node, first, stop)

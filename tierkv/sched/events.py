@@ -481,7 +481,7 @@ class CacheEvents:
 
 
 def _joined(blocks: Iterable[_Stored]) -> list[BlockRun]:
-    """Return `blocks` as runs; consecutive blocks of the same run are put together."""
+    """Return `blocks` as runs; neighbouring blocks of one run become one run again."""
     runs: list[BlockRun] = []
     run: BlockRun | None = None
     first = stop = 0

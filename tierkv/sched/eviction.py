@@ -195,7 +195,7 @@ class Eviction:
     def _missing(self, tier: Tier, count: int) -> int:
         """Return how many copies must be evicted so that `count` slots are free.
 
-        0 or less for none.
+        The number is 0 or less if enough slots are free, or will be after copies under way.
 
         Raises:
             OutOfBlocksError: too many blocks are in use.

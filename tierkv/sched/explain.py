@@ -77,7 +77,7 @@ def explain(  # noqa: PLR0913 - what else is known at this moment
 ) -> Explanation:
     """Explain the match of a prompt: which blocks are cached where, and why not more.
 
-    Changes nothing.
+    The call changes nothing.
 
     Args:
         index: the index of all blocks.

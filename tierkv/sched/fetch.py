@@ -136,7 +136,7 @@ class FetchGroups:
 
         Args:
             slots: the slots, from `acquire`.
-            space: the space in whose quota they count.
+            space: the tenant's space, as in `acquire`.
         """
         self._taken[space.name] -= len(slots)
         if not self._taken[space.name]:
@@ -195,7 +195,9 @@ class FetchGroups:
         before: asyncio.Task[bool] | None,
         on_arrival: Callable[[], None],
     ) -> bool:
-        """Fetch one group, and insert it into the index after the previous group has been inserted.
+        """Fetch one group of blocks, and insert it into the index behind the previous group.
+
+        The insertion waits for that of the previous group.
 
         Returns:
             True if all of the group's blocks arrived.

@@ -136,10 +136,8 @@ class Lifecycle:
     def _retiring(self, tier: Tier, first: int) -> Iterator[Leaving]:
         """Mark the slots from `first` on as leaving the tier while the body runs.
 
-        Free them at its end.
-
-        After a body that did not raise, no waiting request is woken before the caller has removed
-        the slots.
+        At the end of the body the slots are free. If the body did not raise, no waiting request is
+        woken before the caller has removed them.
         """
         leaving = self._tiers.slots.leaving[tier] = Leaving(first)
         try:
@@ -216,10 +214,10 @@ class Lifecycle:
                 self._tiers.eviction.evict_below(tier, node, start)
 
     def _forget_lacking(self, tier: Tier, node: TreeNode, start: int) -> None:
-        """Forget a node's blocks from `start` on, and below, that only this tier has.
+        """Forget a node's blocks from `start` on, and blocks below it, that only this tier has.
 
-        Blocks below a forgotten block are forgotten too, since a match cannot reach them. The other
-        blocks are unchanged here.
+        Blocks below a forgotten block are forgotten too, since a match cannot reach them. Blocks
+        that the other tier has are not changed here.
         """
         pending = [(node, start)]
         while pending:

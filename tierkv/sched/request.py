@@ -769,7 +769,7 @@ class Running:
     def use_of(self, space: str) -> TenantUse:
         """Return the counts for a new request of this tenant.
 
-        `add` lists them if the tenant was idle.
+        For an idle tenant these are new counts, which `add` lists.
         """
         use = self._of_tenant.get(space)
         return TenantUse() if use is None else use

@@ -130,10 +130,7 @@ class Scheduler:
                 waiting.outcome.set_exception(ShuttingDownError("this node is shutting down"))
 
     def forget_turns(self, tenant: str) -> None:
-        """Forget how many blocks a tenant was given.
-
-        Called when the tenant, without requests, is closed.
-        """
+        """Forget how many blocks a tenant was given; called when the tenant is closed."""
         self._waiting.forget(tenant)
 
     def is_used_by(self, tenant: str) -> bool:
@@ -529,7 +526,7 @@ class Scheduler:
     def end(self, request: Request, *, after: Sequence[Event] = ()) -> None:
         """Release all blocks of the request.
 
-        Committed ones stay cached, the partial last one included.
+        Committed blocks stay cached, a partial last block included.
 
         Args:
             request: the running request.

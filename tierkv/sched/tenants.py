@@ -80,11 +80,10 @@ class Tenants:
     def space_of(self, tenant: str, adapter: str = "") -> str:
         """Return the name of the space for a tenant's prompts with an adapter.
 
-        Open it on first use.
-
-        A new space has the tenant's current quota. If too many spaces are open, the least recently
-        used one without requests is closed and its blocks are forgotten. If these blocks are many,
-        a task forgets them, and keeps the space if it is asked for again meantime.
+        The space is opened at the first use, with the tenant's current quota. If too many spaces
+        are open, the least recently used one without requests is closed and its blocks are
+        forgotten. If these blocks are many, a task forgets them, and keeps the space if it is asked
+        for again before the end.
 
         Args:
             tenant: name of the tenant.

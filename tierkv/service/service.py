@@ -108,7 +108,7 @@ class Publishings:
     ) -> Publishing:
         """Run a publish in a task.
 
-        An expected failure is its outcome, and does not stop the service.
+        If the publish fails with a TierKVError, that is its outcome; the service goes on.
 
         Args:
             work: the publish.
@@ -812,7 +812,7 @@ class Service:
 
         Args:
             prompt: the prompt to look up.
-            deadline_s: seconds after which the answer is given without storage's.
+            deadline_s: most seconds to wait for storage; the explanation then has no stored blocks.
             names_fields: see `explain`.
 
         Returns:

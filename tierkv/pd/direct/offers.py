@@ -37,11 +37,10 @@ from tierkv.transfer.storage_io import StorageIO
 
 
 class _Engine(Protocol):
-    """The methods of `mooncake.engine.TransferEngine` that are used here.
+    """The used methods of `mooncake.engine.TransferEngine`.
 
-    Each returns 0 for success.
-
-    A read blocks for 5 s if the peer does not answer.
+    Each method except `get_rpc_port` returns 0 for success. A read blocks for 5 s if the peer does
+    not answer.
     """
 
     def initialize(self, host: str, metadata: str, protocol: str, devices: str) -> int: ...
@@ -317,10 +316,7 @@ class Offers:
         return None
 
     async def _read(self, reads: Sequence[_Read], outcomes: list[GetOutcome]) -> None:
-        """Read blocks into their slots and check them.
-
-        Set the outcome of each intact block to a hit.
-        """
+        """Read blocks into their slots and check them; set `outcomes` to hits for intact ones."""
         for peer in dict.fromkeys(read.offer.peer for read in reads):
             some = [read for read in reads if read.offer.peer is peer]
             try:
