@@ -32,12 +32,12 @@ from tierkv.api.types import GenerateBody
 from tierkv.cache.groups import as_groups
 from tierkv.cache.keys import Fingerprint
 from tierkv.cache.layout import Layout
-from tierkv.client import Client
+from tierkv.client import Client, RemoteError
 from tierkv.embed import EngineCache, Finished, NodeHost, RankSocket, WorkerPlanes
 from tierkv.embed.engine_cache import Found
 from tierkv.embed.external import MAGIC, VERSION, EngineHello
 from tierkv.embed.host_side import HostSide
-from tierkv.errors import ConfigError, TierKVError
+from tierkv.errors import ConfigError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import Direction
 from tierkv.ranks.link import Plan, close_all, connect
@@ -159,8 +159,9 @@ def test_what_one_engine_saved_another_loads_from_the_host_tier_they_share(
         with at.client() as client:
             assert client.verify().findings == []
             assert client.readyz().status == "ok"
-            with pytest.raises(TierKVError, match="no model of its own"):
+            with pytest.raises(RemoteError, match="no model of its own") as refused:
                 client.generate(GenerateBody(prompt="x"))
+            assert (refused.value.problem.status, refused.value.problem.code) == (409, "no_engine")
             assert "tierkv_" in client.metrics()
             assert client.stats() == two.cache.stats().wait(PATIENCE_S)
 
