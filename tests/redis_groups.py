@@ -153,6 +153,20 @@ class SentinelGroup:
         return int(reply[1]) if isinstance(reply, (list, tuple)) else 0
 
 
+@pytest.fixture(scope="module")
+def module_cluster() -> Iterator[RedisCluster]:
+    """A cluster of three masters for the tests of a module; use `empty_cluster`."""
+    with redis_cluster(3) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def empty_cluster(module_cluster: RedisCluster) -> RedisCluster:
+    """The module's cluster without values. A test leaves the slots where they were."""
+    module_cluster.empty()
+    return module_cluster
+
+
 @contextmanager
 def sentinel_group() -> Iterator[SentinelGroup]:
     """Ready, with all sentinels knowing each other, when the body begins."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
-
 import numpy as np
 
 from tierkv.cache.index import Index
@@ -61,62 +59,11 @@ def test_a_held_run_whose_last_copy_failed_stays_till_its_lease_ends_and_goes_th
     assert {node.tokens for node in index.spaces.nodes()} == {pack([1]), pack([3])}
 
 
-def test_a_block_that_follows_one_that_went_is_not_believed_stored() -> None:
-    index, pool = Index(1), BlockPool("device", 9)
-    put(index, pool, [1, 2, 3])
-    run = index.match(Prompt.of([1, 2, 3], 1)).node
-    index.mark_stored(run, 0, 3)
-    index.drop(Tier.DEVICE, run, 1, 3)
-    put(index, pool, [1, 8, 9])
-    run = index.match(Prompt.of([1, 8, 9], 1)).node
-    told = [flag for part in list(run.path())[::-1] for flag in part.stored_in(0, part.num_blocks)]
-    assert told == [True, False, False]
-
-
 def test_what_is_left_of_a_long_run_does_not_keep_the_slots_of_all() -> None:
     copies = TierCopies(100, CopyState.READY, np.arange(100, dtype=np.int32))
     assert copies.drop_ready(3).tolist() == list(range(3, 100))
     assert copies.slots.tolist() == [0, 1, 2]
     assert copies.fits(3)
-
-
-def test_a_shrink_that_waits_takes_every_free_slot_that_will_be_gone() -> None:
-    pool = BlockPool("device", 6)
-    held = pool.allocate(4)  # 0 to 3
-    assert pool.taken_from(2).tolist() == [2, 3]
-    assert sorted(pool.take_from(4).tolist()) == [4, 5]
-    assert pool.taken_from(3).tolist() == [3, 4, 5]
-    pool.release(held)
-    assert sorted(pool.take_from(2).tolist()) == [2, 3]
-    assert sorted(pool.allocate(2).tolist()) == [0, 1]
-
-
-def memory_after(uses: int) -> int:
-    """Bytes that an index of two runs keeps, one of which was used so often."""
-    index, pool = Index(1), BlockPool("device", 4)
-    put(index, pool, [1])
-    put(index, pool, [2, 3])
-    used, shorter = Prompt.of([2, 3], 1), Prompt.of([2], 1)
-    index.release(index.hold(index.match(shorter).node, 1))  # the rest of it goes by its own rank
-    tracemalloc.start()
-    for _ in range(uses):
-        index.release(index.hold(index.match(used).node, 2))
-    kept, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert index.spaces.order[Tier.DEVICE].findings(list(index.spaces.nodes())) == []
-    return kept
-
-
-def test_a_run_that_is_used_again_and_again_leaves_little_in_the_queue() -> None:
-    assert memory_after(2_000) < memory_after(100) + 30_000
-
-
-def test_a_limit_beyond_the_prompt_is_none() -> None:
-    index, pool = Index(2), BlockPool("device", 4)
-    put(index, pool, [1, 2, 3])
-    prompt = Prompt.of([1, 2, 3], 2)
-    assert index.match(prompt, 10) == index.match(prompt)
-    assert index.match(prompt).num_blocks == 1
 
 
 def test_a_match_counts_how_long_its_end_was_not_used_and_nothing_while_others_use_it() -> None:

@@ -567,7 +567,7 @@ def run(seed: int, kind: EvictionKind, steps: int) -> None:
 @pytest.mark.promise("The index equals a naive model at every step.")
 @pytest.mark.parametrize("kind", EvictionKind)
 def test_the_index_tells_what_a_naive_model_tells_at_every_step(kind: EvictionKind) -> None:
-    run(2, kind, STEPS // 6)
+    run(2, kind, STEPS // 10)
 
 
 @pytest.mark.slow

@@ -7,13 +7,11 @@ import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.stored import stored_keys
-from tierkv.cache import keys as module
 from tierkv.cache.keys import (
     Fingerprint,
     KeyRun,
@@ -30,7 +28,7 @@ from tierkv.cache.keys import (
 )
 from tierkv.cache.layout import attention_layout
 from tierkv.errors import BadRequestError
-from tierkv.storage.protocol import check_name, check_names
+from tierkv.storage.protocol import check_name
 
 SIZE = 4
 ROOT = bytes(range(32))
@@ -53,8 +51,7 @@ def golden() -> tuple[Fingerprint, Prompt]:
     return fingerprint, Prompt.of(range(100, 110), SIZE, [MediaItem(3, 3, b"\x07" * 32)])
 
 
-# Pinned on 2026-11-21. If one of these changes, every stored block in the world is lost: then
-# KEY_FORMAT has to change with it.
+# If one of these changes, every stored block in the world is lost: KEY_FORMAT has to change, too.
 GOLDEN_LAYOUT = "4e94ad8f905c914b34930b805464a835741f05ca442459f247323801039f12af"
 GOLDEN_ROOT = "a2ec8c757509933888e1c1b9fb0c664dd396b98297a12f5aecd42c58d2120aef"
 GOLDEN_KEYS = [
@@ -95,10 +92,7 @@ def test_golden_vectors_follow_from_the_written_format() -> None:
 
 
 @pytest.mark.promise("Keys are the same in every process, on every machine and in every release.")
-@pytest.mark.parametrize("hash_seed", ["0", "1", "4242"])
-def test_another_process_with_another_hash_seed_gets_the_same_keys(
-    hash_seed: str,
-) -> None:  # fault 10
+def test_another_process_with_another_hash_seed_gets_the_same_keys() -> None:  # fault 10
     code = (
         "from tests.cache.test_keys import golden\n"
         "from tests.stored import stored_keys\n"
@@ -107,20 +101,13 @@ def test_another_process_with_another_hash_seed_gets_the_same_keys(
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env=os.environ | {"PYTHONHASHSEED": "4242", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         check=True,
         timeout=200,
     )
     assert done.stdout.split() == [key[0] for key in GOLDEN_KEYS]
-
-
-@given(tokens)
-def test_ints_numpy_and_bytes_give_the_same_keys(ids: list[int]) -> None:  # fault 10
-    forms = (ids, tuple(ids), np.array(ids, np.int64), np.array(ids, np.uint16), pack(ids))
-    keys = [stored_keys(ROOT, Prompt.of(form, SIZE)) for form in forms]
-    assert all(other == keys[0] for other in keys)
 
 
 @given(tokens, tokens)
@@ -137,22 +124,6 @@ def test_two_prompts_share_exactly_the_keys_of_their_common_blocks(
     assert len(digests) == len(ours)
 
 
-def test_a_blocks_key_depends_on_everything_before_it() -> None:
-    ours = chain(ROOT, Prompt.of([1, 2, 3, 4, 5, 6, 7, 8], SIZE))
-    theirs = chain(ROOT, Prompt.of([0, 2, 3, 4, 5, 6, 7, 8], SIZE))
-    elsewhere = chain(bytes(32), Prompt.of([1, 2, 3, 4, 5, 6, 7, 8], SIZE))
-    assert len({*ours, *theirs, *elsewhere}) == 6
-
-
-@given(st.lists(st.integers(0, 9), min_size=16, max_size=30), st.integers(0, 3))
-def test_a_chain_can_be_continued_from_any_block(ids: list[int], start: int) -> None:
-    prompt = Prompt.of(ids, SIZE)
-    whole = chain(ROOT, prompt)
-    parent = whole[start - 1] if start else ROOT
-    assert chain(parent, prompt, start) == whole[start:]
-    assert chain(ROOT, prompt, 0, start) == whole[:start]
-
-
 def test_a_tails_key_differs_from_a_full_blocks_key_of_the_same_tokens() -> None:
     packed = pack([1, 2, 3, 4])
     assert tail_digest(ROOT, packed) != block_digest(ROOT, packed)
@@ -160,24 +131,6 @@ def test_a_tails_key_differs_from_a_full_blocks_key_of_the_same_tokens() -> None
     [tail] = stored_keys(ROOT, Prompt.of([1, 2, 3, 4], 8))
     assert full.digest != tail.digest
     assert (full.is_tail, tail.is_tail, tail.num_tokens) == (False, True, 4)
-
-
-@given(st.lists(st.integers(0, 1), min_size=1, max_size=3), st.lists(st.integers(0, 1), max_size=3))
-def test_tails_share_a_key_only_if_they_are_equal(left: list[int], right: list[int]) -> None:
-    assume(right)
-    ours, theirs = (tail_digest(ROOT, pack(ids)) for ids in (left, right))
-    assert (ours == theirs) == (left == right)
-
-
-def test_one_function_builds_the_keys_of_blocks_and_tail() -> None:  # fault 13
-    prompt = Prompt.of(range(10), SIZE)
-    digests = chain(ROOT, prompt)
-    tail = tail_digest(digests[-1], pack([8, 9]))
-    assert stored_keys(ROOT, prompt) == [
-        StoredKey(digests[0], 4, is_tail=False),
-        StoredKey(digests[1], 4, is_tail=False),
-        StoredKey(tail, 2, is_tail=True),
-    ]
 
 
 # Media
@@ -217,22 +170,6 @@ def test_media_change_exactly_the_blocks_they_overlap(
     ours = keys_with(MediaItem(start, num_tokens, CAT))
     assert ours[:first] == plain[:first]
     assert all(a != b for a, b in zip(ours[first:], plain[first:], strict=True))
-
-
-def test_two_images_at_the_same_place_give_different_keys() -> None:
-    assert keys_with(MediaItem(1, 2, CAT))[0] != keys_with(MediaItem(1, 2, DOG))[0]
-
-
-def test_an_equal_image_at_another_offset_or_of_another_length_gives_another_key() -> None:
-    items = [MediaItem(0, 2, CAT), MediaItem(1, 2, CAT), MediaItem(2, 2, CAT), MediaItem(1, 3, CAT)]
-    assert len({keys_with(item)[0] for item in items}) == len(items)
-
-
-def test_an_image_continued_in_the_next_block_counts_from_that_block() -> None:
-    """Two pieces of a wide image are not two images that start anew."""
-    wide = Prompt.of([7] * 8, SIZE, [MediaItem(2, 6, CAT)])
-    twice = Prompt.of([7] * 8, SIZE, [MediaItem(2, 2, CAT), MediaItem(4, 4, CAT)])
-    assert wide.extra(1) != twice.extra(1)
 
 
 def test_several_images_in_a_block_count_in_order_however_they_are_listed() -> None:
@@ -353,10 +290,6 @@ def test_any_ticket_id_gives_an_acceptable_name_that_does_not_show_it(ticket_id:
     assert name != Names("tierkv", "00").ticket(ticket_id + "x")
 
 
-def test_tickets_of_all_fingerprints_lie_in_one_place() -> None:
-    assert Names("tierkv", "00").ticket("t") == Names("tierkv", "11").ticket("t")
-
-
 def test_blocks_of_two_fingerprints_or_shards_never_share_a_name() -> None:
     key = StoredKey(ROOT, 4, is_tail=False)
     names = {
@@ -396,38 +329,10 @@ def test_a_run_of_keys_and_its_names_are_those_of_its_blocks_however_it_is_cut()
                 assert part.parent_of(0) == (digests[start - 1] if start else ROOT)
 
 
-def test_of_a_run_of_keys_only_what_is_looked_at_is_computed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made: list[int] = []
-
-    def counted(root: bytes, prompt: Prompt, start: int, stop: int) -> list[bytes]:
-        made.append(stop - start)
-        return chain(root, prompt, start, stop)
-
-    monkeypatch.setattr(module, "chain", counted)
-    names = Names("tierkv", "0123456789abcdef").of_run(KeyRun.of(Prompt.of(range(4000), 4), ROOT))
-    assert len(names) == 1000
-    assert check_names(names) is names
-    next(iter(names))
-    assert sum(made) == 1
-    assert len(list(names)) == 1000
-    assert sum(made) == 1000
-
-
 @pytest.mark.promise("Logged prompt ids do not reveal the prompt.")
 def test_what_is_logged_of_a_prompt_is_not_what_it_says() -> None:
     assert "1735549292" not in repr(Prompt(pack([1735549292] * 40), 16))
     assert "lrug" not in repr(Prompt(b"lrug" * 40, 16))
-
-
-@pytest.mark.parametrize("num_known", [0, 1, 3])
-def test_keys_are_the_same_however_many_digests_were_known(num_known: int) -> None:
-    prompt = Prompt.of(range(14), SIZE)
-    digests = chain(ROOT, prompt)
-    keys = KeyRun.of(prompt, ROOT, known=digests[:num_known])
-    assert keys.all_digests() == tuple(key.digest for key in stored_keys(ROOT, prompt))
-    assert list(keys) == stored_keys(ROOT, prompt)
 
 
 def test_keys_are_hashed_in_portions_until_all_are() -> None:

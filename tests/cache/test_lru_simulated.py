@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 from collections import OrderedDict
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -16,9 +13,6 @@ from tierkv.cache.eviction import WritePolicy, WriteRule
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt, pack
 from tierkv.cache.node import BlockPool, Tier
-
-# A trace of one JSON object a line with `hash_ids`; not part of the project.
-TRACE = Path(os.environ.get("TIERKV_TRACE", ""))
 
 
 def simulate(requests: Sequence[Sequence[int]], capacity: int) -> list[int]:
@@ -92,16 +86,6 @@ def sessions(count: int, seed: int) -> list[list[int]]:
 @pytest.mark.parametrize("seed", range(3))
 def test_hits_on_made_up_conversations_are_the_simulators(seed: int, capacity: int) -> None:
     requests = sessions(600, seed)
-    hits, wrong = run_index(requests, capacity)
-    assert wrong == []
-    assert hits == simulate(requests, capacity)
-
-
-@pytest.mark.skipif(not TRACE.is_file(), reason="the trace is not here (TIERKV_TRACE names it)")
-@pytest.mark.parametrize("capacity", [100, 1000, 5000, 20_000, 60_000, 300_000])
-def test_hits_on_a_published_trace_are_the_simulators(capacity: int) -> None:
-    with TRACE.open() as lines:
-        requests = [json.loads(line)["hash_ids"] for line in lines]
     hits, wrong = run_index(requests, capacity)
     assert wrong == []
     assert hits == simulate(requests, capacity)

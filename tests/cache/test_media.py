@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tierkv.cache.index import Index
@@ -53,25 +51,3 @@ def test_a_match_ends_where_the_media_differ(
         put(index, other)
         assert index.match(other).num_blocks == 4
         assert index.match(ours).num_blocks == 4
-
-
-class Looked(list[MediaItem]):
-    times = 0
-
-    def __iter__(self) -> Iterator[MediaItem]:
-        self.times += 1
-        return super().__iter__()
-
-
-def test_a_prompt_of_many_images_does_not_look_through_all_of_them_for_every_block() -> None:
-    media = Looked(MediaItem(at, SIZE, CAT) for at in range(0, 64 * SIZE, SIZE))
-    prompt = Prompt.of([7] * (64 * SIZE), SIZE, media)
-    assert list(prompt.extras) == list(range(64))
-    assert len(set(prompt.extras.values())) == 1  # each its own image at its own start
-    assert media.times <= 2
-
-
-def test_an_equal_image_at_another_offset_is_another_block() -> None:
-    index = Index(SIZE)
-    put(index, prompt(MediaItem(5, 2, CAT)))
-    assert index.match(prompt(MediaItem(6, 2, CAT))).num_blocks == 1

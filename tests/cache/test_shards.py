@@ -92,36 +92,6 @@ def test_each_rank_assembles_its_slice_from_those_of_any_size(
         assert np.array_equal(target, expected)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_every_byte_of_a_slice_is_written_once(name: str) -> None:
-    scheme = SCHEMES[name]
-    for writers in SIZES:
-        for readers in SIZES:
-            for rank in range(readers):
-                reader = Shard(rank, readers)
-                counts = np.zeros(scheme.layout(reader).block_bytes, np.int64)
-                for piece in scheme.pieces(reader, writers):
-                    for run in range(piece.count):
-                        at = piece.target + run * piece.target_pitch
-                        counts[at : at + piece.width] += 1
-                assert (counts == 1).all()
-
-
-def test_a_rank_of_the_same_size_reads_its_own_slice_only() -> None:
-    for scheme in SCHEMES.values():
-        for size in SIZES:
-            for rank in range(size):
-                assert scheme.sources(Shard(rank, size), size) == (Shard(rank, size),)
-
-
-def test_slices_have_names_and_layouts_of_their_own() -> None:
-    scheme = SCHEMES["gqa"]
-    assert [Shard(rank, 2).name for rank in range(2)] == ["0of2", "1of2"]
-    assert scheme.layout(Shard(0, 1)).digest == scheme.whole.digest
-    assert scheme.layout(Shard(0, 2)).digest != scheme.whole.digest
-    assert 2 * scheme.layout(Shard(1, 2)).block_bytes == scheme.whole.block_bytes
-
-
 def test_what_does_not_fit_is_refused() -> None:
     scheme = SCHEMES["gqa"]
     half = np.zeros(scheme.layout(Shard(0, 2)).block_bytes, np.uint8)

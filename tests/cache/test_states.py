@@ -28,8 +28,3 @@ def test_every_pair_of_state_and_change_is_allowed_or_refused_with_both_names(
     else:
         with pytest.raises(OwnershipError, match=f"{state.name}.*{change.name}"):
             advance(state, change)
-
-
-def test_only_an_arrival_or_whole_bytes_make_a_copy_ready() -> None:  # fault 4
-    ways = {change for state, change in ALLOWED if ALLOWED[state, change] is CopyState.READY}
-    assert ways == {Change.ARRIVE, Change.PLACE}

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.stored import stored_keys
 from tierkv.cache.index import Index
-from tierkv.cache.keys import Names, Prompt, chain
+from tierkv.cache.keys import Prompt
 from tierkv.cache.node import BlockPool, Space, Tier
 from tierkv.errors import BadRequestError, ConfigError
 
@@ -39,56 +38,6 @@ def test_a_prompt_matches_nothing_of_another_tenant(ours: list[int], theirs: lis
         match = index.match(Prompt.of(ours, 2, space=space))
         assert match.num_blocks == 0
         assert match.partial is None
-
-
-@given(tokens)
-def test_digests_and_names_of_two_tenants_never_meet(ids: list[int]) -> None:
-    names = Names("tierkv", "0" * 16)
-    found = set()
-    for space, root in ROOTS.items():
-        keys = stored_keys(root, Prompt.of(ids, 2, space=space))
-        found |= {names.name(key) for key in keys}
-    assert len(found) == 3 * -(-len(ids) // 2)
-
-
-def test_digests_come_from_the_tenants_own_root_and_are_computed_once() -> None:
-    index, pool = index_with(Space("a", ROOTS["a"])), BlockPool("d", 40)
-    prompt = Prompt.of([1, 2, 3, 4, 5, 6], 2, space="a")
-    put(index, pool, prompt)
-    match = index.match(prompt)
-    digests = index.digests(match.node, 3)
-    assert digests == chain(ROOTS["a"], prompt)
-    assert match.node.digests == b"".join(digests)
-    assert index.digests(match.node, 2) == digests[:2]
-
-
-def test_remembered_digests_survive_a_split_and_an_eviction() -> None:
-    index, pool = index_with(), BlockPool("d", 40)
-    prompt = Prompt.of([1, 2, 3, 4, 5, 6, 7, 8], 2)
-    put(index, pool, prompt)
-    expected = index.digests(index.match(prompt).node, 4)
-    put(index, pool, Prompt.of([1, 2, 3, 4, 9, 9], 2))
-    assert index.digests(index.match(prompt).node, 4) == expected
-    for victim in index.spaces.order[Tier.DEVICE].victims(1):
-        pool.release(index.drop(Tier.DEVICE, *victim))
-    match = index.match(prompt)
-    assert index.digests(match.node, match.num_blocks) == expected[: match.num_blocks]
-
-
-def test_a_quotas_own_order_lists_only_its_own_blocks() -> None:
-    space = Space("a", ROOTS["a"], quota=(4, None))
-    index, pool = index_with(space), BlockPool("d", 40)
-    put(index, pool, Prompt.of([7] * 8, 2))
-    put(index, pool, Prompt.of([1, 2, 3, 4], 2, space="a"))
-    put(index, pool, Prompt.of([5, 6], 2, space="a"))
-    order = index.spaces.own_order(space, Tier.DEVICE)
-    assert order is not None
-    assert (order.num_unheld, space.used) == (3, [3, 0])
-    assert {victim.node.space.name for victim in order.victims(10)} == {"a"}
-    for victim in order.victims(2):
-        pool.release(index.drop(Tier.DEVICE, *victim))
-    assert space.used == [1, 0]
-    assert index.match(Prompt.of([7] * 8, 2)).num_blocks == 4
 
 
 def test_a_tenant_nobody_opened_is_refused_and_none_is_opened_twice() -> None:

@@ -140,3 +140,21 @@ def test_verify_says_which_book_is_wrong(broken: Callable[[Cached], None], words
     here = cached()
     broken(here)
     assert any(words in said for said in said_of(here)), said_of(here)
+
+
+def test_a_block_ready_below_one_that_still_comes_is_a_finding() -> None:
+    """A match takes the last block's word for all before it."""
+    index, pool = Index(1), BlockPool("device", 8)
+    for tokens in ((1, 2, 3), (1, 2, 4)):  # a run of two blocks with two below it
+        prompt = Prompt.of(tokens, 1)
+        match = index.match(prompt)
+        lease = index.hold(match.node, match.num_blocks)
+        slots = pool.allocate(3 - match.num_blocks)
+        index.insert(Tier.DEVICE, lease, prompt, 3, slots)
+    pools = {Tier.DEVICE: pool, Tier.HOST: BlockPool("host", 0)}
+    assert invariants.findings(index, pools, {tier: [] for tier in Tier}) == []
+    [upper] = index.spaces.root.children.values()
+    upper.device.uniform = CopyState.INCOMING
+    wrong = invariants.findings(index, pools, {tier: [] for tier in Tier})
+    assert len(wrong) == 2, "both runs below are named"
+    assert all("without a ready parent block there" in text for text in wrong)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from tests.mooncake_server import (  # noqa: F401 - fixtures
     empty_mooncake,
     module_mooncake,
 )
-from tests.redis_groups import RedisCluster, redis_cluster
+from tests.redis_groups import RedisCluster, empty_cluster, module_cluster  # noqa: F401 - fixtures
 from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F401 - fixtures
 from tests.storage.sqlite_store import SqliteSettings, SqliteStore
 from tests.storage.values import (
@@ -79,6 +81,7 @@ class Ground:
     is_exact: bool = True
     replaces_whole: bool = True
     has_empty_values: bool = True
+    makes_digests: bool = True
     lifetimes: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     async def open(self) -> Store:
@@ -96,12 +99,6 @@ class Ground:
         async with asyncio.timeout(20):
             while await store.exists([name]):  # noqa: ASYNC110 - it is the server's clock
                 await asyncio.sleep(ttl_s / 10)
-
-
-@pytest.fixture(scope="module")
-def module_cluster() -> Iterator[RedisCluster]:
-    with redis_cluster(3) as cluster:
-        yield cluster
 
 
 def local_ground(kind: str, root: Path) -> Ground:
@@ -122,7 +119,7 @@ def local_ground(kind: str, root: Path) -> Ground:
         "resilient": lambda: open_guarded_store(files[0], settings, clock),
         "sqlite": lambda: SqliteStore(f"sqlite://{root}/values", SqliteSettings(), clock),
     }
-    return Ground(makers[kind], clock)
+    return Ground(makers[kind], clock, makes_digests=kind not in ("memory", "layered", "sqlite"))
 
 
 @pytest.fixture(params=KINDS)
@@ -133,8 +130,7 @@ async def ground(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
         url = server.url if request.param == "redis" else server.unix_url
         ground = Ground(lambda: open_store(url, SETTINGS, clock), clock, server)
     elif request.param == "cluster":
-        cluster: RedisCluster = request.getfixturevalue("module_cluster")
-        cluster.empty()
+        cluster: RedisCluster = request.getfixturevalue("empty_cluster")
         ground = Ground(lambda: open_store(cluster.url, SETTINGS, clock), clock)
     elif request.param == "mooncake":
         mooncake: MooncakeServer = request.getfixturevalue("empty_mooncake")
@@ -144,6 +140,7 @@ async def ground(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
             is_exact=False,
             replaces_whole=False,
             has_empty_values=False,
+            makes_digests=False,
         )
     else:
         ground = local_ground(request.param, tmp_path)
@@ -164,16 +161,12 @@ def listing_store(store: Store) -> Store:
 
 
 @pytest.mark.promise("Every store returns a value whole or not at all.")
-@pytest.mark.parametrize("num_bytes", SIZES)
-async def test_a_value_of_any_size_comes_back_byte_for_byte(
-    ground: Ground, store: Store, num_bytes: int
-) -> None:
-    if not num_bytes and not ground.has_empty_values:
-        pytest.skip("this store has no values of no bytes")
-    content = content_of("a", num_bytes)
-    assert await put_one(store, "t:f:a:0", content) is PutStatus.STORED
-    assert await get_one(store, "t:f:a:0", num_bytes) == (GetStatus.HIT, content)
-    assert await store.get("t:f:a:0", max_bytes=num_bytes) == content
+async def test_a_value_of_any_size_comes_back_byte_for_byte(ground: Ground, store: Store) -> None:
+    for num_bytes in SIZES if ground.has_empty_values else SIZES[1:]:
+        name, content = f"t:f:{num_bytes}:0", content_of("a", num_bytes)
+        assert await put_one(store, name, content) is PutStatus.STORED
+        assert await get_one(store, name, num_bytes) == (GetStatus.HIT, content)
+        assert await store.get(name, max_bytes=num_bytes) == content
 
 
 async def test_parts_are_written_and_read_in_order_wherever_the_cuts_are(store: Store) -> None:
@@ -247,30 +240,34 @@ async def test_elements_wider_than_a_byte_are_taken_as_their_bytes(store: Store)
 
 async def test_outcomes_keep_the_order_of_the_question_holes_included(store: Store) -> None:
     names = [f"t:f:{index:03}:0" for index in range(100)]
-    there = set(random.sample(names, 60))
-    puts = await store.put([PutItem(name, (content_of(name, 2_000),)) for name in sorted(there)])
+    sizes = {name: 1 + 397 * at for at, name in enumerate(random.sample(names, 60))}
+    puts = await store.put([PutItem(n, (content_of(n, size),)) for n, size in sizes.items()])
     assert [outcome.status for outcome in puts] == [PutStatus.STORED] * 60
-    landings = [landing(name, 2_000) for name in names]
+    landings = [landing(name, 24_000) for name in names]
     gots = await store.get_into([item for item, _ in landings])
     for name, got, (_, [buffer]) in zip(names, gots, landings, strict=True):
-        assert got.status is (GetStatus.HIT if name in there else GetStatus.MISS)
-        if name in there:
-            assert buffer == content_of(name, 2_000)
+        size = sizes.get(name, 0)
+        assert got.status is (GetStatus.HIT if size else GetStatus.MISS)
+        assert got.num_bytes == size
+        assert buffer[:size] == (content_of(name, size) if size else b"")
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4097, (1 << 20) + 3, 5 << 20])
-async def test_a_digest_has_been_given_all_that_landed_or_there_is_none(
-    store: Store, num_bytes: int
+async def test_a_digest_receives_exactly_the_bytes_of_a_value(
+    ground: Ground, store: Store, num_bytes: int
 ) -> None:
     content = content_of("t:f:a:0", num_bytes)
     await put_one(store, "t:f:a:0", content)
-    for name, expected in (("t:f:a:0", content), ("t:f:missing:0", b"")):
-        item, buffers = landing(name, num_bytes // 3, num_bytes - num_bytes // 3)
-        [outcome] = await store.get_into([replace(item, digest=Taken)])
-        assert (outcome.status is GetStatus.HIT) is bool(expected)
-        if outcome.digest is not None:
-            assert isinstance(outcome.digest, Taken)
-            assert outcome.digest.content == b"".join(buffers) == expected
+    item, buffers = landing("t:f:a:0", num_bytes // 3, num_bytes - num_bytes // 3)
+    missing, _ = landing("t:f:missing:0", 10)
+    items = [replace(item, digest=Taken), replace(missing, digest=Taken)]
+    hit, miss = await store.get_into(items)
+    assert (hit.status, miss.status, miss.digest) == (GetStatus.HIT, GetStatus.MISS, None)
+    assert isinstance(hit.digest, Taken) is ground.makes_digests
+    if isinstance(hit.digest, Taken):
+        assert hit.digest.content == b"".join(buffers) == content
+    [unwanted] = await store.get_into([replace(item, digest=lambda: None)])
+    assert (unwanted.status, unwanted.digest) == (GetStatus.HIT, None)
 
 
 async def test_empty_batches_ask_nothing(store: Store) -> None:
@@ -280,41 +277,28 @@ async def test_empty_batches_ask_nothing(store: Store) -> None:
     assert await store.delete([]) == 0
 
 
-@pytest.mark.parametrize("room", [0, 1, 999])
-async def test_a_value_without_room_is_damage_not_a_hit(store: Store, room: int) -> None:
+async def test_a_value_without_room_is_damage_not_a_hit(store: Store) -> None:
     await put_one(store, "t:f:a:0", content_of("a", 1_000))
-    item, _ = landing("t:f:a:0", room)
-    [got] = await store.get_into([item])
-    assert got.status is GetStatus.DAMAGED
-    assert "1000 bytes" in got.reason
+    for got in await store.get_into([landing("t:f:a:0", room)[0] for room in (0, 1, 999)]):
+        assert got.status is GetStatus.DAMAGED
+        assert "1000 bytes" in got.reason
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 87, 88, 89, 1_000, 700_000, (2 << 20) - 1, 2 << 20])
 async def test_a_value_comes_with_its_length_into_room_that_is_longer(
-    ground: Ground, store: Store, num_bytes: int
+    ground: Ground, store: Store
 ) -> None:
-    if not num_bytes and not ground.has_empty_values:
-        pytest.skip("this store has no values of no bytes")
-    content = content_of("a", num_bytes)
-    await put_one(store, "t:f:a:0", content)
-    for digest in (None, Taken):
-        item, buffers = landing("t:f:a:0", 88, 0, 600_000, 2 << 20)
-        [got] = await store.get_into([replace(item, digest=digest)])
-        assert (got.status, got.num_bytes) == (GetStatus.HIT, num_bytes)
-        assert b"".join(buffers)[:num_bytes] == content
-        if got.digest is not None:
-            assert isinstance(got.digest, Taken)
-            assert got.digest.content == content
-
-
-async def test_lengths_of_values_are_those_of_their_items(store: Store) -> None:
-    sizes = {f"t:f:{index:02}:0": 1 + 997 * index for index in range(40)}
-    await store.put([PutItem(name, (content_of(name, size),)) for name, size in sizes.items()])
-    landings = [landing(name, 50_000) for name in (*sizes, "t:f:missing:0")]
-    gots = await store.get_into([item for item, _ in landings])
-    assert [got.num_bytes for got in gots] == [*sizes.values(), 0]
-    for (name, size), (_, [buffer]) in zip(sizes.items(), landings[:-1], strict=True):
-        assert buffer[:size] == content_of(name, size)
+    for num_bytes in (0, 1, 87, 88, 89, 1_000, 700_000, (2 << 20) - 1, 2 << 20):
+        if not num_bytes and not ground.has_empty_values:
+            continue
+        content = content_of("a", num_bytes)
+        await put_one(store, "t:f:a:0", content, keep_existing=False)
+        for digest in (None, Taken):
+            item, buffers = landing("t:f:a:0", 88, 0, 600_000, 2 << 20)
+            [got] = await store.get_into([replace(item, digest=digest)])
+            assert (got.status, got.num_bytes) == (GetStatus.HIT, num_bytes)
+            assert b"".join(buffers)[:num_bytes] == content
+            if isinstance(got.digest, Taken):
+                assert got.digest.content == content
 
 
 async def test_a_small_value_longer_than_allowed_is_corrupt(store: Store) -> None:
@@ -348,29 +332,14 @@ async def test_a_value_is_gone_when_its_time_is_over(ground: Ground, store: Stor
     assert await store.exists(["t:f:a:0"]) == 0
     assert (await get_one(store, "t:f:a:0", 5))[0] is GetStatus.MISS
     assert await store.get("t:f:a:0", max_bytes=5) is None
-    assert {value.name for value in (await store.list("t", limit=10)).values} == {
-        "t:f:b:0",
-        "t:f:c:0",
-    }
+    expiry = {value.name: value.expires_at for value in (await store.list("t", limit=10)).values}
+    in_a_while = pytest.approx(ground.clock.wall() + 1_000, abs=5)
+    assert expiry == {"t:f:b:0": in_a_while, "t:f:c:0": None}
     assert await store.usage("t") == Usage(2, 8)
     assert await store.delete(["t:f:a:0"]) == 0
     assert await store.exists(["t:f:b:0", "t:f:c:0"]) == 2
-
-
-async def test_an_expired_value_does_not_keep_a_new_one_out(ground: Ground, store: Store) -> None:
-    await put_one(store, "t:f:a:0", b"old", ttl_s=0.05)
-    await ground.pass_ttl(store, "t:f:a:0", 0.05)
     assert await put_one(store, "t:f:a:0", b"new") is PutStatus.STORED
     assert await store.get("t:f:a:0", max_bytes=10) == b"new"
-
-
-async def test_a_listing_tells_when_values_expire(ground: Ground, listing_store: Store) -> None:
-    store = listing_store
-    await put_one(store, "t:f:a:0", b"12345", ttl_s=1_000.0)
-    [value] = (await store.list("t:f:", limit=10)).values
-    assert value.name == "t:f:a:0"
-    assert value.num_bytes == 5
-    assert value.expires_at == pytest.approx(ground.clock.wall() + 1_000, abs=5)
 
 
 async def test_touching_gives_values_a_new_time_to_live(ground: Ground, store: Store) -> None:
@@ -403,7 +372,7 @@ async def test_deleting_counts_what_there_was(store: Store) -> None:
 async def test_exists_counts_the_leading_run_only(store: Store) -> None:
     names = [f"t:f:{index:04}:0" for index in range(1_300)]
     await store.put([PutItem(name, (b"x",)) for name in names])
-    for gap in (0, 1, 2, 511, 512, 513, 700, 1_023, 1_024, 1_025, 1_299, 1_300):
+    for gap in (0, 1, 511, 512, 513, 1_024, 1_299, 1_300):
         missing = [names[at] for at in (gap, gap + 1, gap + 400) if at < len(names)]
         await store.delete(missing)
         assert await store.exists(names) == gap
@@ -423,7 +392,7 @@ async def listed(store: Store, prefix: str, limit: int) -> list[str]:
 OUTSIDE = ("t", "t:ab", "t:abc", "u:abc:d:0", "tt:abc:d:0", "t:ab:abc:d", "t-abc:d", "t:ABC:d:0")
 
 
-@pytest.mark.parametrize("limit", [1, 7, 100])
+@pytest.mark.parametrize("limit", [7, 100])
 async def test_a_listing_in_pages_has_each_value_under_the_prefix_and_no_other(
     listing_store: Store, limit: int
 ) -> None:
@@ -453,82 +422,39 @@ async def test_a_page_that_is_cut_short_by_deletions_still_leads_on(listing_stor
     assert seen == names
 
 
+# fmt: off
 BAD_NAMES = (
-    "",
-    ".",
-    "..",
-    "a/b",
-    "../../etc/passwd",
-    "a:../b",
-    "a:..:b",
-    "a..b",
-    "/etc/passwd",
-    "a\r\nFLUSHALL\r\n",
-    "a\n",
-    "a\0b",
-    "a b",
-    "a*",
-    "a?",
-    "[a]",
-    "a\\b",
-    "a]",
-    "[^a]",
-    "{a}b",
-    "a%2e%2e%2fb",
-    "%00",
-    "a\r\n$3\r\nGET",
-    "a\t",
-    "a\x7f",
-    "a ",
-    " a",
-    "a'b",
-    'a"b',
-    "a;b",
-    "$(a)",
-    "~a",
-    "a@b",
-    "a|b",
-    "a#b",
-    ":",
-    "a:",
-    "a::b",
-    ":a",
-    ".a",
-    "-a",
-    "a,b",
-    "a+b",
-    "ä",
-    "a\N{FULLWIDTH FULL STOP}\N{FULLWIDTH FULL STOP}",
-    "\N{ARABIC-INDIC DIGIT ONE}",
-    "\ud800",
-    "a" * 10_240,
-    "a:" * 5_000 + "a",
+    "", ".", "..", "a/b", "../../etc/passwd", "a:../b", "a:..:b", "a..b", "/etc/passwd",
+    "a\r\nFLUSHALL\r\n", "a\r\n$3\r\nGET", "a\n", "a\0b", "a b", "a\t", "a\x7f", "a ", " a", "%00",
+    "a*", "a?", "[a]", "a\\b", "a]", "[^a]", "{a}b", "a%2e%2e%2fb", "a'b", 'a"b', "a;b", "$(a)",
+    "~a", "a@b", "a|b", "a#b", ":", "a:", "a::b", ":a", ".a", "-a", "a,b", "a+b", "\u00e4",
+    "a\N{FULLWIDTH FULL STOP}\N{FULLWIDTH FULL STOP}", "\N{ARABIC-INDIC DIGIT ONE}",
+    "\ud800", "a" * 10_240, "a:" * 5_000 + "a",
 )
+# fmt: on
 
 
 @pytest.mark.promise("Every store refuses bad names before I/O.")
-@pytest.mark.parametrize("name", BAD_NAMES, ids=lambda name: ascii(name)[:20])
-async def test_bad_names_are_refused_before_the_store_is_asked(name: str, ground: Ground) -> None:
+async def test_bad_names_are_refused_before_the_store_is_asked(ground: Ground) -> None:
     store = ground.make()  # closed: asking it would be an error
-    with pytest.raises(BadRequestError):
-        PutItem(name, (b"x",))
-    with pytest.raises(BadRequestError):
-        GetItem(name, ())
-    with pytest.raises(BadRequestError):
-        await store.get(name, max_bytes=1)
-    with pytest.raises(BadRequestError):
-        await store.exists(["good", name])
-    with pytest.raises(BadRequestError):
-        await store.delete(["good", name])
-    with pytest.raises(BadRequestError):
-        await store.touch(["good", name], ttl_s=1.0)
-    with pytest.raises(BadRequestError):
-        await store.present(["good", name])
-    if name != "a:":  # a prefix may end in a colon
-        with pytest.raises(BadRequestError):
-            await store.list(name, limit=1)
-        with pytest.raises(BadRequestError):
-            await store.usage(name)
+    for name in (*BAD_NAMES, *(f"a{chr(code)}b" for code in range(128))):
+        if re.fullmatch(r"a[A-Za-z0-9._:-]b", name):
+            continue
+        for make in (partial(PutItem, name, (b"x",)), partial(GetItem, name, ())):
+            with pytest.raises(BadRequestError):
+                make()
+        asks = [
+            store.get(name, max_bytes=1),
+            store.exists(["good", name]),
+            store.delete(["good", name]),
+            store.touch(["good", name], ttl_s=1.0),
+            store.present(["good", name]),
+        ]
+        if name != "a:":  # a prefix may end in a colon
+            asks += [store.list(name, limit=1), store.usage(name)]
+        for ask in asks:
+            with pytest.raises(BadRequestError):
+                await ask
 
 
 ALIKE = ("t:f:a:0", "t:f:A:0", "t:F:a:0", "t:f:a.:0", "t:f:a:0.", "t:f:a-:0", "t:f:a_:0", "t.f:a:0")
@@ -550,16 +476,12 @@ async def test_names_that_a_file_system_or_a_pattern_could_take_for_each_other_a
     assert await store.present(names) == [name not in {names[0], longest} for name in names]
 
 
-@pytest.mark.parametrize("cursor", ["", "../../x", "-1", "x\0", "1" * 1_000, "9" * 20, "٣"])
-async def test_a_cursor_of_somebody_elses_is_refused(listing_store: Store, cursor: str) -> None:
-    store = listing_store
-    with pytest.raises(BadRequestError, match="cursor"):
-        await store.list("t:f:", limit=10, cursor=cursor)
-
-
-async def test_a_page_of_nothing_is_refused(store: Store) -> None:
+async def test_a_foreign_cursor_and_a_page_of_no_values_are_refused(listing_store: Store) -> None:
+    for cursor in ("", "../../x", "-1", "x\0", "1" * 1_000, "9" * 20, "٣"):
+        with pytest.raises(BadRequestError, match="cursor"):
+            await listing_store.list("t:f:", limit=10, cursor=cursor)
     with pytest.raises(BadRequestError):
-        await store.list("t:f:", limit=0)
+        await listing_store.list("t:f:", limit=0)
 
 
 @pytest.mark.promise("Every store returns a value whole or not at all.")

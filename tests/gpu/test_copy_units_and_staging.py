@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from tests.latch import ManualEvent
 from tests.layouts import ALL_LAYOUTS
-from tierkv.cache.layout import attention_layout
 from tierkv.errors import LayoutError
 from tierkv.gpu.units import MAX_BLOCKS, Order, Ring, UnitPlanner, UnitSizes, joined
 
@@ -120,28 +119,3 @@ def test_neighbours_are_joined_within_a_chunk_and_every_block_is_in_one_piece(
     for before, after in itertools.pairwise(pieces):
         is_cut = after[0] % per_chunk == 0 or ids.index(after[0]) % per_piece == 0
         assert after[0] != before[-1] + 1 or is_cut
-
-
-@pytest.mark.parametrize("order", Order, ids=lambda order: order.value)
-@pytest.mark.parametrize("num_blocks", [5, 32, 256, 1000])
-def test_a_big_copy_begins_and_ends_with_small_units(order: Order, num_blocks: int) -> None:
-    layout = attention_layout(
-        num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", item_bytes=2, block_size=64
-    )
-    sizes = UnitSizes()
-    units = list(UnitPlanner(layout, order, sizes).plan(num_blocks))
-    assert units[0].num_blocks * units[0].num_bytes <= sizes.first
-    assert units[-1].num_blocks * units[-1].num_bytes <= sizes.last
-
-
-@pytest.mark.parametrize("num_blocks", [16, 31, 32, 48])
-def test_a_small_load_lets_a_model_keep_up_layer_by_layer(num_blocks: int) -> None:
-    """A model computes a layer about as fast as such a load brings one. So it never waits for more
-    than an eighth of the layers at once, and at the end for one, or for 8 MiB."""
-    layout = attention_layout(
-        num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", item_bytes=2, block_size=64
-    )
-    units = list(UnitPlanner(layout, Order.LAYERS, UnitSizes()).plan(num_blocks))
-    assert max(len(unit.layers) for unit in units) <= layout.num_layers // 8
-    last = units[-1]
-    assert len(last.layers) == 1 or last.num_blocks * last.num_bytes <= 8 << 20

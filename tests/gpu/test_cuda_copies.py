@@ -231,25 +231,6 @@ def test_tensors_that_do_not_fit_are_refused(cupy: ModuleType) -> None:
     device.close()
 
 
-def test_blocks_are_copied_within_the_gpu_after_compute(cupy: ModuleType) -> None:
-    device = CudaDevice()
-    for layout in ALL_LAYOUTS.values():
-        planes = device.allocate_planes(layout, 1300)
-        blocks = np.random.default_rng(5).integers(0, 256, (1300, layout.block_bytes), np.uint8)
-        write_blocks(cupy, planes, blocks)
-        order = np.random.default_rng(6).permutation(1300).astype(np.int32)
-        sources, targets = order[:600], order[600:1200]
-        device.copy_blocks(planes, sources, targets).block_until_done(WAIT_S)
-        blocks[targets] = blocks[sources]
-        assert np.array_equal(blocks_of(cupy, planes), blocks)
-        assert device.copy_blocks(planes, sources[:0], targets[:0]).is_done
-        for wrong in (ids(1300), ids(-1)):
-            with pytest.raises(LayoutError, match="outside"):
-                device.copy_blocks(planes, wrong, ids(0))
-        planes.close()
-    device.close()
-
-
 def test_a_ring_that_is_wrapped_many_times_loses_nothing(cupy: ModuleType) -> None:
     """Many transfers in flight through 1 MiB of staging, both directions, no wait between them."""
 
@@ -329,8 +310,3 @@ def test_too_little_memory_is_an_error_that_leaves_the_gpu_usable(cupy: ModuleTy
     assert read_plane(cupy, planes, 0).shape == (4, layout.planes[0].block_bytes)
     planes.close()
     device.close()
-
-
-def test_a_gpu_that_is_not_there_is_a_config_error(cupy: ModuleType) -> None:
-    with pytest.raises(ConfigError, match="no GPU 99"):
-        CudaDevice(99)

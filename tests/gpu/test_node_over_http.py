@@ -48,22 +48,6 @@ async def ended_well(node: Process) -> None:
     assert await node.ended() == 0, node.log_text()
 
 
-async def test_cold_warm_and_host_hits_agree(config: Path, tmp_path: Path) -> None:
-    async with process(tmp_path, "--config", config) as node:
-        cold = await generated(node.client)
-        warm = await generated(node.client)
-        assert cold["text"] == warm["text"]
-        for number in range(12):  # pushes the prompt off the GPU
-            await generated(node.client, prompt=f"{number} " * 150)
-        host = await generated(node.client)
-        assert host["text"] == cold["text"]
-        ready = (await node.client.get("/readyz?verbose")).body
-        assert "cuda:0" in ready["parts"]["device"]["detail"]
-        loaded = (await node.client.get("/metrics")).body.decode()
-        assert "tierkv" in loaded
-        await ended_well(node)
-
-
 async def test_a_prompt_is_handed_over_between_two_nodes(config: Path, tmp_path: Path) -> None:
     store = f"file://{tmp_path / 'store'}"
     options = ("--config", config, "--storage", store)

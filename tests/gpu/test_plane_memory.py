@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 
-from tierkv.cache.layout import Layout, Plane, attention_layout, layered
+from tierkv.cache.layout import Layout, Plane, layered
 from tierkv.gpu.plane_memory import PlaneMemory, Rectangle, rectangles_of
 
 
@@ -45,15 +45,6 @@ def test_planes_of_one_size_equally_far_apart_are_one_rectangle() -> None:
     assert (alone.pitch, alone.slot_pitch, alone.rows) == (64, 64, 1)
 
 
-def test_planes_that_lie_otherwise_are_none() -> None:
-    assert not of_keys((5000, 64), (6000, 64), (7001, 64))
-    assert not of_keys((7000, 64), (6000, 64), (5000, 64))
-    assert not of_keys((5000, 64), (5063, 64), (5126, 64))
-    assert not of_keys((0, 64), (1 << 31, 64), (2 << 31, 64)), "no copy engine goes so far"
-    five = tuple((1000 * n, 64 + n) for n in range(5))
-    assert not of_keys(*five, sizes=(64, 65, 66, 67, 68)), "five calls a block are too many"
-
-
 def test_a_rectangle_is_only_what_lies_in_one_allocation() -> None:
     """As PyTorch has them: a large tensor is an allocation, often equally far from the next."""
     places = ((4096, 64), (8192, 64), (12288, 64))
@@ -68,38 +59,6 @@ def test_a_rectangle_is_only_what_lies_in_one_allocation() -> None:
     assert not of_keys(*places, allocations=(range(0),) * 3), "the driver knows no allocation"
     too_short = range(4096, 12288 + 8 * 64 + 63)
     assert not of_keys(*places, allocations=(too_short,) * 3), "of the last block a byte"
-
-
-def test_planes_that_lie_unequally_far_apart_in_a_slot_are_none() -> None:
-    """A last layer without values, say."""
-    planes = [Plane(0, "key", "u", 64), Plane(0, "value", "u", 32), Plane(1, "key", "u", 64)]
-    layout = Layout(1, (*planes, Plane(2, "key", "u", 64)))
-    places = [(5000, 64), (9000, 32), (6000, 64), (7000, 64)]
-    assert not rectangles_of(layout, [PlaneMemory(*place, POOL) for place in places], 9)
-
-
-def test_planes_of_several_sizes_are_a_rectangle_each() -> None:
-    found = of_keys((5000, 64), (6000, 64), (7000, 65))
-    assert [(one.memory.address, one.rows) for one in found] == [(5000, 2), (7000, 1)], "strides"
-    found = of_keys((5000, 64), (6000, 64), (7000, 32), sizes=(64, 64, 32))
-    parts = [(one.block_byte, one.row_bytes, one.rows) for one in found]
-    assert parts == [(0, 64, 2), (128, 32, 1)]
-
-
-def test_keys_and_values_in_memory_of_their_own_are_a_rectangle_each() -> None:
-    layout = attention_layout(
-        num_layers=3, num_kv_heads=1, head_dim=8, dtype="bfloat16", item_bytes=2, block_size=4
-    )
-    size = layout.planes[0].block_bytes
-    memory = [
-        PlaneMemory((0x10000 if plane.role == "key" else 0x90000) + 4096 * plane.layer, size, POOL)
-        for plane in layout.planes
-    ]
-    found = rectangles_of(layout, memory, 6)
-    assert [(one.memory.address, one.block_byte, one.slot_pitch, one.rows) for one in found] == [
-        (0x10000, 0, 2 * size, 3),
-        (0x90000, size, 2 * size, 3),
-    ]
 
 
 def test_rectangles_hold_every_byte_of_a_block_once() -> None:

@@ -269,25 +269,3 @@ def test_another_processes_planes_are_adopted_by_cuda_ipc(cupy: ModuleType, tmp_
     assert np.array_equal(blocks_of(cupy, planes), blocks[::-1])
     planes.close()
     device.close()
-
-
-def test_pinned_chunks_come_in_while_the_first_are_used(cupy: ModuleType) -> None:
-    from tierkv.gpu.pinned import PinnedSlots  # noqa: PLC0415 - needs CuPy
-
-    device = CudaDevice()
-    layout = LAYOUTS["gqa"]
-    slots = 1 << 16
-    host = PinnedSlots(device.gpu, layout, slots, chunk_bytes=1 << 20)
-    planes = device.allocate_planes(layout, 64)
-    lane = device.open_lane(Direction.LOAD, planes, host)
-    host.array[-64:] = 9
-    last = np.arange(slots - 64, slots, dtype=np.int32)
-    lane.submit(BlockCopy(Direction.LOAD, last, last - last[0]))[-1].block_until_done(WAIT_S)
-    assert (blocks_of(cupy, planes) == 9).all()
-    host.wait_until_pinned()
-    assert host.is_pinned
-    assert host.pinned_bytes == host.num_bytes
-    lane.close()
-    host.close()
-    planes.close()
-    device.close()

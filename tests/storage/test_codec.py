@@ -1,4 +1,5 @@
-"""The header of a stored block: what it catches, and that its bytes are those of the document."""
+"""The header of a stored block, plain and with a key: changes, forgeries and other blocks' values
+are found, sealed bytes are hidden, and all bytes are those of the document."""
 
 from __future__ import annotations
 
@@ -11,26 +12,35 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tierkv.errors import ConfigError
 from tierkv.storage.codec import (
     HEADER_BYTES,
+    Codec,
     Damage,
     DamagedValueError,
     PlainCodec,
+    SealedCodec,
+    SignedCodec,
+    Trust,
     ValueIdentity,
+    codec_for,
 )
 
-LAYOUT = bytes(range(100, 132))
-KEY = bytes(range(32))
+pytest.importorskip("blake3", reason="needs the extra untrusted")
+pytest.importorskip("cryptography", reason="needs the extra untrusted")
+
+KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
+IDENTITY = ValueIdentity(bytes(range(100, 132)), KEY, 16)
 payloads = st.binary(min_size=0, max_size=4_096)
 
 
 def encode(payload: bytes) -> bytes:
-    return PlainCodec().encode(payload, ValueIdentity(LAYOUT, KEY, 16))[0]
+    return PlainCodec().encode(payload, IDENTITY)[0]
 
 
 def damage_of(header: bytes, payload: bytes, **expected: bytes | int) -> Damage | None:
     identity = ValueIdentity(
-        bytes(expected.get("layout_digest", LAYOUT)),
+        bytes(expected.get("layout_digest", IDENTITY.layout_digest)),
         bytes(expected.get("key_digest", KEY)),
         int(expected.get("num_tokens", 16)),
     )
@@ -41,12 +51,20 @@ def damage_of(header: bytes, payload: bytes, **expected: bytes | int) -> Damage 
     return None
 
 
+def decoded(
+    codec: Codec, header: bytes, stored: bytes, identity: ValueIdentity = IDENTITY
+) -> bytes:
+    payload = bytearray(stored)
+    codec.decode(header, memoryview(payload), identity)
+    return bytes(payload)
+
+
 @settings(deadline=None)
 @given(payloads, st.lists(st.integers(0, 300), max_size=6), st.data())
 def test_a_digest_of_the_pieces_as_they_land_finds_what_a_digest_of_the_whole_finds(
     payload: bytes, places: list[int], data: st.DataObject
 ) -> None:
-    codec, identity = PlainCodec(), ValueIdentity(LAYOUT, KEY, 16)
+    codec = PlainCodec()
     value = memoryview(bytearray(encode(payload) + payload))
     bit = data.draw(st.none() | st.integers(0, 8 * len(value) - 1))
     if bit is not None:
@@ -57,7 +75,7 @@ def test_a_digest_of_the_pieces_as_they_land_finds_what_a_digest_of_the_whole_fi
     for start, stop in pairwise(cuts):
         digest.update(value[start:stop])
     with nullcontext() if bit is None else pytest.raises(DamagedValueError):
-        codec.decode(header, landed, identity, digest)
+        codec.decode(header, landed, IDENTITY, digest)
 
 
 @settings(deadline=None)
@@ -70,9 +88,22 @@ def test_any_truncation_and_any_addition_is_found(payload: bytes, data: st.DataO
     assert damage_of(encode(payload), longer) is Damage.LENGTH
 
 
+@pytest.mark.parametrize("trust", Trust)
+def test_every_flipped_bit_is_found(trust: Trust) -> None:
+    codec = codec_for(trust, KEY)
+    header, stored = codec.encode(b"some bytes", IDENTITY)
+    value = header + bytes(stored)
+    for bit in range(8 * len(value)):
+        flipped = bytearray(value)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(DamagedValueError):
+            decoded(codec, bytes(flipped[: len(header)]), bytes(flipped[len(header) :]))
+
+
 def test_each_kind_of_damage_is_told_apart() -> None:
     payload = b"some bytes"
     header = encode(payload)
+    assert damage_of(header, payload) is None
     assert damage_of(header, payload, layout_digest=bytes(32)) is Damage.LAYOUT
     assert damage_of(header, payload, key_digest=bytes(32)) is Damage.KEY
     assert damage_of(header, payload, num_tokens=15) is Damage.TOKENS
@@ -85,46 +116,72 @@ def test_each_kind_of_damage_is_told_apart() -> None:
     assert damage_of(header[:60] + b"\1" + header[61:], payload) is Damage.VERSION
 
 
-def test_buffers_of_any_element_are_read_as_bytes() -> None:
-    payload = bytes(range(64))
-    identity = ValueIdentity(LAYOUT, KEY, 16)
-    header, _ = PlainCodec().encode(memoryview(payload).cast("I"), identity)
-    assert damage_of(header, payload) is None
+@pytest.mark.parametrize("kind", [SignedCodec, SealedCodec])
+def test_a_value_of_another_tenant_or_for_another_block_is_refused(
+    kind: type[SignedCodec | SealedCodec],
+) -> None:
+    header, stored = kind(OTHER_KEY).encode(b"payload", IDENTITY)
+    with pytest.raises(DamagedValueError, match="key") as caught:
+        decoded(kind(KEY), header, bytes(stored))
+    assert caught.value.damage is Damage.CHECKSUM
+    header, stored = kind(KEY).encode(b"payload", IDENTITY)
+    other = ValueIdentity(IDENTITY.layout_digest, bytes(32), 16)
+    forged = header[:24] + bytes(32) + header[56:]  # filed under another block's name
+    with pytest.raises(DamagedValueError, match="key"):
+        decoded(kind(KEY), forged, bytes(stored), other)
 
 
-@pytest.mark.parametrize(("layout", "key"), [(15, 32), (16, 31), (16, 33)])
-def test_digests_of_other_sizes_are_refused(layout: int, key: int) -> None:
-    with pytest.raises(AssertionError):
-        ValueIdentity(bytes(layout), bytes(key), 1)
+@pytest.mark.parametrize("trust", Trust)
+def test_values_made_for_another_kind_of_trust_are_refused(trust: Trust) -> None:
+    for other in set(Trust) - {trust}:
+        header, stored = codec_for(other, KEY).encode(b"payload", IDENTITY)
+        with pytest.raises(DamagedValueError):
+            decoded(codec_for(trust, KEY), header, bytes(stored))
 
 
-def test_the_documents_test_vector_is_what_is_written() -> None:
+def test_a_sealed_value_shows_nothing_and_differs_each_time() -> None:
+    payload = b"a secret " * 100
+    first, second = (SealedCodec(KEY).encode(payload, IDENTITY) for _ in range(2))
+    assert b"secret" not in bytes(first[1])
+    assert first[0][72:84] != second[0][72:84]
+    assert bytes(first[1]) != bytes(second[1])
+
+
+@pytest.mark.parametrize("trust", [Trust.SIGNED, Trust.SEALED])
+def test_a_key_of_another_length_is_refused(trust: Trust) -> None:
+    for key in (None, b"", b"short", bytes(33)):
+        with pytest.raises(ConfigError, match="32 bytes"):
+            codec_for(trust, key)
+
+
+@pytest.mark.parametrize(
+    ("title", "codec"),
+    [
+        ("", PlainCodec()),
+        ("Test vector, signed", SignedCodec(KEY)),
+        ("Test vector, sealed", SealedCodec(KEY, make_nonce=lambda _: bytes(range(0xA0, 0xAC)))),
+    ],
+)
+def test_the_documents_test_vectors_are_what_is_written(title: str, codec: Codec) -> None:
     document = (Path(__file__).parents[2] / "docs" / "storage-format.md").read_text()
-    vector = re.search(r"```hex\n(.*?)```", document, re.DOTALL)
+    vector = re.search(rf"{title}.*?```hex\n(.*?)```", document, re.DOTALL)
     assert vector is not None
-    value = bytes.fromhex(vector[1])
-    payload = bytes(range(16))
     identity = ValueIdentity(bytes(range(0x10, 0x20)), bytes(range(0x20, 0x40)), 3)
-    header, _ = PlainCodec().encode(payload, identity)
-    assert value == header + payload
-
-
-@pytest.mark.parametrize("num_bytes", [0, 1, (256 << 10) - 1, (8 << 20) + 1])
-def test_headers_of_short_and_of_very_long_values_are_made_at_once(num_bytes: int) -> None:
-    """There is nothing to gain, or the loop would stand still for too long."""
-    assert PlainCodec().header_later(bytes(num_bytes), ValueIdentity(LAYOUT, KEY, 16)) is None
+    header, stored = codec.encode(bytes(range(16)), identity)
+    assert bytes.fromhex(vector[1]) == header + bytes(stored)
+    assert decoded(codec, header, bytes(stored), identity) == bytes(range(16))
 
 
 @pytest.mark.parametrize("num_bytes", [256 << 10, (256 << 10) + 13, 8 << 20])
 def test_a_header_that_is_made_later_is_the_same_and_made_once(num_bytes: int) -> None:
-    payload, identity = bytearray(num_bytes), ValueIdentity(LAYOUT, KEY, 16)
-    later = PlainCodec().header_later(payload, identity)
+    payload = bytearray(num_bytes)
+    later = PlainCodec().header_later(payload, IDENTITY)
     assert later is not None
     assert not any(later.content)
     payload[-1] = 7
     later()
-    assert later.content == PlainCodec().encode(payload, identity)[0]
+    assert later.content == encode(payload)
     payload[-1] = 8  # it is somebody else's when the value has been sent
     later()
     payload[-1] = 7
-    assert later.content == PlainCodec().encode(payload, identity)[0]
+    assert later.content == encode(payload)

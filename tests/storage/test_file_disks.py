@@ -16,7 +16,7 @@ from tierkv.errors import StoreCorruptError, StoreRefusedError, StoreUnavailable
 from tierkv.storage import file_room
 from tierkv.storage.factory import StoreSettings, open_guarded_store
 from tierkv.storage.file import FileSettings, FileStore
-from tierkv.storage.file_room import WRITERS, Room, UsedBytes, relative_path
+from tierkv.storage.file_room import WRITERS, relative_path
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Usage
 
@@ -142,20 +142,6 @@ async def test_a_value_on_a_broken_place_of_the_disk_is_damaged(tmp_path: Path, 
                 await store.get("t:f:a:0", max_bytes=10)
 
 
-async def test_a_directory_that_may_not_be_read_hides_no_other(tmp_path: Path) -> None:
-    names = [f"t:f:{index}:0" for index in range(20)]
-    async with (store := file_store(tmp_path, capacity_bytes=1000)).running():
-        await store.put([PutItem(name, (bytes(10),)) for name in names])
-        hidden = str(tmp_path.joinpath(*relative_path(names[3])).parent)
-        left = [n for n in names if str(tmp_path.joinpath(*relative_path(n)).parent) != hidden]
-        with pytest.MonkeyPatch.context() as disk:
-            refuses(disk, "scandir", errno.EACCES, lambda path: path == hidden)
-            listed = await store.list("t:f:", limit=100)
-            assert {value.name for value in listed.values} == {*left}
-            assert await put_one(store, "t:f:new:0", bytes(990)) is PutStatus.STORED
-            assert (await store.usage("t:f:")).num_values == 1  # and the others were evicted
-
-
 async def test_what_may_not_be_removed_keeps_nothing_else_from_going(tmp_path: Path) -> None:
     clock = TurnedClock()
     settings = FileSettings(min_free_bytes=0, capacity_bytes=1000)
@@ -172,44 +158,6 @@ async def test_what_may_not_be_removed_keeps_nothing_else_from_going(tmp_path: P
             assert await put_one(store, "t:f:a:0", bytes(900)) is PutStatus.STORED
             assert await put_one(store, "t:f:b:0", bytes(900)) is PutStatus.STORED
             assert await store.present(["t:f:a:0", names[3]]) == [False, True]
-
-
-async def test_a_value_larger_than_the_capacity_is_refused_without_a_look_at_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with (store := file_store(tmp_path, capacity_bytes=1000)).running():
-        assert await put_one(store, "t:f:a:0", bytes(1000)) is PutStatus.STORED
-        refuses(monkeypatch, "scandir", errno.EIO)
-        [outcome] = await store.put([PutItem("t:f:b:0", (bytes(1001),))])
-        assert (outcome.status, outcome.takes_others) == (PutStatus.FULL, True)
-        assert await store.exists(["t:f:a:0"]) == 1
-
-
-async def test_the_room_that_an_eviction_has_made_is_used_without_another_look(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with (store := file_store(tmp_path, capacity_bytes=10_000, num_threads=1)).running():
-        await store.sweep()  # behind the one at the start, which lets the size be looked up again
-        for index in range(101):
-            assert await put_one(store, f"t:f:{index}:0", bytes(100)) is PutStatus.STORED
-        refuses(monkeypatch, "scandir", errno.EIO)
-        for index in range(101, 110):
-            assert await put_one(store, f"t:f:{index}:0", bytes(100)) is PutStatus.STORED
-
-
-async def test_of_many_files_those_used_longest_ago_go_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(file_room, "_PART_FILES", 7)
-    clock = TurnedClock()
-    store = FileStore(tmp_path, FileSettings(min_free_bytes=0, capacity_bytes=5000), clock)
-    async with store.running():
-        for index in range(50):
-            assert await put_one(store, f"t:f:{index}:0", bytes(100)) is PutStatus.STORED
-            clock.now += 100
-        assert await put_one(store, "t:f:new:0", bytes(100)) is PutStatus.STORED
-        names = [*(f"t:f:{index}:0" for index in range(50)), "t:f:new:0"]
-        assert await store.present(names) == [False] * 6 + [True] * 45
 
 
 async def test_a_disk_down_to_its_floor_is_not_looked_through_for_each_value(
@@ -242,56 +190,6 @@ async def test_a_disk_down_to_its_floor_is_not_looked_through_for_each_value(
         assert 480 <= (await store.usage("t")).num_values <= 500
 
 
-def oldest_first(status: os.stat_result) -> tuple[bool, float, float]:
-    return True, status.st_mtime, 0.0
-
-
-def room_of(
-    root: Path, order: Callable[[os.stat_result], tuple[bool, float, float]], **limits: int
-) -> Room:
-    """With nine values of 1,000 bytes below `root`."""
-    ours = root / WRITERS / "ours"
-    ours.mkdir(parents=True)
-    for index in range(9):
-        path = root.joinpath(*relative_path(f"t:f:{index}:0"))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(bytes(1000))
-    return Room(
-        root,
-        UsedBytes(root / WRITERS, lambda: ours),
-        capacity_bytes=limits.get("capacity_bytes"),
-        min_free_bytes=limits.get("min_free_bytes", 0),
-        order=order,
-    )
-
-
-def gone(path: str) -> bool:
-    """A file that is removed, unless it was."""
-    there = os.path.exists(path)
-    Path(path).unlink(missing_ok=True)
-    return there
-
-
-def test_there_is_room_while_others_add_as_much_as_they_like(tmp_path: Path) -> None:
-    """A node that is told there is none writes nothing for a second."""
-    (others := tmp_path / WRITERS / "others").mkdir(parents=True)
-    other = UsedBytes(tmp_path / WRITERS, lambda: others)
-
-    def order(status: os.stat_result) -> tuple[bool, float, float]:
-        other.add(100)  # while all files are looked at
-        return oldest_first(status)
-
-    room = room_of(tmp_path, order, capacity_bytes=10_000)
-
-    def remove(path: str) -> bool:
-        other.add(1000)  # and while some are removed
-        return gone(path)
-
-    assert room.make(900, remove) == ""
-    assert len([*tmp_path.glob("t,f/*/*/*")]) < 9
-    assert "there is no room for" in room.make(10_001, remove)
-
-
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 async def test_a_disk_without_inodes_or_beyond_a_quota_gives_up_what_was_used_longest_ago(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
@@ -317,49 +215,6 @@ async def test_a_disk_without_inodes_or_beyond_a_quota_gives_up_what_was_used_lo
         num_gone = are_there.index(True)
         assert 1 <= num_gone <= 20
         assert all(are_there[num_gone:])
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-async def test_room_that_others_take_is_made_again_but_not_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    names = [f"t:f:{index}:0" for index in range(100)]
-    store = FileStore(tmp_path, FileSettings(min_free_bytes=1), TurnedClock())
-    async with store.running():
-        await store.put([PutItem(name, (b"value",)) for name in names])
-        renamed, num_refused, num_refusals = os.rename, 0, 2
-
-        def rename(old: str, new: str) -> None:
-            nonlocal num_refused
-            if num_refused < num_refusals:
-                num_refused += 1
-                raise OSError(code, os.strerror(code), new)
-            renamed(old, new)
-
-        monkeypatch.setattr(os, "rename", rename)
-        assert await put_one(store, "t:f:new:0", b"value") is PutStatus.STORED
-        num_refused, num_refusals = 0, 1000
-        assert await put_one(store, "t:f:newer:0", b"value") is PutStatus.FULL
-        assert num_refused <= 5
-        assert (await store.usage("t")).num_values >= 80
-
-
-async def test_values_that_were_not_stored_after_all_are_not_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else each one that is thought to be too much costs a look at all files."""
-    async with (store := file_store(tmp_path, capacity_bytes=1_000)).running():
-        assert await put_one(store, "t:f:a:0", bytes(100)) is PutStatus.STORED
-        with pytest.MonkeyPatch.context() as disk:
-            refuses(disk, "rename", errno.EIO)
-            for index in range(50):
-                assert await put_one(store, f"t:f:{index}:0", bytes(100)) is PutStatus.FAILED
-
-        def walk(*some: object, **more: object) -> None:
-            raise AssertionError("there is room")
-
-        monkeypatch.setattr(file_room, "walk", walk)
-        assert await put_one(store, "t:f:b:0", bytes(800)) is PutStatus.STORED
 
 
 async def test_a_models_directory_that_was_moved_and_linked_counts_like_any_other(

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,39 +103,6 @@ async def test_the_scratch_of_a_living_store_is_left_alone(tmp_path: Path) -> No
                 assert before.is_dir()
                 assert await put_one(first, f"t:f:{random.random()}:0", b"x") is PutStatus.STORED
         assert list((tmp_path / ".writers").iterdir()) == [before]
-
-
-@contextmanager
-def as_nobody() -> Iterator[None]:
-    """Without root's right to write anywhere."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(65_534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-
-
-async def test_a_directory_that_cannot_be_written_is_named_with_what_to_do(tmp_path: Path) -> None:
-    root = tmp_path / "store"
-    root.mkdir(mode=0o555)
-    os.chmod(tmp_path, 0o755)  # to be reached by nobody
-    with as_nobody(), pytest.raises(StoreUnavailableError) as caught:
-        async with file_store(root).running():
-            pass
-    assert str(root) in str(caught.value)
-    assert "Permission denied" in str(caught.value)
-    assert "or set another directory" in str(caught.value)
-
-
-async def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    for root in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(StoreUnavailableError, match="set another directory"):
-            async with file_store(root).running():
-                pass
 
 
 @pytest.fixture
@@ -484,32 +451,6 @@ async def test_values_are_flushed_to_the_disk_only_on_demand(
     assert len(flushed) == (4 if syncs_values else 0)  # each value and its directory
 
 
-async def test_reads_do_not_wait_behind_writes_that_hang(tmp_path: Path) -> None:
-    store = file_store(tmp_path)
-    async with store.running():
-        assert await put_one(store, "t:f:1:0", b"value") is PutStatus.STORED
-        directory = (tmp_path / "/".join(relative_path("t:f:2:0"))).parent
-        directory.mkdir(parents=True, exist_ok=True)
-        fd = os.open(directory, os.O_RDONLY)
-        fcntl.flock(fd, fcntl.LOCK_EX)  # as a process that is frozen has it
-        try:
-            items = [PutItem("t:f:2:0", (b"x",), keep_existing=False)] * 64
-            async with asyncio.TaskGroup() as group:
-                writes = group.create_task(store.put(items))
-                await asyncio.sleep(0)
-                async with asyncio.timeout(5):
-                    assert await get_one(store, "t:f:1:0", 5) == (GetStatus.HIT, b"value")
-                    assert await store.exists(["t:f:1:0"]) == 1
-                    await store.ping()
-                assert not writes.done()
-                os.close(fd)
-                fd = -1
-        finally:
-            if fd >= 0:
-                os.close(fd)
-        assert {one.status for one in writes.result()} == {PutStatus.STORED}
-
-
 @pytest.mark.parametrize("what", ["root", "content", "writers"])
 async def test_what_somebody_removes_is_a_miss_and_made_again(tmp_path: Path, what: str) -> None:
     root = tmp_path / "store"
@@ -576,19 +517,6 @@ async def test_nothing_is_left_open_after_the_lifetime(tmp_path: Path) -> None:
         for thread in threading.enumerate():
             if thread.name.startswith("tierkv-store"):
                 await asyncio.to_thread(thread.join)
-
-
-async def test_a_value_is_given_to_its_digest_as_it_is_read(tmp_path: Path) -> None:
-    content = content_of("a", 700_000)
-    async with (store := file_store(tmp_path)).running():
-        await put_one(store, "t:f:a:0", content)
-        item, _ = landing("t:f:a:0", 88, len(content) - 88)
-        [outcome] = await store.get_into([replace(item, digest=Taken)])
-        assert isinstance(outcome.digest, Taken)
-        assert outcome.digest.content == content
-        unwanted, _ = landing("t:f:a:0", len(content))
-        [outcome] = await store.get_into([replace(unwanted, digest=lambda: None)])
-        assert (outcome.status, outcome.digest) == (GetStatus.HIT, None)
 
 
 async def test_a_value_that_is_cut_while_it_is_read_has_no_digest(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import fcntl
 import os
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -36,29 +36,33 @@ from tierkv.storage.protocol import BreakerState, GetStatus, PutStatus
 TOKENS = list(range(4 * BLOCK + 1))
 
 
-class HungReads:
-    """Each read of a value first waits in the kernel, in a read of a FIFO, until `release`."""
+class HungCalls:
+    """Each call of `os.NAME` first waits in the kernel, in a read of a FIFO, until `release`."""
 
-    def __init__(self, fifo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, name: str, fifo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         os.mkfifo(fifo)
         self.num_hung = 0
         self._fd = os.open(fifo, os.O_RDWR)
         self._lock = threading.Lock()
-        preadv = os.preadv
+        call = getattr(os, name)
 
-        def hung_preadv(fd: int, pieces: Sequence[memoryview], offset: int) -> int:
+        def hung(*arguments: object) -> object:
             with self._lock:
                 self.num_hung += 1
             os.read(self._fd, 1)
             with self._lock:
                 self.num_hung -= 1
-            return preadv(fd, pieces, offset)
+            return call(*arguments)
 
-        monkeypatch.setattr(os, "preadv", hung_preadv)
+        monkeypatch.setattr(os, name, hung)
 
     def release(self) -> None:
-        """These reads and all to come return."""
+        """Let these calls and all to come return."""
         os.write(self._fd, bytes(4096))
+
+
+def hung_reads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> HungCalls:
+    return HungCalls("preadv", folder / "fifo", monkeypatch)
 
 
 @asynccontextmanager
@@ -100,7 +104,7 @@ async def test_a_request_goes_on_and_the_slots_stay_lent_until_the_hung_read_ret
         await here.run(TOKENS)
         here.service.reset()
         assert here.service.stats().host.free == 32
-        disk = HungReads(tmp_path / "fifo", monkeypatch)
+        disk = hung_reads(tmp_path, monkeypatch)
         try:
             async with asyncio.timeout(10):
                 request = await here.admit(TOKENS)
@@ -132,7 +136,7 @@ async def test_hung_reads_open_the_breaker_and_it_closes_when_they_return(
         for prompt in prompts:
             await here.run(prompt)
         here.service.reset()
-        disk = HungReads(tmp_path / "fifo", monkeypatch)
+        disk = hung_reads(tmp_path, monkeypatch)
         state = here.service.storage_state
 
         def circuit() -> str | None:
@@ -160,7 +164,7 @@ async def test_closing_waits_for_a_hung_read_and_says_so(
         here = await stack.enter_async_context(node(tmp_path / "store"))
         await here.run(TOKENS)
         here.service.reset()
-        disk = HungReads(tmp_path / "fifo", monkeypatch)
+        disk = hung_reads(tmp_path, monkeypatch)
         here.service.scheduler.end(await here.admit(TOKENS))
         closing = asyncio.ensure_future(stack.aclose())
         try:
@@ -170,31 +174,6 @@ async def test_closing_waits_for_a_hung_read_and_says_so(
         finally:
             disk.release()
         await finish(closing)
-
-
-class HungWrites:
-    """Each write of a value waits in the kernel, in a read of a FIFO, until `release`."""
-
-    def __init__(self, fifo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        os.mkfifo(fifo)
-        self.num_hung = 0
-        self._fd = os.open(fifo, os.O_RDWR)
-        self._lock = threading.Lock()
-        writev = os.writev
-
-        def hung_writev(fd: int, pieces: Sequence[memoryview]) -> int:
-            with self._lock:
-                self.num_hung += 1
-            os.read(self._fd, 1)
-            with self._lock:
-                self.num_hung -= 1
-            return writev(fd, pieces)
-
-        monkeypatch.setattr(os, "writev", hung_writev)
-
-    def release(self) -> None:
-        """These writes and all to come return."""
-        os.write(self._fd, bytes(4096))
 
 
 @pytest.mark.parametrize("on_host", [False, True])
@@ -210,7 +189,7 @@ async def test_a_publish_ends_at_its_deadline_and_the_slots_stay_lent_until_the_
         request = await here.admit(TOKENS)
         await here.prefill(request, TOKENS)
         await until(lambda: (here.service.stats().host.used > 0) == on_host, "copies to the host")
-        disk = HungWrites(tmp_path / "fifo", monkeypatch)
+        disk = HungCalls("writev", tmp_path / "fifo", monkeypatch)
         try:
             publishing = asyncio.ensure_future(
                 publish_request(here.service, request, "ticket", [1])
@@ -250,7 +229,7 @@ async def test_a_ticket_whose_write_hangs_holds_nobody_beyond_the_deadline(
         await finish(
             publish_request(here.service, request, "first", [1])
         )  # the tail is stored, too
-        disk = HungWrites(tmp_path / "fifo", monkeypatch)
+        disk = HungCalls("writev", tmp_path / "fifo", monkeypatch)
         try:
             publishing = asyncio.ensure_future(
                 publish_request(here.service, request, "ticket", [1])

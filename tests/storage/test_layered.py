@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.faulty import FaultyStore
 from tests.latch import until
-from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F401 - fixtures
-from tests.storage.test_hung_disk import HungReads, all_locked
-from tests.storage.values import content_of, get_one, landing, put_one
+from tests.storage.test_hung_disk import all_locked, hung_reads
+from tests.storage.values import TWENTY, check, content_of, fill, get_one, memory, put_one
 from tierkv.clock import SystemClock
-from tierkv.errors import ConfigError, StoreRefusedError, StoreUnavailableError, TierKVError
-from tierkv.storage import factory, layered
+from tierkv.errors import StoreRefusedError, StoreUnavailableError
+from tierkv.storage import layered
 from tierkv.storage.factory import StoreSettings, open_guarded_store, open_store
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
-from tierkv.storage.layered import LayeredSettings, LayeredStore, OpensLater
+from tierkv.storage.layered import LayeredSettings, LayeredStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import (
     BreakerState,
@@ -29,31 +27,12 @@ from tierkv.storage.protocol import (
     GetOutcome,
     GetStatus,
     PutItem,
-    PutOutcome,
     PutStatus,
     Store,
 )
 
 STORED = PutStatus.STORED
-NAMES = [f"t:f:{index:02}:0" for index in range(20)]
 NAME = "t:f:a:0"
-
-
-def memory() -> FaultyStore:
-    return FaultyStore(MemoryStore(MemorySettings(), SystemClock()))
-
-
-async def fill(store: Store) -> None:
-    puts = await store.put([PutItem(name, (content_of(name, 500),)) for name in NAMES])
-    assert {put.status for put in puts} == {PutStatus.STORED}
-
-
-async def check(store: Store) -> None:
-    landings = [landing(name, 500) for name in NAMES]
-    outcomes = await store.get_into([item for item, _ in landings])
-    assert {outcome.status for outcome in outcomes} == {GetStatus.HIT}
-    for item, [buffer] in landings:
-        assert buffer == content_of(item.name, 500)
 
 
 async def test_what_came_from_afar_is_near_the_next_time() -> None:
@@ -62,7 +41,7 @@ async def test_what_came_from_afar_is_near_the_next_time() -> None:
     async with store.running():
         await fill(far)
         await check(store)
-        await until(lambda: near.num_operations == 1 + len(NAMES), "copies in the near store")
+        await until(lambda: near.num_operations == 1 + len(TWENTY), "copies in the near store")
         asked = far.num_operations
         await check(store)
         assert far.num_operations == asked
@@ -75,7 +54,7 @@ async def test_a_near_store_that_fails_is_a_slower_far_one() -> None:
     async with store.running():
         near.fail_next(1_000)
         await fill(store)
-        assert await store.exists(NAMES) == len(NAMES)
+        assert await store.exists(TWENTY) == len(TWENTY)
         await check(store)
 
 
@@ -86,17 +65,17 @@ async def test_a_first_store_that_hangs_leaves_the_second_one_in_use(
     url = f"layered:{(tmp_path / 'first').as_uri()}|{(tmp_path / 'second').as_uri()}"
     store = open_guarded_store(url, settings, SystemClock())
     async with store.running():
-        for name in NAMES[:9]:
+        for name in TWENTY[:9]:
             assert await put_one(store, name, b"value") is PutStatus.STORED
-        disk = HungReads(tmp_path / "fifo", monkeypatch)
+        disk = hung_reads(tmp_path, monkeypatch)
         async with asyncio.TaskGroup() as group:
             try:
-                for count, name in enumerate(NAMES[:4], 1):  # as many as it has threads
+                for count, name in enumerate(TWENTY[:4], 1):  # as many as it has threads
                     group.create_task(get_one(store, name, 5))
                     await until(lambda count=count: disk.num_hung == count)  # type: ignore[misc]
                 monkeypatch.undo()  # the second disk is another
                 took_s = []
-                for name in NAMES[4:9]:
+                for name in TWENTY[4:9]:
                     started = time.monotonic()
                     assert await get_one(store, name, 5) == (GetStatus.HIT, b"value")
                     took_s.append(time.monotonic() - started)
@@ -113,14 +92,14 @@ async def test_a_first_store_whose_writes_hang_leaves_the_second_one_in_use(
     first = open_store(urls[0], StoreSettings(), SystemClock())
     async with first.running():
         await fill(first)  # so that there are directories to lock
-        await first.delete(NAMES)
+        await first.delete(TWENTY)
     settings = StoreSettings(resilience=resilience)
     store = open_guarded_store(f"layered:{'|'.join(urls)}", settings, SystemClock())
     async with store.running(), asyncio.TaskGroup() as group:
         with all_locked(tmp_path / "first"):  # as by a process that was stopped in the middle
             puts = []
             async with asyncio.timeout(60):
-                for name in itertools.cycle(NAMES):
+                for name in itertools.cycle(TWENTY):
                     puts.append(group.create_task(put_one(store, name, b"value")))
                     await asyncio.wait(puts[-1:], timeout=0.3)
                     if puts[-1].done() and puts[-1].result() is PutStatus.STORED:
@@ -140,7 +119,7 @@ async def test_who_starts_while_one_of_several_stores_is_down_uses_it_when_it_is
     )
     store = open_guarded_store(url, settings, SystemClock())
     async with store.running():
-        for name in NAMES[:10]:
+        for name in TWENTY[:10]:
             assert await put_one(store, name, b"value") is STORED
             assert await get_one(store, name, 5) == (GetStatus.HIT, b"value")
         assert store.health.part == paths[0].as_uri()
@@ -148,30 +127,9 @@ async def test_who_starts_while_one_of_several_stores_is_down_uses_it_when_it_is
         paths[0].unlink()
         await until(lambda: store.health.circuit is BreakerState.CLOSED, "all stores in use")
         assert store.health.degraded_s > 0
-        assert await put_one(store, NAMES[10], b"value") is STORED
+        assert await put_one(store, TWENTY[10], b"value") is STORED
     async with (back := open_store(paths[0].as_uri(), settings, SystemClock())).running():
-        assert await get_one(back, NAMES[10], 5) == (GetStatus.HIT, b"value")
-
-
-async def test_a_prompt_that_is_partly_near_is_found_whole() -> None:
-    near, far = memory(), memory()
-    store = LayeredStore(near, far, LayeredSettings())
-    async with store.running():
-        await near.put([PutItem(name, (b"x",)) for name in NAMES[5:8]])
-        await far.put([PutItem(name, (b"x",)) for name in (*NAMES[:5], *NAMES[8:12])])
-        assert await store.exists(NAMES) == 12
-
-
-async def test_a_near_copy_without_room_is_replaced_by_what_came_from_afar() -> None:
-    near, far = memory(), memory()
-    store = LayeredStore(near, far, LayeredSettings())
-    async with store.running():
-        assert await put_one(near, NAMES[0], b"longer") is PutStatus.STORED
-        assert await put_one(far, NAMES[0], b"whole") is PutStatus.STORED
-        assert await get_one(store, NAMES[0], 5) == (GetStatus.HIT, b"whole")
-        async with asyncio.timeout(10):
-            while await get_one(near, NAMES[0], 5) != (GetStatus.HIT, b"whole"):  # noqa: ASYNC110
-                await asyncio.sleep(0)
+        assert await get_one(back, TWENTY[10], 5) == (GetStatus.HIT, b"value")
 
 
 async def test_copies_beyond_the_limit_are_not_made() -> None:
@@ -187,21 +145,7 @@ async def test_copies_beyond_the_limit_are_not_made() -> None:
         async with asyncio.timeout(20):
             while not await near.exists(["t:f:last:0"]):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-        assert 1 <= sum(await near.present(NAMES)) <= 3
-
-
-async def test_stores_with_holes_where_the_other_has_values_are_asked_a_few_times() -> None:
-    """Each evicts what it likes; asked in turns from hole to hole, they would be too slow."""
-    first, second = memory(), memory()
-    store = LayeredStore(first, second, LayeredSettings())
-    async with store.running():
-        for part, names in ((first, NAMES[::2]), (second, NAMES[1::2])):
-            await part.put([PutItem(name, (b"x",)) for name in names])
-        assert await store.exists(NAMES) == len(NAMES)
-        assert first.num_operations + second.num_operations <= 2 + 8 + 2
-        await second.delete([NAMES[15]])
-        assert await store.exists(NAMES) == 15
-        assert await store.exists([]) == 0
+        assert 1 <= sum(await near.present(TWENTY)) <= 3
 
 
 async def test_changes_that_one_of_several_stores_misses_keep_nobody_from_the_others() -> None:
@@ -213,17 +157,20 @@ async def test_changes_that_one_of_several_stores_misses_keep_nobody_from_the_ot
         await fill(guarded)
         for number in range(10):
             parts[0].fail_next(1_000)
-            assert await guarded.touch(NAMES[number:], ttl_s=60.0) == len(NAMES) - number
+            assert await guarded.touch(TWENTY[number:], ttl_s=60.0) == len(TWENTY) - number
             with pytest.raises(StoreRefusedError, match="does not answer"):
-                await guarded.delete([NAMES[number]])
+                await guarded.delete([TWENTY[number]])
             parts[0].fail_next(0)
-            assert await parts[1].exists([NAMES[number]]) == 0
+            assert await parts[1].exists([TWENTY[number]]) == 0
         assert guarded.health.num_opened == 0
-        assert await get_one(guarded, NAMES[15], 500) == (GetStatus.HIT, content_of(NAMES[15], 500))
+        assert await get_one(guarded, TWENTY[15], 500) == (
+            GetStatus.HIT,
+            content_of(TWENTY[15], 500),
+        )
         for part in parts:
             part.fail_next(1_000)
         with pytest.raises(StoreUnavailableError):
-            await guarded.touch(NAMES, ttl_s=60.0)
+            await guarded.touch(TWENTY, ttl_s=60.0)
 
 
 async def test_what_a_store_in_front_of_another_has_alone_is_not_all_there_is() -> None:
@@ -235,20 +182,6 @@ async def test_what_a_store_in_front_of_another_has_alone_is_not_all_there_is() 
             far.fail_next(1)
             with pytest.raises(StoreUnavailableError, match="does not answer"):
                 await ask
-
-
-@pytest.mark.parametrize(
-    "url",
-    ["layered:memory://", "layered:a|b", "layered:memory://|x|y", "mirrored:memory://|memory://"],
-)
-def test_urls_of_composed_stores_that_make_no_sense_are_refused(url: str) -> None:
-    with pytest.raises(ConfigError):
-        open_store(url, StoreSettings(), SystemClock())
-
-
-def test_urls_of_composed_stores_tell_no_secrets() -> None:
-    store = open_store("layered:file:///a|redis://:s3cret@b", StoreSettings(), SystemClock())
-    assert store.url == "layered:file:///a|redis://b:6379/0"
 
 
 async def test_damage_in_one_store_is_told_though_the_other_has_no_copy() -> None:
@@ -299,10 +232,10 @@ class Gated(MemoryStore):
 
 async def until_near(store: LayeredStore, near: FaultyStore, far: Store) -> None:
     """Return when every copy that is made of what was read before is near."""
-    assert await put_one(far, NAMES[9], b"value") is STORED
-    assert (await get_one(store, NAMES[9], 5))[0] is GetStatus.HIT
+    assert await put_one(far, TWENTY[9], b"value") is STORED
+    assert (await get_one(store, TWENTY[9], 5))[0] is GetStatus.HIT
     async with asyncio.timeout(20):
-        while not await near.exists(NAMES[9:]):  # noqa: ASYNC110
+        while not await near.exists(TWENTY[9:]):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 
@@ -352,118 +285,15 @@ async def test_copies_that_wait_for_the_near_store_end_with_the_lifetime() -> No
     near, far = memory(), Gated()
     store = LayeredStore(near, far, LayeredSettings())
     async with store.running():
-        for name in NAMES[:2]:
+        for name in TWENTY[:2]:
             assert await put_one(far, name, b"value") is STORED
         near.hold_writes()
-        for name in NAMES[:2]:  # the first is being put, the second waits for it
+        for name in TWENTY[:2]:  # the first is being put, the second waits for it
             assert (await get_one(store, name, 5))[0] is GetStatus.HIT
             await near.until_held(1)
     near.release()
     async with far.running():
-        await far.delete(NAMES[:2])
+        await far.delete(TWENTY[:2])
     async with store.running():
         await until_near(store, near, far)
-        assert await near.exists(NAMES[1:]) == 0
-
-
-class Slow(MemoryStore):
-    """Its reads and writes take so long, when it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__(MemorySettings(), SystemClock())
-        self.read_s = self.write_s = 0.0
-
-    async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        await asyncio.sleep(self.read_s)
-        return await super().get_into(items)
-
-    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        await asyncio.sleep(self.write_s)
-        return await super().put(items)
-
-
-@pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> Sequence[Slow]:
-    """The stores of `memory://|memory://`."""
-    parts = Slow(), Slow()
-    kinds = factory.open_store
-
-    def open_part(url: str, settings: StoreSettings, clock: SystemClock) -> object:
-        if url.startswith("layered:"):
-            waiting[:] = parts
-            return kinds(url, settings, clock)
-        return waiting.pop(0)
-
-    waiting: list[Slow] = []
-    monkeypatch.setattr(factory, "open_store", open_part)
-    return parts
-
-
-async def test_a_store_whose_writes_are_late_costs_the_others_nothing_they_have_stored(
-    parts: Sequence[Slow],
-) -> None:
-    settings = StoreSettings(resilience=ResilienceSettings(timeout_s=40.0, write_timeout_s=4.0))
-    store = open_guarded_store("layered:memory://|memory://", settings, SystemClock())
-    async with store.running():
-        parts[0].write_s = 1000.0
-        async with asyncio.TaskGroup() as group:
-            puts = [group.create_task(put_one(store, name, b"x")) for name in NAMES[:2]]
-        assert [put.result() for put in puts] == [STORED] * 2
-        assert store.health.circuit is BreakerState.CLOSED
-        assert await parts[1].exists(NAMES) == 2
-
-
-class ReluctantStore(MemoryStore):
-    """Refuses to open for `refusal`, as long as there is one."""
-
-    refusal: TierKVError | None = StoreUnavailableError("nobody listens there")
-    pools: Sequence[memoryview] = ()
-
-    def use_memory(self, pools: Sequence[memoryview]) -> None:
-        self.pools = pools
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        if self.refusal is not None:
-            raise self.refusal
-        async with super().running():
-            yield
-
-
-async def test_one_of_several_stores_is_tried_until_it_opens_and_says_why_it_does_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(layered, "_RETRY_S", 0.01)
-    inner = ReluctantStore(MemorySettings(), SystemClock())
-    store = OpensLater(inner)
-    pools = [memoryview(bytearray(10))]
-    store.use_memory(pools)
-    assert inner.pools is pools
-
-    async def says() -> str:
-        try:
-            await store.ping()
-        except StoreUnavailableError as error:
-            return str(error)
-        return ""
-
-    async def until_it_says(reason: str) -> None:
-        async with asyncio.timeout(20):
-            while await says() != reason:  # noqa: ASYNC110 - it tries again by itself
-                await asyncio.sleep(0.01)
-
-    async with store.running():
-        assert await says() == "nobody listens there"
-        for refusal in (
-            StoreUnavailableError("it is at work on its log"),
-            ConfigError("its TLS files are gone"),
-            StoreUnavailableError("nobody listens there"),
-        ):
-            inner.refusal = refusal
-            await until_it_says(str(refusal))
-            [read] = await store.get_into([landing("t:f:a:0", 1)[0]])
-            [written] = await store.put([PutItem("t:f:a:0", (b"x",))])
-            assert read.reason == written.reason == str(refusal)
-        inner.refusal = None
-        await until_it_says("")
-        assert (await get_one(store, "t:f:a:0", 1))[0] is GetStatus.MISS
+        assert await near.exists(TWENTY[1:]) == 0

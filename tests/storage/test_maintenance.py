@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F401 - fixtures
+from tests.redis_server import RedisServer
 from tierkv.cli.storage import PATIENT, storage
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, StoreRefusedError, StoreUnavailableError
@@ -253,12 +253,12 @@ def test_damage_that_shows_without_a_key_is_told_without_one(url: str, trust: Tr
     assert "5 whole, 2 damaged, 0 keyed" in result.output
 
 
-@pytest.mark.parametrize("bit", range(16))
-def test_no_flipped_flag_hides_a_damaged_value(url: str, bit: int) -> None:
-    content = bytearray(b"".join(item(ONE, 9).parts))
-    content[6 + bit // 8] ^= 1 << bit % 8
-    damage(url, PutItem(item(ONE, 9).name, (content,)))
-    assert "5 whole, 1 damaged, 0 keyed" in run("verify", url).output
+def test_no_flipped_flag_hides_a_damaged_value(url: str) -> None:
+    for bit in range(16):
+        content = bytearray(b"".join(item(ONE, 10 + bit).parts))
+        content[6 + bit // 8] ^= 1 << bit % 8
+        damage(url, PutItem(item(ONE, 10 + bit).name, (content,)))
+    assert "5 whole, 16 damaged, 0 keyed" in run("verify", url).output
 
 
 def test_a_list_of_tails_is_no_block_and_can_be_damaged(url: str) -> None:
@@ -326,21 +326,6 @@ def test_damage_that_cannot_be_removed_is_told_all_the_same(
     assert "Read-only file system" in result.stderr
 
 
-def test_of_several_stores_the_copies_in_each_are_verified(tmp_path: Path) -> None:
-    first, second = ((tmp_path / name).as_uri() for name in "ab")
-    asyncio.run(fill(first))
-    asyncio.run(fill(second))
-    url = f"layered:{first}|{second}"
-    assert "10 whole, 0 damaged" in run("verify", url).output
-    damage(first, item(ONE, 7))  # that the other has not is no reason to pass it by
-    assert "11 whole, 0 damaged, 0 keyed, 2 no blocks, 0 removed" in run("verify", url).output
-    for one, number in ((first, 1), (second, 2)):
-        damage(one, replace(item(ONE, number), parts=(b"short",), keep_existing=False))
-    assert "9 whole, 2 damaged" in run("verify", url).output
-    assert run("verify", url, "--remove-damaged").exit_code == 0
-    assert "9 whole, 0 damaged" in run("verify", url).output
-
-
 def test_a_near_store_that_is_down_keeps_nobody_from_the_far_one(tmp_path: Path) -> None:
     urls = [(tmp_path / name).as_uri() for name in "ab"]
     asyncio.run(fill(urls[1]))
@@ -359,7 +344,7 @@ def test_a_near_store_that_is_down_keeps_nobody_from_the_far_one(tmp_path: Path)
 
 
 def test_a_store_of_several_is_given_as_much_time_as_one_alone(
-    empty_redis: RedisServer,  # noqa: F811 - the fixture
+    empty_redis: RedisServer,
     tmp_path: Path,
 ) -> None:
     first = (tmp_path / "a").as_uri()

@@ -1,7 +1,5 @@
 """What cannot be opened is refused with one sentence that says what to do."""
 
-# ruff: noqa: F811 - a fixture is asked for by the name it is imported under
-
 from __future__ import annotations
 
 import os
@@ -12,7 +10,6 @@ import pytest
 
 from tests.redis_groups import SentinelGroup, sentinel_group
 from tests.redis_server import RedisServer, free_port, redis_server
-from tests.storage.test_redis_store import certificates, tls_redis  # noqa: F401 - fixtures
 from tierkv.clock import SystemClock
 from tierkv.errors import TierKVError
 from tierkv.storage.factory import StoreSettings, open_store
@@ -154,15 +151,3 @@ async def test_a_directory_that_cannot_hold_files(tmp_path: Path) -> None:
     sentence = await refusal("file:///proc/tierkv")
     assert "the directory /proc/tierkv cannot be used as a store (" in sentence
     assert f"let user {os.geteuid()} write to it, or set another directory" in sentence
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "redis://cache/0?timeout=3", "redis://cache?db=1", "unix:///run/redis.sock?db=1&x=2",
-        "unix:///run/redis.sock?x=1", "file:///var/kv?capacity=1", "mooncake://host:1?x=1",
-        "redis+cluster://a,b?x=1", "redis+sentinel://a/kv?x=1",
-    ],
-)  # fmt: skip
-async def test_options_in_the_url_that_mean_nothing(url: str) -> None:
-    assert "accepted: " in await refusal(url)

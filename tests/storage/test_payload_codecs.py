@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F401 - fixtures
+from tests.redis_server import RedisServer
 from tests.storage.test_format_document import (
     BLOCK,
     KEY,
@@ -205,7 +205,7 @@ async def test_blocks_and_tails_come_back_byte_for_byte_through_a_payload_codec(
     url: str,
     trust: Trust,
     tmp_path: Path,
-    empty_redis: RedisServer,  # noqa: F811
+    empty_redis: RedisServer,
 ) -> None:
     async with place(url, trust, tmp_path, empty_redis) as here:
         await here.flush()
@@ -227,29 +227,11 @@ async def test_blocks_and_tails_come_back_byte_for_byte_through_a_payload_codec(
         assert {"payload codec 7" in why for _, why in verified.damaged} == {True}
 
 
-@pytest.mark.parametrize("url", URLS)
-async def test_a_damaged_value_of_a_payload_codec_is_a_miss_and_forgotten(
-    url: str,
-    tmp_path: Path,
-    empty_redis: RedisServer,  # noqa: F811
-) -> None:
-    async with place(url, Trust.TRUSTED, tmp_path, empty_redis) as here:
-        await here.flush()
-        name = here.io.names.name(here.keys[2])
-        content = bytearray(await here.store.get(name, max_bytes=1 << 20) or b"")
-        content[-5] ^= 1
-        await put_one(here.store, name, bytes(content), keep_existing=False)
-        assert await here.fetch() == [
-            GetStatus.DAMAGED if at == 2 else GetStatus.HIT for at in range(5)
-        ]
-        assert await here.store.present([name]) == [False]
-
-
 @pytest.mark.parametrize("num_bytes", [0, 1, LONG.block_bytes - 1, LONG.block_bytes + 1])
 async def test_a_payload_of_another_length_than_the_slot_is_damage(
     num_bytes: int,
     tmp_path: Path,
-    empty_redis: RedisServer,  # noqa: F811
+    empty_redis: RedisServer,
 ) -> None:
     async with place("memory://", Trust.TRUSTED, tmp_path, empty_redis) as here:
         key = here.keys[0]
@@ -262,7 +244,7 @@ async def test_a_payload_of_another_length_than_the_slot_is_damage(
 
 async def test_nodes_with_and_without_a_payload_codec_share_what_both_can_read(
     tmp_path: Path,
-    empty_redis: RedisServer,  # noqa: F811
+    empty_redis: RedisServer,
 ) -> None:
     """A reader that knows a codec reads what is written without; the other way round it misses."""
     async with place("redis", Trust.TRUSTED, tmp_path, empty_redis, PAYLOAD_CODECS) as old:

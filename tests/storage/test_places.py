@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.faulty import FaultyStore
-from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F401 - fixtures
+from tests.redis_server import RedisServer
 from tests.storage.test_storage_tier import tier
-from tests.storage.values import Routed, content_of, get_one, landing, put_one
+from tests.storage.values import TWENTY, Routed, check, fill, get_one, memory, put_one
 from tests.world import fingerprint
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, StoreUnavailableError
@@ -21,28 +21,10 @@ from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.file import FileSettings, FileStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.places import Places
-from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Store
+from tierkv.storage.protocol import GetStatus, PutStatus
 from tierkv.transfer.tier import StorageOptions
 
 STORED = PutStatus.STORED
-NAMES = [f"t:f:{index:02}:0" for index in range(20)]
-
-
-def memory() -> FaultyStore:
-    return FaultyStore(MemoryStore(MemorySettings(), SystemClock()))
-
-
-async def fill(store: Store) -> None:
-    puts = await store.put([PutItem(name, (content_of(name, 500),)) for name in NAMES])
-    assert {put.status for put in puts} == {PutStatus.STORED}
-
-
-async def check(store: Store) -> None:
-    landings = [landing(name, 500) for name in NAMES]
-    outcomes = await store.get_into([item for item, _ in landings])
-    assert {outcome.status for outcome in outcomes} == {GetStatus.HIT}
-    for item, [buffer] in landings:
-        assert buffer == content_of(item.name, 500)
 
 
 async def answers(store: FaultyStore) -> bool:
@@ -65,7 +47,7 @@ async def test_a_store_is_exchanged_while_requests_run(tmp_path: Path) -> None:
             await old.until_held(1)
             await store.attach(new)
             assert store.attached == {"": new}
-            assert (await get_one(store, NAMES[0], 500))[0] is GetStatus.MISS
+            assert (await get_one(store, TWENTY[0], 500))[0] is GetStatus.MISS
             assert not under_way.done()
             old.release()
         async with asyncio.timeout(5):
@@ -74,9 +56,9 @@ async def test_a_store_is_exchanged_while_requests_run(tmp_path: Path) -> None:
         await fill(store)
         await check(store)
         assert store.detach() is new
-        assert (await get_one(store, NAMES[0], 500))[0] is GetStatus.FAILED
+        assert (await get_one(store, TWENTY[0], 500))[0] is GetStatus.FAILED
         with pytest.raises(StoreUnavailableError, match="no store is attached"):
-            await store.exists(NAMES)
+            await store.exists(TWENTY)
         await store.attach(FileStore(tmp_path / "s", FileSettings(), SystemClock()))
         await fill(store)
         await check(store)
@@ -88,21 +70,21 @@ async def test_a_store_attached_again_stays_in_use(tmp_path: Path) -> None:
     async with places.running():
         for _ in range(3):
             await places.attach(store)
-            assert await put_one(places, NAMES[0], b"x", keep_existing=False) is STORED
+            assert await put_one(places, TWENTY[0], b"x", keep_existing=False) is STORED
         for _ in range(3):  # while it is still being left
             assert places.detach() is store
             await places.attach(store)
-            assert await put_one(places, NAMES[0], b"x", keep_existing=False) is STORED
+            assert await put_one(places, TWENTY[0], b"x", keep_existing=False) is STORED
         async with asyncio.TaskGroup() as group:
             writes = [
-                group.create_task(put_one(places, name, bytes(100_000))) for name in NAMES[1:]
+                group.create_task(put_one(places, name, bytes(100_000))) for name in TWENTY[1:]
             ]
             await asyncio.sleep(0)
             places.detach()
             await places.attach(store, "t:f")
         assert {write.result() for write in writes} == {STORED}
         assert places.attached == {"t:f": store}
-        assert await places.exists(NAMES) == len(NAMES)
+        assert await places.exists(TWENTY) == len(TWENTY)
 
 
 async def test_a_store_is_attached_in_one_place_at_a_time() -> None:
@@ -112,7 +94,7 @@ async def test_a_store_is_attached_in_one_place_at_a_time() -> None:
         with pytest.raises(ConfigError, match="already attached for another tenant"):
             await places.attach(store, "t:f")
         assert places.detach("t:f") is None
-        assert await put_one(places, NAMES[0], b"x") is STORED
+        assert await put_one(places, TWENTY[0], b"x") is STORED
 
 
 async def test_a_store_that_cannot_be_opened_leaves_the_old_one_in_place(tmp_path: Path) -> None:
@@ -145,24 +127,8 @@ async def test_a_tenants_store_that_fails_keeps_no_other_tenants_values_from_liv
         assert await other.exists(["t:b:1:0"]) == 0
 
 
-async def test_a_store_that_is_late_when_all_starts_is_asked_again(
-    empty_redis: RedisServer,  # noqa: F811
-) -> None:
-    """Operations have 250 ms, which a machine that is just starting everything may miss."""
-    place = Places(open_store(empty_redis.url, StoreSettings(), SystemClock()))
-    empty_redis.pause()
-    resumed = asyncio.get_running_loop().call_later(0.8, empty_redis.resume)
-    try:
-        async with place.running():
-            assert place.attached
-            assert resumed.when() <= asyncio.get_running_loop().time()
-    finally:
-        resumed.cancel()
-        empty_redis.resume()
-
-
 async def test_a_tenants_store_that_is_late_when_all_starts_is_asked_again(
-    empty_redis: RedisServer,  # noqa: F811
+    empty_redis: RedisServer,
 ) -> None:
     tenant = fingerprint(tenant="acme").short
     own = open_store(empty_redis.url, StoreSettings(), SystemClock())

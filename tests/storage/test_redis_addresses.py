@@ -10,13 +10,11 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from tests.redis_server import redis_server
+from tests.storage.values import PATIENT
 from tierkv.clock import SystemClock
-from tierkv.errors import StoreUnavailableError
-from tierkv.storage.redis.store import RedisSettings, RedisStore
+from tierkv.storage.redis.store import RedisStore
 from tierkv.storage.redis.url import parse_redis_url
 from tierkv.storage.redis.wire import PlainPipe
-
-PATIENT = RedisSettings(timeout_s=100.0, connect_timeout_s=50.0)
 
 
 @contextmanager
@@ -50,20 +48,6 @@ async def test_an_address_that_never_answers_does_not_use_up_the_time_of_the_nex
     with redis_server() as server, deaf(server.port) as nobody:
         async with asyncio.timeout(PATIENT.connect_timeout_s / 2):
             await connect(monkeypatch, server.port, nobody, "127.0.0.1")
-
-
-async def test_an_address_that_refuses_is_followed_by_the_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with redis_server() as server:
-        await connect(monkeypatch, server.port, "127.0.0.3", "127.0.0.4", "127.0.0.1")
-
-
-async def test_where_none_of_several_addresses_answers_it_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with redis_server() as server, pytest.raises(StoreUnavailableError, match=r"kv\.example"):
-        await connect(monkeypatch, server.port, "127.0.0.3", "127.0.0.4")
 
 
 async def test_a_cancel_leaves_no_attempt_behind(monkeypatch: pytest.MonkeyPatch) -> None:

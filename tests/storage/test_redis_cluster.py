@@ -1,4 +1,4 @@
-"""The store on a Redis cluster: where names go, and what happens when slots and masters move."""
+"""The store on a Redis cluster: where names go, and slots and masters that move, leave and die."""
 
 from __future__ import annotations
 
@@ -6,35 +6,34 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 
 import pytest
+import redis
 from click.testing import CliRunner
 from redis.crc import key_slot
 
 from tests.redis_groups import RedisCluster, redis_cluster, sentinel_group, wait_until
 from tests.redis_server import RedisServer, redis_server
-from tests.storage.values import cancelled_after, content_of, get_one, landing, put_one
+from tests.storage.values import PATIENT, content_of, landing, put_one, redis_store
 from tierkv.cli.storage import storage
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
-from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
+from tierkv.storage import maintenance
+from tierkv.storage.guard import GuardedStore, ResilienceSettings
+from tierkv.storage.protocol import BreakerState, GetItem, GetStatus, PutItem, PutStatus, Usage
 from tierkv.storage.redis.cluster import masters, parse_slots, redirection, slot_of
 from tierkv.storage.redis.resp import Refused
 from tierkv.storage.redis.store import RedisSettings, RedisStore
-from tierkv.storage.redis.url import parse_redis_url
 from tierkv.storage.redis.wire import Address
 
-PATIENT = RedisSettings(timeout_s=100.0, connect_timeout_s=50.0)
 NAMES = [f"t:f:{index:04}:0" for index in range(400)]
+FEW = NAMES[:50]
 HERE = Address("127.0.0.1", 1)
 # The goals themselves on request, as in test_reliability.py; else what only a hang takes.
 STRICT = bool(os.environ.get("TIERKV_STRICT_TIMES"))
 SLACK = 1.0 if STRICT else 20.0
-
-
-def cluster_store(url: str, settings: RedisSettings = PATIENT) -> RedisStore:
-    return RedisStore(parse_redis_url(url), settings, SystemClock())
 
 
 def test_slots_are_those_that_redis_computes() -> None:
@@ -93,22 +92,15 @@ def test_a_slot_table_that_helps_nobody_is_refused(reply: object) -> None:
         parse_slots(reply, HERE)
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RedisCluster]:
-    with redis_cluster(3) as cluster:
-        yield cluster
-
-
 @pytest.fixture
-async def store(cluster: RedisCluster) -> AsyncIterator[RedisStore]:
-    cluster.empty()
-    store = cluster_store(cluster.url)
+async def store(empty_cluster: RedisCluster) -> AsyncIterator[RedisStore]:
+    store = redis_store(empty_cluster.url)
     async with store.running():
         yield store
 
 
-async def filled(store: RedisStore) -> None:
-    puts = await store.put([PutItem(name, (content_of(name, 5_000),)) for name in NAMES])
+async def filled(store: RedisStore, names: Sequence[str] = NAMES) -> None:
+    puts = await store.put([PutItem(name, (content_of(name, 5_000),)) for name in names])
     assert {put.status for put in puts} == {PutStatus.STORED}
 
 
@@ -122,26 +114,19 @@ async def check_all(store: RedisStore) -> Counter[GetStatus]:
     return Counter(outcome.status for outcome in outcomes)
 
 
-async def test_values_spread_over_all_masters(store: RedisStore, cluster: RedisCluster) -> None:
-    await filled(store)
-    counts = [await asyncio.to_thread(server.execute, "DBSIZE") for server in cluster.masters]
-    assert sum(int(str(count)) for count in counts) == len(NAMES)
-    assert all(int(str(count)) > 50 for count in counts)
-    assert await check_all(store) == {GetStatus.HIT: len(NAMES)}
-
-
 @pytest.mark.parametrize("kind", ["hostname", "unknown-endpoint"])
 async def test_a_cluster_that_does_not_tell_its_addresses_is_used_and_resharded(
-    cluster: RedisCluster, kind: str
+    empty_cluster: RedisCluster, kind: str
 ) -> None:
+    cluster = empty_cluster
+
     def prefer(kind: str) -> None:
         for server in cluster.masters:
             server.execute("CONFIG", "SET", "cluster-preferred-endpoint-type", kind)
 
-    cluster.empty()
     await asyncio.to_thread(prefer, kind)
     try:
-        store = cluster_store(cluster.url)
+        store = redis_store(cluster.url)
         async with store.running():
             await filled(store)
             resharding = asyncio.to_thread(cluster.move_slots, range(100), *cluster.masters[:2])
@@ -168,12 +153,12 @@ async def reshard(cluster: RedisCluster, start: int, count: int) -> None:
     [(1, 150), pytest.param(20, 1_500, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
 )
 async def test_resharding_shows_in_no_answer(
-    store: RedisStore, cluster: RedisCluster, trials: int, count: int
+    store: RedisStore, empty_cluster: RedisCluster, trials: int, count: int
 ) -> None:
     await filled(store)
     for trial in range(trials):
         async with asyncio.TaskGroup() as group:
-            moving = group.create_task(reshard(cluster, trial * 50, count))
+            moving = group.create_task(reshard(empty_cluster, trial * 50, count))
             rounds = 0
             while not moving.done():
                 assert await check_all(store) == {GetStatus.HIT: len(NAMES)}
@@ -182,15 +167,6 @@ async def test_resharding_shows_in_no_answer(
                 assert await store.exists([*NAMES, fresh]) == len(NAMES) + 1
                 rounds += 1
         assert rounds
-
-
-async def test_cancels_in_a_cluster_mix_up_no_replies(store: RedisStore) -> None:
-    await filled(store)
-    for round_number in range(100):
-        items = [landing(name, 5_000)[0] for name in NAMES[:50]]
-        await cancelled_after(round_number % 40, store.get_into(items))
-        name = NAMES[round_number]
-        assert await get_one(store, name, 5_000) == (GetStatus.HIT, content_of(name, 5_000))
 
 
 def promoted_at(cluster: RedisCluster) -> float:
@@ -215,7 +191,7 @@ async def test_a_master_that_dies_costs_answers_only_until_its_replica_takes_ove
     for _ in range(trials):
         with redis_cluster(3, has_replicas=True) as cluster:
             settings = RedisSettings() if STRICT else PATIENT  # who dies is not noticed by these
-            store = cluster_store(cluster.url, settings)
+            store = redis_store(cluster.url, settings)
             async with store.running():
                 await filled(store)
                 for master in cluster.masters:
@@ -249,7 +225,7 @@ async def test_a_master_that_dies_costs_answers_only_until_its_replica_takes_ove
 
 async def test_sentinels_lead_to_the_master_that_takes_over() -> None:
     with sentinel_group() as group:
-        store = cluster_store(group.url, RedisSettings(timeout_s=5.0, connect_timeout_s=2.0))
+        store = redis_store(group.url, RedisSettings(timeout_s=5.0, connect_timeout_s=2.0))
         async with store.running():
             assert await put_one(store, "t:f:a:0", b"before") is PutStatus.STORED
             await store.put([PutItem(f"t:l:{index}:0", (b"x",)) for index in range(3_000)])
@@ -273,8 +249,9 @@ async def test_sentinels_lead_to_the_master_that_takes_over() -> None:
 
 @pytest.mark.parametrize("command", ["ls", "du"])
 def test_a_look_at_one_server_of_a_cluster_says_that_it_is_one(
-    cluster: RedisCluster, command: str
+    empty_cluster: RedisCluster, command: str
 ) -> None:
+    cluster = empty_cluster
     one = f"redis://127.0.0.1:{cluster.masters[0].port}"
     looked = CliRunner().invoke(storage, [command, one, "--prefix", "t:f"], catch_exceptions=False)
     assert looked.exit_code == 0
@@ -289,3 +266,194 @@ def test_a_look_at_a_single_server_says_nothing_of_clusters() -> None:
         looked = CliRunner().invoke(storage, ["ls", server.url], catch_exceptions=False)
     assert looked.exit_code == 0
     assert "cluster" not in looked.stderr
+
+
+# Nodes that come, go and die while the store is in use
+
+
+def slots_of(server: RedisServer) -> set[int]:
+    with redis.Redis(port=server.port, protocol=2) as client:
+        entries = client.execute_command("CLUSTER", "SLOTS")
+    found: set[int] = set()
+    for first, last, master, *_ in entries:
+        if master[1] == server.port:
+            found |= {*range(first, last + 1)}
+    return found
+
+
+def id_of(server: RedisServer) -> str:
+    reply = server.execute("CLUSTER", "MYID")
+    assert isinstance(reply, bytes)
+    return reply.decode()
+
+
+def move_all(cluster: RedisCluster, source: RedisServer, target: RedisServer) -> None:
+    """Slots with values one by one, as a resharding does; the others at once. Blocks."""
+    slots = slots_of(source)
+    full = slots & {slot_of(name) for name in FEW}
+    for slot in sorted(full):
+        cluster.move_slots(range(slot, slot + 1), source, target)
+    target_id = id_of(target)
+    for server in (target, source):
+        with redis.Redis(port=server.port, protocol=2) as client:
+            pipe = client.pipeline(transaction=False)
+            for slot in slots - full:
+                pipe.execute_command("CLUSTER", "SETSLOT", slot, "NODE", target_id)
+            pipe.execute()
+
+
+async def test_a_master_that_gives_up_and_takes_over_its_slots_fails_nobody(
+    empty_cluster: RedisCluster,
+) -> None:
+    """Its first slot leads to a node that is no master by the table; its last one away from one."""
+    cluster = empty_cluster
+    store = redis_store(cluster.url)
+    leaving, staying = cluster.masters[:2]
+    async with store.running():
+        await filled(store, FEW)
+        for source, target in ((leaving, staying), (staying, leaving)):
+            async with asyncio.TaskGroup() as group:
+                moving = group.create_task(asyncio.to_thread(move_all, cluster, source, target))
+
+                async def use(moving: asyncio.Task[None] = moving) -> None:
+                    while not moving.done():
+                        landings = [landing(name, 5_000) for name in FEW]
+                        outcomes = await store.get_into([item for item, _ in landings])
+                        assert {(one.status, one.reason) for one in outcomes} == {
+                            (GetStatus.HIT, "")
+                        }
+                        assert await store.exists(FEW) == len(FEW)
+
+                for _ in range(4):
+                    group.create_task(use())
+
+
+async def test_values_on_their_way_between_two_masters_are_listed(
+    empty_cluster: RedisCluster,
+) -> None:
+    """Neither describes one that has gone ahead: its slot is still the other's."""
+    cluster = empty_cluster
+    store = redis_store(cluster.url)
+    name, stays = "t:f:moving:0", "t:f:000:0"
+    slot = slot_of(name)
+    source = next(server for server in cluster.masters if slot in slots_of(server))
+    target = next(server for server in cluster.masters if server is not source)
+
+    def move_the_values_only() -> None:
+        target.execute("CLUSTER", "SETSLOT", slot, "IMPORTING", id_of(source))
+        source.execute("CLUSTER", "SETSLOT", slot, "MIGRATING", id_of(target))
+        source.execute("MIGRATE", "127.0.0.1", target.port, name, 0, 60_000)
+
+    async with store.running():
+        puts = await store.put([PutItem(name, (b"1234",), ttl_s=100.0), PutItem(stays, (b"5",))])
+        assert {put.status for put in puts} == {PutStatus.STORED}
+        await asyncio.to_thread(move_the_values_only)
+        listed = {value.name: value for value in (await store.list("t:", limit=100)).values}
+        assert (set(listed), listed[name].num_bytes) == ({name, stays}, 4)
+        assert listed[name].expires_at is not None
+        assert await store.usage("t:") == Usage(2, 5)
+        assert await maintenance.remove(store, "t:") == 2
+        for server in (source, target):
+            await asyncio.to_thread(server.execute, "CLUSTER", "SETSLOT", slot, "STABLE")
+
+
+async def test_a_node_that_left_the_cluster_is_not_believed() -> None:
+    with redis_cluster(3) as cluster:
+        await use_a_cluster_that_a_node_leaves(cluster)
+
+
+async def use_a_cluster_that_a_node_leaves(cluster: RedisCluster) -> None:
+    store = redis_store(cluster.url)
+    leaving, *others = cluster.masters
+
+    def leave() -> None:
+        move_all(cluster, leaving, others[0])
+        gone = id_of(leaving)
+        for server in others:
+            server.execute("CLUSTER", "FORGET", gone)
+        leaving.execute("CLUSTER", "RESET", "HARD")
+
+    async with store.running():
+        await filled(store, FEW)
+        await asyncio.to_thread(leave)
+        async with asyncio.timeout(20):
+            for _ in range(3):  # whatever it asks, and whenever it asks it
+                while True:
+                    with suppress(StoreUnavailableError):
+                        if await store.exists(FEW) == len(FEW):
+                            break
+                    await asyncio.sleep(0.05)
+                await asyncio.sleep(0.3)
+        assert (await store.usage("t:")).num_values == len(FEW)
+        await store.ping()
+    again = redis_store(cluster.url)  # its URL still names the node first
+    async with again.running():
+        assert await again.exists(FEW) == len(FEW)
+
+
+async def test_a_cluster_that_nobody_has_made_is_said_to_be_none() -> None:
+    with redis_cluster(1) as cluster:
+        await asyncio.to_thread(cluster.masters[0].execute, "CLUSTER", "RESET", "HARD")
+        with pytest.raises(StoreUnavailableError, match="knows no master with slots"):
+            async with redis_store(cluster.url).running():
+                raise AssertionError("it opens")
+
+
+@pytest.mark.slow
+async def test_the_breaker_closes_when_a_replica_has_taken_over_though_nobody_asks() -> None:
+    """While it is open only pings reach the cluster, so they must find the new master."""
+    with redis_cluster(3, has_replicas=True) as cluster:
+        inner = redis_store(cluster.url, RedisSettings(timeout_s=1.0, connect_timeout_s=1.0))
+        settings = ResilienceSettings(timeout_s=1.2, probe_interval_s=0.3, negative_ttl_s=0.0)
+        store = GuardedStore(inner, settings, SystemClock())
+
+        def has_open_circuit() -> bool:
+            return store.health.circuit is not BreakerState.CLOSED
+
+        async with store.running():
+            await filled(inner, FEW)
+            for master in cluster.masters:
+                await asyncio.to_thread(master.execute, "WAIT", 1, 5_000)
+            await asyncio.sleep(1.2)  # a failover is refused to replicas that are too new
+            cluster.masters[0].kill()
+            async with asyncio.timeout(40):
+                while not has_open_circuit():
+                    with suppress(StoreUnavailableError):
+                        await store.exists(FEW)
+                    await asyncio.sleep(0.01)
+                while has_open_circuit():  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            assert await store.exists(FEW) == len(FEW)
+            assert (await store.usage("t:")).num_values == len(FEW)
+            landed = bytearray(5_000)
+            [outcome] = await store.get_into([GetItem(FEW[0], (memoryview(landed),))])
+            assert outcome.status is GetStatus.HIT
+            assert landed == content_of(FEW[0], 5_000)
+
+
+async def test_a_listing_goes_on_where_it_was_though_a_master_has_left_meanwhile() -> None:
+    """One whose turn is over: of the others, whose values stay where they are, none is skipped."""
+    with redis_cluster(3) as cluster:
+        await list_a_cluster_that_a_master_leaves(cluster)
+
+
+async def list_a_cluster_that_a_master_leaves(cluster: RedisCluster) -> None:
+    store = redis_store(cluster.url)
+    first, second, third = sorted(cluster.masters, key=lambda server: server.port)
+    of_second = {name for name in FEW if slot_of(name) in slots_of(second)}
+    of_third = {name for name in FEW if slot_of(name) in slots_of(third)}
+    async with store.running():
+        await filled(store, FEW)
+        page = await store.list("t:", limit=10)
+        listed = {value.name for value in page.values}
+        while not listed & of_second:
+            page = await store.list("t:", limit=10, cursor=page.cursor)
+            listed |= {value.name for value in page.values}
+        await asyncio.to_thread(move_all, cluster, first, third)
+        anywhere = [f"t:g:{index:03}:0" for index in range(100)]
+        while await asyncio.to_thread(first.num_connections):  # until the store has left it
+            await store.exists(anywhere)
+        while page.cursor is not None:
+            page = await store.list("t:", limit=10, cursor=page.cursor)
+            listed |= {value.name for value in page.values}
+    assert of_second | of_third <= listed

@@ -1,8 +1,6 @@
 """A server, or what lies between, ends all connections in the middle of work: it is done over new
 ones, and nothing is answered that was not so."""
 
-# ruff: noqa: F811 - a fixture is asked for by the name it is imported under
-
 from __future__ import annotations
 
 import asyncio
@@ -14,15 +12,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F401 - fixtures
-from tests.storage.values import Taken, content_of, landing, put_one
-from tierkv.clock import SystemClock
+from tests.redis_server import RedisServer
+from tests.storage.values import Taken, content_of, landing, put_one, redis_store
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
-from tierkv.storage.redis.store import RedisSettings, RedisStore
-from tierkv.storage.redis.url import parse_redis_url
 
-PATIENT = RedisSettings(timeout_s=100.0, connect_timeout_s=50.0)
 VALUE_BYTES = 200_000
 NAMES = [f"t:f:{index:02}:0" for index in range(16)]
 CONTENT = {name: content_of(name, VALUE_BYTES) for name in NAMES}
@@ -32,7 +26,7 @@ ROUNDS = 4
 async def test_connections_that_end_in_the_middle_cost_nobody_an_answer(
     empty_redis: RedisServer,
 ) -> None:
-    store = RedisStore(parse_redis_url(empty_redis.url), PATIENT, SystemClock())
+    store = redis_store(empty_redis.url)
 
     async def use(at: int) -> None:
         landings = [landing(name, VALUE_BYTES) for name in (NAMES[at], *NAMES[:7])]
@@ -52,7 +46,7 @@ async def test_what_is_not_the_same_the_second_time_is_right_or_not_answered(
     empty_redis: RedisServer,
 ) -> None:
     """A digest that has taken a part of its value, and how many values there were to forget."""
-    store = RedisStore(parse_redis_url(empty_redis.url), PATIENT, SystemClock())
+    store = redis_store(empty_redis.url)
 
     async def use(at: int) -> None:
         [item, [buffer]] = landing(NAMES[at], VALUE_BYTES)
@@ -92,7 +86,7 @@ async def test_only_what_may_be_done_twice_is_sent_again_to_a_server_that_ends_w
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        store = RedisStore(parse_redis_url(f"redis://127.0.0.1:{port}"), PATIENT, SystemClock())
+        store = redis_store(f"redis://127.0.0.1:{port}")
         async with store.running():
             with pytest.raises(StoreUnavailableError):
                 await store.delete([NAMES[0]])

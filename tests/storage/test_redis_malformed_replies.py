@@ -1,7 +1,5 @@
 """Servers that say what no Redis says, and values that nobody who knows the name has written."""
 
-# ruff: noqa: F811 - a fixture is asked for by the name it is imported under
-
 from __future__ import annotations
 
 import asyncio
@@ -16,23 +14,15 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from tests.latch import until
-from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F401 - fixtures
-from tests.storage.values import get_one
-from tierkv.clock import SystemClock
+from tests.redis_server import RedisServer
+from tests.storage.values import get_one, redis_store
 from tierkv.errors import StoreCorruptError, StoreUnavailableError
 from tierkv.storage.protocol import GetStatus
 from tierkv.storage.redis import control
 from tierkv.storage.redis.control import Command, ControlReply, RedisNotifier, ask_once
-from tierkv.storage.redis.store import RedisSettings, RedisStore
-from tierkv.storage.redis.url import parse_redis_url
 
 _VERB = re.compile(rb"\*\d+\r\n\$\d+\r\n([A-Z]+)\r\n")
 _USUAL = {b"PING": b"+PONG\r\n", b"CLIENT": b"+OK\r\n"}
-
-
-def redis_store(url: str) -> RedisStore:
-    patient = RedisSettings(timeout_s=100.0, connect_timeout_s=50.0)
-    return RedisStore(parse_redis_url(url), patient, SystemClock())
 
 
 @dataclass

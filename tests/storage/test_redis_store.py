@@ -1,7 +1,5 @@
 """What is particular to the store on Redis: its faults, its connections, its sentences."""
 
-# ruff: noqa: F811 - a fixture is asked for by the name it is imported under
-
 from __future__ import annotations
 
 import asyncio
@@ -9,13 +7,9 @@ import itertools
 import os
 import random
 import re
-import shutil
 import socket
 import ssl
-import subprocess
-import sys
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -27,34 +21,31 @@ from click.testing import CliRunner
 
 from tests.latch import until
 from tests.redis_proxy import redis_proxy
-from tests.redis_server import (  # noqa: F401 - fixtures
-    RedisServer,
-    empty_redis,
-    free_port,
-    module_redis,
-    redis_server,
+from tests.redis_server import RedisServer, redis_server
+from tests.storage.values import (
+    PATIENT,
+    Taken,
+    cancelled_after,
+    content_of,
+    get_one,
+    landing,
+    put_one,
+    redis_store,
 )
-from tests.storage.values import Taken, cancelled_after, content_of, get_one, landing, put_one
 from tierkv.cli.storage import storage
 from tierkv.clock import SystemClock
 from tierkv.errors import (
-    StoreCorruptError,
     StoreRefusedError,
     StoreUnavailableError,
 )
 from tierkv.storage import guard
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
-from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, Usage
+from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Usage
 from tierkv.storage.redis.store import RedisSettings, RedisStore
-from tierkv.storage.redis.url import TlsFiles, parse_redis_url
+from tierkv.storage.redis.url import TlsFiles
 from tierkv.storage.redis.wire import Address, open_pipe
 
-PATIENT = RedisSettings(timeout_s=100.0, connect_timeout_s=50.0)
 NAMES = [f"t:f:{index:03}:0" for index in range(100)]
-
-
-def redis_store(url: str, settings: RedisSettings = PATIENT) -> RedisStore:
-    return RedisStore(parse_redis_url(url), settings, SystemClock())
 
 
 @pytest.fixture
@@ -169,25 +160,6 @@ def mortal_redis() -> Iterator[RedisServer]:
         yield server
 
 
-async def test_connections_the_server_closed_while_idle_cost_nobody_an_answer(
-    store: RedisStore, empty_redis: RedisServer
-) -> None:
-    await store.put([PutItem(name, (name.encode(),)) for name in NAMES])
-    for _ in range(5):
-        await asyncio.to_thread(empty_redis.execute, "CLIENT", "KILL", "TYPE", "normal")
-        landings = [landing(name, len(name)) for name in NAMES]
-        outcomes = await store.get_into([item for item, _ in landings])
-        assert {outcome.status for outcome in outcomes} == {GetStatus.HIT}
-        assert await store.exists(NAMES) == 100
-
-
-@pytest.fixture
-def small_redis() -> Iterator[RedisServer]:
-    """A server with room for a few values, that evicts none."""
-    with redis_server("--maxmemory", "6mb", "--maxmemory-policy", "noeviction") as server:
-        yield server
-
-
 async def test_an_idle_connection_shows_that_it_is_in_use(empty_redis: RedisServer) -> None:
     """What lies between forgets it otherwise, after 350 s say, and the next request is lost."""
     pipe = await open_pipe(Address("127.0.0.1", empty_redis.port), None)
@@ -197,36 +169,6 @@ async def test_an_idle_connection_shows_that_it_is_in_use(empty_redis: RedisServ
             assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 120
     finally:
         pipe.close()
-
-
-async def test_a_server_without_room_is_full_and_asked_once_per_value(
-    small_redis: RedisServer,
-) -> None:
-    store = redis_store(small_redis.url)
-    async with store.running():
-        outcomes = await store.put([PutItem(name, (bytes(200_000),)) for name in NAMES])
-        statuses = [outcome.status for outcome in outcomes]
-        assert set(statuses) == {PutStatus.STORED, PutStatus.FULL}
-        stats = await asyncio.to_thread(small_redis.execute, "INFO", "commandstats")
-        assert isinstance(stats, dict)
-        assert stats["cmdstat_set"]["calls"] + stats["cmdstat_set"]["rejected_calls"] == 100
-        for name, status in zip(NAMES, statuses, strict=True):
-            got, content = await get_one(store, name, 200_000)
-            assert got is (GetStatus.HIT if status is PutStatus.STORED else GetStatus.MISS)
-            assert content == bytes(200_000)
-
-
-@pytest.fixture(scope="module")
-def locked_redis() -> Iterator[RedisServer]:
-    with redis_server(password="pass/w:rd@%") as server:
-        yield server
-
-
-async def test_the_right_password_opens(locked_redis: RedisServer) -> None:
-    for login in (":pass%2Fw%3Ard%40%25", "default:pass%2Fw%3Ard%40%25"):
-        store = redis_store(f"redis://{login}@127.0.0.1:{locked_redis.port}/3")
-        async with store.running():
-            assert await put_one(store, "t:f:a:0", b"x", keep_existing=False) is PutStatus.STORED
 
 
 async def test_addresses_and_passwords_of_any_spelling_reach_the_server(tmp_path: Path) -> None:
@@ -256,40 +198,6 @@ async def test_addresses_and_passwords_of_any_spelling_reach_the_server(tmp_path
                     with notifier.listen("t:topic") as listener:
                         await until(lambda: listener.is_live)
             assert login not in store.url
-
-
-async def test_a_user_without_the_rights_gets_an_outcome_that_says_so(
-    locked_redis: RedisServer,
-) -> None:
-    rights = ("on", ">pw", "~t:*", "+get", "+ping", "+select", "+client")
-    await asyncio.to_thread(locked_redis.execute, "ACL", "SETUSER", "reader", *rights)
-    store = redis_store(f"redis://reader:pw@127.0.0.1:{locked_redis.port}")
-    async with store.running():
-        [outcome] = await store.put([PutItem("t:f:a:0", (b"x",))])
-        assert outcome.status is PutStatus.FULL
-        assert "permissions" in outcome.reason
-        assert (await get_one(store, "t:f:nothing:0", 1))[0] is GetStatus.MISS
-        assert (await get_one(store, "u:f:nothing:0", 1))[0] is GetStatus.FAILED
-        assert "permissions" in await refused(store.exists(["t:f:a:0"]))
-
-
-async def test_other_kinds_of_values_and_strange_keys_are_damage_or_not_there(
-    store: RedisStore, empty_redis: RedisServer
-) -> None:
-    await put_one(store, "t:f:a:0", b"value")
-    for command in (
-        ("LPUSH", "t:f:list:0", "x"),
-        ("SET", b"t:f:with space", "x"),
-        ("SET", b"t:f:\xff\x00", "x"),
-        ("SET", b"t:f:a:0\r\n", "x"),
-    ):
-        await asyncio.to_thread(empty_redis.execute, *command)
-    assert (await get_one(store, "t:f:list:0", 1))[0] is GetStatus.DAMAGED
-    with pytest.raises(StoreCorruptError, match="not a string"):
-        await store.get("t:f:list:0", max_bytes=10)
-    assert [value.name for value in (await store.list("t:f:", limit=100)).values] == ["t:f:a:0"]
-    assert await store.usage("t:") == Usage(1, 5)
-    assert await store.delete(["t:f:list:0"]) == 1
 
 
 async def test_connections_are_bounded_and_closed_at_the_end(empty_redis: RedisServer) -> None:
@@ -404,38 +312,31 @@ async def test_more_callers_than_can_wait_are_turned_away(empty_redis: RedisServ
         await store.ping()
 
 
-async def test_the_order_of_expected_sizes_does_not_matter(store: RedisStore) -> None:
-    sizes = [random.choice((0, 1, 3_000_000, 9_000_000)) for _ in range(12)]
-    names = NAMES[: len(sizes)]
-    items = [PutItem(n, (content_of(n, 1) * size,)) for n, size in zip(names, sizes, strict=True)]
-    assert {o.status for o in await store.put(items)} == {PutStatus.STORED}
-    landings = [landing(name, size) for name, size in zip(names, sizes, strict=True)]
-    gots = await store.get_into([item for item, _ in landings])
-    assert {got.status for got in gots} == {GetStatus.HIT}
-    for item, [buffer] in landings:
-        assert buffer == content_of(item.name, 1) * len(buffer)
-
-
 @pytest.mark.parametrize(
-    "takes_nothing",
+    ("command", "refuses_changes"),
     [
-        ("REPLICAOF", "127.0.0.1", "1"),  # READONLY
-        ("CONFIG", "SET", "min-replicas-to-write", "1"),  # NOREPLICAS
-        ("CONFIG", "SET", "maxmemory", "1"),  # OOM
-        ("ACL", "SETUSER", "default", "-set"),  # NOPERM
-        ("CONFIG", "SET", "proto-max-bulk-len", "1mb"),  # ERR Protocol error: invalid bulk length
+        ("REPLICAOF 127.0.0.1 1", True),  # READONLY
+        ("CONFIG SET min-replicas-to-write 1", True),  # NOREPLICAS
+        ("CONFIG SET maxmemory 1", False),  # OOM
+        ("ACL SETUSER default -set -pexpire -unlink", True),  # NOPERM
+        ("CONFIG SET proto-max-bulk-len 1mb", False),  # ERR Protocol error: invalid bulk length
     ],
 )
-async def test_a_server_that_takes_no_values_is_left_alone_by_writes_only(
-    mortal_redis: RedisServer, takes_nothing: tuple[str, ...]
+async def test_a_server_that_refuses_writes_and_changes_is_still_read(
+    mortal_redis: RedisServer, command: str, refuses_changes: bool
 ) -> None:
     inner = redis_store(mortal_redis.url)
     patient = ResilienceSettings(timeout_s=100.0, write_timeout_s=100.0)
     store = GuardedStore(inner, patient, SystemClock())
     async with store.running():
         assert await put_one(store, NAMES[0], b"x") is PutStatus.STORED
-        await asyncio.to_thread(mortal_redis.execute, *takes_nothing)
-        for name in NAMES[1:]:
+        await asyncio.to_thread(mortal_redis.execute, *command.split())
+        for _ in range(10 * refuses_changes):
+            with pytest.raises(StoreRefusedError, match="refused PEXPIRE"):
+                await store.touch(NAMES[:1], ttl_s=60)
+            with pytest.raises(StoreRefusedError, match="refused UNLINK"):
+                await store.delete(NAMES[:1])
+        for name in NAMES[1:50]:
             assert await put_one(store, name, bytes((1 << 20) + 1)) is PutStatus.FULL
         assert store.health.num_opened == 0
         assert await get_one(store, NAMES[0], 1) == (GetStatus.HIT, b"x")
@@ -467,77 +368,12 @@ async def test_a_server_that_refuses_changes_is_not_kept_from_its_readers(
         assert await get_one(store, NAMES[0], 1) == (GetStatus.HIT, b"x")
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A certificate for 127.0.0.1 that signs itself, and its key."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("no openssl on this machine to make certificates with")
-    directory = tmp_path_factory.mktemp("certificates")
-    # fmt: off
-    command = [
-        openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
-        "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1",
-        "-keyout", str(directory / "key.pem"), "-out", str(directory / "cert.pem"),
-    ]
-    # fmt: on
-    subprocess.run(command, check=True, capture_output=True)
-    return directory
-
-
-@pytest.fixture
-def tls_redis(certificates: Path) -> Iterator[str]:
-    """The URL of a server that speaks TLS."""
-    port, certificate = free_port(), str(certificates / "cert.pem")
-    with redis_server(
-        *("--tls-port", str(port), "--tls-auth-clients", "no", "--tls-ca-cert-file", certificate),
-        *("--tls-cert-file", certificate, "--tls-key-file", str(certificates / "key.pem")),
-    ):
-        yield f"rediss://127.0.0.1:{port}"
-
-
 def test_the_command_line_takes_the_files_for_tls(tls_redis: str, certificates: Path) -> None:
     trusting = ["--tls-ca", str(certificates / "cert.pem"), "du", tls_redis]
     result = CliRunner().invoke(storage, trusting, catch_exceptions=False)
     assert result.exit_code == 0
     refused = CliRunner().invoke(storage, ["du", tls_redis])
     assert isinstance(refused.exception, StoreUnavailableError)
-
-
-async def test_tls_reaches_the_server_and_trusts_nobody_unknown(
-    tls_redis: str, certificates: Path
-) -> None:
-    ca = str(certificates / "cert.pem")
-    trusting = RedisSettings(timeout_s=100.0, connect_timeout_s=50.0, tls=TlsFiles(ca=ca))
-    store = redis_store(tls_redis, trusting)
-    async with store.running():
-        content = content_of("a", 3_000_000)
-        assert await put_one(store, "t:f:a:0", content) is PutStatus.STORED
-        assert await get_one(store, "t:f:a:0", 3_000_000) == (GetStatus.HIT, content)
-    sentence = await refusal(tls_redis)
-    assert "cannot be reached" in sentence
-    assert "certificate" in sentence.lower()
-
-
-async def test_a_server_that_wants_a_certificate_is_shown_ours(certificates: Path) -> None:
-    port, certificate = free_port(), str(certificates / "cert.pem")
-    key = str(certificates / "key.pem")
-    files = ("--tls-cert-file", certificate, "--tls-key-file", key)
-    with redis_server(
-        *("--tls-port", str(port), "--tls-auth-clients", "yes", "--tls-ca-cert-file", certificate),
-        *files,
-    ):
-        url = f"rediss://127.0.0.1:{port}"
-        ours = TlsFiles(ca=certificate, certificate=certificate, key=key)
-        settings = RedisSettings(timeout_s=100.0, connect_timeout_s=50.0, tls=ours)
-        async with (store := redis_store(url, settings)).running():
-            content = content_of("a", 3_000_000)
-            assert await put_one(store, "t:f:a:0", content) is PutStatus.STORED
-            assert await get_one(store, "t:f:a:0", 3_000_000) == (GetStatus.HIT, content)
-            assert [value.name for value in (await store.list("t", limit=5)).values] == ["t:f:a:0"]
-        tls = TlsFiles(ca=certificate)
-        nobody = RedisSettings(timeout_s=100.0, connect_timeout_s=50.0, tls=tls)
-        assert "cannot be reached" in await refusal(url, nobody)
 
 
 async def test_a_write_over_tls_that_was_held_up_goes_on_though_less_may_be_sent_now(
@@ -584,21 +420,6 @@ async def test_a_caller_that_goes_while_its_connection_is_made_gets_its_buffers_
             assert buffer == bytes(1_000)
 
 
-LONG_BYTES = (5 << 20) + 3
-
-
-@pytest.mark.parametrize("num_bytes", [1, 100, 8 << 10, 1 << 20])
-async def test_a_value_is_given_to_its_digest_as_it_lands(
-    store: RedisStore, num_bytes: int
-) -> None:
-    content = content_of("a", num_bytes)
-    await put_one(store, "t:f:a:0", content)
-    item, _ = landing("t:f:a:0", num_bytes // 2, num_bytes - num_bytes // 2)
-    [outcome] = await store.get_into([replace(item, digest=Taken)])
-    assert isinstance(outcome.digest, Taken)
-    assert outcome.digest.content == content
-
-
 async def test_a_digest_is_of_the_try_that_brought_the_value(
     empty_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -627,39 +448,6 @@ async def test_a_digest_is_of_the_try_that_brought_the_value(
             assert last.content == content
 
 
-async def test_a_long_value_is_read_into_scattered_buffers(store: RedisStore) -> None:
-    content = content_of("long", LONG_BYTES)
-    assert await put_one(store, "t:f:long:0", content) is PutStatus.STORED
-    landed = bytearray(LONG_BYTES)
-    cuts = [0, 96, 2_000_000, 2_000_001, LONG_BYTES]
-    views = [memoryview(landed)[a:b] for a, b in itertools.pairwise(cuts)]
-    [outcome] = await store.get_into([GetItem("t:f:long:0", tuple(views), Taken)])
-    assert (outcome.status, bytes(landed)) == (GetStatus.HIT, content)
-    assert isinstance(outcome.digest, Taken)
-    assert outcome.digest.content == content
-    assert await store.get("t:f:long:0", max_bytes=LONG_BYTES) == content
-
-
-async def test_a_long_value_that_is_replaced_all_the_while_is_seen_whole(
-    store: RedisStore,
-) -> None:
-    name, ways = "t:f:long:0", [bytes([letter]) * (8 << 20) for letter in b"ab"]
-    await put_one(store, name, ways[0])
-
-    async def replace_it() -> None:
-        for turn in itertools.count(1):
-            await put_one(store, name, ways[turn % 2], keep_existing=False)
-
-    async with asyncio.TaskGroup() as group:
-        writers = [group.create_task(replace_it()) for _ in range(2)]
-        for _ in range(40):
-            status, content = await get_one(store, name, 8 << 20)
-            assert status is GetStatus.HIT
-            assert content in ways
-        for writer in writers:
-            writer.cancel()
-
-
 async def test_no_batch_is_too_large_and_many_at_once_all_have_their_turn(
     store: RedisStore,
 ) -> None:
@@ -672,39 +460,3 @@ async def test_no_batch_is_too_large_and_many_at_once_all_have_their_turn(
         touches = [group.create_task(store.touch(names[:1_000], ttl_s=60.0)) for _ in range(8)]
     assert {touch.result() for touch in touches} == {1_000}
     assert await store.delete(names) == len(names)
-
-
-async def test_names_that_are_only_counted_cost_a_fraction_of_values(store: RedisStore) -> None:
-    """In calls, which a slow machine makes no more of."""
-    names = [f"t:f:{index:05}:0" for index in range(2_000)]
-    calls = Counter[str]()
-
-    @contextmanager
-    def counted(what: str) -> Iterator[None]:
-        def count(*_: object) -> None:
-            calls[what] += 1
-
-        sys.setprofile(count)
-        try:
-            yield
-        finally:
-            sys.setprofile(None)
-
-    items = [PutItem(name, (b"x",)) for name in names]
-    with counted("values"):
-        await store.put(items)
-    with counted("names"):
-        assert await store.touch(["t:f:no:0", *names], ttl_s=60.0) == len(names)
-        assert await store.delete(["t:f:no:0", *names, *names[:9]]) == len(names)
-    assert calls["names"] < calls["values"] / 3
-    assert await store.usage("t:f") == Usage(0, 0)
-
-
-@pytest.mark.parametrize("num_there", [0, 1, 99, 100, 999, 1000])
-async def test_a_gap_among_a_thousand_names_is_found_wherever_it_is(
-    store: RedisStore, num_there: int
-) -> None:
-    names = [f"t:f:{index:04}:0" for index in range(1000)]
-    there = [name for at, name in enumerate(names) if at < num_there or (at > num_there and at % 7)]
-    await store.put([PutItem(name, (b"x",)) for name in there])
-    assert await store.exists(names) == num_there

@@ -1,7 +1,5 @@
 """TLS, with certificates of ours and passwords, to servers that lead to others."""
 
-# ruff: noqa: F811 - a fixture is asked for by the name it is imported under
-
 from __future__ import annotations
 
 import asyncio
@@ -17,7 +15,6 @@ import redis
 from tests.latch import until
 from tests.redis_groups import wait_until
 from tests.redis_server import free_port, redis_server
-from tests.storage.test_redis_store import certificates  # noqa: F401 - a fixture
 from tests.storage.values import content_of, get_one
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError

@@ -1,7 +1,5 @@
 """The storage rows of the reliability table, with short counts; slow tests have full counts."""
 
-# ruff: noqa: F811 - a fixture is asked for by the name it is imported under
-
 from __future__ import annotations
 
 import asyncio
@@ -17,19 +15,12 @@ import pytest
 
 from tests.faulty import FaultyStore
 from tests.redis_proxy import redis_proxy
-from tests.redis_server import (  # noqa: F401 - fixtures
-    RedisServer,
-    empty_redis,
-    module_redis,
-    redis_server,
-)
+from tests.redis_server import RedisServer, redis_server
 from tests.storage.values import content_of, get_one, landing, put_one
 from tierkv.clock import SystemClock
-from tierkv.errors import BadRequestError
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
-from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.places import Places
-from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, is_name
+from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import parse_redis_url
 
@@ -100,29 +91,6 @@ async def test_row_1_a_server_killed_during_writes_leaves_no_torn_value(
         with mortal(directory) as server:
             async with (store := redis_store(server.url, PATIENT)).running():
                 await whole_values(store)
-    assert slowest <= KILLED_S
-
-
-@trials(3, 200)
-async def test_row_2_a_server_killed_during_reads_fails_them_at_once(count: int) -> None:
-    slowest = 0.0
-    for _ in range(count):
-        with redis_server() as server:
-            store = redis_store(server.url, PATIENT)
-            async with store.running():
-                await store.put([PutItem(name, (content_of(name, SIZE),)) for name in NAMES])
-                landings = [landing(name, SIZE) for name in NAMES]
-                async with asyncio.TaskGroup() as group:
-                    got = group.create_task(store.get_into([item for item, _ in landings]))
-                    await asyncio.sleep(random.uniform(0, 0.01))
-                    killed_at = time.monotonic()
-                    server.kill()
-                    outcomes = await got
-                    slowest = max(slowest, time.monotonic() - killed_at)
-                for (item, [buffer]), outcome in zip(landings, outcomes, strict=True):
-                    assert outcome.status in {GetStatus.HIT, GetStatus.FAILED}
-                    if outcome.status is GetStatus.HIT:
-                        assert buffer == content_of(item.name, SIZE)
     assert slowest <= KILLED_S
 
 
@@ -203,89 +171,3 @@ async def test_row_6_a_full_server_is_neither_stormed_nor_lost_for_reads(count: 
         assert isinstance(calls, dict)
         command = calls["cmdstat_set"]
         assert command["calls"] + command["rejected_calls"] <= 1.1 * count
-
-
-@trials(200, 10_000)
-async def test_row_7_values_that_go_between_question_and_answer_leave_no_hole(count: int) -> None:
-    inner = MemoryStore(MemorySettings(), SystemClock())
-    store = resilient(FaultyStore(inner), negative_ttl_s=0.0, timeout_s=10.0)
-    names = NAMES[:16]
-    async with store.running():
-        for _ in range(count):
-            await store.put([PutItem(name, (name.encode(),)) for name in names])
-            assert await store.exists(names) == len(names)
-            gone = set(random.sample(names, random.randrange(4)))
-            landings = [landing(name, len(name)) for name in names]
-
-            async def evict(gone: set[str] = gone) -> None:
-                for name in gone:
-                    await inner.delete([name])
-                    await asyncio.sleep(0)
-
-            async with asyncio.TaskGroup() as group:
-                group.create_task(evict())
-                got = group.create_task(store.get_into([item for item, _ in landings]))
-            for (item, [buffer]), outcome in zip(landings, got.result(), strict=True):
-                assert outcome.status in {GetStatus.HIT, GetStatus.MISS}
-                if outcome.status is GetStatus.HIT:
-                    assert buffer == item.name.encode()
-                else:
-                    assert item.name in gone
-
-
-@trials(200, 1_000)
-async def test_row_19_no_name_of_somebody_elses_making_reaches_a_store(count: int) -> None:
-    ascii_names = [
-        f"{before}{chr(c)}{after}" for c in range(128) for before, after in (("", ""), ("a", "b"))
-    ]
-    letters = [
-        chr(random.choice([*range(0x80, 0xD800), *range(0xE000, 0x11000)])) for _ in range(count)
-    ]
-    allowed = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789:._-")
-    for name in (
-        *ascii_names,
-        *(f"t:{letter}:0" for letter in letters),
-        "t:../x",
-        "t:" + "x" * 10_240,
-    ):
-        if set(name) <= allowed and is_name(name):
-            continue
-        with pytest.raises(BadRequestError):
-            GetItem(name, ())
-        with pytest.raises(BadRequestError):
-            PutItem(name, (b"x",))
-    for name in ascii_names:
-        if is_name(name):
-            assert set(name) <= allowed
-            assert name[0].isalnum()
-
-
-@trials(150, 6_000)
-async def test_cancellations_mix_up_no_replies_and_cost_no_connections(
-    count: int, empty_redis: RedisServer
-) -> None:
-    store = redis_store(empty_redis.url, RedisSettings(timeout_s=100.0, connect_timeout_s=50.0))
-    sizes = {name: random.choice((10, 5_000, 300_000)) for name in NAMES}
-    async with store.running():
-        await store.put([PutItem(name, (content_of(name, sizes[name]),)) for name in NAMES])
-        for _ in range(count):
-            chosen = random.sample(NAMES, 3)
-            landings = [landing(name, sizes[name]) for name in chosen]
-            async with asyncio.TaskGroup() as group:
-                got = group.create_task(store.get_into([item for item, _ in landings]))
-                asked = group.create_task(store.exists(NAMES))
-                for _ in range(random.randrange(30)):
-                    await asyncio.sleep(0)
-                got.cancel()
-                asked.cancel()
-            for _, [buffer] in landings:
-                buffer[:] = bytes(len(buffer))
-            probe = random.choice(NAMES)
-            assert await get_one(store, probe, sizes[probe]) == (
-                GetStatus.HIT,
-                content_of(probe, sizes[probe]),
-            )
-            assert await store.exists(NAMES) == len(NAMES)
-            for _, [buffer] in landings:
-                assert not any(buffer)
-        assert store.stats.connections <= 2 + 2 + 1

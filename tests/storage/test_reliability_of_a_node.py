@@ -1,8 +1,6 @@
 """The storage rows of the reliability table from a node's end: what a request, the index and the
 probes see of a Redis that dies, freezes, forgets or lies. Full counts are marked slow."""
 
-# ruff: noqa: F811 - a fixture is asked for by the name it is imported under
-
 from __future__ import annotations
 
 import asyncio
@@ -19,12 +17,7 @@ from tests.api.nodes import process
 from tests.e2e.exact import text, truth
 from tests.latch import CopyLatch
 from tests.layouts import LAYOUTS
-from tests.redis_server import (  # noqa: F401 - fixtures
-    RedisServer,
-    empty_redis,
-    module_redis,
-    redis_server,
-)
+from tests.redis_server import RedisServer, redis_server
 from tests.storage.test_reliability import PATIENT, SLACK, STRICT, redis_store, trials
 from tests.stored import stored_keys
 from tests.world import BLOCK, GQA, World, fingerprint

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 
-from tests.redis_groups import RedisCluster, redis_cluster
-from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F401 - fixtures
+from tests.redis_groups import RedisCluster
+from tests.redis_server import RedisServer
 from tests.storage.values import content_of, get_one, put_one
 from tierkv.clock import SystemClock
-from tierkv.errors import StoreUnavailableError
+from tierkv.errors import StoreCorruptError, StoreUnavailableError
 from tierkv.storage import maintenance
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.protocol import GetStatus, PutStatus, Store, Usage
@@ -37,18 +36,11 @@ BESIDE = (b"t", b"tt:f:00:0", b"other:f:00:0", b"T:f:00:0", b"t2:f:00:0")
 COMMANDS = ("get", "set", "exists", "unlink", "pexpire", "ping")
 
 
-@pytest.fixture(scope="module")
-def module_cluster() -> Iterator[RedisCluster]:
-    with redis_cluster(3) as cluster:
-        yield cluster
-
-
 @pytest.fixture(params=["redis", "cluster"])
 def servers(request: pytest.FixtureRequest) -> list[RedisServer]:
     if request.param == "redis":
         return [request.getfixturevalue("empty_redis")]
-    cluster: RedisCluster = request.getfixturevalue("module_cluster")
-    cluster.empty()
+    cluster: RedisCluster = request.getfixturevalue("empty_cluster")
     return cluster.masters
 
 
@@ -85,6 +77,9 @@ async def test_keys_of_others_are_neither_listed_nor_counted_nor_removed(
             await put_one(store, name, b"ours")
         assert await store.usage("t:f:") == Usage(len(OURS), 4 * len(OURS))
         assert {v.name for v in (await store.list("t:", limit=10_000)).values} == set(OURS)
+        assert (await get_one(store, "t:f:list:0", 1))[0] is GetStatus.DAMAGED
+        with pytest.raises(StoreCorruptError, match="not a string"):
+            await store.get("t:f:list:0", max_bytes=10)
         found = await maintenance.verify(store, "t:")
         assert (found.num_others, found.damaged) == (len(OURS), [])
         assert await maintenance.remove(store, "t:") == len(OURS)
@@ -133,19 +128,18 @@ async def test_the_rights_that_are_documented_are_enough_and_end_at_the_prefix(
 
 
 async def test_a_node_of_a_cluster_that_is_named_alone_says_how_to_name_it(
-    module_cluster: RedisCluster,
+    empty_cluster: RedisCluster,
 ) -> None:
-    store = opened(module_cluster.masters[:1])
+    store = opened(empty_cluster.masters[:1])
     async with store.running():
         with pytest.raises(StoreUnavailableError, match=r"use a redis\+cluster:// URL"):
             await store.exists(OURS)
 
 
 async def test_a_slot_on_its_way_is_followed_with_the_documented_rights(
-    module_cluster: RedisCluster,
+    empty_cluster: RedisCluster,
 ) -> None:
-    servers = module_cluster.masters
-    module_cluster.empty()
+    servers = empty_cluster.masters
     name = "t:f:moving:0"
     slot = slot_of(name)
     source = owner_of(servers, name.encode())

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from functools import partial
-from pathlib import Path
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import pytest
 
 from tests.e2e.exact import exact_node, text, truth
-from tests.processes import NodeProcess, node
 from tests.redis_groups import redis_cluster
 from tests.redis_proxy import Proxy, redis_proxy
-from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F401 - fixtures
+from tests.redis_server import RedisServer
 from tests.storage.values import content_of, get_one, put_one
-from tierkv.api.types import DecodeBody, PrefillBody
 from tierkv.clock import SystemClock
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.storage.base import StoreWrapper
@@ -31,7 +27,6 @@ from tierkv.storage.protocol import (
     PutStatus,
     Store,
 )
-from tierkv.tasks import both, task_group
 
 T = TypeVar("T")
 LATENCY_S = 0.5
@@ -48,7 +43,7 @@ async def late_redis(server: RedisServer, delay_s: float) -> AsyncIterator[tuple
 @pytest.mark.parametrize("is_late_at_first", [True, False])
 async def test_a_store_that_takes_half_a_second_for_each_answer_is_used(
     is_late_at_first: bool,
-    empty_redis: RedisServer,  # noqa: F811
+    empty_redis: RedisServer,
 ) -> None:
     async with late_redis(empty_redis, LATENCY_S if is_late_at_first else 0.0) as (proxy, url):
         store = open_guarded_store(url, StoreSettings(), SystemClock())
@@ -91,7 +86,7 @@ async def late_sentinel(server: RedisServer) -> AsyncIterator[str]:
 
 
 async def test_who_says_where_the_servers_are_may_take_long_to_say_so(
-    empty_redis: RedisServer,  # noqa: F811
+    empty_redis: RedisServer,
 ) -> None:
     with redis_cluster(1) as cluster:
         async with (
@@ -103,22 +98,6 @@ async def test_who_says_where_the_servers_are_may_take_long_to_say_so(
                 store = open_guarded_store(url, StoreSettings(), SystemClock())
                 async with store.running():
                     assert await put_one(store, "t:f:a:0", b"x") is PutStatus.STORED
-
-
-async def test_a_hand_off_over_a_store_that_is_later_than_its_deadlines_succeeds(
-    empty_redis: RedisServer,  # noqa: F811
-) -> None:
-    settings = HandoffSettings(direct=DirectPath.OFF)
-    async with late_redis(empty_redis, 0.3) as (_, url):  # of 0.25
-        stores = [open_guarded_store(url, StoreSettings(), SystemClock()) for _ in range(2)]
-        async with (
-            exact_node(stores[0], handoff=settings) as prefill,
-            exact_node(stores[1], handoff=settings) as decode,
-        ):
-            prompt = text(100)
-            await prefill.engine.prefill(prefill.job(prompt, 1), "t")
-            generation, _ = await decode.engine.decode(decode.job(prompt, 4), "t", deadline_s=100.0)
-            assert generation.tokens == truth(prompt, 4).tokens
 
 
 class CountedTurns(StoreWrapper):
@@ -163,40 +142,3 @@ async def test_a_hand_off_waits_for_few_answers_one_after_the_other() -> None:
         generation, _ = await decode.engine.decode(decode.job(prompt, 4), "t")
         assert generation.tokens == truth(prompt, 4).tokens
         assert stores[1].turns <= 2
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("is_asked_first", [True, False])
-async def test_twenty_hand_offs_of_processes_over_a_store_half_a_second_away_succeed(
-    is_asked_first: bool,
-    empty_redis: RedisServer,  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    config = tmp_path / "all.toml"
-    config.write_text("")
-
-    def run(role: str, url: str) -> AbstractAsyncContextManager[NodeProcess]:
-        there = partial(node, role=role, config=config, storage=url, folder=tmp_path)
-        return there(role, direct="off")
-
-    async with (
-        late_redis(empty_redis, LATENCY_S) as (_, url),
-        run("prefill", url) as prefill,
-        run("decode", url) as decode,
-    ):
-
-        async def hand_over(number: int) -> None:
-            prompt, name = f"{number}: the quick brown fox jumps over a lazy dog", f"t{number}"
-            claim = decode.client.decode(DecodeBody(prompt=prompt, ticket_id=name, max_tokens=4))
-            publish = prefill.client.prefill(PrefillBody(prompt=prompt, ticket_id=name))
-            if is_asked_first:
-                answer, _ = await both(claim, publish)
-            else:
-                await publish
-                answer = await claim
-            assert len(answer.tokens) == 4
-
-        async with task_group() as tasks:
-            for number in range(20):
-                tasks.create_task(hand_over(number))

@@ -13,6 +13,7 @@ import pytest
 from tests.faulty import FaultyStore
 from tests.latch import CopyLatch, finish, until
 from tests.sessions import begin_request, claim_request, publish_request
+from tests.storage.values import memory
 from tests.world import BLOCK, World, fingerprint
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Fingerprint
@@ -32,10 +33,6 @@ from tierkv.storage.protocol import BreakerState
 from tierkv.transfer.tier import StorageOptions
 
 TOKENS = list(range(3 * BLOCK + 1))
-
-
-def memory() -> FaultyStore:
-    return FaultyStore(MemoryStore(MemorySettings(), SystemClock()))
 
 
 def guarded(inner: FaultyStore, **settings: float) -> GuardedStore:

@@ -8,7 +8,6 @@ import threading
 import pytest
 
 from tests.latch import finish, until
-from tierkv.errors import StoreUnavailableError
 from tierkv.storage.base import WorkerThreads
 
 
@@ -38,58 +37,3 @@ async def test_a_cancelled_caller_waits_for_its_thread_but_not_for_one_it_has_no
         with pytest.raises(asyncio.CancelledError):
             await finish(stuck)
     assert begun == []
-
-
-async def test_what_a_cancelled_opening_took_is_given_back() -> None:
-    threads = WorkerThreads("here", 1)
-    begun, release = threading.Event(), threading.Event()
-    given_back: list[str] = []
-
-    def take() -> str:
-        begun.set()
-        assert release.wait(20)
-        return "a lock"
-
-    async def hold() -> None:
-        async with threads.running(), threads.holding(take, given_back.append):
-            raise AssertionError("it was cancelled before")
-
-    holding = asyncio.ensure_future(hold())
-    await until(begun.is_set, "a thread that takes it")
-    holding.cancel()
-    release.set()
-    with pytest.raises(asyncio.CancelledError):
-        await finish(holding)
-    assert given_back == ["a lock"]
-
-
-async def test_what_fails_in_one_thread_is_raised_when_the_others_have_ended() -> None:
-    threads = WorkerThreads("here", 2)
-    ended: list[int] = []
-
-    def work(number: int) -> int:
-        if number == 1:
-            raise ValueError("one")
-        ended.append(number)
-        return number
-
-    async with threads.running():
-        with pytest.raises(ValueError, match="one"):
-            await finish(threads.run_each(work, range(20)))
-        assert sorted(ended) == [0, *range(2, 20)]
-
-
-async def test_items_that_fail_as_expected_keep_no_other_from_being_done() -> None:
-    """Such as values that may not be removed, more of them than there are threads."""
-    threads = WorkerThreads("here", 2)
-    ended: list[int] = []
-
-    def work(number: int) -> None:
-        if number < 5:
-            raise StoreUnavailableError("refused")
-        ended.append(number)
-
-    async with threads.running():
-        with pytest.raises(StoreUnavailableError, match="refused"):
-            await finish(threads.run_each(work, range(20)))
-    assert sorted(ended) == [*range(5, 20)]

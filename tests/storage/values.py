@@ -8,8 +8,17 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from tests.faulty import FaultyStore
+from tierkv.clock import SystemClock
+from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.places import Places
 from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, Store
+from tierkv.storage.redis.store import RedisSettings, RedisStore
+from tierkv.storage.redis.url import parse_redis_url
+
+# A busy machine misses no deadline that is so long.
+PATIENT = RedisSettings(timeout_s=100.0, connect_timeout_s=50.0)
+TWENTY = [f"t:f:{index:02}:0" for index in range(20)]
 
 
 @dataclass
@@ -27,6 +36,14 @@ class TurnedClock:
 
 def content_of(name: str, num_bytes: int) -> bytes:
     return random.Random(name).randbytes(num_bytes)
+
+
+def redis_store(url: str, settings: RedisSettings = PATIENT) -> RedisStore:
+    return RedisStore(parse_redis_url(url), settings, SystemClock())
+
+
+def memory() -> FaultyStore:
+    return FaultyStore(MemoryStore(MemorySettings(), SystemClock()))
 
 
 def landing(name: str, *sizes: int) -> tuple[GetItem, list[bytearray]]:
@@ -84,3 +101,18 @@ async def cancelled_after(ticks: int, work: Coroutine[object, object, object]) -
         for _ in range(ticks):
             await asyncio.sleep(0)
         task.cancel()
+
+
+async def fill(store: Store) -> None:
+    """Put a value of 500 bytes under each of the twenty names."""
+    puts = await store.put([PutItem(name, (content_of(name, 500),)) for name in TWENTY])
+    assert {put.status for put in puts} == {PutStatus.STORED}
+
+
+async def check(store: Store) -> None:
+    """Read what `fill` has put."""
+    landings = [landing(name, 500) for name in TWENTY]
+    outcomes = await store.get_into([item for item, _ in landings])
+    assert {outcome.status for outcome in outcomes} == {GetStatus.HIT}
+    for item, [buffer] in landings:
+        assert buffer == content_of(item.name, 500)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -12,11 +12,10 @@ from tests.latch import PATIENCE_S, finish, turns, until
 from tests.transfer.test_storage_io import ground, ids
 from tierkv.cache.layout import layered
 from tierkv.storage.base import WorkerThreads
-from tierkv.storage.protocol import GetStatus, PutItem, PutOutcome, PutStatus
+from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
 from tierkv.transfer import storage_io
 from tierkv.transfer.storage_io import made_ahead
 
-HERE = threading.get_ident()
 NUM_THREADS = 2
 
 
@@ -49,35 +48,6 @@ async def threads(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[WorkerThread
         yield threads
 
 
-async def test_threads_make_them_in_order_while_the_body_goes_on(threads: WorkerThreads) -> None:
-    values = Values(10)
-    values.may_go.set()
-    async with made_ahead(threads, values.items):
-        await until(lambda: len(values.made) == 10)
-    assert sorted(values.begun[:NUM_THREADS]) == [0, 1]
-    assert HERE not in values.made.values()
-
-
-async def test_when_the_body_ends_no_other_is_begun_and_those_in_hand_end(
-    threads: WorkerThreads,
-) -> None:
-    values = Values(10)
-    go_on = asyncio.Event()
-
-    async def send() -> None:
-        async with made_ahead(threads, values.items):
-            await go_on.wait()
-
-    sending = asyncio.create_task(send())
-    await until(lambda: len(values.begun) == NUM_THREADS)
-    go_on.set()
-    await turns(20)
-    assert not sending.done(), "a value is being read"
-    values.may_go.set()
-    await finish(sending)
-    assert len(values.made) == len(values.begun) == NUM_THREADS
-
-
 async def test_a_cancel_waits_for_those_in_hand_and_begins_no_other(
     threads: WorkerThreads,
 ) -> None:
@@ -98,14 +68,6 @@ async def test_a_cancel_waits_for_those_in_hand_and_begins_no_other(
     assert len(values.made) == len(values.begun) == NUM_THREADS
 
 
-async def test_threads_that_are_closed_are_in_nobodys_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_io, "makes_ahead", True)
-    values = Values(10)
-    async with made_ahead(WorkerThreads("closed", NUM_THREADS), values.items):
-        await turns(20)
-    assert not values.begun
-
-
 @pytest.mark.parametrize("ahead", [True, False])
 async def test_what_is_stored_is_the_same_byte_for_byte(
     monkeypatch: pytest.MonkeyPatch,
@@ -122,21 +84,3 @@ async def test_what_is_stored_is_the_same_byte_for_byte(
             assert {one.status for one in got} == {GetStatus.HIT}
             assert (here.host.array[:6] == here.host.array[6:12]).all()
             await here.store.delete([here.names.name(key) for key in here.keys])
-
-
-async def test_a_store_finds_headers_made_before_it_asks_for_them(
-    threads: WorkerThreads,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    layout = layered(4, [("latent", "bfloat16", 32 << 10)], 4)
-    async with ground(layout, 4 * 6, sends_from_loop=True) as here:
-        put = here.store.put
-
-        async def late(items: Sequence[PutItem]) -> list[PutOutcome]:
-            assert all(item.complete is not None for item in items)
-            await until(lambda: all(any(bytes(item.parts[0])) for item in items), "six headers")
-            return await put(items)
-
-        monkeypatch.setattr(here.store, "put", late)
-        outcomes = await here.io.flush(here.keys, ids(*range(6)))
-        assert {one.status for one in outcomes} == {PutStatus.STORED}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import pytest
 
@@ -12,32 +11,6 @@ from tests.latch import ManualEvent, finish, turns, until
 from tierkv.errors import ShuttingDownError, TransferError
 from tierkv.transfer import mover
 from tierkv.transfer.mover import EventPoller
-
-
-async def test_a_future_resolves_only_after_its_event_is_done() -> None:
-    poller = EventPoller()
-    async with poller.running():
-        event = ManualEvent()
-        future = poller.done(event)
-        await until(lambda: event.num_looks > 3)
-        assert not future.done()
-        event.finish()
-        await finish(future)
-        assert poller.num_in_flight == 0
-
-
-async def test_it_looks_rarely_at_what_takes_long() -> None:
-    """After some eager looks the poller leaves the loop to others between two looks."""
-    poller = EventPoller()
-    async with poller.running():
-        slow = ManualEvent()
-        future = poller.done(slow)
-        began = time.monotonic()
-        await turns(2000)
-        # At first every 0.1 ms, then ever less often, soon once in a millisecond.
-        assert slow.num_looks < 400 + 1500 * (time.monotonic() - began)
-        slow.finish()
-        await finish(future)
 
 
 async def test_beside_what_is_long_the_loop_is_left_to_others(
@@ -66,36 +39,6 @@ async def test_beside_what_is_long_the_loop_is_left_to_others(
         for future in ended:
             await finish(future)
     assert looks_meanwhile < 20
-
-
-async def test_a_failure_reaches_only_its_own_future() -> None:
-    poller = EventPoller()
-    async with poller.running():
-        good, bad = ManualEvent(), ManualEvent()
-        fine, broken = poller.done(good), poller.done(bad)
-        bad.finish(TransferError("broken", blocks=(3,)))
-        with pytest.raises(TransferError, match="broken") as error:
-            await finish(broken)
-        assert error.value.blocks == (3,)
-        assert not fine.done()
-        good.finish()
-        await finish(fine)
-
-
-async def test_a_cancelled_waiter_harms_nobody() -> None:
-    poller = EventPoller()
-    async with poller.running():
-        event = ManualEvent()
-        given_up, other = poller.done(event), poller.done(event)
-        given_up.cancel()
-        await turns(2)
-        event.finish(TransferError("late"))
-        with pytest.raises(TransferError, match="late"):
-            await finish(other)
-        again = ManualEvent()
-        waiting = poller.done(again)
-        again.finish()
-        await finish(waiting)
 
 
 async def test_leaving_waits_for_what_is_in_flight_and_then_refuses() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import pytest
 from tests.faulty import FaultyStore
 from tests.latch import CopyLatch, until
 from tests.layouts import LAYOUTS
-from tests.storage.values import Routed, get_one, put_one
+from tests.storage.values import Routed
 from tests.stored import stored_keys
 from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey
 from tierkv.clock import SystemClock
@@ -171,24 +170,3 @@ async def test_a_near_store_that_goes_after_giving_a_rotten_copy_costs_no_good_o
 
 async def size_of(store: Store, name: str) -> int:
     return len(await store.get(name, max_bytes=1 << 20) or b"")
-
-
-async def test_a_copy_on_its_way_to_the_near_store_does_not_outlive_what_is_deleted() -> None:
-    clock = SystemClock()
-    near, far = (FaultyStore(MemoryStore(MemorySettings(), clock)) for _ in range(2))
-    store = LayeredStore(near, far, LayeredSettings())
-    names = ["t:f:a:0", "t:f:b:0"]
-    async with store.running():
-        for name in names:
-            await put_one(far, name, b"12345")
-        near.hold_writes()
-        for name in names:
-            assert (await get_one(store, name, 5))[0] is GetStatus.HIT
-        await near.until_held(1)  # one copy is being put, the other waits for it
-        async with asyncio.TaskGroup() as group:
-            deleting = group.create_task(store.delete(names))
-            await until(lambda: far.num_operations >= 5, "both stores asked to delete")
-            near.release()
-        assert deleting.result() == 2
-        await until(lambda: near.num_operations >= 5, "the copy that was under way")
-        assert await store.exists(names[:1]) == await store.exists(names[1:]) == 0

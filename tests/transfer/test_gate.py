@@ -36,21 +36,6 @@ def events() -> tuple[ManualEvent, ...]:
     return tuple(MADE[-LAYERS:])
 
 
-async def test_layers_open_one_by_one_not_at_submission(poller: EventPoller) -> None:  # fault 5
-    layers = events()
-    gate = LayerGate(LAYERS, [Submitted(layers)], poller)
-    assert not gate.is_open(0)
-    for at in range(LAYERS):
-        with pytest.raises(GateTimeoutError, match=f"layer {at}"):
-            await gate.layer(at, 0.0)
-        layers[at].finish()
-        await finish(gate.layer(at, 20))
-        assert [gate.is_open(layer) for layer in range(LAYERS)] == [
-            layer <= at for layer in range(LAYERS)
-        ]
-    await finish(gate.all_layers(100.0))
-
-
 async def test_a_failed_layer_fails_for_everyone_each_time_and_earlier_layers_stay_open(
     poller: EventPoller,
 ) -> None:  # fault 5
@@ -79,33 +64,6 @@ async def test_a_gate_with_nothing_behind_it_is_open(poller: EventPoller) -> Non
         assert gate.is_open(layer)
         gate.wait_on(CpuDevice().compute_stream, layer, 0.0)
     await finish(gate.all_layers(100.0))
-
-
-async def test_a_timeout_leaves_the_copy_and_the_gate_as_they_are(poller: EventPoller) -> None:
-    layers = events()
-    gate = LayerGate(LAYERS, [Submitted(layers)], poller)
-    with pytest.raises(GateTimeoutError):
-        await gate.all_layers(0.001)
-    for event in layers:
-        event.finish()
-    await finish(gate.all_layers(100.0))
-
-
-async def test_a_cancelled_waiter_does_not_cancel_the_submission(poller: EventPoller) -> None:
-    submission: Future[tuple[Event, ...]] = Future()
-    gate = LayerGate(LAYERS, [submission], poller)
-    async with asyncio.TaskGroup() as group:
-        waiting = group.create_task(gate.layer(0, 20))
-        await turns(3)
-        waiting.cancel()
-    assert not submission.cancelled()
-    assert not submission.done()
-    layers = events()
-    layers[0].finish()
-    submission.set_result(layers)
-    await finish(gate.layer(0, 20))
-    for event in layers[1:]:
-        event.finish()
 
 
 async def test_a_copy_that_is_not_submitted_yet_is_not_open(poller: EventPoller) -> None:

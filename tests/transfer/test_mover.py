@@ -62,35 +62,6 @@ async def ground() -> AsyncIterator[Ground]:
     device.close()
 
 
-async def test_load_and_offload_move_every_plane_of_a_block() -> None:  # fault 6
-    async with ground() as here:
-        before = here.slot(3), here.block(5)
-        load = here.mover.load(ids(3), ids(2))
-        offload = here.mover.offload(ids(9), ids(5))
-        await finish(load.done())
-        await finish(offload.done())
-        assert (here.block(2), here.slot(9)) == before
-        assert here.mover.bytes_moved == dict.fromkeys(Direction, LAYOUT.block_bytes)
-
-
-async def test_a_movement_is_not_done_when_it_is_merely_submitted() -> None:  # fault 5
-    async with ground() as here:
-        for direction in Direction:
-            here.latch.hold(direction)
-            expected = here.slot(0)
-            move = here.mover.load if direction is Direction.LOAD else here.mover.offload
-            movement = move(ids(0), ids(0))
-            await here.latch.until_held()
-            await turns(50)
-            assert not movement.has_ended
-            assert here.mover.bytes_moved[direction] == 0
-            here.latch.release()
-            await finish(movement.done())
-            assert movement.has_ended
-            if direction is Direction.LOAD:
-                assert here.block(0) == expected
-
-
 async def test_a_copy_starts_after_the_events_it_must_come_after() -> None:  # fault 7
     async with ground() as here:
         before, kernel = ManualEvent(), ManualEvent()
@@ -102,18 +73,6 @@ async def test_a_copy_starts_after_the_events_it_must_come_after() -> None:  # f
         kernel.finish()
         await finish(movement.done())
         assert set(here.slot(1)) == {0xAB}
-
-
-async def test_a_load_starts_after_the_last_readers_of_what_it_overwrites() -> None:
-    async with ground() as here:
-        reader = ManualEvent()
-        before, come = here.block(1), here.slot(1)
-        movement = here.mover.load(ids(1), ids(1), [reader])
-        await finish(here.mover.offload(ids(2), ids(2)).done())  # the other lane goes on
-        assert here.block(1) == before
-        reader.finish()
-        await finish(movement.done())
-        assert here.block(1) == come
 
 
 async def test_a_copy_whose_kernel_failed_fails_and_moves_nothing() -> None:
@@ -275,15 +234,6 @@ async def test_an_empty_movement_ends() -> None:  # fault 5
         await finish(here.mover.gate([here.mover.load(ids(), ids())]).all_layers(100.0))
 
 
-async def test_a_copy_within_the_device_is_whole() -> None:
-    async with ground() as here:
-        expected = here.block(3)
-        movement = here.mover.copy_within(ids(3), ids(0))
-        await finish(movement.done())
-        assert here.block(0) == expected == here.block(3)
-        assert here.mover.bytes_moved == dict.fromkeys(Direction, 0), "it has not left the device"
-
-
 async def test_a_small_copy_within_memory_is_over_at_once_well_or_not() -> None:
     async with ground() as here:
         expected = here.block(3)
@@ -319,25 +269,3 @@ async def test_callbacks_hear_of_the_end_well_or_not_and_even_late() -> None:
         await until(lambda: len(heard) == 2)
         broken.when_ended(lambda: heard.append("late"))
         await until(lambda: heard[-1] == "late")
-
-
-async def test_leaving_waits_for_copies_in_flight() -> None:
-    latch = CopyLatch()
-    device = CpuDevice(before_copy=latch)
-    planes, host = device.allocate_planes(LAYOUT, 4), device.allocate_host(LAYOUT, 4)
-    host.array[:] = 0x5A
-    latch.hold()
-
-    async def live() -> None:
-        mover = Mover(device, planes, host)
-        async with mover.running():
-            mover.load(ids(2), ids(3))
-
-    async with asyncio.TaskGroup() as group:
-        living = group.create_task(live())
-        await latch.until_held()
-        await turns(20)
-        assert not living.done()
-        latch.release()
-    assert all((array[3] == 0x5A).all() for array in planes.arrays)
-    device.close()

@@ -12,7 +12,6 @@ import pytest
 from tests.faulty import FaultyStore
 from tests.latch import CopyLatch
 from tests.layouts import LAYOUTS
-from tests.storage.values import put_one
 from tests.stored import stored_keys
 from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey
 from tierkv.cache.layout import Layout, layered
@@ -168,31 +167,6 @@ async def test_a_tail_is_stored_cut_to_its_tokens_under_its_own_name() -> None:
         assert others == [HEADER_BYTES + here.layout.block_bytes] * 2
 
 
-@pytest.mark.parametrize("bit", [0, 8 * 5, 8 * 40, 8 * HEADER_BYTES, 8 * (HEADER_BYTES + 71) + 7])
-@pytest.mark.parametrize("at", [0, 1, 2])
-async def test_one_flipped_bit_is_a_damaged_block_that_is_deleted_and_counted(
-    bit: int, at: int
-) -> None:
-    async with ground() as here:
-        await here.io.flush(here.keys, ids(0, 1, 2))
-        flips = [0] * at
-        here.store.flip_next_get(*flips, bit)
-        for _ in range(at):
-            here.store.flip_next_get()
-        # Only value `at` shall be damaged: read the ones before it alone, with their own flips.
-        for before in range(at):
-            [outcome] = await here.io.fetch([here.keys[before]], ids(8))
-            assert outcome.status is GetStatus.DAMAGED
-            await here.io.flush([here.keys[before]], ids(before))
-        [outcome] = await here.io.fetch([here.keys[at]], ids(9))
-        assert outcome.status is GetStatus.DAMAGED
-        assert outcome.reason
-        assert here.io.stats.damaged_blocks == at + 1
-        assert await here.io.count_present([here.keys[at]]) == 0
-        [again] = await here.io.fetch([here.keys[at]], ids(9))
-        assert again.status is GetStatus.MISS
-
-
 async def test_damage_of_one_block_leaves_the_others_of_the_batch() -> None:
     async with ground() as here:
         await here.io.flush(here.keys, ids(0, 1, 2))
@@ -204,47 +178,6 @@ async def test_damage_of_one_block_leaves_the_others_of_the_batch() -> None:
             GetStatus.HIT,
         ]
         assert np.array_equal(here.host.array[7], here.host.array[1])
-
-
-@pytest.mark.parametrize("length", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 10])
-async def test_a_value_of_the_wrong_length_is_damaged(length: int) -> None:  # fault 11
-    async with ground() as here:
-        here.store.cut_next_put(length)
-        [put] = await here.io.flush(here.keys[:1], ids(0))
-        assert put.status is PutStatus.STORED
-        [outcome] = await here.io.fetch(here.keys[:1], ids(5))
-        assert outcome.status is GetStatus.DAMAGED
-        assert here.io.stats.damaged_blocks == 1
-        assert await here.sizes() == {}
-
-
-async def test_a_right_value_under_a_wrong_name_is_damaged() -> None:
-    async with ground() as here:
-        await here.io.flush(here.keys, ids(0, 1, 2))
-        first, second = (here.names.name(key) for key in here.keys[:2])
-        content = await here.store.get(first, max_bytes=1 << 20)
-        assert content is not None
-        await here.store.delete([second])
-        await put_one(here.store, second, content)
-        outcomes = await here.io.fetch(here.keys[:2], ids(5, 6))
-        assert [outcome.status for outcome in outcomes] == [GetStatus.HIT, GetStatus.DAMAGED]
-        assert "belongs to another block" in outcomes[1].reason
-
-
-async def test_a_block_of_another_layout_is_damaged() -> None:
-    """Same sizes, another order of planes: only the layout digest can tell."""
-    layout = LAYOUTS["fp8"]
-    swapped = Layout(
-        layout.block_size,
-        tuple(layout.planes[i] for i in (1, 0, 2, 4, 3, 5)),
-    )
-    async with ground(layout) as here:
-        await here.io.flush(here.keys, ids(0, 1, 2))
-        other = StorageIO(here.store, here.names, swapped, here.host, block_ttl_s=None)
-        async with other.running():
-            outcomes = await other.fetch(here.keys[:1], ids(5))
-        assert outcomes[0].status is GetStatus.DAMAGED
-        assert "layout" in outcomes[0].reason
 
 
 async def test_a_gap_is_not_counted_over() -> None:  # fault 11
@@ -290,10 +223,3 @@ async def test_a_store_that_fails_or_is_full_says_so_per_block() -> None:  # fau
         assert outcome.status is GetStatus.FAILED
         assert "does not answer" in outcome.reason
         assert here.io.stats.failed_reads == 1
-
-
-async def test_nothing_asked_is_nothing_done() -> None:
-    async with ground() as here:
-        assert await here.io.fetch([], ids()) == []
-        assert await here.io.flush([], ids()) == []
-        assert await here.io.count_present([]) == 0

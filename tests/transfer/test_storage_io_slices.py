@@ -140,18 +140,6 @@ async def test_any_size_reads_what_any_other_wrote_byte_for_byte(
             assert np.all(part.host.array[6] == 0xEE)
 
 
-@pytest.mark.parametrize(("writer", "reader"), [(2, 1), (4, 2), (1, 4), (2, 4), (4, 4)])
-async def test_what_was_not_counted_before_is_found_as_well(writer: int, reader: int) -> None:
-    async with nodes(SCHEMES["four heads"], writer, reader) as (writes, reads):
-        [key] = writes.keys(BLOCK)
-        [whole] = blocks(writes.scheme.whole, 1)
-        writes.fill(0, whole)
-        await writes.io.flush([key], ids(0))
-        [outcome] = await reads.io.fetch([key], ids(5))
-        assert outcome.status is GetStatus.HIT
-        reads.check(5, whole)
-
-
 @pytest.mark.parametrize("lost", range(4))
 async def test_a_block_counts_only_when_the_slices_of_all_ranks_are_there(lost: int) -> None:
     async with nodes(SCHEMES["four heads"], 4, 2) as (writes, reads):
@@ -240,27 +228,6 @@ async def test_a_slice_that_the_store_has_no_room_for_leaves_its_block_unseen(
         assert await node.io.count_present(keys) == num_values // 2
 
 
-async def test_a_store_that_fails_while_other_sizes_are_looked_for_is_unavailable() -> None:
-    async with nodes(SCHEMES["four heads"], 2, 1) as (writes, reads):
-        keys = writes.keys(BLOCK)
-        await writes.io.flush(keys, ids(0))
-        asked = reads.store.num_operations
-        assert await reads.io.count_present(keys) == 1
-        assert reads.store.num_operations - asked == 3  # its own size, the others, and the rest
-        reads.store.fail_next(1)
-        with pytest.raises(StoreUnavailableError):
-            await reads.io.count_present(keys)
-
-
-async def test_a_node_that_looks_for_no_other_sizes_asks_once() -> None:
-    async with nodes(SCHEMES["four heads"], 2, 1, peers=()) as (writes, reads):
-        keys = writes.keys(3 * BLOCK)
-        await writes.io.flush(keys, ids(0, 1, 2))
-        asked = reads.store.num_operations
-        assert await reads.io.count_present(keys) == 0
-        assert reads.store.num_operations == asked + 1
-
-
 def test_sizes_that_cannot_split_the_heads_are_not_looked_for() -> None:
     scheme = gqa(6)
     parts = [Slice(Shard(0, 1), scheme.whole, CpuHostSlots(scheme.whole, 1))]
@@ -285,29 +252,3 @@ async def test_a_store_that_dies_between_the_sizes_is_a_miss_and_no_worse() -> N
             await reads.io.count_present(keys)
         outcomes = await reads.io.fetch(keys, ids(1, 2))
         assert {outcome.status for outcome in outcomes} == {GetStatus.MISS}
-
-
-async def test_a_miss_costs_one_exchange_for_all_sizes_of_peers_together() -> None:
-    async with nodes(SCHEMES["four heads"], 1, 1) as (_, reads):
-        keys = reads.keys(6 * BLOCK)
-        assert await reads.io.count_present(keys) == 0
-        assert reads.store.num_operations == 2
-        await reads.io.fetch(keys, ids(*range(6)))
-        assert reads.store.num_operations == 4
-
-
-async def test_slices_that_are_missed_in_a_fetch_are_found_in_one_exchange_and_one_read() -> None:
-    async with nodes(SCHEMES["four heads"], 4, 1) as (writes, reads):
-        keys = writes.keys(3 * BLOCK)
-        written = blocks(writes.scheme.whole, 3)
-        for slot, whole in enumerate(written):
-            writes.fill(slot, whole)
-        await writes.io.flush([keys[0], keys[2]], ids(0, 2))
-        asked = reads.store.num_operations
-        got = await reads.io.fetch(keys, ids(5, 6, 7))
-        assert [outcome.status for outcome in got] == [
-            GetStatus.HIT, GetStatus.MISS, GetStatus.HIT,
-        ]  # fmt: skip
-        assert reads.store.num_operations - asked == 3
-        reads.check(5, written[0])
-        reads.check(7, written[2])
