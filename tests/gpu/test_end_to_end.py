@@ -198,24 +198,3 @@ async def test_a_prompt_is_handed_over_between_two_nodes_on_the_gpu(
         assert generation.tokens == tokens
         assert generation.computed_tokens == 0
         assert same_bytes(await node.cached(prompt), kv)
-
-
-async def test_what_the_host_has_no_room_for_comes_in_portions_onto_the_gpu(
-    node: GpuNode, tmp_path: Path
-) -> None:
-    def store() -> Store:
-        return open_store(f"file://{tmp_path}", StoreSettings(), SystemClock())
-
-    prompt = text(602)  # more blocks than one portion has
-    tokens, kv = node.truth(prompt)
-    async with node.running(store()):
-        await node.engine.prefill(node.job(prompt), "ticket")
-    for is_claim in (True, False):
-        async with node.running(store(), host_blocks=2):
-            if is_claim:
-                generation, _ = await node.engine.decode(node.job(prompt), "ticket")
-            else:
-                generation = await node.generate(prompt)
-            assert generation.tokens == tokens
-            assert generation.computed_tokens == (0 if is_claim else len(prompt) % BLOCK_SIZE)
-            assert same_bytes(await node.cached(prompt), kv)

@@ -151,14 +151,6 @@ async def test_a_producer_that_loses_patience_in_the_middle_is_not_believed(
             assert counts(node) == FROM_STORAGE
 
 
-async def test_a_producer_that_is_gone_is_no_loss(url: str) -> None:
-    async with claimer(url) as node:
-        with on_gpu(url) as other:
-            await asyncio.to_thread(other.publish, COUNT, "t")
-        await claim(node, COUNT)
-        assert counts(node) == FROM_STORAGE
-
-
 async def test_a_producer_that_ends_in_order_while_it_is_open_here_harms_nobody(url: str) -> None:
     async with claimer(url) as node:
         with on_gpu(url) as other:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import pickle
 import tracemalloc
 from pathlib import Path
 from types import ModuleType
@@ -11,11 +10,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from tests.gpu.cuda import blocks_of, cupy_or_skip, held, run_python, write_blocks
+from tests.gpu.cuda import cupy_or_skip, run_python
 from tests.layouts import LAYOUTS
-from tierkv.errors import GateTimeoutError
 from tierkv.gpu.protocol import BlockCopy, Direction
-from tierkv.transfer.mover import EventPoller, Mover
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 from tierkv.gpu.cuda_device import CudaDevice
@@ -125,61 +122,6 @@ def test_a_lane_gives_its_staging_back_when_it_closes_and_not_some_time_later(
     device.close()
 
 
-def test_an_event_behind_a_held_stream_times_out_and_comes_later(cupy: ModuleType) -> None:
-    stream = cupy.cuda.Stream(non_blocking=True)
-    device = CudaDevice(compute_stream=stream.ptr)
-    with held(cupy, stream):
-        event = device.compute_stream.record()
-        assert not event.is_done
-        with pytest.raises(GateTimeoutError):
-            event.block_until_done(0.01)
-    event.block_until_done(WAIT_S)
-    assert event.is_done
-    device.close()
-
-
-async def test_a_mover_on_a_gpu_resolves_and_gates_layer_by_layer(cupy: ModuleType) -> None:
-    stream = cupy.cuda.Stream(non_blocking=True)
-    device = CudaDevice(compute_stream=stream.ptr)
-    planes, host = device.allocate_planes(LAYOUT, 8), device.allocate_host(LAYOUT, 8)
-    host.array[:] = np.random.default_rng(2).integers(0, 256, host.array.shape, np.uint8)
-    mover = Mover(device, planes, host)
-    ids = np.arange(8, dtype=np.int32)
-    async with mover.running():
-        with held(cupy, stream) as latch:
-            movement = mover.load(ids, ids, after=[device.compute_stream.record()])
-            gate = mover.gate([movement])
-            assert not gate.is_open(0)
-            with pytest.raises(GateTimeoutError):
-                await gate.layer(0, 0.05)
-            latch.release()
-            for layer in range(LAYOUT.num_layers):
-                gate.wait_on(device.compute_stream, layer, WAIT_S)
-                await gate.layer(layer, WAIT_S)
-        await movement.done()
-        assert gate.is_open(LAYOUT.num_layers - 1)
-        await gate.all_layers(WAIT_S)  # a late waiter
-        empty = mover.load(ids[:0], ids[:0])
-        await empty.done()
-    assert np.array_equal(blocks_of(cupy, planes), host.array)
-    host.close()
-    planes.close()
-    device.close()
-
-
-async def test_a_poller_looks_at_one_event_of_each_line(cupy: ModuleType) -> None:
-    stream = cupy.cuda.Stream(non_blocking=True)
-    device = CudaDevice(compute_stream=stream.ptr)
-    poller = EventPoller()
-    async with poller.running():
-        with held(cupy, stream):
-            futures = [poller.done(device.compute_stream.record()) for _ in range(200)]
-            assert poller.num_in_flight == 200
-        for future in reversed(futures):
-            await future
-    device.close()
-
-
 _BROKEN = r"""
 import numpy as np, cupy, gc
 from tests.layouts import LAYOUTS
@@ -232,40 +174,3 @@ print("closed in order")
 
 def test_a_lost_gpu_fails_what_is_in_flight_and_leaves_the_host_usable(cupy: ModuleType) -> None:
     assert "closed in order" in run_python(_BROKEN)
-
-
-_OTHER = r"""
-import pickle, sys
-import numpy as np
-from pathlib import Path
-from tests.layouts import LAYOUTS
-from tierkv.gpu.cuda_device import CudaDevice
-from tierkv.gpu.cuda_memory import opened_planes
-from tierkv.gpu.protocol import BlockCopy, Direction
-
-shared = pickle.loads(Path(sys.argv[1]).read_bytes())
-layout = LAYOUTS["fp8"]
-device = CudaDevice()
-planes = opened_planes(device.gpu, layout, 8, shared)
-host = device.allocate_host(layout, 8)
-every = np.arange(8, dtype=np.int32)
-there = device.open_lane(Direction.OFFLOAD, planes, host)
-there.submit(BlockCopy(Direction.OFFLOAD, every, every))[-1].block_until_done(10)
-back = device.open_lane(Direction.LOAD, planes, host)
-back.submit(BlockCopy(Direction.LOAD, every[::-1].copy(), every))[-1].block_until_done(10)
-for one in (there, back, host, planes, device):
-    one.close()
-print("reversed")
-"""
-
-
-def test_another_processes_planes_are_adopted_by_cuda_ipc(cupy: ModuleType, tmp_path: Path) -> None:
-    device = CudaDevice()
-    planes = device.allocate_planes(LAYOUT, 8)
-    blocks = np.random.default_rng(4).integers(0, 256, (8, LAYOUT.block_bytes), np.uint8)
-    write_blocks(cupy, planes, blocks)
-    (tmp_path / "planes").write_bytes(pickle.dumps(device.sharing.share(planes)))
-    assert "reversed" in run_python(_OTHER, str(tmp_path / "planes"))
-    assert np.array_equal(blocks_of(cupy, planes), blocks[::-1])
-    planes.close()
-    device.close()

@@ -6,14 +6,16 @@ import asyncio
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
+from typing import TypeVar
 
 import pytest
 
 from tests.faulty import FaultyStore
 from tests.latch import until
-from tests.storage.values import TurnedClock, get_one, landing, put_one
+from tests.storage.values import TurnedClock, get_one, landing, memory, put_one
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
+from tierkv.storage.base import StoreWrapper
 from tierkv.storage.guard import GuardedStore, NegativeCache, ResilienceSettings, SlotGate
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import (
@@ -22,13 +24,14 @@ from tierkv.storage.protocol import (
     GetOutcome,
     GetStatus,
     PutItem,
-    PutOutcome,
     PutStatus,
+    Store,
 )
 
 NAMES = [f"t:f:{index:03}:0" for index in range(50)]
 BLOCK = bytes(1_000)
 Make = Callable[..., Awaitable["Pair"]]
+T = TypeVar("T")
 NAME = "t:f:a:0"
 
 
@@ -302,37 +305,40 @@ async def test_writes_behind_writes_that_hang_are_given_up_though_reads_are_answ
     assert await put_one(pair.store, NAMES[3], BLOCK) is PutStatus.STORED
 
 
-class Held(MemoryStore):
-    """Answers when it may, not to who asks about the last name; what is put is there at once."""
+class LateAnswers(StoreWrapper):
+    """Asks the store at once. Of calls that come now, `num_late` are answered on `may_answer`."""
+
+    inner: FaultyStore
 
     def __init__(self) -> None:
-        super().__init__(MemorySettings(), SystemClock())
+        super().__init__(memory())
         self.may_answer = asyncio.Event()
-        self.num_asked = self.num_put = 0
+        self.num_late = self.num_asked = 0
 
-    async def exists(self, names: Sequence[str]) -> int:
-        self.num_asked += 1
-        await self.may_answer.wait()
-        if names[0] == NAMES[-1]:
-            raise StoreUnavailableError("it does not answer")
-        return await super().exists(names)
+    async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
+        is_late = self.num_late > 0
+        self.num_late -= is_late
+        try:
+            return await super()._ask(ask)
+        finally:
+            self.num_asked += is_late
+            if is_late:
+                await self.may_answer.wait()
 
-    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        outcomes = await super().put(items)
-        self.num_put += len(items)
-        await self.may_answer.wait()
-        return outcomes
+
+def guard_around(inner: LateAnswers, **settings: float) -> GuardedStore:
+    chosen = {"timeout_s": 20.0, "write_timeout_s": 20.0, "negative_ttl_s": 100.0} | settings
+    return GuardedStore(inner, ResilienceSettings(**chosen), SystemClock())  # type: ignore[arg-type]
 
 
 async def test_a_read_that_gets_its_turn_as_the_breaker_opens_is_refused() -> None:
-    inner = Held()
-    settings = ResilienceSettings(
-        timeout_s=20.0, max_reads=2, failures_to_open=1, probe_interval_s=100.0
-    )
-    store = GuardedStore(inner, settings, SystemClock())
+    inner = LateAnswers()
+    store = guard_around(inner, max_reads=2, failures_to_open=1, probe_interval_s=100.0)
     async with store.running(), asyncio.TaskGroup() as group:
+        inner.num_late = 3
         answered = group.create_task(store.exists(NAMES[:1]))
         await until(lambda: inner.num_asked == 1)
+        inner.inner.fail_next(1)
         failing = group.create_task(refused(store.exists(NAMES[-1:])))
         await until(lambda: inner.num_asked == 2)
         waiting = group.create_task(refused(store.exists(NAMES[1:2])))
@@ -345,15 +351,13 @@ async def test_a_read_that_gets_its_turn_as_the_breaker_opens_is_refused() -> No
 
 
 async def test_what_is_being_written_is_not_believed_to_be_missing() -> None:
-    inner = Held()
-    inner.may_answer.set()
-    settings = ResilienceSettings(timeout_s=20.0, write_timeout_s=20.0, negative_ttl_s=100.0)
-    store = GuardedStore(inner, settings, SystemClock())
+    inner = LateAnswers()
+    store = guard_around(inner)
     async with store.running(), asyncio.TaskGroup() as group:
         assert await store.present([NAME]) == [False]
-        inner.may_answer.clear()
+        inner.num_late = 1
         writing = group.create_task(put_one(store, NAME, b"x"))
-        await until(lambda: inner.num_put == 1)
+        await until(lambda: inner.num_asked == 1)
         assert await store.present([NAME]) == [True]
         inner.may_answer.set()
     assert writing.result() is PutStatus.STORED
@@ -491,42 +495,15 @@ async def test_a_list_of_tails_that_is_not_there_is_not_read_again_until_somebod
     assert await pair.store.get(name, max_bytes=9) == b"x"
 
 
-class LateAnswers(MemoryStore):
-    """Answers what was true when it was asked, when `may_answer` is set."""
-
-    def __init__(self) -> None:
-        super().__init__(MemorySettings(), SystemClock())
-        self.may_answer = asyncio.Event()
-        self.num_asked = 0
-
-    async def exists(self, names: Sequence[str]) -> int:
-        found = await super().exists(names)
-        self.num_asked += 1
-        await self.may_answer.wait()
-        return found
-
-    async def present(self, names: Sequence[str]) -> list[bool]:
-        found = await super().present(names)
-        self.num_asked += 1
-        await self.may_answer.wait()
-        return found
-
-    async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        outcomes = await super().get_into(items)
-        self.num_asked += 1
-        await self.may_answer.wait()
-        return outcomes
-
-
 @pytest.mark.parametrize("asks", ["exists", "present", "get_into"])
 @pytest.mark.parametrize("writer", ["we", "another node"])
 async def test_an_answer_older_than_a_write_makes_nobody_believe_that_there_is_nothing(
     asks: str, writer: str
 ) -> None:
     inner = LateAnswers()
-    settings = ResilienceSettings(timeout_s=30.0, negative_ttl_s=100.0)
-    store = GuardedStore(inner, settings, SystemClock())
+    store = guard_around(inner)
     async with store.running(), asyncio.TaskGroup() as group:
+        inner.num_late = 1
         match asks:
             case "exists":
                 asking: Coroutine[object, object, object] = store.exists(NAMES[:1])

@@ -218,33 +218,6 @@ async def test_a_publish_ends_at_its_deadline_and_the_slots_stay_lent_until_the_
         here.service.scheduler.end(request)
 
 
-async def test_a_ticket_whose_write_hangs_holds_nobody_beyond_the_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = HandoffSettings(publish_deadline_s=2.0, direct=DirectPath.OFF)
-    async with node(tmp_path / "store", handoff=settings) as here:
-        await here.run(TOKENS)
-        request = await here.admit(TOKENS)
-        await here.prefill(request, TOKENS)
-        await finish(
-            publish_request(here.service, request, "first", [1])
-        )  # the tail is stored, too
-        disk = HungCalls("writev", tmp_path / "fifo", monkeypatch)
-        try:
-            publishing = asyncio.ensure_future(
-                publish_request(here.service, request, "ticket", [1])
-            )
-            await asyncio.wait([publishing], timeout=5)
-            assert publishing.done()
-            with pytest.raises(HandoffError):
-                publishing.result()
-            assert disk.num_hung == 1
-            here.service.scheduler.end(request)
-        finally:
-            disk.release()
-        await here.settle()
-
-
 # Locks of others, which hang what waits for them in the system
 
 

@@ -184,17 +184,6 @@ async def test_what_a_store_in_front_of_another_has_alone_is_not_all_there_is() 
                 await ask
 
 
-async def test_damage_in_one_store_is_told_though_the_other_has_no_copy() -> None:
-    first, second = memory(), memory()
-    async with (store := LayeredStore(first, second, LayeredSettings())).running():
-        assert await put_one(first, NAME, b"longer") is STORED
-        assert (await get_one(store, NAME, 5))[0] is GetStatus.DAMAGED
-        second.fail_items(NAME)
-        assert (await get_one(store, NAME, 5))[0] is GetStatus.DAMAGED
-        await store.forget_damaged([NAME])
-        assert await first.exists([NAME]) == 0
-
-
 @pytest.mark.promise("A failing near store or damaged near copy is replaced by the far store.")
 async def test_two_who_find_one_copy_rotten_cost_that_copy() -> None:
     first, second = memory(), memory()

@@ -28,19 +28,3 @@ async def test_expired_values_make_room() -> None:
         assert await put_one(store, "b", b"x") is PutStatus.FULL
         clock.now += 5
         assert await put_one(store, "b", b"x") is PutStatus.STORED
-
-
-class RunningClock(TurnedClock):
-    def wall(self) -> float:
-        self.now += 1
-        return self.now
-
-
-async def test_a_value_that_ends_while_it_is_replaced_leaves_its_room_once() -> None:
-    for ttl_s in range(1, 8):
-        store = MemoryStore(MemorySettings(capacity_bytes=10), RunningClock())
-        async with store.running():
-            await put_one(store, "a", bytes(8), ttl_s=ttl_s)
-            await put_one(store, "a", bytes(11), keep_existing=False)
-            await put_one(store, "a", bytes(10), keep_existing=False)
-            assert await store.usage("a") == Usage(1, 10)

@@ -7,7 +7,6 @@ import hashlib
 import logging
 import os
 import subprocess
-import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -92,17 +91,6 @@ async def test_nobody_hears_of_other_topics_or_when_no_longer_listening(url: str
         await teller.notify(TOPIC, "b")
         assert await listener.next(0.2) is None
         assert await other.next(0.01) is None
-
-
-async def test_several_listeners_of_one_topic_all_hear(url: str) -> None:
-    async with opened(url, url) as [(_, teller), (_, hearer)]:
-        with hearer.listen(TOPIC) as one, hearer.listen(TOPIC) as two:
-            for listener in (one, two):
-                await live(listener)
-            await teller.notify(TOPIC, "x")
-            for listener in (one, two):
-                while await finish(listener.next(10)) != "x":
-                    pass
 
 
 async def test_a_hundred_topics_come_and_go(url: str) -> None:
@@ -193,28 +181,6 @@ async def test_hints_that_hang_with_their_disk_hold_up_nobody_else(tmp_path: Pat
             os.close(reader)
 
 
-async def test_a_watch_that_comes_after_the_end_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    began, goes_on, opened_fds = threading.Event(), threading.Event(), []
-    watch = file._watch  # noqa: SLF001 - held up, as a slow disk does
-
-    def slow(directory: Path) -> int:
-        began.set()
-        assert goes_on.wait(20)
-        opened_fds.append(watch(directory))
-        return opened_fds[0]
-
-    monkeypatch.setattr(file, "_watch", slow)
-    notifier = FileNotifier(tmp_path)
-    async with asyncio.timeout(10), notifier.running():
-        with notifier.listen(TOPIC):
-            await until(began.is_set, "a watch on its way")
-    goes_on.set()
-    await until(lambda: bool(opened_fds), "a watch that comes late")
-    await until(lambda: not os.path.exists(f"/proc/self/fd/{opened_fds[0]}"), "a closed watch")
-
-
 async def test_a_listener_comes_back_after_its_server_was_killed() -> None:
     with redis_server() as first:
         async with opened(first.url) as [(_, notifier)]:
@@ -267,17 +233,6 @@ async def test_the_documented_access_is_enough(server: RedisServer) -> None:
             await notifier.notify(TOPIC, "x")
             while await finish(listener.next(10)) != "x":
                 pass
-
-
-async def test_a_connection_is_made_only_for_who_listens(server: RedisServer) -> None:
-    async with opened(server.url) as [(store, notifier)]:
-        await store.ping()
-        before = await asyncio.to_thread(server.num_connections)
-        await notifier.notify(TOPIC, "x")
-        assert await asyncio.to_thread(server.num_connections) == before
-        with notifier.listen(TOPIC) as listener:
-            await live(listener)
-            assert await asyncio.to_thread(server.num_connections) == before + 1
 
 
 async def test_a_server_that_is_down_is_not_taken_for_one_that_forbids(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import struct
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -15,18 +13,8 @@ from tests.latch import finish, turns, until
 from tests.storage.values import content_of, landing
 from tierkv.clock import SystemClock
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
-from tierkv.storage.redis.node import get_request, put_request, question
-from tierkv.storage.redis.pool import (
-    WRITING_BYTES,
-    ConnectionPool,
-    Dialer,
-    FixedAddress,
-    Login,
-    finished,
-)
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import parse_redis_url
-from tierkv.storage.redis.wire import Address, TransferTimeout, Unanswered, WireRequest, WireStats
 
 LONG = 3 << 19
 SHORT = 16 << 10
@@ -159,9 +147,6 @@ async def test_what_ended_with_its_connection_is_in_nobodys_way() -> None:
         assert outcome.status is PutStatus.STORED
 
 
-# How many long values are on their way at a time, and over which connections
-
-
 def puts(num_bytes: int, names: Sequence[str] = FIVE) -> list[PutItem]:
     return [PutItem(name, (content_of(name, num_bytes),)) for name in names]
 
@@ -187,35 +172,6 @@ async def test_two_long_values_at_a_time_are_sent_over_one_connection_and_the_ot
             slow.answer(b"+OK\r\n")
         assert {outcome.status for outcome in await putting} == {PutStatus.STORED}
         assert len(carried_by) == 1
-
-
-async def test_a_value_is_made_complete_when_it_is_sent_and_the_next_one_meanwhile() -> None:
-    """So its bytes are in the processor's cache when the kernel copies them, and to make the next
-    one's checksum takes no time in which the server could work."""
-    names = [f"t:f:{index:02}:0" for index in range(8)]
-    completed: list[str] = []
-    items = []
-    for name in names:
-        header = bytearray(16)
-
-        def complete(name: str = name, header: bytearray = header) -> None:
-            header[:] = content_of(f"{name} head", 16)
-            completed.append(name)
-
-        items.append(PutItem(name, (header, content_of(name, HALF_MIB)), complete=complete))
-    async with slow_server(connections=1) as (slow, store), asyncio.TaskGroup() as group:
-        assert store.capabilities.sends_from_loop
-        putting = group.create_task(store.put(items))
-        for index, name in enumerate(names):
-            on_their_way = min(2, len(names) - index)
-            _, key, value, _ = await slow.next_of(on_their_way)
-            expected = content_of(f"{name} head", 16) + content_of(name, HALF_MIB)
-            assert (key, value) == (name.encode(), expected)
-            ahead = 1 if index else 0  # none before the first answer
-            assert len(completed) == min(index + on_their_way + ahead, len(names))
-            slow.answer(b"+OK\r\n")
-        assert {outcome.status for outcome in await putting} == {PutStatus.STORED}
-    assert completed == names, "once each, in order"
 
 
 async def test_all_that_the_only_connection_carried_is_sent_again_when_it_is_lost() -> None:
@@ -247,143 +203,3 @@ async def test_a_cancel_is_raised_when_none_of_two_values_is_on_its_way_any_more
         await finish(asyncio.wait([putting]))
         assert putting.cancelled()
         assert not slow.heard, "what had not been sent is not begun"
-
-
-# What is begun at once, and what when connections are lost
-
-
-@dataclass
-class Lanes:
-    """Connections to a slow server, and what has been sent over them."""
-
-    slow: SlowServer
-    lanes: ConnectionPool
-    stats: WireStats
-
-    async def open(self) -> None:
-        """All of them."""
-        self.slow.is_empty = True
-        many = 2 * self.lanes.num_connections
-        while self.stats.connections < self.lanes.num_connections:
-            await self.lanes.ask([question("PING") for _ in range(many)])
-        self.slow.is_empty = False
-
-    def begin(self, requests: Sequence[WireRequest]) -> int:
-        """Bytes that were sent before it returned."""
-        before = self.stats.sent_bytes
-        self.lanes.begin(requests)
-        return self.stats.sent_bytes - before
-
-    async def answer_all(self, count: int, reply: bytes) -> None:
-        for _ in range(count):
-            await until(lambda: bool(self.slow.heard))
-            self.slow.answer(reply)
-
-
-@asynccontextmanager
-async def lanes_to(
-    host: str, connections: int, *, writes: bool, password: str | None = None
-) -> AsyncIterator[Lanes]:
-    slow, stats = SlowServer(), WireStats()
-    async with await asyncio.start_server(slow.serve, host, 0) as server:
-        where = FixedAddress(Address(host, server.sockets[0].getsockname()[1]))
-        login = Login(password=password)
-        dialer = Dialer(where, login, None, 5.0, TransferTimeout(30.0, 1e6), stats)
-        if writes:
-            dialer = replace(
-                dialer, home_bytes=WRITING_BYTES, away_bytes=connections * WRITING_BYTES
-            )
-        lanes = ConnectionPool(
-            dialer, num_connections=connections, max_waiting=99, url="redis://slow"
-        )
-        async with lanes.running(), asyncio.timeout(60):
-            yield Lanes(slow, lanes, stats)
-
-
-def put(name: str, num_bytes: int) -> WireRequest:
-    return put_request(PutItem(name, (content_of(name, num_bytes),)))
-
-
-def get(name: str, num_bytes: int) -> WireRequest:
-    return get_request(landing(name, num_bytes)[0])
-
-
-async def test_what_waits_for_a_login_ends_when_the_store_is_left() -> None:
-    async with lanes_to(HOME, 1, writes=False, password="secret") as to:
-        requests = to.lanes.begin([get(NAMES[0], SHORT)])
-        assert (await to.slow.next_of(1))[0] == b"AUTH"
-    [outcome] = await finish(finished(requests))
-    assert isinstance(outcome, Unanswered)
-
-
-async def test_a_connection_that_is_not_logged_in_is_asked_for_nothing() -> None:
-    async with lanes_to(HOME, 1, writes=False, password="secret") as to:
-        first, second = get(NAMES[0], SHORT), get(NAMES[1], SHORT)
-        assert to.begin([first]) == 0, "there is none"
-        await to.slow.next_of(1)
-        assert to.begin([second]) == 0
-        assert (await to.slow.next_of(1))[0] == b"AUTH"
-        to.slow.answer(b"+OK\r\n")
-        await to.slow.next_of(2)
-        await to.answer_all(2, b"$-1\r\n")
-        await finish(finished([first, second]))
-
-
-@dataclass
-class Resetting:
-    """Answers PING, and resets all connections at once when told to, as a firewall does."""
-
-    connections: list[socket.socket] = field(default_factory=list)
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
-
-    async def accept(self, listener: socket.socket) -> None:
-        while True:
-            connection, _ = await asyncio.get_running_loop().sock_accept(listener)
-            self.connections.append(connection)
-            self.tasks.append(asyncio.create_task(self._serve(connection)))
-
-    async def _serve(self, connection: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while said := await loop.sock_recv(connection, 65_536):
-            await loop.sock_sendall(connection, b"+PONG\r\n" * said.count(b"PING"))
-
-    async def stop(self) -> None:
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-        self.tasks.clear()
-
-    def reset(self) -> None:
-        for connection in self.connections:
-            linger = struct.pack("ii", 1, 0)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-            connection.close()
-        self.connections.clear()
-
-
-@pytest.mark.parametrize("connections", [1, 4])
-async def test_what_is_begun_on_connections_that_are_all_reset_goes_over_new_ones(
-    connections: int,
-) -> None:
-    """And the loop has heard of none of them yet."""
-    server = Resetting()
-    with socket.create_server((HOME, 0)) as listener:
-        listener.setblocking(False)
-        accepting = asyncio.create_task(server.accept(listener))
-        where, stats = FixedAddress(Address(HOME, listener.getsockname()[1])), WireStats()
-        dialer = Dialer(where, Login(), None, 5.0, TransferTimeout(30.0, 1e6), stats)
-        lanes = ConnectionPool(
-            dialer, num_connections=connections, max_waiting=999, url="redis://x"
-        )
-        async with asyncio.timeout(60), lanes.running():
-            while stats.connections < connections:
-                await lanes.ask([question("PING") for _ in range(2 * connections)])
-            await server.stop()
-            requests = [question("PING") for _ in range(2 * connections)]
-            server.reset()
-            lanes.begin(requests)
-            assert await finished(requests) == [[b"PONG"]] * len(requests)
-        accepting.cancel()
-        await asyncio.wait([accepting])
-        await server.stop()
-        server.reset()
