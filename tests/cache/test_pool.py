@@ -14,6 +14,7 @@ from tierkv.errors import OutOfBlocksError, OwnershipError
 CAPACITY = 9
 
 
+@pytest.mark.promise("A pool refuses a double release, and a refused allocation takes nothing.")
 class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -92,9 +93,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert (stats.capacity, stats.used) == (CAPACITY, len(self.taken))
 
 
-@pytest.mark.promise("A pool refuses a double release, and a refused allocation takes nothing.")
-class TestPool(PoolMachine.TestCase):
-    settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+TestPoolMachine = PoolMachine.TestCase
 
 
 def test_findings_tell_of_lost_shared_and_invented_blocks() -> None:

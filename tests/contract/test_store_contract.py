@@ -443,7 +443,7 @@ async def test_bad_names_are_refused_before_the_store_is_asked(ground: Ground) -
         for make in (partial(PutItem, name, (b"x",)), partial(GetItem, name, ())):
             with pytest.raises(BadRequestError):
                 make()
-        asks = [
+        asks: list[Coroutine[object, object, object]] = [
             store.get(name, max_bytes=1),
             store.exists(["good", name]),
             store.delete(["good", name]),

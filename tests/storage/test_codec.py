@@ -180,8 +180,8 @@ def test_a_header_that_is_made_later_is_the_same_and_made_once(num_bytes: int) -
     assert not any(later.content)
     payload[-1] = 7
     later()
-    assert later.content == encode(payload)
+    assert later.content == encode(bytes(payload))
     payload[-1] = 8  # it is somebody else's when the value has been sent
     later()
     payload[-1] = 7
-    assert later.content == encode(payload)
+    assert later.content == encode(bytes(payload))
