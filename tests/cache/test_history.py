@@ -82,8 +82,8 @@ def test_what_is_told_of_a_block_has_happened_to_it_and_what_went_last_is_told(s
                 assert history.find(gone[0], block) == event
         for other in (random_prompt(rng, prompts), rng.choice(prompts)):
             for block in range(other.num_blocks):
-                event = history.find(other, block)
-                assert event is None or event.at in happened[name(other, block)]
+                told = history.find(other, block)
+                assert told is None or told.at in happened[name(other, block)]
 
 
 def test_of_runs_whose_tokens_are_forgotten_the_first_block_is_remembered() -> None:
