@@ -22,9 +22,17 @@ async def begin_request(
     max_new_tokens: int,
     uses_cache: bool = True,
     priority: int = 0,
+    session_id: str = "",
 ) -> Request:
     """Admit a request with everything that is cached of `prompt`; see Session.admit."""
-    spec = RequestSpec(request_id, prompt, max_new_tokens, uses_cache=uses_cache, priority=priority)
+    spec = RequestSpec(
+        request_id,
+        prompt,
+        max_new_tokens,
+        uses_cache=uses_cache,
+        priority=priority,
+        session_id=session_id,
+    )
     return await Session(service, spec).admit()
 
 

@@ -85,7 +85,13 @@ class World:
         return [names.name(key) for key in self.keys(tokens)]
 
     async def admit(
-        self, tokens: Sequence[int], *, name: str = "", new: int = 0, uses_cache: bool = True
+        self,
+        tokens: Sequence[int],
+        *,
+        name: str = "",
+        new: int = 0,
+        uses_cache: bool = True,
+        session_id: str = "",
     ) -> Request:
         self.num_requests += 1
         return await finish(
@@ -95,6 +101,7 @@ class World:
                 self.prompt(tokens),
                 max_new_tokens=new,
                 uses_cache=uses_cache,
+                session_id=session_id,
             )
         )
 

@@ -191,6 +191,7 @@ class GenerateRequest:
         stops: texts that end the answer and are not part of its text; none may be empty.
         num_logprobs: number of most likely tokens with wanted log probabilities, beside the chosen
             token; None for no log probabilities.
+        session_id: session that the request is a turn of; "" without one.
 
     Raises:
         BadRequestError: `tokens` are not packed tokens, or `max_tokens` is below 1.
@@ -208,6 +209,7 @@ class GenerateRequest:
     min_tokens: int = 0
     stops: tuple[str, ...] = ()
     num_logprobs: int | None = None
+    session_id: str = ""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:

@@ -391,6 +391,7 @@ class SessionEngine(ABC):
             room,
             needs_logits=needs_logits,
             uses_cache=job.uses_cache,
+            session_id=job.session_id,
         )
         session = Session(self._service, spec)
         return ModelRun(session, job, time.monotonic(), self._tokenizer)

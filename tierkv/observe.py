@@ -88,6 +88,7 @@ class Timeline:
         matched, missed, missed_since: see `Request`.
         new_tokens: number of generated tokens that were committed.
         problem: the reason why the request was refused; "" if it was not.
+        session_id: the session that the request is a turn of; "" without one.
     """
 
     number: int
@@ -102,6 +103,7 @@ class Timeline:
     missed_since: HistoryEvent | None = None
     new_tokens: int = 0
     problem: str = ""
+    session_id: str = ""
 
 
 class Timelines:
@@ -131,7 +133,14 @@ class Timelines:
         """Add the record of a new request, and return it."""
         prompt = spec.prompt
         self._num_begun += 1
-        one = Timeline(self._num_begun, spec.request_id, prompt.space, prompt.num_tokens, prompt)
+        one = Timeline(
+            self._num_begun,
+            spec.request_id,
+            prompt.space,
+            prompt.num_tokens,
+            prompt,
+            session_id=spec.session_id,
+        )
         self._kept.append(one)
         self._with_prompt.append(one)
         self._num_bytes += len(prompt.tokens)

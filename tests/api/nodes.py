@@ -15,6 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 import aiohttp
+from msgspec.structs import replace
 
 from tests.faulty import FaultyStore
 from tests.latch import CopyLatch, until
@@ -30,6 +31,7 @@ from tierkv.http.callers import ticket_name
 from tierkv.http.problems import PASSING_REASONS
 from tierkv.http.server import bind
 from tierkv.sched.settings import CacheSettings
+from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
 Json = dict[str, Any]
@@ -144,11 +146,19 @@ async def holding(node: Node, tokens: Sequence[int]) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def here(role: Role = Role.BOTH, *, store: Any = None, **options: Any) -> AsyncIterator[Here]:
+async def here(
+    role: Role = Role.BOTH,
+    *,
+    store: Any = None,
+    fetch_policy: FetchPolicy | None = None,
+    **options: Any,
+) -> AsyncIterator[Here]:
     """A running node that answers on a port of its own. options: of its table `node`."""
     latch = CopyLatch()
     faulty = FaultyStore(store or MemoryStore(MemorySettings(), SystemClock()))
     chosen = settings(role, **options)
+    if fetch_policy is not None:
+        chosen = replace(chosen, cache=replace(chosen.cache, fetch_policy=fetch_policy))
     node = Node(chosen, device=CpuDevice(before_copy=latch), store=faulty)
     async with (
         listening(node, bind(chosen.node)) as url,

@@ -53,6 +53,7 @@ class BlockStored(Event):
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
+    session_id: str | None = None
 
 
 class BlockRemoved(Event):
@@ -237,6 +238,26 @@ async def test_tokens_are_told_to_nobody_unless_asked_for(tmp_path: Path) -> Non
         assert {tuple(event.token_ids) for event in reader.stored} == {()}
 
 
+@pytest.mark.promise("A KV event names the session whose turn has computed the blocks.")
+async def test_blocks_that_a_turn_has_computed_are_published_with_its_session(
+    tmp_path: Path,
+) -> None:
+    async with (
+        world(device_blocks=16, with_store=True, host_write=THROUGH) as here,
+        publishing(tmp_path, here) as (reader, _),
+    ):
+        await here.run(tokens(8))
+        await reader.until("GPU", 2)
+        reader.stored.clear()
+        request = await here.admit(tokens(18), session_id="s")
+        await here.prefill(request, tokens(18))
+        await here.ended(request)
+        await reader.until("GPU", 4)
+        await reader.until("CPU", 4)
+        seen = {(event.medium, event.session_id) for event in reader.stored}
+        assert seen == {("GPU", "s"), ("CPU", None)}
+
+
 async def test_the_older_form_has_fields_in_order_and_numbers_for_keys(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/events"
     told: list[list[Any]] = []
@@ -250,7 +271,9 @@ async def test_the_older_form_has_fields_in_order_and_numbers_for_keys(tmp_path:
                 await here.service.forget()
                 await asyncio.sleep(0.01)
             told += msgspec.msgpack.decode((await hearing)[2])[1]
-            await here.run(tokens(8))
+            request = await here.admit(tokens(8), session_id="s")  # the form has no such field
+            await here.prefill(request, tokens(8))
+            await here.ended(request)
             while not any(event[0] == "BlockStored" for event in told):
                 told += msgspec.msgpack.decode((await finish(reader.socket.recv_multipart()))[2])[1]
         while ["AllBlocksCleared"] not in told:

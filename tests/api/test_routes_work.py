@@ -11,10 +11,9 @@ import msgpack
 import numpy as np
 import pytest
 
-from tests.api.nodes import Client, here
+from tests.api.nodes import here
 from tests.e2e.exact import text, truth
 from tests.latch import until
-from tierkv.api import pins
 from tierkv.api.settings import Role
 from tierkv.clock import SystemClock
 from tierkv.engine import Sampling
@@ -53,53 +52,6 @@ async def test_sampling_is_what_the_body_says() -> None:
         answer = await on.client.post("/v1/generate", BODY | sampling)
         expected = truth(PROMPT, 8, Sampling(temperature=0.9, seed=2**64 - 1, top_k=40))
         assert answer.body["tokens"] == list(expected.tokens)
-
-
-async def ask_others(client: Client) -> None:
-    """Ask for other prompts, more than the device and the host have room for."""
-    for seed in range(30):
-        answer = await client.post("/v1/generate", {"tokens": [seed + 1] * 100, "max_tokens": 1})
-        assert answer.status == 200
-
-
-async def num_found(client: Client, tokens: list[int]) -> int:
-    found = await client.post("/v1/lookup", {"tokens": tokens})
-    return int(found.body["host_tokens"] + found.body["device_tokens"])
-
-
-@pytest.mark.promise("A node evicts a session's last turn after all other blocks, until its end.")
-@pytest.mark.parametrize("place", ["field", "header"])
-async def test_a_turn_of_a_session_is_evicted_after_all_other_blocks(place: str) -> None:
-    field = {"session_id": "s"} if place == "field" else {}
-    headers = {"X-Session-ID": "s"} if place == "header" else {}
-    async with here() as on:
-        body = BODY | field
-        turn = await on.client.ask("POST", "/v1/generate", json=body, headers=headers)
-        other = await on.client.post("/v1/generate", {"tokens": [99] * 100, "max_tokens": 1})
-        assert turn.status == other.status == 200
-        kept = (await on.client.get("/v1/pins/s")).body
-        assert (kept["soft"], kept["num_tokens"], kept["prompt_tokens"]) == (True, 96, 108)
-        assert 0 < kept["expires_in_s"] <= 300
-        await ask_others(on.client)
-        whole = [*PROMPT, *turn.body["tokens"]]
-        assert await num_found(on.client, whole) >= 96
-        assert await num_found(on.client, [99] * 100) == 0
-        assert (await on.client.ask("DELETE", "/v1/pins/s")).status == 200
-        await ask_others(on.client)
-        assert await num_found(on.client, whole) == 0
-        await on.settle()
-
-
-async def test_a_session_that_cannot_be_kept_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pins, "MOST_PINS", 1)
-    async with here() as on:
-        for session in ("a", "b"):
-            answer = await on.client.post("/v1/generate", BODY | {"session_id": session})
-            assert answer.status == 200
-        assert (await on.client.get("/v1/pins/a")).status == 200
-        assert (await on.client.get("/v1/pins/b")).status == 404
-        refused = await on.client.post("/v1/generate", BODY | {"session_id": "a b"})
-        assert (refused.status, refused.code) == (422, "invalid_body")
 
 
 async def test_a_stop_text_ends_an_answer_and_is_no_part_of_its_text() -> None:

@@ -83,7 +83,7 @@ def use(body: object) -> None:
     if isinstance(body, CompletionBody | ChatBody):
         body.stops()
         prompts = body.prompts(most_prompts=ENOUGH, most_tokens=1000)
-        for job in body.jobs(prompts, "id", None):
+        for job in body.jobs(prompts, "id", None, None):
             tokens = job.prompt  # the relay asks a node for those of a text or a chat
             if isinstance(tokens, str):
                 tokens = SPEC.tokenizer.encode(tokens)

@@ -47,6 +47,33 @@ async def test_a_stream_brings_usage_if_asked_for() -> None:
         assert asked.usage["total_tokens"] == len(PROMPT) + 8
 
 
+@pytest.mark.promise("The gateway gives a session's id and a router's hints to the nodes.")
+@pytest.mark.parametrize("place", ["field", "header"])
+async def test_nodes_get_the_session_and_the_hints_of_a_request(place: str) -> None:
+    action = {"action_id": "a", "action_type": "kv.drop", "action_version": "9"}
+    hints = {"protocol_version": "0.7", "message_id": "m", "actions": [action]}
+    field = {"session_id": "s"} if place == "field" else {}
+    headers = {"X-Session-ID": "s"} if place == "header" else {}
+    async with stage(prefill=1, decode=1) as on:
+        asked = await on.caller.ask({"prompt": PROMPT, "kv_hints": hints, **field}, **headers)
+        assert asked.text == text_of(answer_to(PROMPT.encode(), 8))
+        await on.caller.ask({"prompt": PROMPT, "seed": 1})
+        for [node] in (on.prefill, on.decode):
+            (_, first, _), (_, second, _) = node.calls
+            assert (first["session_id"], first["kv_hints"]) == ("s", hints)
+            assert "session_id" not in second
+            assert "kv_hints" not in second
+
+
+async def test_a_session_id_that_is_no_id_is_refused_before_a_node_works() -> None:
+    async with stage() as on:
+        for field, headers in (({"session_id": "a b"}, {}), ({}, {"X-Session-ID": "."})):
+            asked = await on.caller.ask({"prompt": PROMPT, **field}, **headers)
+            assert asked.status == 422
+            assert "session_id must have 1 to 256 visible ASCII" in asked.body["detail"]
+        assert not any(node.calls for node in (*on.prefill, *on.decode))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_text_ends_the_answer_and_the_nodes_work(stream: bool) -> None:
     whole = text_of(answer_to(PROMPT.encode(), 900))

@@ -210,6 +210,25 @@ def test_it_shows_what_metrics_say_without_a_complaint_or_a_request_to_others(
     assert {urlsplit(url).netloc for url in page.asked} == {here}
 
 
+@pytest.mark.promise("The live page shows sessions, hints, and each request's session.")
+def test_it_shows_sessions_and_hints(tmp_path: Path, opened: Callable[..., Opened]) -> None:
+    with served(tmp_path, "--port", "0") as node:
+        page = opened(node.url)
+        page.live()
+        page.has("none so far")
+        action = {"action_id": "a", "action_type": "kv.fetch", "action_version": "1.0"}
+        hints = {"protocol_version": "0.1", "message_id": "m", "actions": [action]}
+        session = "<img/src=x>"
+        for turn in range(2):
+            body = {"prompt": "Once upon a time", "max_tokens": 2, "request_id": f"turn{turn}"}
+            node.ask("/v1/generate", body | {"session_id": session, "kv_hints": hints})
+        page.has("1 kept, 2 turns since the start · hints: 2 followed, 0 ignored")
+        page.page.click("button.request:has-text('turn1')")
+        page.has(f"Turn of session {session}")
+        assert page.page.query_selector("main img") is None
+        assert page.complaints == []
+
+
 def test_a_request_is_explained_on_a_click_and_names_from_outside_stay_text(
     node: Served, opened: Callable[..., Opened]
 ) -> None:

@@ -73,6 +73,7 @@ from tierkv.embed.host_side import EngineCacheSettings
 from tierkv.errors import ConfigError, DeviceFailedError, TierKVError, TransferError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import Device, Planes
+from tierkv.kv_hints import count_fetches
 from tierkv.pd.settings import HandoffSettings
 from tierkv.ranks.link import Plan, remove_left_over
 from tierkv.ranks.memory import EnginePlanes, side_by_side
@@ -132,8 +133,6 @@ _COUNTS = {
     "fetch_hints": "Hints to fetch a prompt, which were followed",
     "ignored_hints": "Hints of unknown protocols, actions or versions",
 }
-# The protocol of hints, and the one action that is followed, with its version.
-_HINTS, _FETCH = "0.1", ("kv.fetch", "1.0")
 _ROLE = "kv"  # of a layer's plane
 _STATE_ROLE = "state"
 TICKET = "tierkv_ticket"  # among a request's kv_transfer_params
@@ -733,18 +732,14 @@ class _SchedulerSide:
         hints = request.kv_hints
         if hints is None:
             return False
-        is_known = hints.protocol_version == _HINTS
-        known = [
-            one for one in hints.actions
-            if is_known and (one.action_type, one.action_version) == _FETCH
-        ]  # fmt: skip
+        num_fetches = count_fetches(hints)
         for name, count in (
-            ("fetch_hints", len(known)),
-            ("ignored_hints", len(hints.actions) - len(known)),
+            ("fetch_hints", num_fetches),
+            ("ignored_hints", len(hints.actions) - num_fetches),
         ):
             if count:
                 self._counts[name] += count
-        return bool(known)
+        return num_fetches > 0
 
     def find(self, request: Request, num_computed: int) -> int | None:
         """Return the number of tokens that can be loaded beyond those that vLLM has.

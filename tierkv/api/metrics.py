@@ -196,6 +196,7 @@ class NodeCollector(Collector):
         yield from _requests(stats)
         yield from _engine(node)
         yield from _callers(node)
+        yield from _sessions(node)
         yield from _handoffs(stats)
         yield from _estimates(node)
         yield from storage(stats)
@@ -340,6 +341,28 @@ def _callers(node: Node) -> Iterator[Metric]:
         "Calls that were answered with the result of an earlier call of the same id",
         ("kind",),
         {("answer",): node.answers.num_repeats},
+    )
+
+
+def _sessions(node: Node) -> Iterator[Metric]:
+    pins, hints = node.pins, node.hints
+    yield gauge(
+        "tierkv_sessions",
+        "Sessions whose last turn is evicted after all other blocks",
+        (),
+        {(): pins.count_sessions()},
+    )
+    yield counter(
+        "tierkv_session_turns",
+        "Answered turns of sessions, kept for the next turn or not",
+        ("outcome",),
+        {("kept",): pins.num_kept_turns, ("not_kept",): pins.num_other_turns},
+    )
+    yield counter(
+        "tierkv_kv_hints",
+        "Actions of routers' hints, followed or ignored as unknown",
+        ("outcome",),
+        {("followed",): hints.num_followed, ("ignored",): hints.num_ignored},
     )
 
 

@@ -33,6 +33,7 @@ from tierkv.http.live import LiveFeed
 from tierkv.http.problems import NoEngineError, NotReadyError
 from tierkv.http.process import CallUnderWay, Heartbeat, Working
 from tierkv.http.route import in_path
+from tierkv.kv_hints import HintCounts
 from tierkv.ranks.memory import SharedCpuDevice
 from tierkv.ranks.ranked import RankedDevice
 from tierkv.sched.explain import Explanation, Miss
@@ -99,6 +100,7 @@ class Node:
         )
         self.prefetches = Prefetches(self.service)
         self.pins = PinBook(self.service, lambda: asyncio.get_running_loop().time())
+        self.hints = HintCounts()
         self.answers: Once[GenerateAnswer] = Once(
             most=_MOST_ANSWERS,
             ttl_s=_ANSWERS_TTL_S,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 from tierkv.api.idempotency import Key
@@ -39,12 +39,20 @@ class PinBook:
     Args:
         service: The service whose blocks are pinned.
         now: A monotonic clock, in seconds.
+
+    Attributes:
+        num_kept_turns: Number of turns of sessions that were kept.
+        num_other_turns: Number of turns of sessions that were not kept.
     """
 
     def __init__(self, service: Service, now: Callable[[], float]) -> None:
         self._service = service
         self._now = now
         self._pins: dict[str, dict[str, Pin]] = {}
+        # In the order of their ends, since all turns of a node are kept for the same time.
+        self._sessions: OrderedDict[Key, Pin] = OrderedDict()
+        self.num_kept_turns = 0
+        self.num_other_turns = 0
 
     def put(self, key: Key, prompt: Prompt, ttl_s: float, *, is_soft: bool) -> Pin:
         """Pin the cached blocks of `prompt`, in place of a pin with the same key.
@@ -67,6 +75,7 @@ class PinBook:
         num_blocks = self._service.pin(_name(key), prompt, ttl_s, is_soft=is_soft)
         pin = Pin(pin_id, num_blocks, prompt.num_tokens, is_soft, self._now() + ttl_s)
         pins[pin_id] = pin
+        self._sessions.pop(key, None)
         return pin
 
     def keep_turn(self, key: Key, prompt: Prompt, ttl_s: float) -> None:
@@ -79,9 +88,26 @@ class PinBook:
             prompt: Prompt and answer of the turn.
             ttl_s: Seconds to keep the turn; 0 to keep nothing.
         """
-        if ttl_s > 0:
-            with suppress(TooManyError):
-                self.put(key, prompt, ttl_s, is_soft=True)
+        try:
+            if ttl_s > 0:
+                self._sessions[key] = self.put(key, prompt, ttl_s, is_soft=True)
+                self.num_kept_turns += 1
+                return
+        except TooManyError:
+            pass
+        self.num_other_turns += 1
+
+    def count_sessions(self) -> int:
+        """Return the number of sessions whose last turn is kept, and forget those that ended."""
+        now = self._now()
+        while self._sessions:
+            (tenant, pin_id), pin = next(iter(self._sessions.items()))
+            if pin.ends_at > now:
+                break
+            del self._sessions[tenant, pin_id]
+            if self._pins[tenant].get(pin_id) is pin:
+                del self._pins[tenant][pin_id]
+        return len(self._sessions)
 
     def get(self, key: Key) -> Pin:
         """Return the pin of `key`.
@@ -102,6 +128,7 @@ class PinBook:
         """
         pin = self.get(key)
         del self._pins[key[0]][key[1]]
+        self._sessions.pop(key, None)
         self._service.unpin(_name(key))
         return pin
 

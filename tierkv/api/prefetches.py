@@ -19,6 +19,7 @@ from tierkv.tasks import task_group
 MOST_RUNNING = 256
 MOST_DONE = 4096
 DONE_TTL_S = 300.0
+_NOT_ASKED = "kv_hints has no action kv.fetch 1.0 of protocol 0.1"
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +68,13 @@ class Prefetches:
                     self._cancel(prefetch)
 
     async def begin(
-        self, key: Key, content: bytes, prompt: Prompt, *, deadline_s: float
+        self,
+        key: Key,
+        content: bytes,
+        prompt: Prompt,
+        *,
+        deadline_s: float,
+        is_asked: bool = True,
     ) -> Prefetch:
         """Start a prefetch, or return the one that an earlier call with this key started.
 
@@ -76,29 +83,38 @@ class Prefetches:
             content: A digest of the call's content; see `Once.call`.
             prompt: The prompt to fetch.
             deadline_s: Seconds that the prefetch may take.
+            is_asked: False fetches nothing, because no hint of the call is to fetch.
 
         Raises:
             StoreUnavailableError: The node has no storage tier.
             TooManyError: `MOST_RUNNING` prefetches are running.
             DuplicateRequestError: The key was used for other content.
         """
-        async with self._once.call(key, content) as call:
+        async with self._once.call(key, content, stays_open=is_asked) as call:
             if call.made is None:
-                if self._service.tiers.copies.storage is None:
-                    raise StoreUnavailableError("this node has no storage tier: set storage.url")
-                if len(self._running) >= MOST_RUNNING:
-                    raise TooManyError(
-                        f"{MOST_RUNNING} prefetches are running, the maximum: wait for the end "
-                        "of one"
+                call.made = (
+                    self._start(key, prompt, deadline_s)
+                    if is_asked
+                    else Prefetch(
+                        key, prompt.num_tokens, state=PrefetchState.PARTIAL, problem=_NOT_ASKED
                     )
-                prefetch = Prefetch(key, prompt.num_tokens)
-                self._running.add(prefetch)
-                assert self._tasks is not None, "prefetches are running"
-                prefetch.task = self._tasks.create_task(
-                    self._run(prefetch, prompt, deadline_s), name="tierkv-prefetch"
                 )
-                call.made = prefetch
         return call.made
+
+    def _start(self, key: Key, prompt: Prompt, deadline_s: float) -> Prefetch:
+        if self._service.tiers.copies.storage is None:
+            raise StoreUnavailableError("this node has no storage tier: set storage.url")
+        if len(self._running) >= MOST_RUNNING:
+            raise TooManyError(
+                f"{MOST_RUNNING} prefetches are running, the maximum: wait for the end of one"
+            )
+        prefetch = Prefetch(key, prompt.num_tokens)
+        self._running.add(prefetch)
+        assert self._tasks is not None, "prefetches are running"
+        prefetch.task = self._tasks.create_task(
+            self._run(prefetch, prompt, deadline_s), name="tierkv-prefetch"
+        )
+        return prefetch
 
     def find(self, key: Key) -> Prefetch:
         """Return the prefetch of `key`.

@@ -76,7 +76,11 @@ class PrefetchRoutes(Routes):
             if not prompt.num_tokens:
                 raise BadRequestError("the prompt is empty: give at least one token")
             prefetch = await self._node.prefetches.begin(
-                key, content_of(body, prompt.tokens), prompt, deadline_s=body.deadline_s
+                key,
+                content_of(body, prompt.tokens),
+                prompt,
+                deadline_s=body.deadline_s,
+                is_asked=body.kv_hints is None or self._node.hints.note(body.kv_hints),
             )
         response = bodies.answer(request, _prefetched(prefetch), status=HTTPStatus.ACCEPTED)
         response.headers["Location"] = f"/v1/prefetches/{quote(prefetch.key[1], safe='')}"

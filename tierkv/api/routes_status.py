@@ -291,6 +291,7 @@ _FIGURES = frozenset(
         *("computed_tokens", "generated_tokens", "decisions", "transfer_bytes", "evictions"),
         *("forgotten_blocks", "skipped_offloads", "failed_transfers", "storage_errors"),
         *("integrity_failures", "handoffs", "estimated_seconds"),
+        *("sessions", "session_turns", "kv_hints"),
     )
 )
 _MOST_DIGITS = 18  # of a request's number; Python refuses numbers of thousands of digits
@@ -483,4 +484,5 @@ def _request(one: Timeline, wall: float) -> dict[str, object]:
         else {"tier": since.tier, "s": round(began - since.at, 3), "detail": since.detail},
         "new": one.new_tokens,
         "problem": one.problem,
+        "session": one.session_id,
     }

@@ -39,8 +39,6 @@ from tierkv.http.route import Disconnect, Route
 from tierkv.tasks import task_group
 from tierkv.tokenizers import AnswerDecoder, Tokenizer
 
-_SESSION_HEADER = "X-Session-ID"  # as vLLM names it
-
 
 class TokensEvent(msgspec.Struct, frozen=True):
     """The next tokens of a stream.
@@ -374,21 +372,15 @@ class WorkRoutes(Routes):
         job = job_of(body, spec, request_name, prompt, max_tokens, uses_cache=uses_cache)
         if isinstance(body, GenerateBody):
             job = replace(job, answered_tokens=body.answered_tokens)
-        plain = msgspec.structs.replace(body, stream=False, session_id=None)
+        plain = msgspec.structs.replace(body, stream=False, session_id=None, kv_hints=None)
         content = content_of(plain, prompt.tokens)
-        tenant, session_id = principal_of(request).tenant, self._session_id(request, body)
+        tenant = principal_of(request).tenant
+        session_id = bodies.session_of(request, body.session_id)
+        if session_id is not None:
+            job = replace(job, session_id=session_id)
+        if body.kv_hints is not None:
+            self._node.hints.note(body.kv_hints)
         return _Asked(operation, request_id, tenant, content, job, prompt, session_id)
-
-    def _session_id(self, request: web.BaseRequest, body: SamplingBody) -> str | None:
-        """Return the session's id from the body or from X-Session-ID; None without both.
-
-        Raises:
-            FieldError: The text is no valid id.
-        """
-        given = body.session_id
-        if given is None:
-            given = request.headers.get(_SESSION_HEADER)
-        return None if given is None else bodies.check_id(given, "session_id")
 
     def _keep_turn(self, asked: _Asked, answer: GenerateAnswer | None) -> None:
         """Keep the blocks of prompt and answer for the next turn of the session."""

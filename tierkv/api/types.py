@@ -22,6 +22,7 @@ from tierkv.engine import (
 from tierkv.errors import RequestTooLargeError
 from tierkv.http.bodies import FieldError
 from tierkv.http.problems import Problem
+from tierkv.kv_hints import KvHints
 from tierkv.observe import Lookup
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import PublishWait
@@ -182,6 +183,8 @@ class SamplingBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
             one.
         session_id: Session (conversation) that the request is a turn of; its blocks are evicted
             last for a time.
+        kv_hints: Hints of a router. A hint to fetch the prompt changes nothing here, since the
+            node asks storage for each prompt as it arrives.
         stream: True to send tokens as server-sent events as soon as they are computed.
     """
 
@@ -198,6 +201,7 @@ class SamplingBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
     logprobs: NumLogprobs | None = None
     request_id: str | None = None
     session_id: str | None = None
+    kv_hints: KvHints | None = None
     stream: bool = False
 
     def sampling(self) -> Sampling:
@@ -617,10 +621,12 @@ class PrefetchBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
     Attributes:
         request_id: Name of the prefetch; a repeated call with the same body does not fetch twice.
         deadline_s: Seconds after which the prefetch ends with the tokens that have arrived.
+        kv_hints: Hints of a router ahead of a turn; the prompt is fetched only if a hint says so.
     """
 
     request_id: str | None = None
     deadline_s: WaitSeconds = 30.0
+    kv_hints: KvHints | None = None
 
 
 class PrefetchState(Enum):

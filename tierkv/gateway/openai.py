@@ -13,6 +13,7 @@ from msgspec.structs import asdict, replace
 from tierkv.api.types import Logprobs, TokenLogprob
 from tierkv.gateway.failures import InvalidRequestError
 from tierkv.gateway.prompts import Given, Job, Prompt, read_prompts
+from tierkv.kv_hints import KvHints
 
 FinishReason = Literal["stop", "length"]
 Count = Annotated[int, msgspec.Meta(le=2**31 - 1)]  # `check` says what is wrong with a low one
@@ -51,6 +52,8 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         ignore_eos: Not a field of OpenAI; true to continue after tokens that end an answer.
         skip_special_tokens: Not a field of OpenAI; without effect, since such tokens have no text.
         n: Number of answers to each prompt; each has a seed of its own.
+        session_id: Not a field of OpenAI; the session that the request is a turn of.
+        kv_hints: Not a field of OpenAI; hints of a router, for the nodes.
     """
 
     model: str | None = None
@@ -75,6 +78,8 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     metadata: dict[str, str] | None = None
     store: bool | None = False
     service_tier: str | None = None
+    session_id: str | None = None
+    kv_hints: KvHints | None = None
 
     @property
     def most_tokens(self) -> int:
@@ -195,7 +200,11 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 )
 
     def jobs(
-        self, prompts: Sequence[Prompt], request_id: str, authorization: str | None
+        self,
+        prompts: Sequence[Prompt],
+        request_id: str,
+        authorization: str | None,
+        session_id: str | None,
     ) -> Iterator[Job]:
         """Yield a job for each answer to each prompt, prompt after prompt.
 
@@ -203,6 +212,7 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             prompts: The prompts of the body.
             request_id: Id of the request; with several jobs, each gets a number after it.
             authorization: The caller's Authorization header; None without one.
+            session_id: The session of the body or the header; None without one.
         """
         seed = secrets.randbits(_SEED_BITS) if self.seed is None else self.seed % 2**64
         every = [(prompt, choice) for prompt in prompts for choice in range(self.num_choices)]
@@ -217,6 +227,8 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 sampling=self.sampling(),
                 num_logprobs=self.num_logprobs,
                 authorization=authorization,
+                session_id=session_id,
+                kv_hints=self.kv_hints,
             )
 
 

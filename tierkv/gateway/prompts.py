@@ -12,6 +12,7 @@ from tierkv.cache.keys import TOKEN_BYTES, count, pack
 from tierkv.client.http import Body
 from tierkv.errors import BadRequestError
 from tierkv.gateway.failures import InvalidRequestError
+from tierkv.kv_hints import KvHints
 from tierkv.tokenizers import Messages
 
 Prompt = str | bytes | Messages
@@ -40,6 +41,8 @@ class Job:
             forwards it.
         num_logprobs: Number of most likely tokens whose log probabilities are wanted beside the
             chosen token's; None for no log probabilities.
+        session_id: The session that the prompt is a turn of; None without one.
+        kv_hints: The hints of a router about the prompt; None without any.
     """
 
     request_id: str
@@ -51,6 +54,8 @@ class Job:
     sampling: Mapping[str, float] = field(default_factory=dict)
     authorization: str | None = None
     num_logprobs: int | None = None
+    session_id: str | None = None
+    kv_hints: KvHints | None = None
 
     @property
     def tokens(self) -> bytes:
@@ -95,6 +100,10 @@ class Job:
         }
         if self.num_logprobs is not None:
             sampling["logprobs"] = self.num_logprobs
+        if self.session_id is not None:
+            sampling["session_id"] = self.session_id
+        if self.kv_hints is not None:
+            sampling["kv_hints"] = self.kv_hints
         return self.body({**sampling, "stream": True, **fields}, after)
 
 

@@ -101,12 +101,13 @@ class CompletionRoutes:
         async with self._gateway.work():
             body = await backend.bodies.read(request, kind, take)
         stops = body.stops()
+        session_id = bodies.session_of(request, body.session_id)
         num_answers = len(prompts) * body.num_choices
         if num_answers > (most := settings.limits.max_batch):
             raise InvalidRequestError(f"at most {most} answers at once", param="n")
         backend.admission.check(num_answers)
         backend.bodies.count(request, num_bytes)
-        given = request[bodies.REQUEST_ID], request.headers.get("Authorization")
+        given = request[bodies.REQUEST_ID], request.headers.get("Authorization"), session_id
         answers = [
             PromptAnswer(job, backend, stops, min_tokens=body.min_tokens or 0)
             async for job in in_turns(body.jobs(prompts, *given))

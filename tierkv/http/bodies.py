@@ -23,6 +23,7 @@ JSON = "application/json"
 MSGPACK = "application/msgpack"
 OCTETS = "application/octet-stream"
 REQUEST_ID_HEADER = "X-Request-Id"
+SESSION_HEADER = "X-Session-ID"  # as vLLM names it
 SERVER = "tierkv"  # in every answer; aiohttp's default would show its version and Python's
 REQUEST_ID = web.RequestKey("request_id", str)
 
@@ -376,6 +377,16 @@ def check_id(text: str, field: str) -> str:
             f"{field} must have 1 to 256 visible ASCII characters, and must not be . or .."
         )
     return text
+
+
+def session_of(request: web.BaseRequest, given: str | None) -> str | None:
+    """Return the id of the request's session: `given`, or X-Session-ID; None without both.
+
+    Raises:
+        FieldError: the text is no valid id.
+    """
+    session_id = request.headers.get(SESSION_HEADER) if given is None else given
+    return None if session_id is None else check_id(session_id, "session_id")
 
 
 def name_request(request: web.BaseRequest, given: str | None) -> str:

@@ -348,7 +348,7 @@ def _parameters(row: Route) -> list[Json]:
     if row.method in _METHODS_THAT_ARE_NAMED and "request_id" in _fields(row.body):
         headers.append("Idempotency-Key")
     if "session_id" in _fields(row.body):
-        headers.append("X-Session-ID")
+        headers.append(bodies.SESSION_HEADER)
     return [*named, *asked, *({"name": name, "in": "header", "schema": _ID} for name in headers)]
 
 

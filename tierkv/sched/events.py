@@ -58,6 +58,7 @@ class CacheEvent(msgspec.Struct, frozen=True):
         external_ids: the engine's own name of each block, None for a block without one; () if no
             block has one.
         external_parent: the engine's own name of the block before them.
+        session_id: the session whose turn has computed the blocks; "" without one.
     """
 
     number: int
@@ -73,6 +74,7 @@ class CacheEvent(msgspec.Struct, frozen=True):
     group: int = 0
     external_ids: tuple[ExternalId | None, ...] = ()
     external_parent: ExternalId | None = None
+    session_id: str = ""
 
 
 class BlockRun(msgspec.Struct, frozen=True):
@@ -275,7 +277,14 @@ class CacheEvents:
                 self._below.clear()
 
     def publish(
-        self, kind: CacheEventKind, tier: str, node: TreeNode, start: int, stop: int
+        self,
+        kind: CacheEventKind,
+        tier: str,
+        node: TreeNode,
+        start: int,
+        stop: int,
+        *,
+        session_id: str = "",
     ) -> None:
         """Publish a change of path blocks [start, stop), one event for each node of the path.
 
@@ -285,11 +294,12 @@ class CacheEvents:
             node: the end of the path.
             start: index of the first block, from the start of the prompt.
             stop: index after the last block.
+            session_id: the session whose turn has computed the blocks; "" without one.
         """
         if not self._subscriptions:
             return
         for run in self.runs(node, start, stop):
-            self.publish_run(kind, tier, run)
+            self.publish_run(kind, tier, run, session_id)
 
     def runs(self, node: TreeNode, start: int, stop: int) -> list[BlockRun]:
         """Return path blocks [start, stop) as events name them, one run for each node.
@@ -432,13 +442,16 @@ class CacheEvents:
         while len(self._names) > self.most_names:
             self._names.popitem(last=False)
 
-    def event(self, kind: CacheEventKind, tier: str, run: BlockRun) -> CacheEvent:
+    def event(
+        self, kind: CacheEventKind, tier: str, run: BlockRun, session_id: str = ""
+    ) -> CacheEvent:
         """Return an event of `run`, without publishing it.
 
         Args:
             kind: the change.
             tier: "device", "host" or "storage".
             run: the blocks.
+            session_id: the session whose turn has computed the blocks; "" without one.
 
         Returns:
             The event, with the number of the last published event.
@@ -464,18 +477,22 @@ class CacheEvents:
             group=run.group,
             external_ids=names,
             external_parent=parent,
+            session_id=session_id,
         )
 
-    def publish_run(self, kind: CacheEventKind, tier: str, run: BlockRun) -> None:
+    def publish_run(
+        self, kind: CacheEventKind, tier: str, run: BlockRun, session_id: str = ""
+    ) -> None:
         """Publish one event of `run`; the blocks need not be in the index any more.
 
         Args:
             kind: the change.
             tier: "device", "host" or "storage".
             run: the blocks.
+            session_id: the session whose turn has computed the blocks; "" without one.
         """
         self._number += 1
-        event = self.event(kind, tier, run)
+        event = self.event(kind, tier, run, session_id)
         for subscription in self._subscriptions:
             subscription.put(event)
 

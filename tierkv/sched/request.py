@@ -472,6 +472,7 @@ class RequestSpec(msgspec.Struct, frozen=True):
         priority: among waiting requests, a higher one is admitted first.
         most_cached_tokens: upper limit of cached tokens to use, set after loading the rest has
             failed.
+        session_id: session that the request is a turn of, for events; "" without one.
         num_blocks: number of blocks to reserve at admission; computed.
     """
 
@@ -482,6 +483,7 @@ class RequestSpec(msgspec.Struct, frozen=True):
     uses_cache: bool = True
     priority: int = 0
     most_cached_tokens: int | None = None
+    session_id: str = ""
     num_blocks: int = 0
 
     def __post_init__(self) -> None:

@@ -434,7 +434,10 @@ class Scheduler:
         if refused:
             request.refused += tuple(first + at for at in refused if first + at < end)
         if tiers.events.has_listeners:
-            tiers.events.publish(CacheEventKind.STORED, "device", lease.node, first, end)
+            session_id = request.spec.session_id
+            tiers.events.publish(
+                CacheEventKind.STORED, "device", lease.node, first, end, session_id=session_id
+            )
         if request.promise is not None:
             self.computing.advance(request.promise, lease.node, end)
         tiers.copies.write_down(lease.node, end)
@@ -603,7 +606,10 @@ class Scheduler:
         if is_new:
             request.has_given_tail = True
             request.use.num_private -= 1
-            self.tiers.events.publish(CacheEventKind.STORED, "device", tail, at, at + 1)
+            session_id = request.spec.session_id
+            self.tiers.events.publish(
+                CacheEventKind.STORED, "device", tail, at, at + 1, session_id=session_id
+            )
             self.tiers.copies.write_down(tail, tail.end)
         return tail
 

@@ -241,7 +241,7 @@ class KvEventPublisher:
         """Return the fields of `event` in the order of the format.
 
         As in vLLM, the fields after `lora_name`, and `group_idx` of a removed block, exist only for
-        engines with several kinds of blocks.
+        engines with several kinds of blocks. Maps have `session_id`, too.
         """
         groups = self._events.groups
         group = groups[event.group] if groups else None
@@ -269,6 +269,8 @@ class KvEventPublisher:
             "medium": _MEDIUM[event.tier],
             "lora_name": self._fingerprints.get(event.space, own).adapter or None,
         }
+        if event.session_id and self._settings.form is not EventForm.ARRAY:
+            stored["session_id"] = event.session_id
         if group is None or is_plain:
             return stored
         return stored | {

@@ -212,7 +212,9 @@ function occupancy() {
     return { tier, used, bar, words, row: el("div", { class: "tier" }, el("span", {}, tier[0].toUpperCase() + tier.slice(1)), bar, words) };
   });
   const stored = el("p", { class: "quiet" });
-  const { noted } = panel("Occupancy", "", "half", ...bars.map((one) => one.row), el("div", { class: "tier" }, el("span", {}, "Storage"), stored));
+  const sessions = el("p", { class: "quiet" });
+  const { noted } = panel("Occupancy", "", "half", ...bars.map((one) => one.row), el("div", { class: "tier" }, el("span", {}, "Storage"), stored),
+    el("div", { class: "tier" }, el("span", {}, "Sessions"), sessions));
   panels.push({ draw() {
     bars.forEach(({ tier, used, bar, words }) => {
       const taken = now(`tierkv_blocks{state="used",tier="${tier}"}`), free = now(`tierkv_blocks{state="free",tier="${tier}"}`), capacity = taken + free;
@@ -224,6 +226,8 @@ function occupancy() {
       for (const [kind, of] of [["used", taken], ["free", free]]) words.dataset[kind] = of;
     });
     noted.textContent = state ? `${plural(state.block_tokens, "token")}, ${binary(state.block_bytes)} a block` : "";
+    const turns = now('tierkv_session_turns_total{outcome="kept"}') + now('tierkv_session_turns_total{outcome="not_kept"}'), hints = ["followed", "ignored"].map((outcome) => now(`tierkv_kv_hints_total{outcome="${outcome}"}`));
+    sessions.textContent = [turns ? `${count(now("tierkv_sessions"))} kept, ${plural(turns, "turn")} since the start` : "none so far", hints[0] + hints[1] ? `hints: ${count(hints[0])} followed, ${count(hints[1])} ignored` : ""].filter(Boolean).join(" · ");
     stored.textContent = state && !state.stores.length ? "none: what leaves the host is gone" : `${bytes(now(moved("storage_write")))} written, ${bytes(now(moved("storage_read")))} read since the start`;
   } });
 }
@@ -314,6 +318,7 @@ function timeline() {
     const left = one.tokens - one.found.reduce((a, b) => a + b, 0);
     if (one.at.admitted && left) lines.push(`${plural(left, "token")} computed: ${WHY[one.missed] ?? one.missed}${one.since ? ` (${one.since.tier}, ${duration(one.since.s)} before${one.since.detail ? `: ${one.since.detail}` : ""})` : ""}`);
     if (one.new) lines.push(`${plural(one.new, "token")} after the prompt`);
+    if (one.session) lines.push(`Turn of session ${one.session}`);
     if (one.problem) lines.push(`Came to nothing: ${one.problem}`);
     return el("div", {}, el("h3", {}, `Prompt of ${plural(one.tokens, "token")}`), ...lines.map((line) => el("p", {}, line)));
   }
