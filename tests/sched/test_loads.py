@@ -358,6 +358,18 @@ async def test_a_tail_whose_kernels_failed_is_not_cached(whole: int) -> None:
         assert found.device_tokens + found.host_tokens == whole
 
 
+async def test_a_tail_whose_kernels_had_failed_before_its_request_ended_is_not_cached() -> None:
+    async with world() as here:
+        request = await here.admit(tokens(10))
+        await here.prefill(request, tokens(10))
+        failed = ManualEvent()
+        failed.finish(TransferError("the kernel failed"))
+        here.service.scheduler.end(request, after=[failed])
+        await here.settle()
+        match = here.service.index.match(here.prompt(tokens(10)))
+        assert (match.num_blocks, match.partial) == (2, None), "the tail may be half written"
+
+
 @pytest.mark.parametrize("ends_first", [False, True])
 async def test_blocks_whose_kernels_failed_are_not_cached(*, ends_first: bool) -> None:
     async with world(host_write=WritePolicy.WRITE_THROUGH) as here:

@@ -82,7 +82,7 @@ async def test_blocks_whose_kernels_still_run_are_waited_for_as_well() -> None:
 @pytest.mark.parametrize("how", ["end", "preempt", "abort"])
 async def test_an_owner_that_goes_without_computing_lets_the_others_compute(how: str) -> None:
     async with world() as here:
-        slow(here)
+        slow(here, 1000.0)  # nobody waits until that is over
         owner = await here.admit(tokens(16), name="owner")
         async with asyncio.TaskGroup() as group:
             waits = await waiting(here, group, [*tokens(16), 99])

@@ -99,6 +99,26 @@ async def test_host_slots_that_a_store_reads_are_nobody_elses_though_their_block
 
 
 @simulated
+async def test_a_host_slot_that_two_writes_read_is_free_after_the_second() -> None:
+    """As when a store was attached anew while it was written to the one before."""
+    async with simulated_world(device_blocks=16, host_blocks=4) as here:
+        tiers = here.service.tiers
+        slots = tiers.eviction.acquire(Tier.HOST, 2)
+        first, second = slots.copy(), slots[:1].copy()
+        tiers.slots.begin_reading(first)
+        tiers.slots.begin_reading(second)
+        assert len(tiers.slots.free_of(Tier.HOST, slots)) == 0
+        waits = asyncio.ensure_future(tiers.work.next_change())
+        await asyncio.sleep(0)
+        tiers.slots.end_reading(first)
+        await asyncio.wait_for(waits, 1)  # for room that there may be now
+        assert here.service.stats().host.free == 3
+        assert tiers.slots.lent(Tier.HOST).tolist() == second.tolist()
+        tiers.slots.end_reading(second)
+        assert here.service.stats().host.free == 4
+
+
+@simulated
 async def test_host_slots_that_a_store_reads_are_not_counted_on_and_others_go_instead() -> None:
     rules = {"host_write": THROUGH, "storage_write": NONE}
     async with simulated_world(device_blocks=16, host_blocks=4, **rules) as here:

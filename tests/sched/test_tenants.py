@@ -192,6 +192,17 @@ async def test_within_a_quota_each_tier_evicts_by_its_own_policy(
         assert is_left == (host_eviction is EvictionKind.LFU)
 
 
+async def test_a_quota_given_with_a_fingerprint_outlasts_that_it_is_closed_for_others() -> None:
+    async with world(max_tenants=1, host_write=NONE, tenant_device_blocks=6) as here:
+        space = here.service.open_fingerprint(fingerprint(tenant="a"), quota=(3, None))
+        await run(here, "a", tokens(8))
+        await run(here, "b", tokens(8))
+        assert space not in here.service.roots(), "it is closed"
+        assert here.service.space_of_tenant("a") == space
+        assert here.service.quota_of(space) == (3, None)
+        await run(here, "a", tokens(12))
+
+
 async def test_the_quota_of_a_tenant_that_is_closed_can_be_read_and_changed() -> None:
     async with world(max_tenants=1, host_write=NONE) as here:
         space = here.service.space_of_tenant("a")
