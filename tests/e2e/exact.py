@@ -158,21 +158,8 @@ async def exact_node(
 def text(length: int, seed: int = 0) -> list[int]:
     """`length` tokens of words; another seed, another text from the first word on."""
     words = [
-        "the",
-        "quick",
-        "brown",
-        "fox",
-        "jumps",
-        "over",
-        "a",
-        "lazy",
-        "dog",
-        "while",
-        "seven",
-        "wizards",
-        "sip",
-        "black",
-        "tea",
+        *("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"),
+        *("while", "seven", "wizards", "sip", "black", "tea"),
     ]
     rng = np.random.default_rng(seed)
     prose = " ".join(words[i] for i in rng.integers(0, len(words), length))

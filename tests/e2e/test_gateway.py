@@ -285,9 +285,7 @@ async def test_nodes_killed_at_random_moments_cost_nobody_an_answer(on: Fleet) -
     assert await on.broken_attempts() - before >= 3
 
 
-async def test_with_all_nodes_gone_callers_are_told_and_with_them_back_served(
-    on: Fleet,
-) -> None:
+async def test_with_all_nodes_gone_callers_are_told_and_with_them_back_served(on: Fleet) -> None:
     for name in NAMES:
         await on.kill(name)
     answer = await on.complete(100, 1)

@@ -114,8 +114,7 @@ async def test_thousands_of_tokens_are_handed_over_exactly(
     "storage", [pytest.param("file", marks=pytest.mark.slow), "redis"], indirect=True
 )
 @pytest.mark.parametrize(
-    "delays_s",
-    [(0.02,), pytest.param((0.0, 0.01, 0.02, 0.03, 0.05, 0.08), marks=pytest.mark.slow)],
+    "delays_s", [(0.02,), pytest.param((0.0, 0.01, 0.02, 0.03, 0.05, 0.08), marks=pytest.mark.slow)]
 )
 async def test_a_decode_node_killed_in_the_middle_of_a_claim_loses_nothing(
     storage: str, delays_s: tuple[float, ...], tmp_path: Path

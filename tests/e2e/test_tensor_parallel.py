@@ -65,11 +65,7 @@ class Breaking:
 
 @asynccontextmanager
 async def split_node(
-    ranks: int,
-    store: Store | None,
-    *,
-    device_blocks: int = 64,
-    breaking: Breaking | None = None,
+    ranks: int, store: Store | None, *, device_blocks: int = 64, breaking: Breaking | None = None
 ) -> AsyncIterator[Split]:
     devices = [CpuDevice() for _ in range(ranks - 1)] + [CpuDevice(before_copy=breaking)]
     scheme = CONFIG.shards(BLOCK_SIZE)
@@ -191,13 +187,7 @@ async def test_processes_of_different_sizes_hand_over_exactly(
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         p, d = [
             await stack.enter_async_context(
-                node(
-                    role,
-                    role=role,
-                    config=config(tmp_path, n),
-                    storage=url,
-                    folder=tmp_path,
-                )
+                node(role, role=role, config=config(tmp_path, n), storage=url, folder=tmp_path)
             )
             for role, n in (("prefill", first), ("decode", second))
         ]

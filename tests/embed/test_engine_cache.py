@@ -23,11 +23,7 @@ from tierkv.cache.groups import NO_BLOCK
 from tierkv.cache.keys import Prompt, pack
 from tierkv.clock import SystemClock
 from tierkv.embed import EngineCacheSettings
-from tierkv.embed.engine_cache import (
-    EngineCache,
-    Found,
-    Polled,
-)
+from tierkv.embed.engine_cache import EngineCache, Found, Polled
 from tierkv.errors import BadRequestError, ConfigError, HandoffError, TierKVError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import Direction

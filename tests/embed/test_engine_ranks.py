@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import signal
 import socket
 import stat
@@ -449,36 +448,3 @@ def _reports(planes: WorkerPlanes) -> list[Finished]:
         assert time.monotonic() < deadline, "no report"
         os.sched_yield()
     return reports
-
-
-def test_who_cannot_be_accepted_for_want_of_a_descriptor_comes_later(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = str(tmp_path / "ranks")
-    ranks = RankSocket(path, [GQA])
-    with EngineCache(
-        Fingerprint("model", GQA),
-        [GQA],
-        host_bytes=16 * GQA.block_bytes,
-        cache=CacheSettings(block_size=BLOCK),
-        ranks=ranks,
-    ):
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        with socket.socket(socket.AF_UNIX) as stranger:
-            most = max(map(int, os.listdir("/proc/self/fd")))
-            held = [os.dup(0) for _ in range(most - len(os.listdir("/proc/self/fd")) + 2)]
-            try:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-                stranger.connect(path)
-                until(lambda: "no rank can connect" in caplog.text, "it says so")
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-                for one in held:
-                    os.close(one)
-        arrays = [np.zeros((BLOCKS, plane.block_bytes), np.uint8) for plane in GQA.planes]
-        planes = WorkerPlanes(CpuDevice(), EnginePlanes(GQA, arrays))
-        planes.connect(path)
-        until(lambda: planes.is_attached, "a rank comes")
-        assert ranks.failure is None
-        assert caplog.text.count("no rank can connect") == 1
-        planes.close()

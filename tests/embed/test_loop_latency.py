@@ -68,9 +68,7 @@ async def engine_side(redis: RedisServer) -> AsyncIterator[HostSide]:
 
 
 @pytest.mark.promise("A prompt of a million tokens blocks the loop for less than 50 ms.")
-async def test_a_cold_prompt_of_a_million_tokens_holds_up_no_short_one(
-    redis: RedisServer,
-) -> None:
+async def test_a_cold_prompt_of_a_million_tokens_holds_up_no_short_one(redis: RedisServer) -> None:
     async with engine_side(redis) as side:
         turns, both = LoopTurns(), [prompt_of(MILLION), prompt_of(500)]
         with turns.measured():

@@ -21,11 +21,10 @@ from tests.sessions import claim_request
 from tests.world import GQA, World
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt
-from tierkv.errors import ConfigError
 from tierkv.gpu import process_memory
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.process_memory import CpuSharing
-from tierkv.gpu.protocol import Direction, Ids, PeerPlanes, Planes, SharedPlane, SharedPlanes
+from tierkv.gpu.protocol import Direction, Ids, Planes, SharedPlane, SharedPlanes
 from tierkv.pd.direct import landing
 from tierkv.pd.direct.address import (
     Channel,
@@ -213,27 +212,6 @@ async def test_blocks_land_within_the_tenants_quota_beside_what_its_requests_wri
             assert not await finish(own.land(prompt, 0, shown, ids, asked))
             decode.service.scheduler.end(request)
             assert await finish(own.land(prompt, 0, shown, ids, asked))
-        await decode.settle()
-
-
-class Unreachable(CpuSharing):
-    """Planes that this machine cannot open."""
-
-    def open(self, planes: Planes, shared: SharedPlanes) -> PeerPlanes:
-        raise ConfigError("these planes are on a device without a path from here")
-
-
-async def test_planes_that_cannot_be_opened_are_not_asked_for_again() -> None:
-    async with pair() as (prefill, decode):
-        shown = ShownPlanes(CpuSharing(), lambda: prefill.service.planes).describe()
-        prompt, ids = decode.prompt(TOKENS[:16]), np.arange(4, dtype=np.int32)
-        take = decode.service.scheduler.acquire_device
-        own = Landing(decode.service.tiers, Unreachable(), HandoffStats(), take=take)
-        async with own.running():
-            assert own.can_reach(shown.place)
-            assert not await finish(own.land(prompt, 0, shown, ids, asked))
-            assert not own.can_reach(shown.place)
-        assert decode.service.index.match(prompt).num_blocks == 0
         await decode.settle()
 
 

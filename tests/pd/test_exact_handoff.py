@@ -30,21 +30,8 @@ from tierkv.storage.protocol import Store
 NEW = 4
 GREEDY, SEEDED = Sampling(), Sampling(temperature=0.9, seed=2**63, top_k=40)
 EVERY = tuple(range(1, 2 * BLOCK_SIZE + 3))
-BOUNDARIES = (
-    1,
-    15,
-    16,
-    17,
-    32,
-    33,
-    254,
-    255,
-    256,
-    257,
-    258,
-    272,
-    273,
-)  # a chunk of the prefill is 256 tokens
+# A chunk of the prefill is 256 tokens.
+BOUNDARIES = (1, 15, 16, 17, 32, 33, 254, 255, 256, 257, 258, 272, 273)
 WAYS: dict[str, dict[str, Any]] = {
     "device": {"direct": DirectPath.DEVICE},
     "memory": {"direct": DirectPath.MEMORY},
@@ -226,8 +213,7 @@ async def test_a_ticket_sampled_in_another_way_stays_for_who_may_claim_it(
 
 @pytest.mark.promise("Many hand-offs at once are exact and leave nothing.")
 @pytest.mark.parametrize(
-    "count",
-    [30, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(300)])],
+    "count", [30, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
 )
 async def test_many_hand_offs_at_once_are_exact_and_leave_nothing(
     server: RedisServer, count: int

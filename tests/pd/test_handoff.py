@@ -30,14 +30,7 @@ from tierkv.pd.tickets import Ticket
 from tierkv.sched.copies import GROUP_BLOCKS
 from tierkv.storage import codec
 from tierkv.storage.codec import HEADER_BYTES
-from tierkv.storage.protocol import (
-    GetItem,
-    GetOutcome,
-    GetStatus,
-    PutItem,
-    PutOutcome,
-    PutStatus,
-)
+from tierkv.storage.protocol import GetItem, GetOutcome, GetStatus, PutItem, PutOutcome, PutStatus
 
 # What storage does is what these tests are about; test_direct*.py is about the rest.
 # For claims of what is not there: others must not fail because a machine stood still.
@@ -45,10 +38,7 @@ SOON_S = 1.0
 
 
 async def refused(
-    decode: World,
-    prompt: list[int],
-    ticket_id: str = "ticket",
-    **options: Any,
+    decode: World, prompt: list[int], ticket_id: str = "ticket", **options: Any
 ) -> HandoffError:
     with pytest.raises(HandoffError) as error:
         await finish(

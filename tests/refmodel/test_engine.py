@@ -16,12 +16,7 @@ from tests.latch import EVERY, CopyLatch, cancelled_at, turns, until
 from tierkv.cache.keys import Names, pack
 from tierkv.clock import SystemClock
 from tierkv.engine import GenerateRequest
-from tierkv.errors import (
-    BadRequestError,
-    HandoffError,
-    RequestTooLargeError,
-    ShuttingDownError,
-)
+from tierkv.errors import BadRequestError, HandoffError, RequestTooLargeError, ShuttingDownError
 from tierkv.gpu.cpu import CallerStream, CpuDevice
 from tierkv.gpu.protocol import Direction, Event
 from tierkv.pd.claims import ClaimPolicy

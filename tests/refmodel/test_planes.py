@@ -100,16 +100,6 @@ def test_what_the_hook_raises_passes_through_and_later_layers_are_untouched() ->
         assert (run.planes[index] == 0xFF).all()
 
 
-def test_planes_may_be_rows_of_a_wider_buffer() -> None:
-    expected = PagedRun(model(), 100).feed(PROSE[:90])
-    run = PagedRun(model(), 100)
-    size = model().layout.planes[0].block_bytes
-    wide = [np.full((len(plane), 3 * size), 0xFF, np.uint8) for plane in run.planes]
-    run.planes = [buffer[:, size : 2 * size] for buffer in wide]
-    assert run.feed(PROSE[:90]).tobytes() == expected.tobytes()
-    assert all((buffer[:, :size] == 0xFF).all() for buffer in wide)
-
-
 @pytest.mark.parametrize("num_tokens", [1, 255])
 def test_generation_does_not_collapse_into_one_token(num_tokens: int) -> None:
     out = PagedRun(model(), 400).generate(PROSE[:num_tokens], 64)

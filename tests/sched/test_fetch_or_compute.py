@@ -197,9 +197,7 @@ TOKENS = list(range(40))
 
 @pytest.mark.parametrize(("seconds_per_token", "is_told"), [(0.007, False), (100.0, True)])
 async def test_only_a_store_that_is_late_is_warned_of(
-    caplog: pytest.LogCaptureFixture,
-    seconds_per_token: float,
-    is_told: bool,
+    caplog: pytest.LogCaptureFixture, seconds_per_token: float, is_told: bool
 ) -> None:
     caplog.set_level(logging.DEBUG, "tierkv.sched.fetch")
     async with world(

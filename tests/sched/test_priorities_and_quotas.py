@@ -13,10 +13,7 @@ from tests.world import World, fingerprint, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
-from tierkv.errors import (
-    OutOfBlocksError,
-    RequestTooLargeError,
-)
+from tierkv.errors import OutOfBlocksError, RequestTooLargeError
 from tierkv.sched.fair_queue import MAX_PASSED_OVER
 from tierkv.sched.request import Request
 

@@ -14,11 +14,7 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
 from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
-from tierkv.errors import (
-    DuplicateRequestError,
-    OwnershipError,
-    RequestAbortedError,
-)
+from tierkv.errors import DuplicateRequestError, OwnershipError, RequestAbortedError
 from tierkv.gpu.protocol import Direction
 from tierkv.sched.request import Request, RequestState
 from tierkv.storage.memory import MemorySettings, MemoryStore

@@ -73,21 +73,14 @@ def node(
     )
 
 
-async def answers(
-    here: World,
-    number: int,
-    whole_s: float = COMPUTE_S,
-    *,
-    tells: bool,
-    stall_s: float = 0.0,
-) -> float:
+async def answers(here: World, number: int, whole_s: float = COMPUTE_S, *, tells: bool) -> float:
     """Return the seconds until all of a prompt is committed. whole_s: of computing all of it."""
     loop, prompt = asyncio.get_running_loop(), prompt_of(number)
     began = loop.time()
     request = await here.admit(prompt)
     await request.gate.all_layers(100.0)
     rest = NUM_TOKENS - request.cached_tokens
-    compute_s = whole_s * rest / NUM_TOKENS + (stall_s if rest > 1 else 0.0)
+    compute_s = whole_s * rest / NUM_TOKENS
     await asyncio.sleep(compute_s)
     if tells and rest > 1:  # as the reference model, which does not tell of a prompt's last token
         here.service.note_prefill(rest, compute_s)
@@ -139,28 +132,6 @@ def test_an_engine_that_tells_its_speed_before_loses_next_to_nothing_from_the_fi
     assert max(took) <= SHARE_MORE * compute_s + MORE_S
     best_s = min(fetch_s, compute_s)
     assert sum(took[FIRST:]) <= (ALL - FIRST) * (SHARE_MORE * best_s + MORE_S)
-
-
-@pytest.mark.parametrize("tells", [True, False], ids=["told", "observed"])
-def test_a_node_whose_engine_was_slow_when_it_learnt_its_speed_finds_out(
-    tells: bool, stored: MemoryStore
-) -> None:
-    """All its prompts are in storage, and computing them is better, but at the first sample it was
-    slow: it compiled its kernels, say."""
-
-    async def scene() -> list[float]:
-        async with node(BEST, stored) as here:
-            here.the_store.delay_s = 0.2
-            took, num_stalled = [], 0
-            for at in range(ALL):
-                stall_s = 3.0 if not num_stalled else 0.0
-                took.append(await answers(here, at, 0.1, tells=tells, stall_s=stall_s))
-                num_stalled += took[-1] > 3.0
-            here.the_store.delay_s = 0.0
-            return took
-
-    took = simulate(scene())
-    assert sum(took[FIRST:]) <= (ALL - FIRST) * (SHARE_MORE * 0.1 + MORE_S)
 
 
 @pytest.mark.parametrize(

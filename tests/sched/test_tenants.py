@@ -12,12 +12,7 @@ from tests.world import GQA, World, fingerprint, tokens, world
 from tierkv.cache.eviction import EvictionKind, WritePolicy
 from tierkv.cache.keys import Prompt, pack
 from tierkv.cache.node import Tier
-from tierkv.errors import (
-    BadRequestError,
-    ConfigError,
-    OutOfBlocksError,
-    RequestTooLargeError,
-)
+from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError, RequestTooLargeError
 from tierkv.sched.request import Request
 
 NONE = WritePolicy.NONE

@@ -135,9 +135,7 @@ async def test_a_hint_that_cannot_be_sent_costs_its_connection_alone(
 
 
 @pytest.mark.promise("A node outlives failures of its background tasks and stores.")
-async def test_a_node_outlives_a_redis_that_stops_while_connections_are_cut(
-    tmp_path: Path,
-) -> None:
+async def test_a_node_outlives_a_redis_that_stops_while_connections_are_cut(tmp_path: Path) -> None:
     """The stop of 2 s is the fault; requests meanwhile end by themselves."""
     with redis_server() as server:
         async with redis_proxy(server.port) as proxy:
