@@ -160,7 +160,7 @@ def test_what_one_engine_saved_another_loads_from_the_host_tier_they_share(
             assert client.verify().findings == []
             assert client.readyz().status == "ok"
             with pytest.raises(RemoteError, match="no model of its own") as refused:
-                client.generate(GenerateBody(prompt="x"))
+                client.generate(GenerateBody(tokens=TOKENS))
             assert (refused.value.problem.status, refused.value.problem.code) == (409, "no_engine")
             assert "tierkv_" in client.metrics()
             assert client.stats() == two.cache.stats().wait(PATIENCE_S)
