@@ -123,16 +123,11 @@ class Watch:
             HandoffError: there will be no ticket; its reason is a HandoffProblem.
         """
         loop = asyncio.get_running_loop()
-        give_up_at, pause = loop.time() + deadline_s, _FIRST_LOOK_S
-        self._heard_at = loop.time()
+        began, pause = loop.time(), _FIRST_LOOK_S
+        give_up_at, self._heard_at = began + deadline_s, began
         verdict = budget.restrict(self._prompt.num_tokens)
         if not verdict.is_asked:
             raise HandoffError(HandoffProblem.UNAVAILABLE.value, verdict.reason)
-        # The claim may end before the store has answered once.
-        self._problem = StoreUnavailableError(
-            f"the store did not answer within {deadline_s:g} s, so the ticket could "
-            "not be looked up"
-        )
         hints = self._tickets.notifier.listen(self._tickets.names.ticket(self._ticket_id))
         with hints as listener, self._hashing_meanwhile():
             while True:
@@ -154,7 +149,7 @@ class Watch:
         if self._problem is not None:
             reason = HandoffProblem.UNAVAILABLE.value
             raise HandoffError(reason, str(self._problem)) from self._problem
-        raise await self._not_there(deadline_s)
+        raise await self._not_there(loop.time() - began)
 
     async def ask_producer(self) -> None:
         """Ask the prefill node from time to time if it gave the ticket up; runs until cancelled.
@@ -195,6 +190,12 @@ class Watch:
         except TimeoutError:
             tier.note_silence(loop.time() - began)
             self._is_in_vain = budget.may_compute
+            if not self._has_answered:
+                silent_s = loop.time() - self._heard_at
+                self._problem = self._problem or StoreUnavailableError(
+                    f"the store did not answer within {silent_s:.3g} s, so the ticket could not be "
+                    "looked up"
+                )
             return None
         self._problem, self._has_answered, self._heard_at = None, True, loop.time()
         budget.restart()
@@ -333,12 +334,12 @@ class Watch:
             self._over_since = asyncio.get_running_loop().time()
         self._over, self._patience_s = problem, patience_s
 
-    async def _not_there(self, deadline_s: float) -> HandoffError:
+    async def _not_there(self, waited_s: float) -> HandoffError:
         name = repr(self._ticket_id[:80])
         if self._open is not None:
             return HandoffError(
                 HandoffProblem.NOT_YET.value,
-                f"the ticket {name} was not complete within {deadline_s:g} s: "
+                f"the ticket {name} was not complete within {waited_s:.3g} s: "
                 f"{self._open.producer} has published {self._ready_blocks} of "
                 f"{len(self._open.digests)} blocks; wait longer",
             )
@@ -355,7 +356,7 @@ class Watch:
             )
         return HandoffError(
             HandoffProblem.NOT_YET.value,
-            f"no ticket {name} was published within {deadline_s:g} s: check that a "
+            f"no ticket {name} was published within {waited_s:.3g} s: check that a "
             "prefill node works on it, or wait longer",
         )
 
