@@ -89,6 +89,20 @@ def test_a_run_used_again_and_again_does_not_pile_up_in_the_queue_nor_drive_othe
     assert [v.node for v in index.spaces.order[Tier.DEVICE].victims(20)] == [*nodes, busiest]
 
 
+def test_a_soft_pin_follows_its_blocks_through_splits() -> None:
+    cache = Cached(Lru())
+    pinned = cache.index.pin_softly(cache.use(1, 2, 3, 4), 3)
+    cache.use(1, 2, 9)  # splits the pinned run
+    for number in range(10, 20):
+        cache.use(number)
+    cache.evict(12)
+    assert cache.has(1, 2, 3)
+    assert not cache.has(1, 2, 3, 4)
+    cache.index.unpin_softly(pinned)
+    cache.check()
+    assert all(node.soft_pins == 0 for node in cache.index.spaces.nodes())
+
+
 def test_s3fifo_lets_its_newcomers_overflow_at_once_when_the_tier_shrinks() -> None:
     cache = Cached(make_policy(EvictionKind.S3FIFO, 100), capacity=100)
     for number in range(8):
