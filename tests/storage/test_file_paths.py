@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tierkv.storage.file_room import name_of, relative_path
@@ -13,6 +13,7 @@ names = st.lists(fields, min_size=1, max_size=8).map(":".join).filter(is_name)
 parts = st.lists(st.text("ab7,+.-\0/é", max_size=5), max_size=6).map(tuple)
 
 
+@settings(max_examples=40)
 @given(names)
 @example("a" * 64 + (":" + "b" * 128) * 7)
 @example("7:e:0")
@@ -25,6 +26,7 @@ def test_a_path_leads_back_to_its_name_and_stays_inside(name: str) -> None:
         assert len(part.encode()) <= 143
 
 
+@settings(max_examples=40)
 @given(names, names)
 def test_no_path_is_a_directory_of_another(first: str, second: str) -> None:
     one, other = relative_path(first), relative_path(second)

@@ -64,7 +64,7 @@ def file_store(root: Path, clock: TurnedClock | None = None, **settings: float |
 
 async def test_a_writer_killed_at_any_moment_never_leaves_a_torn_value(tmp_path: Path) -> None:
     seen = 0
-    for _ in range(8):
+    for _ in range(4):
         writer = await asyncio.create_subprocess_exec(
             sys.executable, "-c", WRITER, str(tmp_path), stdout=subprocess.PIPE
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from operator import le
 
@@ -42,24 +42,32 @@ class Ground:
         return bytes(self.host.array[slot])
 
 
+@contextmanager
+def memory_of(device: CpuDevice) -> Iterator[tuple[Planes, HostSlots]]:
+    """Planes and host slots, of random bytes."""
+    planes = device.allocate_planes(LAYOUT, NUM_BLOCKS)
+    host = device.allocate_host(LAYOUT, NUM_SLOTS)
+    rng = np.random.default_rng(7)
+    for array in (host.array, *planes.arrays):
+        array[:] = rng.integers(0, 256, array.shape, np.uint8)
+    try:
+        yield planes, host
+    finally:
+        for made in (host, planes, device):
+            made.close()
+
+
 @asynccontextmanager
 async def ground() -> AsyncIterator[Ground]:
     latch = CopyLatch()
     device = CpuDevice(before_copy=latch)
-    planes, host = device.allocate_planes(LAYOUT, NUM_BLOCKS), device.allocate_host(LAYOUT, 10)
-    rng = np.random.default_rng(7)
-    host.array[:] = rng.integers(0, 256, host.array.shape, np.uint8)
-    for array in planes.arrays:
-        array[:] = rng.integers(0, 256, array.shape, np.uint8)
-    mover = Mover(device, planes, host)
-    async with mover.running():
-        try:
-            yield Ground(device, mover, planes, host, latch)
-        finally:
-            latch.release()
-    host.close()
-    planes.close()
-    device.close()
+    with memory_of(device) as (planes, host):
+        mover = Mover(device, planes, host)
+        async with mover.running():
+            try:
+                yield Ground(device, mover, planes, host, latch)
+            finally:
+                latch.release()
 
 
 async def test_a_copy_starts_after_the_events_it_must_come_after() -> None:  # fault 7
@@ -150,57 +158,51 @@ class LayerByLayer(CpuDevice):
 
 async def test_a_movement_ends_with_its_last_layer_and_a_lane_with_its_planes() -> None:
     device = LayerByLayer()
-    planes, host = device.allocate_planes(LAYOUT, 4), device.allocate_host(LAYOUT, 4)
-    mover = Mover(device, planes, host)
-    async with mover.running():
-        movement = mover.load(ids(0), ids(0))
-        try:
-            for event in device.lanes[0].events:  # lanes are opened in the order of `Direction`
-                await turns(20)
-                assert not movement.has_ended
-                event.finish()
-        finally:
-            for event in device.lanes[0].events:
-                event.finish()
-        await finish(movement.done())
-        await mover.suspend()
+    with memory_of(device) as (planes, host):
+        mover = Mover(device, planes, host)
+        async with mover.running():
+            movement = mover.load(ids(0), ids(0))
+            try:
+                for event in device.lanes[0].events:  # lanes are opened in the order of `Direction`
+                    await turns(20)
+                    assert not movement.has_ended
+                    event.finish()
+            finally:
+                for event in device.lanes[0].events:
+                    event.finish()
+            await finish(movement.done())
+            await mover.suspend()
+            assert all(lane.is_closed for lane in device.lanes)
+            await mover.reopen(planes)
+            assert not any(lane.is_closed for lane in device.lanes[2:])
+        assert len(device.lanes) == 4
         assert all(lane.is_closed for lane in device.lanes)
-        await mover.reopen(planes)
-        assert not any(lane.is_closed for lane in device.lanes[2:])
-    assert len(device.lanes) == 4
-    assert all(lane.is_closed for lane in device.lanes)
-    host.close()
-    planes.close()
-    device.close()
 
 
 async def test_of_a_load_it_is_told_when_each_layer_was_there() -> None:
     device = LayerByLayer()
-    planes, host = device.allocate_planes(LAYOUT, 4), device.allocate_host(LAYOUT, 4)
-    mover = Mover(device, planes, host)
-    async with mover.running():
-        assert mover.layer_times.num_loads == 0
-        movement = mover.load(ids(0), ids(0))
-        beside = mover.load(ids(1), ids(1))  # is not looked at: one at a time is
-        loop, earliest = asyncio.get_running_loop(), []
-        began = loop.time()
-        for event in device.lanes[0].events:
-            await asyncio.sleep(0.002)
-            earliest.append(loop.time() - began)
-            event.finish()
-        await finish(movement.done())
-        await finish(beside.done())
-        times = mover.layer_times
-        assert times.num_loads == 1  # and no offload
-        assert times.total_s == times.longest_s
-        assert len(times.total_s) == LAYOUT.num_layers
-        assert all(map(le, earliest, times.total_s))
-        assert list(times.total_s) == sorted(times.total_s)
-        await finish(mover.load(ids(0), ids(0)).done())  # soon after: is not looked at either
-        assert mover.layer_times is times
-    host.close()
-    planes.close()
-    device.close()
+    with memory_of(device) as (planes, host):
+        mover = Mover(device, planes, host)
+        async with mover.running():
+            assert mover.layer_times.num_loads == 0
+            movement = mover.load(ids(0), ids(0))
+            beside = mover.load(ids(1), ids(1))  # is not looked at: one at a time is
+            loop, earliest = asyncio.get_running_loop(), []
+            began = loop.time()
+            for event in device.lanes[0].events:
+                await asyncio.sleep(0.002)
+                earliest.append(loop.time() - began)
+                event.finish()
+            await finish(movement.done())
+            await finish(beside.done())
+            times = mover.layer_times
+            assert times.num_loads == 1  # and no offload
+            assert times.total_s == times.longest_s
+            assert len(times.total_s) == LAYOUT.num_layers
+            assert all(map(le, earliest, times.total_s))
+            assert list(times.total_s) == sorted(times.total_s)
+            await finish(mover.load(ids(0), ids(0)).done())  # soon after: is not looked at either
+            assert mover.layer_times is times
 
 
 class BadlyMade(Layers):
@@ -212,20 +214,17 @@ class BadlyMade(Layers):
 @pytest.mark.parametrize("is_suspended", [False, True])
 async def test_a_lane_whose_close_raises_leaves_no_other_open(*, is_suspended: bool) -> None:
     device = LayerByLayer(BadlyMade)
-    planes, host = device.allocate_planes(LAYOUT, 4), device.allocate_host(LAYOUT, 4)
-    mover = Mover(device, planes, host)
 
     async def live() -> None:
-        async with mover.running():
-            if is_suspended:
-                await mover.suspend()
+        with memory_of(device) as (planes, host):
+            mover = Mover(device, planes, host)
+            async with mover.running():
+                if is_suspended:
+                    await mover.suspend()
 
     with pytest.raises(TransferError, match="cannot be closed"):
         await live()
     assert [lane.is_closed for lane in device.lanes] == [True, True]
-    host.close()
-    planes.close()
-    device.close()
 
 
 async def test_an_empty_movement_ends() -> None:  # fault 5
