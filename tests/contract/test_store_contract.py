@@ -36,7 +36,6 @@ from tierkv.clock import Clock, SystemClock
 from tierkv.errors import BadRequestError, StoreCorruptError, StoreUnavailableError
 from tierkv.storage.factory import StoreSettings, open_guarded_store, open_store
 from tierkv.storage.guard import ResilienceSettings
-from tierkv.storage.places import Places
 from tierkv.storage.protocol import (
     Buffer,
     GetItem,
@@ -53,12 +52,10 @@ KINDS = (
     "memory",
     "file",
     "redis",
-    "unix",
     "cluster",
     pytest.param("mooncake", marks=pytest.mark.slow),  # 3 s a test to connect and close
     "layered",
-    "routed",
-    "places",
+    "routed",  # places, of which a name's beginning tells which
     "resilient",
     "sqlite",  # a store of somebody's own
 )
@@ -115,7 +112,6 @@ def local_ground(kind: str, root: Path) -> Ground:
         "file": lambda: at(files[0]),
         "layered": lambda: at(f"layered:memory://|{files[0]}"),
         "routed": lambda: Routed({"t:f": at(files[0]), "t:abc": at(files[1])}, at(files[2])),
-        "places": lambda: Places(at(files[0])),
         "resilient": lambda: open_guarded_store(files[0], settings, clock),
         "sqlite": lambda: SqliteStore(f"sqlite://{root}/values", SqliteSettings(), clock),
     }
@@ -125,10 +121,9 @@ def local_ground(kind: str, root: Path) -> Ground:
 @pytest.fixture(params=KINDS)
 async def ground(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Ground]:
     clock = SystemClock()
-    if request.param in {"redis", "unix"}:
+    if request.param == "redis":
         server: RedisServer = request.getfixturevalue("empty_redis")
-        url = server.url if request.param == "redis" else server.unix_url
-        ground = Ground(lambda: open_store(url, SETTINGS, clock), clock, server)
+        ground = Ground(lambda: open_store(server.url, SETTINGS, clock), clock, server)
     elif request.param == "cluster":
         cluster: RedisCluster = request.getfixturevalue("empty_cluster")
         ground = Ground(lambda: open_store(cluster.url, SETTINGS, clock), clock)
