@@ -637,3 +637,18 @@ def test_a_later_turn_replaces_the_one_before_it() -> None:
             on.cache.release(key)
         other_prompts(on, 12)
         assert found(on, "next turn") == len(TURN)
+
+
+def test_a_save_that_was_cancelled_is_no_failure_and_its_blocks_are_saved_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tokens = tokens_of(2 * BLOCK)
+    with engine() as on:
+        plan = on.cache.save("a", on.prompt(tokens), [[0, 1]])
+        assert plan is not None
+        on.cache.cancel(plan)
+        assert on.cache.fence([0, 1]) == ()
+        assert on.cache.poll().saved == ["a"]
+        on.save("a", tokens, [0, 1])
+        assert on.lookup("b", tokens) == Found(2 * BLOCK)
+    assert caplog.messages == []

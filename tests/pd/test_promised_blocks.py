@@ -146,3 +146,16 @@ async def test_a_claim_whose_load_fails_is_acknowledged_all_the_same() -> None:
         await until(lambda: decode.service.tiers.work.num_tasks == 0, "the acknowledgement")
         assert await handoff.tickets.read_acknowledgement("ticket") is not None
         decode.service.scheduler.end(request)
+
+
+async def test_where_other_sizes_have_stored_blocks_before_the_size_is_asked_for() -> None:
+    async with pair() as (prefill, decode, store):
+        await publish(prefill, PROMPT, "ticket")
+        storage = decode.service.tiers.copies.storage
+        assert storage is not None
+        storage.slices.peer_tensor_parallel = (2,)
+        storage.meets_other_sizes = True
+        request = await claimed(decode, PROMPT, new=0)
+        assert request.cached_tokens == len(PROMPT)
+        assert store.num_asked == ALL_KEYS
+        decode.service.scheduler.end(request)

@@ -414,3 +414,23 @@ async def test_with_a_policy_that_may_compute_a_lost_producer_is_no_failure() ->
         assert request.cached_tokens == 8  # what was whole is used all the same
         await decode.prefill(request, tokens(21))
         await decode.ended(request)
+
+
+async def test_what_is_told_of_a_prompt_during_a_fetch_is_fetched_after_it() -> None:
+    asked: list[int] = []
+    went_on, may_end = asyncio.Event(), asyncio.Event()
+
+    async def bring(prompt: Prompt) -> bool:
+        asked.append(prompt.num_blocks)
+        went_on.set()
+        if len(asked) == 1:
+            await may_end.wait()
+        return len(asked) > 1
+
+    ahead = Ahead(Prompt(pack(tokens(40)), BLOCK), bring)
+    async with background({"ahead": ahead.run()}):
+        ahead.ready(None)  # a guess: all of it
+        await went_on.wait()
+        ahead.ready(8)  # the producer says so
+        may_end.set()
+        await until(lambda: asked == [10, 8], "a fetch of what was told")

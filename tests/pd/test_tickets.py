@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.latch import finish, turns, until
@@ -292,3 +293,28 @@ async def test_an_id_that_is_no_text_is_refused_by_every_call_and_leaves_nothing
         await decode.settle()
         await publish(prefill, tokens(9))
         await claim(decode, tokens(9))
+
+
+async def test_an_acknowledgement_is_of_the_ticket_that_was_claimed_and_of_no_later_one() -> None:
+    async with pair() as (prefill, decode):
+        await publish(prefill, tokens(9))
+        await claim(decode, tokens(9))
+        assert prefill.service.handoff is not None
+        tickets = prefill.service.handoff.tickets
+        ticket = await finish(tickets.read("ticket"))
+        assert ticket is not None
+        assert await finish(tickets.is_claimed(ticket))
+        later = msgspec.structs.replace(ticket, created_at=ticket.created_at + 1)
+        assert not await finish(tickets.is_claimed(later))
+
+
+async def test_a_hand_off_that_begins_again_is_not_taken_for_the_one_before_it() -> None:
+    async with pair() as (prefill, decode):
+        await publish(prefill, tokens(9))
+        await claim(decode, tokens(9))
+        assert prefill.service.handoff is not None
+        tickets = prefill.service.handoff.tickets
+        with tickets.lease.held():
+            await finish(tickets.begin(tickets.new_open("ticket", prefill.prompt(tokens(9)))))
+            state = await finish(decode.service.ticket_state("ticket"))
+            assert state.state is Standing.OPEN

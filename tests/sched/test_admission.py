@@ -146,6 +146,22 @@ async def test_waiting_requests_do_not_hold_each_other_up_by_what_they_fetched()
         await here.settle()
 
 
+async def test_a_cancelled_request_leaves_the_queue_and_the_next_one_comes() -> None:
+    async with world(device_blocks=4) as here:
+        running = await here.admit(tokens(8))
+        async with asyncio.TaskGroup() as group:
+            large = group.create_task(here.admit(tokens(16, 100)))
+            await turns(2)
+            small = group.create_task(here.admit(tokens(8, 200)))
+            await turns(2)
+            assert not small.done()
+            large.cancel()
+            await until(small.done)  # it fits beside the running one
+        assert large.cancelled()
+        here.service.scheduler.end(small.result())
+        await here.ended(running)
+
+
 async def test_a_request_ends_once() -> None:  # fault 9
     async with world() as here:
         request = await here.admit(tokens(5))

@@ -63,6 +63,24 @@ async def test_fetched_blocks_are_matched_again_and_can_be_evicted() -> None:  #
         assert (await here.run(tokens(16))).storage_tokens == 15
 
 
+@pytest.mark.parametrize("pressure", [7, 8])
+async def test_device_blocks_that_others_were_fetched_behind_go_to_the_host_before_they_go(
+    pressure: int,
+) -> None:
+    """Both may be of one run, of which the device has the beginning and the host the end."""
+    async with world(store=await filled(tokens(24)), device_blocks=8) as here:
+        await here.run(tokens(8), uses_cache=False)
+        fetched = await finish(
+            here.service.fetcher.fetch(here.prompt(tokens(24)), Budget(PATIENT_S))
+        )
+        fetched.release()
+        await here.settle()
+        for base in (100, 200):
+            await here.run(tokens(4 * pressure, base), uses_cache=False)
+        assert (await here.service.lookup(here.prompt(tokens(24)))).host_tokens == 24
+        assert (await here.run(tokens(24))).host_tokens == 23  # checks every byte
+
+
 @pytest.mark.promise("Equal prompts share one fetch.")
 async def test_identical_prompts_at_the_same_time_share_one_fetch() -> None:
     async with world(store=await filled(tokens(18)), device_blocks=64) as here:
@@ -244,6 +262,16 @@ async def test_a_fetch_waits_for_copies_that_hold_the_hosts_slots_on_their_way()
         request = await finish(waits)
         assert request.cached_tokens == 15, "the host had room as soon as the copies had ended"
         await here.prefill(request, tokens(16))
+        await here.ended(request)
+
+
+async def test_a_tail_of_which_a_part_is_cached_here_is_fetched_whole() -> None:
+    async with world(store=await filled(tokens(11))) as here:
+        await here.run(tokens(9), uses_cache=False)  # two blocks and one token of the tail
+        request = await here.admit([*tokens(11)])
+        assert request.cached_tokens == 10
+        assert request.matched.storage_tokens == 2  # the last is computed, for its logits
+        await here.prefill(request, tokens(11))
         await here.ended(request)
 
 

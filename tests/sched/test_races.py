@@ -8,13 +8,17 @@ import pytest
 
 from tests.latch import finish, turns
 from tests.sched.test_fetch import filled
-from tests.sessions import resume_request
+from tests.sessions import begin_request, resume_request
 from tests.world import World, tokens, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
 from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
-from tierkv.errors import DuplicateRequestError, OwnershipError, RequestAbortedError
+from tierkv.errors import (
+    DuplicateRequestError,
+    OwnershipError,
+    RequestAbortedError,
+)
 from tierkv.gpu.protocol import Direction
 from tierkv.sched.request import Request, RequestState
 from tierkv.storage.memory import MemorySettings, MemoryStore
@@ -116,6 +120,23 @@ async def test_one_that_goes_while_it_waits_to_grow_hears_of_it(how: str) -> Non
             on.service.scheduler.abandon(request)
         await on.ended(other)
         assert on.service.tiers.eviction.available(Tier.DEVICE) == 4
+
+
+async def test_one_cancelled_in_the_moment_in_which_it_is_admitted_does_not_run() -> None:
+    async with world(device_blocks=4, host_write=NONE) as on:
+        other = await on.admit(tokens(16))
+        waits = asyncio.ensure_future(
+            begin_request(on.service, "waits", on.prompt(tokens(16, 100)), max_new_tokens=0)
+        )
+        await turns(5)
+        on.service.scheduler.end(other)
+        assert on.service.stats().running_requests == 1, "it is admitted, and does not know yet"
+        waits.cancel()
+        await asyncio.wait([waits])
+        assert waits.cancelled()
+        assert on.service.stats().running_requests == 0
+        assert on.service.tiers.eviction.available(Tier.DEVICE) == 4
+        await on.settle()
 
 
 # Stores

@@ -263,3 +263,38 @@ async def test_what_was_evicted_while_it_waited_for_the_store_is_offered_again_l
         await here.run(lost)
         assert await here.the_store.exists(here.names(lost)) == 4
         assert here.service.verify() == []
+
+
+@simulated
+async def test_of_a_host_that_became_smaller_the_store_has_a_quarter_too() -> None:
+    async with simulated_world(
+        device_blocks=64, host_blocks=64, host_write=NONE, storage_write=THROUGH
+    ) as here:
+        await here.service.resize(Tier.HOST, 16)
+        here.service.note_prefill(1000, 0.01)
+        here.the_store.hold_writes()
+        async with asyncio.timeout(100):
+            assert await longest_admission(here, 30) < 0.05
+        assert here.service.tiers.copies.storing.most_in_flight <= 4 * here.layout.block_bytes
+        here.the_store.release()
+        await here.settle()
+
+
+@simulated
+async def test_what_left_the_host_before_its_turn_at_the_store_is_not_believed_stored() -> None:
+    async with simulated_world(
+        device_blocks=16, host_blocks=8, host_write=NONE, storage_write=THROUGH
+    ) as here:
+        here.service.note_prefill(1000, 0.01)
+        here.the_store.hold_writes()
+        await longest_admission(here, 12)
+        here.the_store.release()
+        await here.settle()
+        for number in range(12):
+            ids = tokens(16, 100 * number)
+            match = here.service.index.match(here.prompt(ids))
+            for node in match.node.path():
+                names = here.names(ids)[node.start : node.end]
+                believed = node.stored_in(0, node.num_blocks).tolist()
+                there = [bool(await here.the_store.exists([name])) for name in names]
+                assert not any(b and not t for b, t in zip(believed, there, strict=True))

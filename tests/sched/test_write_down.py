@@ -332,3 +332,33 @@ async def test_a_block_that_is_matched_again_while_its_copy_waits_is_not_queued_
         assert here.service.tiers.work.num_tasks <= before
         here.latch.release()
         await here.settle()
+
+
+async def test_one_cancelled_in_the_moment_in_which_its_turn_would_come_is_passed_by() -> None:
+    budget = ByteBudget(10, lambda: False)
+    pieces = Pieces(budget)
+    async with asyncio.TaskGroup() as group:
+        jobs = [group.create_task(pieces.piece(number, 10)) for number in range(3)]
+        await turns(2)
+        jobs[0].cancel()  # it makes room, while the next one's cancel is on its way
+        jobs[1].cancel()
+        await turns(3)
+        assert pieces.begun == [0, 2]
+        pieces.ends[2].set()
+    assert budget.findings() == []
+    assert budget.num_waiting == 0
+
+
+async def test_blocks_are_stored_after_as_many_hits_as_storage_asks_for_not_the_host() -> None:
+    async with world(
+        with_store=True,
+        host_write=THROUGH,
+        host_after_hits=1,
+        storage_write=WritePolicy.SELECTIVE,
+        storage_after_hits=3,
+    ) as here:
+        stored = []
+        for _ in range(4):
+            await here.run(tokens(16))
+            stored.append(await here.the_store.exists(here.names(tokens(16))))
+        assert stored == [0, 0, 0, 3]  # of the fourth block the last token is computed again

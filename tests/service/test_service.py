@@ -12,7 +12,7 @@ from tests.latch import finish, turns, until
 from tests.sched.test_fetch import filled
 from tests.sessions import begin_request, claim_request, resume_request
 from tests.world import GQA, World, fingerprint, tokens, world
-from tierkv.cache.eviction import WritePolicy
+from tierkv.cache.eviction import EvictionKind, WritePolicy
 from tierkv.cache.keys import Prompt, pack
 from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
@@ -392,3 +392,17 @@ async def test_a_subscription_that_holds_nothing_is_refused() -> None:
         with pytest.raises(BadRequestError), here.service.events.subscribe(0):
             pass
         await here.run(tokens(8))
+
+
+async def test_within_its_quota_a_tenant_evicts_by_the_devices_policy() -> None:
+    async with world(
+        host_write=WritePolicy.NONE,
+        device_eviction=EvictionKind.LFU,
+        tenant_device_blocks=6,
+        device_blocks=32,
+    ) as here:
+        for _ in range(3):
+            await run_for(here, "one", tokens(9))
+        await run_for(here, "one", tokens(9, 100))
+        await run_for(here, "one", tokens(12, 200))  # takes what was matched least often
+        assert await run_for(here, "one", tokens(9)) == 8
