@@ -7,8 +7,9 @@ On a GPU (with CuPy): a Llama of 8 billion parameters with random weights in bfl
 tokens. --model takes a model from a directory or a GGUF file instead.
 
 Time to the first token: computed, and with the prompt on the host, beside one contiguous copy of as
-many bytes (from pinned memory on a GPU). Time of a generated token: of one request beside
-`generate`, of several beside `generate_batch` and one, and beside loads of other requests.
+many bytes (from pinned memory on a GPU); on a processor also with the prompt in a Redis on this
+machine. Time of a generated token: of one request beside `generate`, of several beside
+`generate_batch` and one, and beside loads of other requests.
 """
 
 from __future__ import annotations
@@ -17,21 +18,24 @@ import argparse
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.bench import Row, row, show
+from tests.redis_server import redis_server
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
+from tierkv.clock import SystemClock
 from tierkv.engine import GenerateRequest, Generation
 from tierkv.gpu import open_device
 from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import FetchPolicy
 from tierkv.service import Service
+from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.tokenizers import TokensOnly
 
 _ROUNDS = 5
@@ -147,7 +151,8 @@ class Serving:
 
 
 @asynccontextmanager
-async def serving(bench: Bench) -> AsyncIterator[Serving]:
+async def serving(bench: Bench, url: str | None) -> AsyncIterator[Serving]:
+    """Run a node, over the store at `url` if there is one."""
     from tierkv.hf.engine import TransformersEngine  # noqa: PLC0415
     from tierkv.hf.model import PagedModel  # noqa: PLC0415
 
@@ -160,9 +165,11 @@ async def serving(bench: Bench) -> AsyncIterator[Serving]:
         device_blocks=max(blocks * 5 // 4, in_batch) + blocks // 2,
         host_blocks=4 * blocks + in_batch,
         host_write=WritePolicy.WRITE_THROUGH,
+        storage_write=WritePolicy.NONE if url is None else WritePolicy.WRITE_THROUGH,
         fetch_policy=FetchPolicy.WAIT_COMPLETE,
     )
-    service = Service(device, model.fingerprint(""), cache, HandoffSettings(), None)
+    store = None if url is None else open_store(url, StoreSettings(), SystemClock())
+    service = Service(device, model.fingerprint(""), cache, HandoffSettings(), store)
     tokenizer = TokensOnly(model.vocab_size, frozenset())
     engine = TransformersEngine(service, model, tokenizer, bench.settings)
     async with service.running(), engine.running():
@@ -195,7 +202,17 @@ async def first_token_rows(serving: Serving) -> list[Row]:
     whole = row("first token, computed", computed, "ms")
     host = row("first token, prompt on the host", hit, "ms", against=limit, most=1.15)
     less = row("the same", hit, "ms", against=whole, most=0.1)
-    return [limit, whole, host, less]
+    rows = [limit, whole, host, less]
+    if serving.service.store is not None:
+        fetched = []
+        for number in range(2 * _ROUNDS):
+            serving.service.reset()
+            found = await serving.generate(prompts[number % 2], 1)
+            assert found.matched.storage_tokens > bench.num_tokens // 2, found
+            fetched.append(found.first_token_s * 1e3)
+        name = "first token, prompt in Redis"
+        rows.append(row(name, fetched, "ms", against=whole, most=0.25))
+    return rows
 
 
 async def load_rows(serving: Serving, prompts: Sequence[list[int]], alone: Row) -> list[Row]:
@@ -220,7 +237,7 @@ async def load_rows(serving: Serving, prompts: Sequence[list[int]], alone: Row) 
     return [row("a step of the batch, beside loads", beside, "ms", against=alone, most=1.03)]
 
 
-async def rows_of(bench: Bench) -> list[Row]:
+async def rows_of(bench: Bench, url: str | None) -> list[Row]:
     """Measure everything; transformers alone first, since serving changes its attention."""
     prompts = [bench.prompt(256) for _ in range(bench.batch)]
     bench.alone(prompts[:1], 4)
@@ -231,7 +248,7 @@ async def rows_of(bench: Bench) -> list[Row]:
         name = f"a step of {bench.batch}, generate_batch"
         own_batch = row(name, [bench.per_token(prompts) for _ in range(_ROUNDS)], "ms")
         rows.append(own_batch)
-    async with serving(bench) as node:
+    async with serving(bench, url) as node:
         await node.step_ms(prompts[:1], 8)
         one = [await node.step_ms(prompts[:1], bench.num_new) for _ in range(_ROUNDS)]
         rows.append(row("a token of one request", one, "ms", against=own_one, most=1 / 0.9))
@@ -253,7 +270,9 @@ def main() -> None:
     parser.add_argument("--model", default="", metavar="PATH")
     args = parser.parse_args()
     bench = Bench(is_quick=args.quick, path=args.model)
-    show(asyncio.run(rows_of(bench)), as_json=args.json)
+    with ExitStack() as stack:
+        url = None if bench.device == "cuda" else stack.enter_context(redis_server()).url
+        show(asyncio.run(rows_of(bench, url)), as_json=args.json)
 
 
 if __name__ == "__main__":
