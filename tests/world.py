@@ -28,6 +28,7 @@ from tierkv.service import Service
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import Store
 from tierkv.transfer.storage_io import StorageStats
+from tierkv.transfer.tier import StorageOptions
 
 GQA = LAYOUTS["gqa"]
 BLOCK = GQA.block_size
@@ -184,6 +185,7 @@ async def world(
     handoff: HandoffSettings | None = None,
     clock: Clock | None = None,
     who: Fingerprint | None = None,
+    storage: StorageOptions | None = None,
     **settings: Any,
 ) -> AsyncIterator[World]:
     """A running node with its latches open; on leaving they are opened again.
@@ -209,6 +211,7 @@ async def world(
         CacheSettings(block_size=who.layout.block_size, **chosen),
         handoff or HandoffSettings(),
         faulty,
+        storage=storage,
     )
     async with service.running():
         try:

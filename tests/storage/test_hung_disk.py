@@ -6,29 +6,26 @@ import asyncio
 import fcntl
 import os
 import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.api.nodes import process, run_to_end
 from tests.e2e.exact import text, truth
-from tests.latch import CopyLatch, finish, until
+from tests.latch import finish, until
 from tests.sessions import publish_request
 from tests.storage.values import TurnedClock, get_one, put_one
-from tests.world import BLOCK, World, fingerprint
+from tests.world import BLOCK, World, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError
-from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.refmodel.model import decode as decode_text
 from tierkv.sched import slots
-from tierkv.sched.settings import CacheSettings
-from tierkv.sched.worth import FetchPolicy
-from tierkv.service import Service
 from tierkv.storage.file import FileSettings, FileStore
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.protocol import BreakerState, GetStatus, PutStatus
@@ -65,36 +62,16 @@ def hung_reads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> HungCalls:
     return HungCalls("preadv", folder / "fifo", monkeypatch)
 
 
-@asynccontextmanager
-async def node(
-    root: Path,
-    handoff: HandoffSettings | None = None,
-    host_write: WritePolicy = WritePolicy.WRITE_THROUGH,
-    storage_write: WritePolicy = WritePolicy.WRITE_THROUGH,
-    **resilience: float,
-) -> AsyncIterator[World]:
+def node(
+    root: Path, handoff: HandoffSettings | None = None, timeout_s: float = 1.0, **settings: Any
+) -> AbstractAsyncContextManager[World]:
     """A service that stores every block at once, unless told otherwise, in files behind a breaker,
-    as a node's are."""
-    chosen = ResilienceSettings(**({"timeout_s": 1.0} | resilience))  # type: ignore[arg-type]
+    as a node's are. settings: fields of CacheSettings."""
     files = FileStore(root, FileSettings(), SystemClock())
-    latch = CopyLatch()
-    service = Service(
-        CpuDevice(before_copy=latch),
-        fingerprint(),
-        CacheSettings(
-            block_size=BLOCK,
-            device_blocks=32,
-            host_blocks=32,
-            host_write=host_write,
-            storage_write=storage_write,
-            fetch_deadline_s=2.5,
-            fetch_policy=FetchPolicy.WAIT_COMPLETE,
-        ),
-        handoff or HandoffSettings(),
-        GuardedStore(files, chosen, SystemClock()),
-    )
-    async with service.running():
-        yield World(service, latch)
+    resilience = ResilienceSettings(timeout_s=timeout_s, probe_interval_s=0.1)
+    through = WritePolicy.WRITE_THROUGH
+    chosen = {"host_write": through, "storage_write": through, "fetch_deadline_s": 2.5} | settings
+    return world(store=GuardedStore(files, resilience, SystemClock()), handoff=handoff, **chosen)
 
 
 async def test_a_request_goes_on_and_the_slots_stay_lent_until_the_hung_read_returns(
@@ -131,7 +108,7 @@ async def test_a_request_goes_on_and_the_slots_stay_lent_until_the_hung_read_ret
 async def test_hung_reads_open_the_breaker_and_it_closes_when_they_return(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with node(tmp_path / "store", timeout_s=0.4, probe_interval_s=0.1) as here:
+    async with node(tmp_path / "store", timeout_s=0.4) as here:
         prompts = [[number * 100 + token for token in TOKENS] for number in range(6)]
         for prompt in prompts:
             await here.run(prompt)

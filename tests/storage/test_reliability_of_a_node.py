@@ -7,7 +7,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,21 +16,18 @@ import pytest
 
 from tests.api.nodes import process
 from tests.e2e.exact import text, truth
-from tests.latch import CopyLatch
 from tests.layouts import LAYOUTS
 from tests.redis_server import RedisServer, redis_server
 from tests.storage.test_reliability import PATIENT, SLACK, STRICT, redis_store, trials
 from tests.stored import stored_keys
-from tests.world import BLOCK, GQA, World, fingerprint
+from tests.world import BLOCK, GQA, World, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey
 from tierkv.cache.layout import Layout
 from tierkv.clock import SystemClock
-from tierkv.gpu.cpu import CpuDevice, CpuHostSlots
-from tierkv.pd.settings import HandoffSettings
+from tierkv.gpu.cpu import CpuHostSlots
 from tierkv.refmodel.model import decode as decode_text
 from tierkv.sched.settings import CacheSettings
-from tierkv.service import Service
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.protocol import GetStatus, PutStatus
 from tierkv.transfer.storage_io import StorageIO
@@ -38,27 +35,17 @@ from tierkv.transfer.storage_io import StorageIO
 TOKENS = list(range(12 * BLOCK))
 
 
-@asynccontextmanager
-async def node_over(
+def node_over(
     server: RedisServer, storage_write: WritePolicy = WritePolicy.WRITE_THROUGH
-) -> AsyncIterator[World]:
+) -> AbstractAsyncContextManager[World]:
     """A service that stores every block at once, over a Redis behind a breaker, as a node's is."""
-    store = GuardedStore(redis_store(server.url), ResilienceSettings(), SystemClock())
-    latch = CopyLatch()
-    service = Service(
-        CpuDevice(before_copy=latch),
-        fingerprint(),
-        CacheSettings(
-            block_size=BLOCK, device_blocks=64, host_blocks=64, storage_write=storage_write
-        ),
-        HandoffSettings(),
-        store,
+    return world(
+        store=GuardedStore(redis_store(server.url), ResilienceSettings(), SystemClock()),
+        device_blocks=64,
+        host_blocks=64,
+        storage_write=storage_write,
+        fetch_policy=CacheSettings().fetch_policy,
     )
-    async with service.running():
-        try:
-            yield World(service, latch)
-        finally:
-            latch.release()
 
 
 def believed_stored(here: World) -> int:

@@ -5,31 +5,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import pytest
 
 from tests.faulty import FaultyStore
-from tests.latch import CopyLatch, finish, until
+from tests.latch import finish, until
 from tests.sessions import begin_request, claim_request, publish_request
 from tests.storage.values import memory
-from tests.world import BLOCK, World, fingerprint
+from tests.world import BLOCK, World, fingerprint, world
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.keys import Fingerprint
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, HandoffError, StoreUnavailableError
-from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.settings import HandoffSettings
-from tierkv.sched.settings import CacheSettings
-from tierkv.sched.worth import FetchPolicy
-from tierkv.service import Service
 from tierkv.storage.codec import TenantCodecs, Trust
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.layered import LayeredSettings, LayeredStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.places import Places
-from tierkv.storage.protocol import BreakerState
+from tierkv.storage.protocol import BreakerState, Store
 from tierkv.transfer.tier import StorageOptions
 
 TOKENS = list(range(3 * BLOCK + 1))
@@ -45,32 +40,11 @@ async def values_in(store: FaultyStore) -> int:
     return (await store.usage("tierkv")).num_values
 
 
-@asynccontextmanager
-async def tier(
-    store: Any = None, options: StorageOptions | None = None, who: Fingerprint | None = None
-) -> AsyncIterator[World]:
+def tier(
+    store: Store | None = None, options: StorageOptions | None = None
+) -> AbstractAsyncContextManager[World]:
     """A node that stores every block as soon as it is computed."""
-    latch = CopyLatch()
-    who = who or fingerprint()
-    service = Service(
-        CpuDevice(before_copy=latch),
-        who,
-        CacheSettings(
-            block_size=who.layout.block_size,
-            device_blocks=32,
-            host_blocks=32,
-            storage_write=WritePolicy.WRITE_THROUGH,
-            fetch_policy=FetchPolicy.WAIT_COMPLETE,  # a test computes in no time
-        ),
-        HandoffSettings(),
-        store,
-        storage=options,
-    )
-    async with service.running():
-        try:
-            yield World(service, latch)
-        finally:
-            latch.release()
+    return world(store=store, storage=options, storage_write=WritePolicy.WRITE_THROUGH)
 
 
 async def test_a_service_started_without_a_store_can_be_given_one_and_lose_it() -> None:
