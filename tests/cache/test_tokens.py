@@ -45,36 +45,18 @@ def test_the_bytes_are_little_endian_int32() -> None:
     assert pack([1, 258, 2**31 - 1]) == bytes([1, 0, 0, 0, 2, 1, 0, 0, 255, 255, 255, 127])
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        [-1],
-        [2**31],
-        [2**63],
-        [2**200],
-        [1.0],
-        [None],
-        ["1"],
-        [[1]],
-        "text",
-        b"abc",
-        pack([7])[:3],
-        b"\xff\xff\xff\xff",
-        np.array([-1]),
-        np.array([2**31]),
-        np.array([2**63], np.uint64),
-        np.array([1.5]),
-        np.array([[1, 2]]),
-        np.array([True]),
-        np.array(5),
-        np.ma.array([1, 2**40], mask=[False, True]),
-        bytearray(b"abc"),
-        np.array([[1, 2]]).data,
-        {2, 1},
-        {1: 2},
-    ],
-    ids=lambda bad: type(bad).__name__,
+# fmt: off
+NO_TOKENS = (
+    [-1], [2**31], [2**63], [2**200], [1.0], [None], ["1"], [[1]], "text", {2, 1}, {1: 2},
+    b"abc", bytearray(b"abc"), pack([7])[:3], b"\xff\xff\xff\xff",
+    np.array([-1]), np.array([2**31]), np.array([2**63], np.uint64), np.array([1.5]), np.array(5),
+    np.array([[1, 2]]), np.array([[1, 2]]).data, np.array([True]),
+    np.ma.array([1, 2**40], mask=[False, True]),
 )
+# fmt: on
+
+
+@pytest.mark.parametrize("bad", NO_TOKENS, ids=lambda bad: type(bad).__name__)
 def test_what_is_no_token_is_refused(bad: object) -> None:
     with pytest.raises(BadRequestError):
         pack(bad)  # type: ignore[arg-type]

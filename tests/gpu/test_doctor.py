@@ -13,23 +13,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests.gpu.test_memory_limits import write
 from tierkv.cli import main
 from tierkv.gpu import numa
-
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of a machine that says nothing."""
-    monkeypatch.setattr(numa, "ROOT", tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path
-
-
-def says(folder: Path, files: dict[str, object]) -> None:
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{text}\n")
 
 
 def doctor() -> list[str]:
@@ -50,7 +36,7 @@ def test_a_doctor_does_not_guess_where_the_machine_says_nothing(root: Path) -> N
 
 
 def test_a_doctor_tells_huge_pages_that_are_off_from_those_that_are_set_aside(root: Path) -> None:
-    says(
+    write(
         root / "sys/kernel/mm",
         {
             "transparent_hugepage/enabled": "always madvise [never]",

@@ -18,20 +18,12 @@ from tests.world import GQA
 from tierkv.api.settings import NodeSettings
 from tierkv.cli import main
 from tierkv.errors import ConfigError
-from tierkv.gpu import numa, room
+from tierkv.gpu import room
 from tierkv.gpu.cpu import CpuHostSlots, CpuPlanes
 from tierkv.ranks.memory import SharedSlots, shared_memory
 
 GIB = 1 << 30
 MIB = 1 << 20
-
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The root folder of a machine whose /proc and /sys are empty."""
-    monkeypatch.setattr(numa, "ROOT", tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path
 
 
 def write(folder: Path, files: dict[str, object]) -> None:

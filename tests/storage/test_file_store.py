@@ -30,7 +30,6 @@ from tests.storage.values import (
     put_one,
 )
 from tierkv.clock import SystemClock
-from tierkv.errors import StoreUnavailableError
 from tierkv.storage.file import FileSettings, FileStore
 from tierkv.storage.file_room import WRITERS, locked_directory, relative_path
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Usage
@@ -241,42 +240,6 @@ async def test_the_disk_is_not_filled_beyond_the_floor(small_disk: Path) -> None
     store = file_store(small_disk, min_free_bytes=1 << 30)
     async with store.running():
         assert await put_one(store, "t:f:more:0", bytes(100_000)) is PutStatus.FULL
-
-
-async def test_a_disk_that_may_only_be_read_any_more_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the kernel makes of one that fails."""
-    clock = TurnedClock()
-    store = file_store(tmp_path, clock)
-
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    open_file = os.open
-
-    def open_to_read(path: str | Path, flags: int, mode: int = 0o777) -> int:
-        if flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR):
-            refuse()
-        return open_file(path, flags, mode)
-
-    async with store.running():
-        assert await put_one(store, "t:f:stays:0", b"value") is PutStatus.STORED
-        assert await put_one(store, "t:f:ends:0", b"value", ttl_s=10) is PutStatus.STORED
-        with monkeypatch.context() as disk:
-            disk.setattr(os, "open", open_to_read)
-            for call in ("unlink", "rename", "utime", "mkdir"):
-                disk.setattr(os, call, refuse)
-            clock.now += 3600.0  # also its access time is due to be noted
-            assert await get_one(store, "t:f:stays:0", 5) == (GetStatus.HIT, b"value")
-            assert (await get_one(store, "t:f:ends:0", 5))[0] is GetStatus.MISS
-            assert await store.exists(["t:f:stays:0", "t:f:ends:0"]) == 1
-            assert await put_one(store, "t:f:stays:0", b"value") is PutStatus.EXISTED
-            [outcome] = await store.put([PutItem("t:f:new:0", (b"x",))])
-            assert (outcome.status, "Read-only" in outcome.reason) == (PutStatus.FULL, True)
-            with pytest.raises(StoreUnavailableError, match="Read-only"):
-                await store.delete(["t:f:stays:0"])
-        assert await put_one(store, "t:f:new:0", b"x") is PutStatus.STORED
 
 
 async def test_a_value_larger_than_files_may_be_is_full_and_leaves_nothing(tmp_path: Path) -> None:

@@ -136,18 +136,11 @@ def test_whatever_a_server_sends_is_understood_or_refused(noise: bytes) -> None:
 @pytest.mark.parametrize(
     "wire",
     [
-        b"HTTP/1.1 400 Bad Request\r\n",
-        b"*1\r\n:1\r\n",
-        b"$5\r\nabcdefg\r\n",
-        b"$-2\r\n",
-        b"$+5\r\n",
-        b"$5 \r\n",
-        b"$999999999999\r\n",
-        b":0x10\r\n",
-        b"$" + b"1" * 30 + b"\r\n",
+        b"HTTP/1.1 400 Bad Request\r\n", b"*1\r\n:1\r\n", b"$5\r\nabcdefg\r\n", b"$-2\r\n",
+        b"$+5\r\n", b"$5 \r\n", b"$999999999999\r\n", b":0x10\r\n", b"$" + b"1" * 30 + b"\r\n",
         b"+" + b"x" * 10_000,
     ],
-)
+)  # fmt: skip
 def test_what_is_no_reply_is_refused(wire: bytes) -> None:
     reader = Reader()
     reader.parser.expect()
