@@ -70,7 +70,8 @@ def node(
     files = FileStore(root, FileSettings(), SystemClock())
     resilience = ResilienceSettings(timeout_s=timeout_s, probe_interval_s=0.1)
     through = WritePolicy.WRITE_THROUGH
-    chosen = {"host_write": through, "storage_write": through, "fetch_deadline_s": 2.5} | settings
+    chosen: dict[str, Any] = {"host_write": through, "storage_write": through} | settings
+    chosen["fetch_deadline_s"] = 2.5
     return world(store=GuardedStore(files, resilience, SystemClock()), handoff=handoff, **chosen)
 
 
