@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from tests.latch import finish, until
+from tierkv.errors import StoreUnavailableError
 from tierkv.storage.base import WorkerThreads
 
 
@@ -37,3 +38,19 @@ async def test_a_cancelled_caller_waits_for_its_thread_but_not_for_one_it_has_no
         with pytest.raises(asyncio.CancelledError):
             await finish(stuck)
     assert begun == []
+
+
+async def test_items_that_fail_as_expected_keep_no_other_from_being_done() -> None:
+    """Such as values that may not be removed, more of them than there are threads."""
+    threads = WorkerThreads("here", 2)
+    ended: list[int] = []
+
+    def work(number: int) -> None:
+        if number < 5:
+            raise StoreUnavailableError("refused")
+        ended.append(number)
+
+    async with threads.running():
+        with pytest.raises(StoreUnavailableError, match="refused"):
+            await finish(threads.run_each(work, range(20)))
+    assert sorted(ended) == [*range(5, 20)]
