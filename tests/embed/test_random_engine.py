@@ -36,6 +36,12 @@ def faults_of(redis: RedisServer, proxy: Proxy) -> list[Callable[[bool], None]]:
     return [hangs, is_slow, is_flushed, breaks_off]
 
 
+def own_threads() -> set[str]:
+    """Return the names of threads, but for the pool that the whole process shares."""
+    names = {one.name for one in threading.enumerate()}
+    return {name for name in names if not name.startswith("tierkv-aside")}
+
+
 def drive(
     model: str, seed: int, num_steps: int, *, store: str, host_bytes: int = 3 << 10, **more: Any
 ) -> Driver:
@@ -45,14 +51,14 @@ def drive(
             redis = stack.enter_context(redis_server())
             proxy = stack.enter_context(proxy_on_a_thread(redis.port))
             url, faults = proxy.url, faults_of(redis, proxy)
-        threads = {one.name for one in threading.enumerate()}
+        threads = own_threads()
         groups = MODELS[model]
         settings = EngineCacheSettings(save_blocks=4)
         with hybrid(groups, url, host_bytes=host_bytes, options=settings) as on:
             driver = Driver(on, random.Random(seed), faults, **more)
             driver.run(num_steps)
             assert (found := on.findings()) == [], found
-        until(lambda: {one.name for one in threading.enumerate()} <= threads, "threads end")
+        until(lambda: own_threads() <= threads, "threads end")
     return driver
 
 
