@@ -20,7 +20,7 @@ from tests.redis_server import redis_server
 from tests.world import BLOCK, GQA, fingerprint, kv_of
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.groups import NO_BLOCK
-from tierkv.cache.keys import Prompt, pack
+from tierkv.cache.keys import MediaItem, Prompt, pack
 from tierkv.clock import SystemClock
 from tierkv.embed import EngineCacheSettings
 from tierkv.embed.engine_cache import EngineCache, Found, Polled
@@ -513,6 +513,50 @@ def test_another_prompt_under_a_key_is_saved_whole_and_one_that_grew_goes_on(gro
         assert on.lookup("b", second) == Found(3 * BLOCK)
         assert on.load("b", [7, 8, 9]) == ()
         assert on.holds(second, [7, 8, 9])
+
+
+def test_a_plan_that_was_cancelled_is_no_failure_and_its_blocks_are_offered_again() -> None:
+    tokens = tokens_of(2 * BLOCK)
+    with engine() as on:
+        on.save("a", tokens, [0, 1])
+        assert on.lookup("b", tokens) == Found(2 * BLOCK)
+        plan = on.cache.load("b", [[5, 6]])
+        assert plan is not None
+        on.cache.cancel(plan)
+        assert on.cache.fence([5, 6]) == ()
+        assert on.lookup("b", tokens) == Found(2 * BLOCK)
+        assert on.load("b", [5, 6]) == ()
+        assert on.holds(tokens, [5, 6])
+
+
+def test_the_same_tokens_of_another_image_are_another_prompt() -> None:
+    tokens = tokens_of(3 * BLOCK)
+
+    def showing(image: bytes, num_tokens: int) -> Prompt:
+        return Prompt.of(tokens[:num_tokens], BLOCK, [MediaItem(1, 2, image * 16)])
+
+    with engine() as on:
+        plans = []
+        for prompt, num_new in (
+            (showing(b"a", 2 * BLOCK), 2),
+            (showing(b"b", 2 * BLOCK), 2),
+            (showing(b"b", 3 * BLOCK), 1),  # which goes on
+        ):
+            plan = on.cache.save("a", prompt, [[*range(prompt.num_blocks)]])
+            assert plan is not None
+            assert len(plan.slots()[0]) == num_new
+            plans.append(plan)
+        for plan in plans:
+            on.cache.cancel(plan)
+
+
+def test_another_salt_is_another_prompt_also_under_the_same_key() -> None:
+    tokens = tokens_of(2 * BLOCK)
+    with engine() as on:
+        on.save("a", tokens, [0, 1])
+        assert on.lookup("b", tokens) == Found(2 * BLOCK)
+        salted = Prompt(pack(tokens), BLOCK, {0: b"salt"})
+        assert ask(lambda: on.cache.lookup("b", salted)) == Found(0)
 
 
 def test_a_plan_counts_once_every_rank_has_reported_it() -> None:

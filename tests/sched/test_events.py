@@ -63,6 +63,27 @@ async def test_stored_loaded_and_evicted_are_told_for_each_tier() -> None:
             assert 0 in blocks(events, CacheEventKind.EVICTED, "host")
 
 
+async def test_what_is_fetched_is_told_as_stored_on_the_host() -> None:
+    async with world(store=await filled(tokens(18))) as here:
+        with here.service.events.subscribe() as subscription:
+            await here.run(tokens(18))
+            events = await everything(subscription)
+        assert blocks(events, CacheEventKind.STORED, "host") == [0, 1, 2, 3, 4]
+        stored = [event for event in events if event.tier == "host"]
+        keys = [key.digest for key in here.keys(tokens(18))]
+        assert [digest for event in stored for digest in event.digests] == keys
+
+
+async def test_a_tail_of_another_prompt_that_is_fetched_is_told_too() -> None:
+    async with world(store=await filled(tokens(11))) as here:
+        with here.service.events.subscribe() as subscription:
+            assert (await here.run(tokens(10))).storage_tokens == 9
+            events = await everything(subscription)
+        stored = [event for event in events if event.tier == "host"]
+        keys = [key.digest for key in here.keys(tokens(11))]  # the tail as the other prompt left it
+        assert [digest for event in stored for digest in event.digests] == keys
+
+
 async def test_a_slow_listener_loses_the_oldest_and_is_told_how_many() -> None:
     async with world(device_blocks=16, host_write=NONE) as here:
         with here.service.events.subscribe(capacity=3) as slow:
