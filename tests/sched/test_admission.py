@@ -6,13 +6,14 @@ import asyncio
 
 import pytest
 
-from tests.latch import PATIENCE_S, turns, until
+from tests.latch import PATIENCE_S, finish, turns, until
 from tests.world import BLOCK, tokens, world
 from tierkv.cache.keys import Prompt, pack
 from tierkv.errors import (
     BadRequestError,
     DuplicateRequestError,
     OwnershipError,
+    RequestAbortedError,
     RequestTooLargeError,
     ShuttingDownError,
 )
@@ -146,19 +147,22 @@ async def test_waiting_requests_do_not_hold_each_other_up_by_what_they_fetched()
         await here.settle()
 
 
-async def test_a_cancelled_request_leaves_the_queue_and_the_next_one_comes() -> None:
+@pytest.mark.parametrize("how", ["cancel", "abort"])
+async def test_a_request_that_leaves_the_queue_lets_the_next_one_in(how: str) -> None:
     async with world(device_blocks=4) as here:
         running = await here.admit(tokens(8))
-        async with asyncio.TaskGroup() as group:
-            large = group.create_task(here.admit(tokens(16, 100)))
-            await turns(2)
-            small = group.create_task(here.admit(tokens(8, 200)))
-            await turns(2)
-            assert not small.done()
+        large = asyncio.ensure_future(here.admit(tokens(16, 100), name="large"))
+        await turns(2)
+        small = asyncio.ensure_future(here.admit(tokens(8, 200)))
+        await turns(2)
+        assert not small.done()
+        if how == "cancel":
             large.cancel()
-            await until(small.done)  # it fits beside the running one
-        assert large.cancelled()
-        here.service.scheduler.end(small.result())
+        else:
+            assert here.service.abort("large")
+        here.service.scheduler.end(await finish(small))  # it fits beside the running one
+        with pytest.raises((asyncio.CancelledError, RequestAbortedError)):
+            await large
         await here.ended(running)
 
 
