@@ -80,19 +80,6 @@ def test_inheritance_is_at_most_two_high() -> None:
     assert too_tall == []
 
 
-def test_private_attributes_are_used_by_their_own_class_alone() -> None:
-    reached = [
-        f"{name}:{node.lineno} {ast.unparse(node)}"
-        for name, tree in modules().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and node.attr.startswith("_")
-        and not node.attr.startswith("__")
-        and not (isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"})
-    ]
-    assert reached == []
-
-
 _HEAVY = r"tierkv\.(adapters|gpu\.|hf\.(?!settings))"
 
 
@@ -108,11 +95,6 @@ def test_importing_tierkv_brings_no_cuda_torch_or_engine() -> None:
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1].strip() == "end", done.stdout + done.stderr
-
-
-def test_every_module_has_a_docstring() -> None:
-    silent = [n for n, tree in modules().items() if tree.body and not ast.get_docstring(tree)]
-    assert silent == []
 
 
 def test_the_page_of_errors_is_made_from_the_code() -> None:

@@ -19,9 +19,10 @@ from tests.models import BOS, EOS, add_tokenizer, close, vocabulary, write_json,
 from tierkv.cache.keys import pack, unpack
 from tierkv.errors import BadRequestError, ConfigError
 from tierkv.model_tokenizer import ModelTokenizer, read_tokenizer
-from tierkv.tokenizers import AnswerDecoder, answer_text
+from tierkv.tokenizers import AnswerDecoder, ByteTokenizer, answer_text
 
 KINDS = ("directory", "gguf")
+BYTES = ByteTokenizer()
 CHAT = [{"role": "system", "content": "hello"}, {"role": "user", "content": "€ {{ 1 }}"}]
 CHAT_TEXT = f"{BOS}system\nhello{EOS}\n{BOS}user\n€ {{{{ 1 }}}}{EOS}\n{BOS}assistant\n"
 
@@ -44,12 +45,11 @@ def write(folder: Path, kind: str, *, template: str | None = "") -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@given(text=st.text())
+@pytest.mark.parametrize("kind", [*KINDS, "bytes"])
+@given(text=st.text(min_size=1))
 def test_any_text_comes_back_whole_and_in_pieces(kind: str, text: str) -> None:
-    model = tokenizer(kind)
-    packed = model.encode(text)
-    tokens = unpack(packed).tolist()
+    model = BYTES if kind == "bytes" else tokenizer(kind)
+    tokens = unpack(model.encode(text)).tolist()
     assert model.decode(tokens) == text
     assert model.fewest_tokens(text) <= len(tokens)
     assert answer_text(model, b"", tokens) == text
@@ -98,12 +98,19 @@ def test_a_directory_and_a_gguf_file_give_the_same_tokens(text: str) -> None:
     assert tokenizer("directory").encode(text) == tokenizer("gguf").encode(text)
 
 
-def test_no_piece_has_half_a_character_and_the_rest_says_that_one_is_incomplete() -> None:
-    model = tokenizer("gguf")
-    first, last = unpack(model.encode("€")).tolist()
+@pytest.mark.parametrize("kind", ["gguf", "bytes"])
+def test_no_piece_has_half_a_character_and_the_rest_says_that_one_is_incomplete(kind: str) -> None:
+    model = BYTES if kind == "bytes" else tokenizer(kind)
+    *first, last = unpack(model.encode("€")).tolist()
     decoder = model.decoder(b"")
-    assert [decoder.feed(first), decoder.feed(last), decoder.rest()] == ["", "€", ""]
-    assert [decoder.feed(first), decoder.rest(), decoder.rest()] == ["", "\ufffd", ""]
+    assert "".join(map(decoder.feed, first)) == ""
+    assert [decoder.feed(last), decoder.rest()] == ["€", ""]
+    assert [decoder.feed(first[0]), decoder.rest(), decoder.rest()] == ["", "\ufffd", ""]
+
+
+@given(st.lists(st.integers(0, 255)))
+def test_pieces_of_any_bytes_join_to_the_text_of_all(tokens: list[int]) -> None:
+    assert answer_text(BYTES, b"", tokens) == BYTES.decode(tokens)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -181,9 +188,12 @@ def test_a_vocabulary_has_as_many_tokens_as_the_models_embedding_has_rows(tmp_pa
         model.decode([1000])
 
 
-def test_a_text_that_is_no_utf8_is_refused() -> None:
-    with pytest.raises(BadRequestError, match="UTF-8"):
-        tokenizer("gguf").encode("\ud800")
+def test_a_text_that_is_no_utf8_and_a_token_that_is_no_byte_are_refused() -> None:
+    for model in (tokenizer("gguf"), BYTES):
+        with pytest.raises(BadRequestError, match="UTF-8"):
+            model.encode("\ud800")
+    with pytest.raises(BadRequestError, match="byte"):
+        BYTES.decode([256])
 
 
 def test_a_damaged_model_is_refused_in_a_sentence(tmp_path: Path) -> None:

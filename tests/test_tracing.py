@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from tests.api.nodes import process
-from tests.latch import finish, until
+from tests.latch import until
 from tests.redis_server import free_port
 from tierkv import tracing
 
@@ -66,38 +64,10 @@ class Collector:
 
 
 @asynccontextmanager
-async def rotel(folder: Path, to: str) -> AsyncIterator[str]:
-    """A collector of its own, Rotel in its package, that passes on what it is sent; its URL."""
-    package = pytest.importorskip("rotel", reason="the package rotel has the collector")
-    program, port = Path(package.__file__).parent / "rotel-agent", free_port()
-    with (folder / "rotel.log").open("wb") as log:
-        agent = await asyncio.create_subprocess_exec(
-            program, "start", "--disable-batching", "--exporter", "otlp",
-            "--otlp-http-endpoint", f"127.0.0.1:{port}",
-            "--otlp-grpc-endpoint", f"127.0.0.1:{free_port()}",
-            "--otlp-exporter-endpoint", to, "--otlp-exporter-protocol", "http",
-            stdout=log, stderr=log,
-        )  # fmt: skip
-    try:
-
-        def listens() -> bool:
-            assert agent.returncode is None, (folder / "rotel.log").read_text()
-            with socket.socket() as one:
-                return one.connect_ex(("127.0.0.1", port)) == 0
-
-        await until(listens, "Rotel listens")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        agent.terminate()
-        await finish(agent.wait())
-
-
-@asynccontextmanager
 async def collector(
-    monkeypatch: pytest.MonkeyPatch, behind_in: Path | None = None
+    monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[Collector]:
-    """Processes that are started meanwhile send their spans there. behind_in: a folder of a real
-    collector that is between."""
+    """Processes that are started meanwhile send their spans there."""
     here = Collector()
     app = web.Application()
     app.router.add_post("/v1/traces", here.take)
@@ -108,25 +78,21 @@ async def collector(
         await site.start()
         here.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
-        async with AsyncExitStack() as stack:
-            if behind_in is not None:
-                here.url = await stack.enter_async_context(rotel(behind_in, here.url))
-            monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", here.url)
-            yield here
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", here.url)
+        yield here
     finally:
         await runner.cleanup()
 
 
 @pytest.mark.promise("One hand-off is one trace.")
-@pytest.mark.parametrize("way", ["straight", "through a collector"])
 async def test_one_hand_off_is_one_trace_through_the_ticket(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = tmp_path / "node.toml"
     settings.write_text(f'[storage]\nurl = "file://{tmp_path}/store"\n[handoff]\ndirect = "off"\n')
     given = "--config", settings
     async with (
-        collector(monkeypatch, None if way == "straight" else tmp_path) as found,
+        collector(monkeypatch) as found,
         process(tmp_path, "--role", "prefill", *given, "--name", "p") as prefill,
         process(tmp_path, "--role", "decode", *given, "--name", "d") as decode,
     ):

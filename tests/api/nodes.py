@@ -21,14 +21,16 @@ from tests.faulty import FaultyStore
 from tests.latch import CopyLatch, until
 from tests.preloaded import Forked, new_process
 from tests.sessions import begin_request, publish_request
+from tierkv.api.metrics import Metrics
 from tierkv.api.node import Node
-from tierkv.api.server import listening
+from tierkv.api.server import listening, routes
 from tierkv.api.settings import NodeSection, NodeSettings, Role
 from tierkv.cache.keys import TOKEN_BYTES, MediaItem, pack
 from tierkv.clock import SystemClock
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.http.callers import ticket_name
 from tierkv.http.problems import PASSING_REASONS
+from tierkv.http.route import Route
 from tierkv.http.server import bind
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import FetchPolicy
@@ -86,12 +88,17 @@ class Client:
 
 @dataclass
 class Here:
-    """A node in this process."""
+    """A node in this process. settles: whether it must be idle and whole before it ends."""
 
     node: Node
     client: Client
     latch: CopyLatch
     store: FaultyStore
+    settles: bool = True
+
+    def release(self) -> None:
+        self.latch.release()
+        self.store.release()
 
     async def settle(self) -> None:
         """Nothing runs any more, and the books are right."""
@@ -106,6 +113,15 @@ def settings(role: Role = Role.BOTH, **options: Any) -> NodeSettings:
         node=NodeSection(role=role, port=0, **options),
         cache=CacheSettings(device_blocks=64, host_blocks=64),
     )
+
+
+def route_table() -> list[Route]:
+    """Return the routes of a node that never runs."""
+    node = Node(settings(), device=CpuDevice(), store=MemoryStore(MemorySettings(), SystemClock()))
+    try:
+        return routes(node, Metrics(node))
+    finally:
+        node.device.close()
 
 
 async def compute(
@@ -153,7 +169,14 @@ async def here(
     fetch_policy: FetchPolicy | None = None,
     **options: Any,
 ) -> AsyncIterator[Here]:
-    """A running node that answers on a port of its own. options: of its table `node`."""
+    """Run a node that answers on a port of its own, and check that it ends idle and whole.
+
+    Args:
+        role: role of the node.
+        store: its store; by default one in its memory.
+        fetch_policy: its cache.fetch_policy; None for the default.
+        options: settings of its table `node`.
+    """
     latch = CopyLatch()
     faulty = FaultyStore(store or MemoryStore(MemorySettings(), SystemClock()))
     chosen = settings(role, **options)
@@ -165,11 +188,14 @@ async def here(
         node.running(),
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=500)) as session,
     ):
+        on = Here(node, Client(url, session), latch, faulty)
         try:
-            yield Here(node, Client(url, session), latch, faulty)
+            yield on
+            if on.settles:
+                on.release()
+                await on.settle()
         finally:
-            latch.release()
-            faulty.release()
+            on.release()
 
 
 @dataclass
@@ -201,19 +227,21 @@ def tierkv(*arguments: str | Path) -> list[str]:
 
 @asynccontextmanager
 async def process(
-    folder: Path, *arguments: str | Path, command: str = "serve"
+    folder: Path, *arguments: str | Path, command: str = "serve", **environ: str
 ) -> AsyncIterator[Process]:
     """Started and listening; killed at the end if it still runs."""
     log = folder / f"{uuid4().hex}.log"
     with log.open("wb") as stderr:
         child = await new_process(
-            (command, "--port", "0", *arguments), clean_environ(folder), stderr=stderr.fileno()
+            (command, "--port", "0", *arguments),
+            clean_environ(folder) | environ,
+            stderr=stderr.fileno(),
         )
     try:
         assert child.stdout is not None
         async with asyncio.timeout(_START_S):
             line = (await child.stdout.readline()).decode()
-        found = re.fullmatch(r"tierkv \w+ listening on (http://\S+)\n", line)
+        found = re.fullmatch(r"tierkv \w+ listening on (\S+)\n", line)
         assert found, f"{line!r}: {log.read_text()}"
         async with aiohttp.ClientSession() as session:
             yield Process(found[1], child, Client(found[1], session), log)

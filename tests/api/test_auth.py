@@ -9,7 +9,6 @@ import os
 import socket
 import ssl
 import stat
-import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -22,22 +21,19 @@ from msgspec.structs import replace
 from tests.api.guarded import Authority, Callers, Guarded, callers_in, guarded
 from tests.api.nodes import Answer, Client, process, run_to_end
 from tests.latch import until
-from tierkv.api.settings import NodeSection, NodeSettings
+from tierkv.api.settings import NodeSettings
 from tierkv.errors import ConfigError
 from tierkv.http.callers import (
     Access,
     AuthFile,
-    Guard,
     Keyring,
     RoleName,
     TokenRow,
     UnauthenticatedError,
     digest_of,
-    new_token,
     read,
-    write,
 )
-from tierkv.http.server import bind, unix_listener
+from tierkv.http.server import unix_listener
 from tierkv.http.settings import TlsSection
 
 
@@ -60,9 +56,7 @@ async def until_status(on: Guarded, token: str, status: int) -> None:
 # Tokens
 
 
-async def test_a_new_token_works_without_a_restart_and_a_revoked_one_ends(
-    callers: Callers,
-) -> None:
+async def test_a_new_token_works_without_a_restart_and_a_revoked_one_ends(callers: Callers) -> None:
     first = await callers.token(RoleName.READ)
     async with guarded(callers) as on:
         assert (await stats(on, first)).status == 200
@@ -75,7 +69,7 @@ async def test_a_new_token_works_without_a_restart_and_a_revoked_one_ends(
         assert (await stats(on, second)).status == 200
 
 
-@pytest.mark.parametrize("broken", [b"", b"{", b'{"version": 2}', b'{"tokens": [{}]}', b"\xff"])
+@pytest.mark.parametrize("broken", [b"", b'{"version": 2}', b"\xff"])
 async def test_a_broken_new_file_is_logged_once_and_changes_nothing(
     broken: bytes, callers: Callers, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -95,25 +89,6 @@ async def test_a_broken_new_file_is_logged_once_and_changes_nothing(
         await until_status(on, other, 200)
 
 
-async def test_a_token_ends_at_its_time() -> None:
-    text, token_id = new_token()
-    now = datetime.now(UTC)
-    row = TokenRow(
-        id=token_id,
-        name="a",
-        role=RoleName.READ,
-        sha256=digest_of(text.encode()),
-        created=now,
-        expires=now + timedelta(seconds=100),
-    )
-    keyring = Keyring(AuthFile(tokens=(row,)))
-    expiry = row.expires.timestamp() if row.expires else 0.0
-    assert keyring.by_token(text.encode(), now=expiry - 0.001).access is Access.READ
-    for late in (expiry, expiry + 1e9):
-        with pytest.raises(UnauthenticatedError):
-            keyring.by_token(text.encode(), now=late)
-
-
 def test_a_token_with_more_behind_its_longest_length_is_another_one() -> None:
     token = b"tkv_" + b"0123456789abcdef" + b"_" + b"s" * (512 - 21)
     row = TokenRow(
@@ -129,30 +104,10 @@ def test_a_token_with_more_behind_its_longest_length_is_another_one() -> None:
         keyring.by_token(token + b"x", now=0)
 
 
-async def test_a_guard_that_is_not_running_knows_nobody(callers: Callers) -> None:
-    guard = Guard(callers.path)
-    request = aiohttp.test_utils.make_mocked_request("GET", "/v1/stats")
-    with pytest.raises(UnauthenticatedError):
-        guard.principal_of(request)
-
-
 # The file
 
 
-def test_the_file_holds_no_secret_and_only_its_owner_reads_it(tmp_path: Path) -> None:
-    umask = os.umask(0)
-    try:
-        callers = callers_in(tmp_path)
-    finally:
-        os.umask(umask)
-    text, _ = new_token()
-    write(callers.path, AuthFile())
-    assert stat.S_IMODE(callers.path.stat().st_mode) == 0o600
-    assert text.split("_", 2)[2] not in callers.path.read_text()
-    assert [path.name for path in tmp_path.iterdir()] == ["auth.json"]
-
-
-@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+@pytest.mark.parametrize("mode", [0o620, 0o602])
 def test_a_file_that_others_can_write_is_refused(mode: int, tmp_path: Path) -> None:
     callers = callers_in(tmp_path)
     callers.path.chmod(mode)
@@ -190,11 +145,6 @@ def test_a_wrong_file_is_one_sentence_that_says_what(
     with pytest.raises(ConfigError, match=words) as caught:
         read(path)
     assert str(path) in str(caught.value)
-
-
-def test_of_a_file_that_is_not_there_it_is_said_how_to_make_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not exist: make it with `tierkv token new`"):
-        read(tmp_path / "auth.json")
 
 
 async def test_tokens_are_made_listed_and_revoked_on_the_command_line(tmp_path: Path) -> None:
@@ -242,30 +192,20 @@ async def test_two_commands_at_a_time_lose_no_token(tmp_path: Path) -> None:
 # Addresses
 
 
-def test_an_address_others_can_reach_needs_callers_that_are_asked(tmp_path: Path) -> None:
-    section = NodeSection(host="0.0.0.0", port=0)
-    with pytest.raises(ConfigError, match="callers are not authenticated"):
-        bind(section)
-    bind(section, asks_callers=True).close()
-
-
-@pytest.mark.parametrize("scheme", ["Bearer  ", "Bearer   ", "bearer ", "BEARER "])
-async def test_one_space_or_more_is_between_bearer_and_the_token(
-    callers: Callers, scheme: str
+@pytest.mark.parametrize(
+    ("before", "status"),
+    [
+        *(("Bearer  ", 200), ("bearer ", 200), ("BEARER ", 200), ("bEaReR   ", 200)),
+        *(("Bearer", 401), ("Bearer\t", 401), ("Bearer \t", 401), ("Bearer\xa0", 401)),
+    ],
+)
+async def test_bearer_in_any_case_and_one_space_or_more_are_before_a_token(
+    before: str, status: int, callers: Callers
 ) -> None:
     """RFC 6750 has "Bearer" 1*SP b64token, and the case of a scheme does not matter."""
-    headers = {"Authorization": scheme + await callers.token(RoleName.READ)}
+    headers = {"Authorization": before + await callers.token(RoleName.READ)}
     async with guarded(callers) as on:
-        assert (await on.client.get("/v1/stats", headers=headers)).status == 200
-
-
-@pytest.mark.parametrize("separator", ["", "\t", " \t", "\xa0"])
-async def test_nothing_but_spaces_is_between_bearer_and_the_token(
-    callers: Callers, separator: str
-) -> None:
-    headers = {"Authorization": f"Bearer{separator}{await callers.token(RoleName.READ)}"}
-    async with guarded(callers) as on:
-        assert (await on.client.get("/v1/stats", headers=headers)).code == "unauthenticated"
+        assert (await on.client.get("/v1/stats", headers=headers)).status == status
 
 
 async def test_a_process_with_an_auth_file_may_listen_on_all_addresses(
@@ -289,7 +229,7 @@ async def test_a_process_with_an_auth_file_may_listen_on_all_addresses(
 async def test_a_wrong_auth_file_or_certificate_stops_the_start(tmp_path: Path) -> None:
     status, _, err = await run_to_end(tmp_path, "serve", "--port", "0", "--auth", "/nonexistent")
     assert (status, err.count("\n")) == (1, 1)
-    assert "does not exist" in err
+    assert "does not exist: make it with `tierkv token new`" in err
     status, _, err = await run_to_end(
         tmp_path, "serve", "--port", "0", "--tls-cert", "/nonexistent"
     )
@@ -300,6 +240,19 @@ async def test_a_wrong_auth_file_or_certificate_stops_the_start(tmp_path: Path) 
 # TLS
 
 
+async def status_of(
+    url: str, context: ssl.SSLContext, token: str = "", path: str = "/v1/stats"
+) -> int | None:
+    """Return the status of a call over a connection of its own; None where TLS refuses that."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    connector = aiohttp.TCPConnector(ssl=context)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        try:
+            return (await Client(url, session).get(path, headers=headers)).status
+        except (aiohttp.ClientError, OSError):
+            return None
+
+
 async def test_a_token_over_tls(callers: Callers, tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     tls = TlsSection(cert=str(authority.issue("node")))
@@ -307,115 +260,64 @@ async def test_a_token_over_tls(callers: Callers, tmp_path: Path) -> None:
     trusting, stranger = authority.trusted_by(), ssl.create_default_context()
     async with guarded(callers, tls=tls) as on:
         assert on.url.startswith("https://")
-        connector = aiohttp.TCPConnector(ssl=trusting)
-        async with aiohttp.ClientSession(connector=connector) as session:
-            client = Client(on.url, session)
-            headers = {"Authorization": f"Bearer {token}"}
-            assert (await client.get("/v1/stats", headers=headers)).status == 200
-            assert (await client.get("/v1/stats")).code == "unauthenticated"
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=stranger)) as session:
-            with pytest.raises(aiohttp.ClientConnectorCertificateError):
-                await Client(on.url, session).get("/livez")
+        assert await status_of(on.url, trusting, token) == 200
+        assert await status_of(on.url, trusting) == 401
+        assert await status_of(on.url, stranger, token) is None
 
 
 @pytest.mark.parametrize("subject", ["DNS:prefill-1", "URI:spiffe://a/b", "CN:worker"])
 async def test_a_certificate_is_its_caller(subject: str, callers: Callers, tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
-    mine = authority.issue(
-        "worker", x509.DNSName("prefill-1"), x509.UniformResourceIdentifier("spiffe://a/b")
-    )
-    unknown = authority.issue("prefill-1", x509.DNSName("worker"))  # the kinds are not mixed up
-    server = authority.issue("node")
-    tls = TlsSection(cert=str(server), client_ca=str(authority.path))
+    authority, other = Authority(tmp_path), Authority(tmp_path, "other")
+    names = x509.DNSName("prefill-1"), x509.UniformResourceIdentifier("spiffe://a/b")
+    mine = authority.trusted_by(authority.issue("worker", *names))
+    # The kinds of names are not mixed up.
+    unknown = authority.trusted_by(authority.issue("prefill-1", x509.DNSName("worker")))
+    forged, none = authority.trusted_by(other.issue("worker", *names)), authority.trusted_by()
+    tls = TlsSection(cert=str(authority.issue("node")), client_ca=str(authority.path))
     await callers.certificate(subject, RoleName.WRITE)
     token = await callers.token(RoleName.ADMIN)
-    contexts = [authority.trusted_by(one) for one in (mine, unknown)]
     async with guarded(callers, tls=tls) as on:
-        for context, status in zip(contexts, (200, 401), strict=True):
-            connector = aiohttp.TCPConnector(ssl=context)
-            async with aiohttp.ClientSession(connector=connector) as session:
-                client = Client(on.url, session)
-                assert (await client.get("/v1/stats")).status == status
-                assert (await client.get("/livez")).status == 200
-                headers = {"Authorization": f"Bearer {token}"}
-                assert (await client.get("/v1/stats", headers=headers)).status == 200
-                headers = {"Authorization": "Bearer wrong"}  # a good certificate does not excuse it
-                assert (await client.get("/v1/stats", headers=headers)).status == 401
-
-
-async def test_without_a_certificate_of_the_right_authority_there_is_no_connection(
-    callers: Callers, tmp_path: Path
-) -> None:
-    authority, other = Authority(tmp_path), Authority(tmp_path, "other")
-    tls = TlsSection(cert=str(authority.issue("node")), client_ca=str(authority.path))
-    await callers.certificate("CN:worker", RoleName.ADMIN)
-    forged = other.issue("worker")
-    contexts = [authority.trusted_by(), authority.trusted_by(forged)]
-    async with guarded(callers, tls=tls) as on:
-        for context in contexts:
-            connector = aiohttp.TCPConnector(ssl=context)
-            async with aiohttp.ClientSession(connector=connector) as session:
-                with pytest.raises((aiohttp.ClientError, ssl.SSLError, OSError)):
-                    await Client(on.url, session).get("/livez")
+        for context, status in ((mine, 200), (unknown, 401)):
+            assert await status_of(on.url, context) == status
+            assert await status_of(on.url, context, path="/livez") == 200
+            assert await status_of(on.url, context, token) == 200
+            assert await status_of(on.url, context, "wrong") == 401  # whatever the certificate
+        for context in (forged, none):
+            assert await status_of(on.url, context, token) is None
 
 
 @pytest.mark.promise("Renewed certificates take effect without a restart or failed handshake.")
-async def test_a_new_certificate_is_used_without_a_restart(
+async def test_a_new_certificate_and_a_new_authority_are_used_without_a_restart(
     callers: Callers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     old, new = Authority(tmp_path), Authority(tmp_path, "new")
-    live = tmp_path / "live.pem"
-    live.write_bytes(old.issue("node").read_bytes())
-    second = new.issue("node").read_bytes()
-    contexts = (old.trusted_by(), new.trusted_by())
-    tls = TlsSection(cert=str(live), reload_s=0.02)
+    live, live_ca = tmp_path / "live.pem", tmp_path / "live-ca.pem"
+    first, second = (one.issue("node").read_bytes() for one in (old, new))
+    live.write_bytes(first)
+    live_ca.write_bytes(old.path.read_bytes())
+    tls = TlsSection(cert=str(live), client_ca=str(live_ca), reload_s=0.02)
+
+    async def is_trusted(url: str, server: Authority, caller: Authority) -> bool:
+        context = server.trusted_by(caller.issue("caller"))
+        return await status_of(url, context, path="/livez") == 200
+
+    async def until_trusted(url: str, server: Authority, caller: Authority) -> None:
+        async with asyncio.timeout(20):
+            while not await is_trusted(url, server, caller):  # noqa: ASYNC110 - over HTTP
+                await asyncio.sleep(0.02)
+
     async with guarded(callers, tls=tls) as on:
-
-        async def trusts(context: ssl.SSLContext) -> bool:
-            connector = aiohttp.TCPConnector(ssl=context)
-            async with aiohttp.ClientSession(connector=connector) as session:
-                try:
-                    return (await Client(on.url, session).get("/livez")).status == 200
-                except aiohttp.ClientConnectorCertificateError:
-                    return False
-
-        assert await trusts(contexts[0])
+        assert await is_trusted(on.url, old, old)
+        assert not await is_trusted(on.url, old, new)
         await asyncio.to_thread(live.write_bytes, b"nonsense")
         await until(lambda: "stays in force" in caplog.text, "a line of the log")
-        assert await trusts(contexts[0])
+        assert await is_trusted(on.url, old, old)
         await asyncio.to_thread(live.write_bytes, second)
-        async with asyncio.timeout(20):
-            while not await trusts(contexts[1]):  # noqa: ASYNC110 - over HTTP
-                await asyncio.sleep(0.02)
-        assert not await trusts(contexts[0])
-
-
-@pytest.mark.promise("Renewed certificates take effect without a restart or failed handshake.")
-async def test_an_authority_that_is_taken_out_is_not_trusted_any_more(
-    callers: Callers, tmp_path: Path
-) -> None:
-    old, new = Authority(tmp_path), Authority(tmp_path, "new")
-    live = tmp_path / "live-ca.pem"
-    live.write_bytes(old.path.read_bytes())
-    tls = TlsSection(cert=str(old.issue("node")), client_ca=str(live), reload_s=0.02)
-    of_old, of_new = (old.trusted_by(one.issue("caller")) for one in (old, new))
-    async with guarded(callers, tls=tls) as on:
-
-        async def is_trusted(caller: ssl.SSLContext) -> bool:
-            connector = aiohttp.TCPConnector(ssl=caller)
-            async with aiohttp.ClientSession(connector=connector) as session:
-                try:
-                    return (await Client(on.url, session).get("/livez")).status == 200
-                except aiohttp.ClientError:
-                    return False
-
-        assert await is_trusted(of_old)
-        assert not await is_trusted(of_new)
-        await asyncio.to_thread(live.write_bytes, new.path.read_bytes())
-        async with asyncio.timeout(20):
-            while not await is_trusted(of_new):  # noqa: ASYNC110 - over HTTP
-                await asyncio.sleep(0.02)
-        assert not await is_trusted(of_old)
+        await until_trusted(on.url, new, old)
+        assert not await is_trusted(on.url, old, old)
+        await asyncio.to_thread(live_ca.write_bytes, new.path.read_bytes())
+        await until_trusted(on.url, new, new)
+        assert not await is_trusted(on.url, new, old)
 
 
 @pytest.mark.promise("Renewed certificates take effect without a restart or failed handshake.")
@@ -430,7 +332,7 @@ async def test_no_handshake_fails_while_certificates_are_renewed(
     over = asyncio.Event()
 
     async def renew() -> None:
-        for turn in range(100):
+        for turn in range(40):
             await asyncio.to_thread(tmp_path.joinpath("next.pem").write_bytes, pems[turn % 2])
             await asyncio.to_thread(tmp_path.joinpath("next.pem").rename, live)
             await asyncio.sleep(0.005)
@@ -479,16 +381,12 @@ async def test_the_nodes_own_user_is_an_admin_over_its_socket(
         assert (await over(path, read_only)).code == "forbidden"  # who brings a token is its caller
         assert (await over(path, "wrong")).code == "unauthenticated"
         assert (await stats(on)).code == "unauthenticated"  # TCP of the same node
-    assert not await asyncio.to_thread(path.exists)
-
-
-async def test_a_row_says_what_a_user_may_do_over_the_socket(
-    callers: Callers, tmp_path: Path
-) -> None:
-    path = tmp_path / "node.sock"
-    await callers.user(os.geteuid(), RoleName.READ)
-    async with guarded(callers, unix_socket=path):
+        await callers.user(os.geteuid(), RoleName.READ)  # a row has the last word
+        async with asyncio.timeout(20):
+            while (await over(path)).status == 200:  # noqa: ASYNC110 - over HTTP
+                await asyncio.sleep(0.01)
         assert (await over(path)).code == "forbidden"
+    assert not await asyncio.to_thread(path.exists)
 
 
 async def test_another_user_of_the_socket_needs_a_row(
@@ -521,24 +419,9 @@ def test_a_dead_socket_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> None
 
 async def test_a_process_may_listen_on_its_socket_only(tmp_path: Path) -> None:
     path = tmp_path / "node.sock"
-    child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tierkv", "serve", "--no-tcp", "--unix-socket", str(path)),
-        *("--storage", "none"),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        assert child.stdout is not None
-        async with asyncio.timeout(60):
-            line = await child.stdout.readline()
-        assert line.decode() == f"tierkv both listening on unix:{path}\n"
+    async with process(tmp_path, "--no-tcp", "--unix-socket", path, "--storage", "none") as node:
+        assert node.url == f"unix:{path}"
         assert (await over(path)).status == 200
-        child.terminate()
-        async with asyncio.timeout(30):
-            await child.communicate()
-        assert child.returncode == 0
-        assert not await asyncio.to_thread(path.exists)
-    finally:
-        if child.returncode is None:
-            child.kill()
-            await child.wait()
+        node.terminate()
+        assert await node.ended() == 0
+    assert not await asyncio.to_thread(path.exists)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-
-import pytest
 
 from tests.api.nodes import Process, process
 from tests.redis_server import RedisServer, redis_server
@@ -16,6 +16,8 @@ host_write = "write_through"
 storage_write = "write_through"
 device_blocks = 512
 host_blocks = 512
+[handoff]
+publish_deadline_s = 2.0
 """
 
 
@@ -35,50 +37,48 @@ async def delete_all(node: Process) -> tuple[int, int]:
     return answer.body["held_copies"], answer.body["removed_values"]
 
 
-@pytest.mark.parametrize("attempt", range(3))
-async def test_nothing_that_was_being_written_is_stored_after_a_full_deletion(
-    tmp_path: Path, attempt: int
-) -> None:
-    settings = tmp_path / "node.toml"
+@asynccontextmanager
+async def over(server: RedisServer, folder: Path) -> AsyncIterator[Process]:
+    """A node over `server` that, at the end, waits for all copies and writes before it exits."""
+    settings = folder / "node.toml"
     settings.write_text(SETTINGS)
+    async with process(folder, "--config", settings, "--storage", server.url) as node:
+        yield node
+        node.terminate()
+        assert await node.ended() == 0
+
+
+async def test_nothing_that_was_being_written_is_stored_after_a_full_deletion(
+    tmp_path: Path,
+) -> None:
     with redis_server() as server:
-        arguments = ("--config", settings, "--storage", server.url)
-        async with process(tmp_path, *arguments) as node:
-            work = {"tokens": [*PROMPT[attempt:], attempt], "max_tokens": 1}
-            assert (await node.client.post("/v1/generate", work)).status == 200
-            held, _ = await delete_all(node)
-            assert held == 0
-            assert stored(server) == []
-            node.terminate()  # the node waits for all copies and writes before it exits
-            assert await node.ended() == 0
+        async with over(server, tmp_path) as node:
+            for attempt in range(3):
+                work = {"tokens": [*PROMPT[attempt:], attempt], "max_tokens": 1}
+                assert (await node.client.post("/v1/generate", work)).status == 200
+                held, _ = await delete_all(node)
+                assert held == 0
+                assert stored(server) == []
         assert stored(server) == []
 
 
 async def test_a_prompt_that_is_published_when_all_is_deleted_leaves_no_ticket(
     tmp_path: Path,
 ) -> None:
-    settings = tmp_path / "node.toml"
-    settings.write_text(SETTINGS)
     with redis_server() as server:
-        arguments = ("--config", settings, "--storage", server.url)
-        async with process(tmp_path, *arguments) as node:
+        async with over(server, tmp_path) as node:
             work = {"tokens": PROMPT, "ticket_id": "ticket", "wait": "nothing"}
             answer = await node.client.post("/v1/prefill", work)
             assert answer.status == 200, answer.body
             await delete_all(node)
-            node.terminate()
-            assert await node.ended() == 0
         assert [name for name in stored(server) if b":open:" not in name] == []
 
 
 async def test_a_deletion_on_a_frozen_redis_fails_and_succeeds_when_it_answers(
     tmp_path: Path,
 ) -> None:
-    settings = tmp_path / "node.toml"
-    settings.write_text(SETTINGS + "[handoff]\npublish_deadline_s = 2.0\n")
     with redis_server() as server:
-        arguments = ("--config", settings, "--storage", server.url)
-        async with process(tmp_path, *arguments) as node:
+        async with over(server, tmp_path) as node:
             work = {"tokens": PROMPT, "max_tokens": 1}
             assert (await node.client.post("/v1/generate", work)).status == 200
             server.pause()
@@ -90,6 +90,4 @@ async def test_a_deletion_on_a_frozen_redis_fails_and_succeeds_when_it_answers(
             assert set(again.body["matched"].values()) == {0}
             while (await node.client.ask("DELETE", "/v1/blocks?storage=true")).status == 503:
                 pass  # until the node has seen that the store answers again
-            node.terminate()
-            assert await node.ended() == 0
         assert stored(server) == []

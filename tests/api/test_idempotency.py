@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from tierkv.api.idempotency import Once
-from tierkv.errors import DuplicateRequestError, OutOfBlocksError
 
 
 class Work:
@@ -38,22 +37,6 @@ async def do(
     return call.made
 
 
-@pytest.mark.promise("Requests with one idempotency key get the first result.")
-async def test_all_that_ask_at_once_and_later_get_the_first_result() -> None:
-    box, work = once(), Work()
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(do(box, "a", b"x", work)) for _ in range(5)]
-        await asyncio.sleep(0)
-        work.go.set()
-    assert {task.result() for task in tasks} == {1}
-    assert await do(box, "a", b"x", work) == 1
-    box.release("a")
-    assert await do(box, "a", b"x", work) == 1
-    with pytest.raises(DuplicateRequestError):
-        await do(box, "a", b"y", work)
-    assert work.num_runs == 1
-
-
 async def test_when_the_one_that_runs_is_cancelled_another_takes_over() -> None:
     box, work = once(), Work()
     first = asyncio.ensure_future(do(box, "a", b"x", work))
@@ -66,22 +49,6 @@ async def test_when_the_one_that_runs_is_cancelled_another_takes_over() -> None:
     work.go.set()
     assert await second == 2
     assert work.num_runs == 2
-
-
-async def test_a_failure_is_everybodys_and_then_forgotten() -> None:
-    box, work = once(), Work()
-
-    async def fail() -> int:
-        await asyncio.sleep(0)
-        raise OutOfBlocksError("device", needed=1, available=0)
-
-    results = await asyncio.gather(
-        *(do(box, "a", b"x", fail) for _ in range(2)), return_exceptions=True
-    )
-    assert all(isinstance(result, OutOfBlocksError) for result in results)
-    assert len(box) == 0
-    work.go.set()
-    assert await do(box, "a", b"other", work) == 1
 
 
 async def test_open_results_stay_and_past_ones_are_bounded_in_number_and_time() -> None:

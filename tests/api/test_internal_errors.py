@@ -11,7 +11,7 @@ from tierkv.engine_runs import ModelRun
 from tierkv.errors import DeviceFailedError, TransferError
 from tierkv.refmodel.engine import ReferenceEngine
 from tierkv.sched import admission
-from tierkv.sched.admission import Admissions, Starts
+from tierkv.sched.admission import Starts
 from tierkv.sched.request import Computing
 from tierkv.sched.scheduler import Scheduler
 from tierkv.service.session import Session
@@ -27,27 +27,18 @@ class PlantedError(Exception):
 @pytest.mark.parametrize(
     ("place", "name"),
     [
-        (Starts, "acquire"),
         (Starts, "_made"),
-        (Starts, "_note"),
         (Starts, "_copy_partial"),
         (admission, "_matched"),
-        (admission, "why_missed"),
         (Computing, "begin"),
-        (Admissions, "_possible_wait"),
         (Scheduler, "_insert"),
         (Scheduler, "_keep_tail"),
-        (ModelRun, "begin"),
         (ModelRun, "add"),
-        (ModelRun, "result"),
         (ReferenceEngine, "_call_model"),
         (Session, "_took"),
-        (Session, "_mark"),
         (Session, "has_first_token"),
-        (Session, "_fail_streams"),
         (Session, "publish"),
         (Session, "stream"),
-        (Session, "commit"),
     ],
 )
 async def test_a_request_that_fails_by_a_bug_gives_everything_back(
@@ -77,7 +68,6 @@ async def test_a_request_that_fails_by_a_bug_gives_everything_back(
         assert (stats.running_requests, stats.waiting_requests) == (0, 0)
         answer = await on.client.post("/v1/generate", {"prompt": PROMPT + "x", "max_tokens": 3})
         assert answer.status == 200
-        await on.settle()
 
 
 @pytest.mark.parametrize(

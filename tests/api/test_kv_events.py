@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -17,18 +16,14 @@ import pytest
 
 from tests.api.nodes import process, run_to_end
 from tests.embed.test_groups import FULL, WINDOW, Hybrid, hybrid, tokens_of
-from tests.latch import PATIENCE_S, finish, until
-from tests.redis_server import free_port, redis_server
+from tests.latch import PATIENCE_S, finish
+from tests.redis_server import free_port
 from tests.world import World, world
 from tierkv.api.settings import NodeSettings
 from tierkv.cache.eviction import WritePolicy
-from tierkv.clock import SystemClock
 from tierkv.config import load
 from tierkv.errors import BadRequestError, ConfigError
-from tierkv.sched.events import CacheEventKind
-from tierkv.service import kv_events
 from tierkv.service.kv_events import EventForm, EventsSection, KvEventPublisher
-from tierkv.storage.memory import MemorySettings, MemoryStore
 
 zmq = pytest.importorskip("zmq")
 zmq_asyncio = pytest.importorskip("zmq.asyncio")
@@ -173,44 +168,6 @@ async def test_a_router_knows_what_is_cached_where(tmp_path: Path) -> None:
         assert reader.topic == f"kv@node-a@{here.service.fingerprint.model}".encode()
 
 
-@pytest.mark.parametrize("way", ["deleted", "detached", "exchanged", "flushed"])
-async def test_blocks_that_leave_storage_are_told(way: str, tmp_path: Path) -> None:
-    async with (
-        world(device_blocks=16, with_store=True, host_write=THROUGH, storage_write=THROUGH) as here,
-        publishing(tmp_path, here) as (reader, _),
-    ):
-        for base in (0, 500):
-            await here.run(tokens(18, base))
-        await reader.until("STORAGE", 8)
-        if way == "deleted":
-            await here.service.free(clears_storage=True)
-        elif way == "detached":
-            here.service.detach_storage()
-        elif way == "exchanged":
-            await here.service.attach_storage(MemoryStore(MemorySettings(), SystemClock()))
-        else:
-            await here.the_store.delete(here.names(tokens(18)) + here.names(tokens(18, 500)))
-            await here.service.forget()
-            assert (await here.service.lookup(here.prompt(tokens(18)))).storage_tokens == 0
-            await reader.until("STORAGE", 4)
-            await here.run(tokens(20, 500))  # a request finds it out, too, and stores it again
-        await reader.until("STORAGE", 0 if way != "flushed" else 5)
-        assert reader.gaps == 0
-
-
-async def test_what_others_have_stored_is_told_once_it_is_found(tmp_path: Path) -> None:
-    async with (
-        world(with_store=True, host_write=THROUGH, storage_write=THROUGH) as there,
-        world(store=there.the_store.inner) as here,
-        publishing(tmp_path, here) as (reader, _),
-    ):
-        await there.run(tokens(18))
-        await here.run(tokens(18))
-        await reader.until("GPU", 4)
-        await reader.until("STORAGE", 4)
-        assert reader.blocks["STORAGE"] == reader.blocks["GPU"]
-
-
 async def test_each_block_hangs_at_the_one_before_it_with_its_tokens(tmp_path: Path) -> None:
     async with (
         world(device_blocks=32) as here,
@@ -311,72 +268,6 @@ async def test_what_was_missed_is_replayed(tmp_path: Path) -> None:
                 late.take(int.from_bytes(number, "big"), batch)
         assert (late.number, late.gaps) == (reader.number, 0)
         assert len(late.blocks["GPU"]) == 8
-
-
-async def test_who_asks_for_replays_and_reads_none_takes_little_memory_and_holds_up_nobody_for_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(kv_events, "_REPLAY_PATIENCE_S", PATIENCE_S)  # both ends are on one loop
-    replay, request = f"ipc://{tmp_path}/replay", [b"", bytes(8)]
-    async with (
-        world(device_blocks=300) as here,
-        publishing(tmp_path, here, replay=replay) as (reader, publisher),
-    ):
-        await here.run(tokens(1024))
-        await reader.until("GPU", 256)
-        node = here.service.index.match(here.prompt(tokens(1024))).node
-        for _ in range(1000):  # of 9 KB each
-            told = publisher.num_batches
-            here.service.events.publish(CacheEventKind.EVICTED, "device", node, 0, 256)
-            while publisher.num_batches == told:  # noqa: ASYNC110 - the test is one loop
-                await asyncio.sleep(0)
-        before = resident_bytes()
-        with zmq_asyncio.Context() as context:
-            context.setsockopt(zmq.LINGER, 0)
-            context.setsockopt(zmq.RCVHWM, 1)
-            sockets = [context.socket(zmq.DEALER) for _ in range(22)]
-            garbage, asking, *stuck = sockets
-            for one in sockets:
-                one.connect(replay)
-            for one in stuck:
-                await one.send_multipart(request)
-            for _ in range(1000):
-                await garbage.send(b"no request")
-            await asking.send_multipart(request)
-            while (await finish(asking.recv_multipart()))[-2] != END:
-                pass
-            grown = resident_bytes() - before
-            for one in sockets:
-                one.close()
-    assert grown < 100 << 20  # 20 times 9 MB were asked for
-    assert len(caplog.records) < 20, caplog.text
-
-
-def resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.mark.promise("Missed KV events are replayed; after lost ones the full state follows.")
-async def test_events_that_are_lost_leave_a_gap_and_all_is_told_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kv_events, "_QUEUED_EVENTS", 2)
-    async with (
-        world(device_blocks=64) as here,
-        publishing(tmp_path, here) as (reader, publisher),
-    ):
-        await here.run(tokens(16))
-        await reader.until("GPU", 4)
-        lost = publisher.num_lost
-        node = here.service.index.match(here.prompt(tokens(16))).node
-        for _ in range(10):  # in one turn of the loop, so that nothing is sent in between
-            here.service.events.publish(CacheEventKind.EVICTED, "device", node, 0, 4)
-        await until(lambda: publisher.num_lost > lost, "events are lost")
-        while not reader.num_cleared:
-            await reader.read()
-        await reader.until("GPU", 4)  # what is there, whatever was told
-        assert reader.gaps == 1
 
 
 # An engine that gives its blocks names of its own
@@ -530,42 +421,6 @@ async def test_a_node_publishes_and_its_end_clears_all(tmp_path: Path) -> None:
         while not reader.num_cleared or reader.blocks:
             await reader.read()
         assert await node.ended() == 0
-
-
-async def test_a_node_tells_what_its_redis_has_lost(tmp_path: Path) -> None:
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
-    settings = tmp_path / "node.toml"
-    settings.write_text(
-        f'[events]\nendpoint = "{endpoint}"\n'
-        '[cache]\nhost_write = "write_through"\nstorage_write = "write_through"\n'
-    )
-    work = {"prompt": "a prompt of some blocks " * 8, "max_tokens": 1}
-    num_blocks = len(work["prompt"]) // 16  # type: ignore[arg-type]
-    with redis_server() as server:
-        arguments = ("--config", settings, "--storage", server.url)
-        async with router(endpoint) as reader, process(tmp_path, *arguments) as node:
-            hearing = asyncio.create_task(reader.read())
-            while not hearing.done():
-                await node.client.post("/v1/generate", {"prompt": f"{time.monotonic_ns()}" * 4})
-                await node.client.ask("DELETE", "/v1/blocks?storage=true")
-            await reader.until("STORAGE", 0)
-
-            await node.client.post("/v1/generate", work)
-            await reader.until("STORAGE", num_blocks)
-            await node.client.ask("DELETE", "/v1/blocks?storage=true")
-            await reader.until("STORAGE", 0)
-
-            await node.client.post("/v1/generate", work)
-            await reader.until("STORAGE", num_blocks)
-            await node.client.ask("DELETE", "/v1/blocks")
-            server.execute("FLUSHALL")
-            await node.client.post("/v1/lookup", {"prompt": work["prompt"]})
-            await reader.until("STORAGE", 0)
-
-            await node.client.post("/v1/generate", work)
-            await reader.until("STORAGE", num_blocks)
-            await node.client.ask("DELETE", "/v1/tiers/storage")
-            await reader.until("STORAGE", 0)
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,13 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry, Counter
 
 from tests.api.guarded import callers_in, guarded
 from tests.api.nodes import Client, Here, here, process
 from tests.latch import until
 from tierkv.http import live
 from tierkv.http.callers import RoleName
-from tierkv.http.live import MOST_SAMPLES, LiveFeed, figures_of
+from tierkv.http.live import MOST_SAMPLES, LiveFeed
 
 PAGE = Path(live.__file__).parent / "page"
 
@@ -95,48 +94,40 @@ def of_metrics(text: str) -> dict[str, float]:
     }
 
 
-async def test_the_figures_are_those_of_metrics() -> None:
-    async with here() as on:
-        await generate(on.client, "Once upon a time there was a cache " * 4, "a")
-        await generate(on.client, "Once upon a time there was a cache " * 4, "b")
-        on.node.live.take()
-        async with opened(on.client) as page:
-            names = await page.until("names")
-            *_, last = await page.until("samples")
-        metrics = of_metrics((await on.client.get("/metrics")).body.decode())
-        told = dict(zip(names, last[1:], strict=True))
-        assert told == {name: metrics[name] for name in names}
-        assert told['tierkv_lookup_tokens_total{result="hit_device"}'] > 0
-        assert told['tierkv_missed_tokens_total{reason="never_stored"}'] > 0
-
-
-def test_when_a_counter_was_made_is_no_figure() -> None:
-    registry = CollectorRegistry()
-    Counter("asked", "", ("how",), registry=registry).labels("well").inc(2)
-    assert figures_of(registry.collect(), {"asked"}) == {'asked_total{how="well"}': 2}
+async def test_the_figures_are_those_of_metrics(on: Here) -> None:
+    await generate(on.client, "Once upon a time there was a cache " * 4, "a")
+    await generate(on.client, "Once upon a time there was a cache " * 4, "b")
+    on.node.live.take()
+    async with opened(on.client) as page:
+        names = await page.until("names")
+        *_, last = await page.until("samples")
+    metrics = of_metrics((await on.client.get("/metrics")).body.decode())
+    told = dict(zip(names, last[1:], strict=True))
+    assert told == {name: metrics[name] for name in names}
+    assert told['tierkv_lookup_tokens_total{result="hit_device"}'] > 0
+    assert told['tierkv_missed_tokens_total{reason="never_stored"}'] > 0
 
 
 @pytest.mark.parametrize("last_id", [f"{'9' * 5000}-1", f"1-{'9' * 5000}", "x", "-"])
-async def test_a_page_that_comes_back_with_nonsense_begins_anew(last_id: str) -> None:
-    async with here() as on, opened(on.client, last_id=last_id) as page:
+async def test_a_page_that_comes_back_with_nonsense_begins_anew(on: Here, last_id: str) -> None:
+    async with opened(on.client, last_id=last_id) as page:
         assert await page.until("names")
 
 
-async def test_a_page_that_comes_back_goes_on_where_it_was() -> None:
-    async with here() as on:
-        async with opened(on.client) as page:
-            await page.until("samples", 2)
-        seen = page.samples[-1][0]
-        for _ in range(3):
-            on.node.live.take()
-        async with opened(on.client, last_id=page.last_id) as again:
-            await again.until("samples")
-        assert "names" not in again.told
-        assert len(again.samples) >= 3
-        assert all(sample[0] >= seen for sample in again.samples)
-        async with opened(on.client, last_id="7-3") as other:  # of a node that is no more
-            await other.until("samples")
-        assert "names" in other.told
+async def test_a_page_that_comes_back_goes_on_where_it_was(on: Here) -> None:
+    async with opened(on.client) as page:
+        await page.until("samples", 2)
+    seen = page.samples[-1][0]
+    for _ in range(3):
+        on.node.live.take()
+    async with opened(on.client, last_id=page.last_id) as again:
+        await again.until("samples")
+    assert "names" not in again.told
+    assert len(again.samples) >= 3
+    assert all(sample[0] >= seen for sample in again.samples)
+    async with opened(on.client, last_id="7-3") as other:  # of a node that is no more
+        await other.until("samples")
+    assert "names" in other.told
 
 
 @pytest.mark.promise("Open live pages neither delay a shutdown nor take unbounded memory.")
@@ -183,46 +174,42 @@ async def test_an_hour_of_samples_costs_the_node_no_more_memory_than_the_first_m
 
 @pytest.mark.promise("A failure of the live page does not fail the node.")
 async def test_what_fails_for_the_page_does_not_fail_the_node(
-    caplog: pytest.LogCaptureFixture,
+    on: Here, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with here() as on:
 
-        def broken() -> dict[str, float]:
-            raise ZeroDivisionError("of a test")
+    def broken() -> dict[str, float]:
+        raise ZeroDivisionError("of a test")
 
-        figures, on.node.live.figures = on.node.live.figures, broken
-        await until(lambda: "task tierkv-live failed" in caplog.text)
-        on.node.live.figures = figures
-        async with opened(on.client) as page:
-            await page.until("samples")
-        assert (await on.client.get("/readyz")).status == 200
+    figures, on.node.live.figures = on.node.live.figures, broken
+    await until(lambda: "task tierkv-live failed" in caplog.text)
+    on.node.live.figures = figures
+    async with opened(on.client) as page:
+        await page.until("samples")
+    assert (await on.client.get("/readyz")).status == 200
 
 
-async def test_what_is_told_of_requests_is_moments_and_counts_and_never_a_token() -> None:
-    async with here() as on:
-        secret = "the password is swordfish " * 3
-        await generate(on.client, secret, "mine")
-        async with opened(on.client) as page:
-            [one] = await page.until("requests")
-            await page.until("prefixes")
-            answer = await on.client.get(f"/live/requests/{one['n']}/explain")
-        assert one["id"] == "mine"
-        assert one["tokens"] == len(secret)
-        assert one["missed"] == "never_stored"
-        at = one["at"]
-        assert at["began"] <= at["admitted"] <= at["computed"] <= at["ended"]
-        assert answer.body["reason"] == "nothing is missing"
-        packed = b"".join(bytes([code]) for code in b"swordfish")
-        for raw in (page.raw, msgspec.json.encode(answer.body)):
-            assert packed not in raw
-            assert ",".join(str(code) for code in packed).encode() not in raw
-            assert not re.search(rb"[0-9a-f]{64}", raw)  # nor a digest, by which to guess
+async def test_what_is_told_of_requests_is_moments_and_counts_and_never_a_token(on: Here) -> None:
+    secret = "the password is swordfish " * 3
+    await generate(on.client, secret, "mine")
+    async with opened(on.client) as page:
+        [one] = await page.until("requests")
+        await page.until("prefixes")
+        answer = await on.client.get(f"/live/requests/{one['n']}/explain")
+    assert one["id"] == "mine"
+    assert one["tokens"] == len(secret)
+    assert one["missed"] == "never_stored"
+    at = one["at"]
+    assert at["began"] <= at["admitted"] <= at["computed"] <= at["ended"]
+    assert answer.body["reason"] == "nothing is missing"
+    packed = b"".join(bytes([code]) for code in b"swordfish")
+    for raw in (page.raw, msgspec.json.encode(answer.body)):
+        assert packed not in raw
+        assert ",".join(str(code) for code in packed).encode() not in raw
+        assert not re.search(rb"[0-9a-f]{64}", raw)  # nor a digest, by which to guess
 
 
 @pytest.mark.promise("A tenant's live page shows only its own requests.")
-async def test_a_callers_page_shows_the_requests_and_prefixes_of_its_tenant(
-    tmp_path: Path,
-) -> None:
+async def test_a_callers_page_shows_the_requests_and_prefixes_of_its_tenant(tmp_path: Path) -> None:
     callers = await asyncio.to_thread(callers_in, tmp_path)
     one, two = [await callers.token(RoleName.WRITE, name) for name in ("one", "two")]
     admin = await callers.token(RoleName.ADMIN)
@@ -264,41 +251,6 @@ async def test_the_page_itself_is_public_and_its_data_is_not(tmp_path: Path) -> 
         assert (await on.client.ask("GET", "/live/stream", headers=wrong)).status == 401
         for path in ("/live/none.js", "/live/..%2Flive.py", "/live/uplot.LICENSE", "/live/page"):
             assert (await on.client.get(path)).status == 404, path
-
-
-async def test_a_head_of_the_stream_is_a_head() -> None:
-    async with here() as on:
-        for _ in range(2):
-            answer = await on.client.ask("HEAD", "/live/stream")
-            assert answer.headers["Content-Type"] == "text/event-stream"
-        assert on.node.live.num_watching == 0
-
-
-async def test_nobody_looks_at_the_tree_while_nobody_looks_at_the_page(on_refresh: Any) -> None:
-    async with here() as on:
-        counts = on_refresh(on)
-        for _ in range(5):
-            on.node.live.take()
-            await asyncio.sleep(0)
-        assert counts == [0]
-        async with opened(on.client) as page:
-            await page.until("prefixes")
-        assert counts[0] >= 1
-
-
-@pytest.fixture
-def on_refresh() -> Any:
-    def counting(on: Here) -> list[int]:
-        counts, refresh = [0], on.node.live.refresh
-
-        async def counted() -> float:
-            counts[0] += 1
-            return await refresh()
-
-        on.node.live.refresh = counted
-        return counts
-
-    return counting
 
 
 def test_the_wheel_has_the_page_and_the_library_is_what_was_published(tmp_path: Path) -> None:

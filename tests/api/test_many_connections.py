@@ -8,8 +8,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from urllib.parse import urlsplit
 
-import pytest
-
 from tests.api.nodes import Here, here, holding
 from tests.latch import until
 
@@ -53,54 +51,3 @@ async def test_requests_that_come_together_are_all_answered() -> None:
         for reader, _ in pairs:
             async with asyncio.timeout(60):
                 assert (await answer(reader))[0] == 200
-        await on.settle()
-
-
-async def test_long_bodies_that_come_together_arrive_whole() -> None:
-    num_tokens = 75_000
-    async with here() as on, connections(on, 64) as pairs:
-        async with asyncio.TaskGroup() as group:
-            for number, (_, writer) in enumerate(pairs):
-                tokens = struct.pack("<i", number) * num_tokens
-                writer.write(message("/v1/lookup", tokens, f"r{number}"))
-                group.create_task(writer.drain())
-            answers = [group.create_task(asyncio.wait_for(answer(pair[0]), 60)) for pair in pairs]
-        for task in answers:
-            status, body = task.result()
-            assert status == 200
-            assert b'"num_tokens":75000' in body
-
-
-@pytest.mark.parametrize(
-    "num_rounds", [3, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
-)
-async def test_clients_that_ask_and_go_leave_nothing_behind(num_rounds: int) -> None:
-    async with here() as on:
-        for _ in range(num_rounds):
-            async with connections(on, 200) as pairs:
-                for number, (_, writer) in enumerate(pairs):
-                    writer.write(message("/v1/generate", b"\7\0\0\0", f"r{number}"))
-                await asyncio.sleep(0)
-        await until(lambda: on.node.num_working == 0, "no call under way")
-        await on.settle()
-
-
-async def test_clients_that_come_and_go_together_are_answered_and_leave_no_connection() -> None:
-    count, live = 300, b"GET /livez HTTP/1.1\r\nHost: node\r\n\r\n"
-
-    async def visit(on: Here, have_all: asyncio.Barrier, *, asks: bool) -> None:
-        url = urlsplit(on.client.url)
-        reader, writer = await asyncio.open_connection(url.hostname, url.port)
-        if asks:
-            writer.write(live)
-            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
-        await have_all.wait()
-        writer.close()
-
-    # Those of one round may still be leaving while the next one's come; of two, none is left.
-    async with here(max_connections=2 * count) as on:
-        for _ in range(4):
-            have_all = asyncio.Barrier(count)
-            async with asyncio.TaskGroup() as group:
-                for number in range(count):
-                    group.create_task(visit(on, have_all, asks=number % 5 > 0))

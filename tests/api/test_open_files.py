@@ -12,10 +12,11 @@ import aiohttp
 import pytest
 
 from tests.api.nodes import Process, process
-from tests.api.test_routes_faults import NONSENSE, ROUTES
+from tests.api.test_refusals import BAD_BODIES
 from tests.latch import PATIENCE_S
 
-NUM_CALLS = 1_500
+NUM_CALLS = 600
+ROUTES = ["/v1/generate", "/v1/decode", "/v1/prefetches", "/v1/explain", "/v1/lookup"]
 CLIENTS = 16
 
 
@@ -39,7 +40,7 @@ async def hostile(on: Process, count: int) -> None:
 
     async def client(calls: range) -> None:
         for number in calls:
-            kind, body = NONSENSE[number % len(NONSENSE)]
+            kind, body, *_ = BAD_BODIES[number % len(BAD_BODIES)]
             path = dice.choice([*ROUTES, "/v1/nothing", "/v1/requests/no", "/v1/tickets/no"])
             method = dice.choice(["POST", "POST", "POST", "GET", "DELETE", "OPTIONS", "HEAD"])
             limit = aiohttp.ClientTimeout(total=0.002 if number % 10 == 0 else 200)

@@ -188,23 +188,18 @@ async def test_a_port_that_is_taken_is_one_sentence(tmp_path: Path) -> None:
     [
         ("0.0.0.0", "--insecure"),
         ("::", "--insecure"),
-        ("192.0.2.1", "--insecure"),
-        ("no.such.host.invalid", "cannot be resolved"),
-        ("", "node.host is empty"),
         ("a" * 300, "cannot be resolved"),
+        ("", "node.host is empty"),
+        ("192.0.2.1 --insecure", "is not an address of this machine"),
     ],
 )
 async def test_an_address_that_cannot_be_used_is_one_sentence(
     host: str, words: str, tmp_path: Path
 ) -> None:
-    said = await refused(tmp_path, "--host", host, "--port", "0")
+    host, *options = host.split(" ")
+    said = await refused(tmp_path, "--host", host, "--port", "0", *options)
     assert words in said
     assert "Errno" not in said
-
-
-async def test_an_address_of_another_machine_is_one_sentence(tmp_path: Path) -> None:
-    said = await refused(tmp_path, "--host", "192.0.2.1", "--insecure")
-    assert "is not an address of this machine" in said
 
 
 async def test_insecure_allows_every_address(tmp_path: Path) -> None:
@@ -236,23 +231,14 @@ async def test_a_store_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> No
     ("config", "words"),
     [
         ("[node]\nprot = 1\n", "there is no setting node.prot"),
-        ("[nodes]\n", "there is no setting nodes"),
         ("[node]\nport = 70000\n", "node.port must be in 0..65535"),
-        ('[node]\nport = "many"\n', "port"),
         ('[node]\nrole = "king"\n', "role"),
-        ("node = 3\n", "node"),
         ("[node\n", "not valid TOML"),
-        ("[cache]\nblock_size = 0\n", "cache.block_size must be at least 1"),
         ('[node]\ndevice = "abacus"\n', "there is no device 'abacus'"),
         ("[model]\nhead_dim = 3\n", "head_dim must be even"),
-        ("[engine]\nchunk_tokens = 0\n", "chunk_tokens must be at least 1"),
         ("[storage.file]\ncapacity_bytes = -1\n", "capacity_bytes must be above 0, not -1"),
-        ("[node]\nidle_timeout_s = nan\n", "idle_timeout_s"),
         ('[node]\nname = "two\\nlines"\n', "node.name must be one line"),
         ("[handoff]\nticket_ttl_s = nan\n", "handoff.ticket_ttl_s"),
-        ("[handoff]\nblock_ttl_s = 1e300\n", "handoff.block_ttl_s"),
-        ("[handoff]\nclaim_deadline_s = inf\n", "handoff.claim_deadline_s"),
-        ("[cache]\nfetch_deadline_s = nan\n", "cache.fetch_deadline_s"),
         ("[engine]\nload_timeout_s = inf\n", "engine.load_timeout_s"),
     ],
 )
@@ -271,11 +257,6 @@ async def test_a_config_file_that_cannot_be_read_is_one_sentence(tmp_path: Path)
     assert "cannot be read" in await refused(tmp_path, "--config", tmp_path)
     (tmp_path / "bad.toml").write_bytes(b"\xff\xfe")
     assert "not valid TOML" in await refused(tmp_path, "--config", tmp_path / "bad.toml")
-
-
-async def test_an_unknown_variable_is_not_ignored(tmp_path: Path) -> None:
-    said = await refused(tmp_path, "--port", "0", TIERKV_NODE__PROT="1")
-    assert "prot" in said
 
 
 async def test_options_win_over_variables_and_these_over_the_file(tmp_path: Path) -> None:

@@ -107,36 +107,3 @@ async def test_of_a_layered_store_the_part_that_takes_no_writes_is_named(
         detail = answer.body["parts"]["storage"]["detail"]
         assert detail.startswith(f"{near} refuses writes: ")
         assert "capacity_bytes allows 1048576 bytes of values, min_free_bytes keeps" in detail
-
-
-async def test_writes_that_are_skipped_for_a_while_repeat_the_stores_own_first_reason(
-    server: RedisServer,
-) -> None:
-    settings = StoreSettings(
-        redis=SETTINGS.redis,
-        resilience=ResilienceSettings(timeout_s=20.0, write_timeout_s=20.0, full_pause_s=100.0),
-    )
-    store = open_guarded_store(server.url, settings, SystemClock())
-    async with store.running():
-        await asyncio.to_thread(server.execute, *FAULTS["full"][0])
-        for name in ("t:f:a:0", "t:f:b:0"):
-            [put] = await store.put([PutItem(name, (b"x",))])
-            assert put.status is PutStatus.FULL
-            assert "OOM command not allowed" in put.reason
-
-
-async def test_a_store_that_refuses_for_another_reason_than_before_says_the_new_one(
-    server: RedisServer,
-) -> None:
-    settings = StoreSettings(
-        redis=SETTINGS.redis,
-        resilience=ResilienceSettings(timeout_s=20.0, write_timeout_s=20.0, full_pause_s=0.0),
-    )
-    store = open_guarded_store(server.url, settings, SystemClock())
-    async with store.running():
-        for fault, words in (("full", "OOM"), ("a replica", "READONLY")):
-            begin, end = FAULTS[fault][:2]
-            await asyncio.to_thread(server.execute, *begin)
-            assert await put_one(store, f"t:f:{words}:0", b"x") is PutStatus.FULL
-            assert words in store.health.write_refusal
-            await asyncio.to_thread(server.execute, *end)

@@ -154,8 +154,9 @@ class Machine:
 
 
 @pytest.mark.promise("A router's view equals `/v1/blocks`.")
+@pytest.mark.promise("Missed KV events are replayed; after lost ones the full state follows.")
 @pytest.mark.parametrize(
-    "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 60))]
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 60))]
 )
 async def test_what_a_router_believes_is_what_the_node_lists(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -178,5 +179,4 @@ async def test_what_a_router_believes_is_what_the_node_lists(
         for _ in range(STEPS):
             await machine.step()
         await machine.check_stored()
-        if seed % 2:
-            assert publisher.num_lost, "events were lost"
+        assert bool(publisher.num_lost) == bool(reader.gaps) == bool(seed % 2)

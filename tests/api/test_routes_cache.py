@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.api.nodes import Client, compute, here
+from tests.api.nodes import Client, Here, compute, here
 from tests.latch import until
 from tierkv.api import pins, prefetches
 from tierkv.cache.keys import MediaItem, pack
@@ -29,16 +29,15 @@ async def prefetched(client: Client, prefetch_id: str) -> Json:
                 return body
 
 
-async def test_lookup_and_explain_tell_where_a_prompt_is() -> None:
-    async with here() as on:
-        answer = await on.client.post("/v1/lookup", {"tokens": TOKENS})
-        assert (answer.body["num_tokens"], answer.body["device_tokens"]) == (40, 0)
-        answer = await on.client.post("/v1/explain", {"tokens": TOKENS})
-        assert (answer.body["first_miss"], answer.body["reason"]) == (0, "never stored")
-        await compute(on.node, TOKENS)
-        answer = await on.client.post("/v1/explain", {"tokens": [*TOKENS[:32], *range(900, 950)]})
-        assert answer.body["runs"] == [{"start": 0, "stop": 2, "where": "device"}]
-        assert answer.body["first_miss"] == 2
+async def test_lookup_and_explain_tell_where_a_prompt_is(on: Here) -> None:
+    answer = await on.client.post("/v1/lookup", {"tokens": TOKENS})
+    assert (answer.body["num_tokens"], answer.body["device_tokens"]) == (40, 0)
+    answer = await on.client.post("/v1/explain", {"tokens": TOKENS})
+    assert (answer.body["first_miss"], answer.body["reason"]) == (0, "never stored")
+    await compute(on.node, TOKENS)
+    answer = await on.client.post("/v1/explain", {"tokens": [*TOKENS[:32], *range(900, 950)]})
+    assert answer.body["runs"] == [{"start": 0, "stop": 2, "where": "device"}]
+    assert answer.body["first_miss"] == 2
 
 
 async def test_a_prefetch_brings_a_prompt_from_storage_to_the_host() -> None:
@@ -58,39 +57,25 @@ async def test_a_prefetch_brings_a_prompt_from_storage_to_the_host() -> None:
         assert again.body == done
         other = await on.client.post("/v1/prefetches", {"tokens": [1], "request_id": "p"})
         assert (other.status, other.code) == (409, "duplicate_request")
-        await on.settle()
 
 
-async def test_a_prefetch_of_what_storage_lacks_says_so() -> None:
-    async with here() as on:
-        await on.client.post("/v1/prefetches", {"tokens": TOKENS, "request_id": "p"})
-        done = await prefetched(on.client, "p")
-        assert (done["state"], done["fetched_tokens"]) == ("partial", 0)
-        assert done["problem"]
-        for method in ("GET", "DELETE"):
-            missing = await on.client.ask(method, "/v1/prefetches/none")
-            assert (missing.status, missing.code) == (404, "unknown_id")
-        await on.settle()
+async def test_a_prefetch_of_what_storage_lacks_says_so(on: Here) -> None:
+    await on.client.post("/v1/prefetches", {"tokens": TOKENS, "request_id": "p"})
+    done = await prefetched(on.client, "p")
+    assert (done["state"], done["fetched_tokens"]) == ("partial", 0)
+    assert done["problem"]
+    for method in ("GET", "DELETE"):
+        missing = await on.client.ask(method, "/v1/prefetches/none")
+        assert (missing.status, missing.code) == (404, "unknown_id")
 
 
-async def test_a_prefetch_can_be_given_up() -> None:
-    async with here() as on:
-        on.store.hold()
-        await on.client.post("/v1/prefetches", {"tokens": TOKENS, "request_id": "p"})
-        answer = await on.client.ask("DELETE", "/v1/prefetches/p")
-        assert answer.body["state"] == "cancelled"
-        assert (await on.client.get("/v1/prefetches/p")).body["state"] == "cancelled"
-        on.store.release()
-        await on.settle()
-
-
-@pytest.mark.parametrize("body", [{"prompt": ""}, {"tokens": []}])
-async def test_an_empty_prompt_is_not_fetched(body: Json) -> None:
-    async with here() as on:
-        refused = await on.client.post("/v1/prefetches", {**body, "request_id": "e"})
-        assert (refused.status, refused.body["code"]) == (400, "bad_request")
-        assert refused.body["detail"] == "the prompt is empty: give at least one token"
-        assert (await on.client.get("/v1/prefetches/e")).status == 404
+async def test_a_prefetch_can_be_given_up(on: Here) -> None:
+    on.store.hold()
+    await on.client.post("/v1/prefetches", {"tokens": TOKENS, "request_id": "p"})
+    answer = await on.client.ask("DELETE", "/v1/prefetches/p")
+    assert answer.body["state"] == "cancelled"
+    assert (await on.client.get("/v1/prefetches/p")).body["state"] == "cancelled"
+    on.store.release()
 
 
 MEDIA: Json = {"start": 4, "num_tokens": 8, "hash": "ab" * 16}
@@ -105,39 +90,36 @@ MEDIA: Json = {"start": 4, "num_tokens": 8, "hash": "ab" * 16}
         ({"adapter": "chat-v1"}, {"adapter": "chat-v2"}),
     ],
 )
-async def test_prompts_of_other_media_or_adapters_share_no_block(keys: Json, others: Json) -> None:
-    async with here() as on:
-        media = [MediaItem(4, 8, bytes.fromhex(one["hash"])) for one in keys.get("media", [])]
-        adapter = keys.get("adapter", "")
-        await compute(on.node, TOKENS, media=media, adapter=adapter, ticket_id="t")
-        for fields, is_there in ((keys, True), (others, False)):
-            found = (await on.client.post("/v1/lookup", {"tokens": TOKENS, **fields})).body
-            assert (found["device_tokens"] > 0) == is_there
-        state = (await on.client.get("/v1/tickets/t")).body
-        assert state["state"] == "whole"  # under these keys every block is found
-        await on.settle()
+async def test_prompts_of_other_media_or_adapters_share_no_block(
+    on: Here, keys: Json, others: Json
+) -> None:
+    media = [MediaItem(4, 8, bytes.fromhex(one["hash"])) for one in keys.get("media", [])]
+    adapter = keys.get("adapter", "")
+    await compute(on.node, TOKENS, media=media, adapter=adapter, ticket_id="t")
+    for fields, is_there in ((keys, True), (others, False)):
+        found = (await on.client.post("/v1/lookup", {"tokens": TOKENS, **fields})).body
+        assert (found["device_tokens"] > 0) == is_there
+    state = (await on.client.get("/v1/tickets/t")).body
+    assert state["state"] == "whole"  # under these keys every block is found
 
 
-async def test_media_and_adapters_are_refused_where_nothing_reads_them() -> None:
-    async with here() as on:
-        for fields in ({"media": [MEDIA]}, {"adapter": "chat-v1"}):
-            answer = await on.client.post("/v1/generate", {"prompt": "a" * 40, **fields})
-            assert (answer.status, answer.code) == (422, "invalid_body")
-        beyond = {"tokens": [1] * 8, "media": [MEDIA]}
-        assert (await on.client.post("/v1/lookup", beyond)).status == 400
+async def test_media_and_adapters_are_refused_where_nothing_reads_them(on: Here) -> None:
+    for fields in ({"media": [MEDIA]}, {"adapter": "chat-v1"}):
+        answer = await on.client.post("/v1/generate", {"prompt": "a" * 40, **fields})
+        assert (answer.status, answer.code) == (422, "invalid_body")
+    beyond = {"tokens": [1] * 8, "media": [MEDIA]}
+    assert (await on.client.post("/v1/lookup", beyond)).status == 400
 
 
-async def test_a_tenant_with_many_adapters_makes_room_among_its_own() -> None:
-    async with here() as on:
-        await compute(on.node, TOKENS, adapter="first")
-        await compute(on.node, TOKENS)
-        for number in range(MOST_ADAPTERS):
-            body = {"tokens": TOKENS, "adapter": f"a{number}"}
-            assert (await on.client.post("/v1/lookup", body)).status == 200
-        for fields, is_there in (({}, True), ({"adapter": "first"}, False)):
-            found = (await on.client.post("/v1/lookup", {"tokens": TOKENS, **fields})).body
-            assert (found["device_tokens"] > 0) == is_there
-        await on.settle()
+async def test_a_tenant_with_many_adapters_makes_room_among_its_own(on: Here) -> None:
+    await compute(on.node, TOKENS, adapter="first")
+    await compute(on.node, TOKENS)
+    for number in range(MOST_ADAPTERS):
+        body = {"tokens": TOKENS, "adapter": f"a{number}"}
+        assert (await on.client.post("/v1/lookup", body)).status == 200
+    for fields, is_there in (({}, True), ({"adapter": "first"}, False)):
+        found = (await on.client.post("/v1/lookup", {"tokens": TOKENS, **fields})).body
+        assert (found["device_tokens"] > 0) == is_there
 
 
 async def test_a_prefetch_too_many_is_refused_until_one_is_over(
@@ -156,12 +138,9 @@ async def test_a_prefetch_too_many_is_refused_until_one_is_over(
         await prefetched(on.client, "first")
         assert (await on.client.post("/v1/prefetches", other)).status == 202
         await prefetched(on.client, "other")
-        await on.settle()
 
 
-async def test_a_pin_too_many_is_refused_until_one_is_gone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_pin_too_many_is_refused_until_one_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pins, "MOST_PINS", 2)
     async with here() as on:
 
@@ -173,83 +152,66 @@ async def test_a_pin_too_many_is_refused_until_one_is_gone(
         assert await pin("c") == 200
 
 
-async def test_pins_keep_blocks_until_they_are_ended() -> None:
-    async with here() as on:
-        await compute(on.node, TOKENS)
-        answer = await on.client.ask("PUT", "/v1/pins/a", json={"tokens": TOKENS, "ttl_s": 60})
-        assert (answer.status, answer.body["num_tokens"], answer.body["soft"]) == (200, 32, False)
-        await on.client.ask("PUT", "/v1/pins/b", json={"tokens": TOKENS, "soft": True})
-        told = (await on.client.get("/v1/pins")).body["pins"]
-        assert [pin["pin_id"] for pin in told] == ["a", "b"]
-        assert (await on.client.ask("POST", "/v1/reset")).body["held_copies"] > 0
-        assert 0 < (await on.client.get("/v1/pins/a")).body["expires_in_s"] <= 60
-        for name in ("a", "b"):
-            assert (await on.client.ask("DELETE", f"/v1/pins/{name}")).status == 200
-            gone = await on.client.ask("DELETE", f"/v1/pins/{name}")
-            assert (gone.status, gone.code) == (404, "unknown_id")
-        await on.client.ask("POST", "/v1/reset")
-        await on.settle()
+async def test_pins_keep_blocks_until_they_are_ended(on: Here) -> None:
+    await compute(on.node, TOKENS)
+    answer = await on.client.ask("PUT", "/v1/pins/a", json={"tokens": TOKENS, "ttl_s": 60})
+    assert (answer.status, answer.body["num_tokens"], answer.body["soft"]) == (200, 32, False)
+    await on.client.ask("PUT", "/v1/pins/b", json={"tokens": TOKENS, "soft": True})
+    told = (await on.client.get("/v1/pins")).body["pins"]
+    assert [pin["pin_id"] for pin in told] == ["a", "b"]
+    assert (await on.client.ask("POST", "/v1/reset")).body["held_copies"] > 0
+    assert 0 < (await on.client.get("/v1/pins/a")).body["expires_in_s"] <= 60
+    for name in ("a", "b"):
+        assert (await on.client.ask("DELETE", f"/v1/pins/{name}")).status == 200
+        gone = await on.client.ask("DELETE", f"/v1/pins/{name}")
+        assert (gone.status, gone.code) == (404, "unknown_id")
+    await on.client.ask("POST", "/v1/reset")
 
 
-async def test_a_pin_ends_by_itself() -> None:
-    async with here() as on:
-        await compute(on.node, TOKENS)
-        await on.client.ask("PUT", "/v1/pins/a", json={"tokens": TOKENS, "ttl_s": 0.1})
-        async with asyncio.timeout(20):
-            while (await on.client.get("/v1/pins/a")).status == 200:
-                pass
-        assert (await on.client.get("/v1/pins")).body == {"pins": []}
-        await until(lambda: on.node.service.tiers.pins.num_leases == 0, "a lease that ended")
-        await on.settle()
+async def test_a_pin_ends_by_itself(on: Here) -> None:
+    await compute(on.node, TOKENS)
+    await on.client.ask("PUT", "/v1/pins/a", json={"tokens": TOKENS, "ttl_s": 0.1})
+    async with asyncio.timeout(20):
+        while (await on.client.get("/v1/pins/a")).status == 200:
+            pass
+    assert (await on.client.get("/v1/pins")).body == {"pins": []}
+    await until(lambda: on.node.service.tiers.pins.num_leases == 0, "a lease that ended")
 
 
-@pytest.mark.parametrize(
-    "change", [{"ttl_s": 0}, {"ttl_s": -1}, {"tokens": None}, {"soft": 1}, {"more": 1}]
-)
-async def test_bad_pins_are_refused(change: Json) -> None:
-    async with here() as on:
-        answer = await on.client.ask("PUT", "/v1/pins/a", json={"tokens": TOKENS} | change)
-        assert (answer.status, answer.code) == (422, "invalid_body")
+async def test_tickets_are_acknowledged_and_forgotten(on: Here) -> None:
+    await compute(on.node, TOKENS, ticket_id="t")
+    acknowledged = await on.client.ask("POST", "/v1/tickets/t/ack")
+    assert (acknowledged.status, acknowledged.body["state"]) == (200, "claimed")
+    assert acknowledged.body["claimer"] == on.node.name
+    assert (await on.client.ask("DELETE", "/v1/tickets/t")).status == 200
+    for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/ack")):
+        missing = await on.client.ask(method, f"/v1/tickets/t{path}")
+        assert (missing.status, missing.code) == (404, "unknown_id")
 
 
-async def test_tickets_are_acknowledged_and_forgotten() -> None:
-    async with here() as on:
-        await compute(on.node, TOKENS, ticket_id="t")
-        acknowledged = await on.client.ask("POST", "/v1/tickets/t/ack")
-        assert (acknowledged.status, acknowledged.body["state"]) == (200, "claimed")
-        assert acknowledged.body["claimer"] == on.node.name
-        assert (await on.client.ask("DELETE", "/v1/tickets/t")).status == 200
-        for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/ack")):
-            missing = await on.client.ask(method, f"/v1/tickets/t{path}")
-            assert (missing.status, missing.code) == (404, "unknown_id")
+async def test_a_ticket_with_a_lost_block_is_incomplete(on: Here) -> None:
+    await compute(on.node, TOKENS, ticket_id="t")
+    page = await on.store.list("tierkv:", limit=100)
+    partial = [one.name for one in page.values if ":partial:" in one.name]
+    assert await on.store.delete(partial) == 1
+    state = (await on.client.get("/v1/tickets/t")).body
+    assert (state["state"], state["present_blocks"]) == ("incomplete", 2)
 
 
-async def test_a_ticket_with_a_lost_block_is_incomplete() -> None:
-    async with here() as on:
-        await compute(on.node, TOKENS, ticket_id="t")
-        page = await on.store.list("tierkv:", limit=100)
-        partial = [one.name for one in page.values if ":partial:" in one.name]
-        assert await on.store.delete(partial) == 1
-        state = (await on.client.get("/v1/tickets/t")).body
-        assert (state["state"], state["present_blocks"]) == ("incomplete", 2)
+async def test_a_ticket_whose_producer_died_is_lost_and_not_open(on: Here) -> None:
+    handoff = on.node.service.handoff
+    assert handoff is not None
+    prompt = on.node.prompt(pack(TOKENS), "")
+    of_the_dead = replace(handoff.tickets.new_open("t", prompt), incarnation="gone")
+    await handoff.tickets.put(of_the_dead)
+    state = (await on.client.get("/v1/tickets/t")).body
+    assert (state["state"], state["num_tokens"]) == ("lost", len(TOKENS))
 
 
-async def test_a_ticket_whose_producer_died_is_lost_and_not_open() -> None:
-    async with here() as on:
-        handoff = on.node.service.handoff
-        assert handoff is not None
-        prompt = on.node.prompt(pack(TOKENS), "")
-        of_the_dead = replace(handoff.tickets.new_open("t", prompt), incarnation="gone")
-        await handoff.tickets.put(of_the_dead)
-        state = (await on.client.get("/v1/tickets/t")).body
-        assert (state["state"], state["num_tokens"]) == ("lost", len(TOKENS))
-
-
-async def test_a_ticket_that_is_gone_since_it_was_claimed_is_still_claimed() -> None:
-    async with here() as on:
-        await compute(on.node, TOKENS, ticket_id="t")
-        assert (await on.client.ask("POST", "/v1/tickets/t/ack")).status == 200
-        page = await on.store.list("tierkv:ticket", limit=100)
-        assert await on.store.delete([one.name for one in page.values]) == 1
-        state = (await on.client.get("/v1/tickets/t")).body
-        assert (state["state"], state["claimer"]) == ("claimed", on.node.name)
+async def test_a_ticket_that_is_gone_since_it_was_claimed_is_still_claimed(on: Here) -> None:
+    await compute(on.node, TOKENS, ticket_id="t")
+    assert (await on.client.ask("POST", "/v1/tickets/t/ack")).status == 200
+    page = await on.store.list("tierkv:ticket", limit=100)
+    assert await on.store.delete([one.name for one in page.values]) == 1
+    state = (await on.client.get("/v1/tickets/t")).body
+    assert (state["state"], state["claimer"]) == ("claimed", on.node.name)

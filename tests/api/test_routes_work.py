@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import base64
 import json
 
-import aiohttp
-import msgpack
-import numpy as np
 import pytest
 
-from tests.api.nodes import here
+from tests.api.nodes import Here, here
 from tests.e2e.exact import text, truth
 from tests.latch import until
 from tierkv.api.settings import Role
 from tierkv.clock import SystemClock
 from tierkv.engine import Sampling
-from tierkv.gpu.protocol import Direction
 from tierkv.pd.tickets import Standing
 from tierkv.refmodel.model import decode as decode_text
 from tierkv.storage.memory import MemorySettings, MemoryStore
@@ -26,111 +20,68 @@ PROMPT = text(100)
 BODY = {"prompt": decode_text(PROMPT), "max_tokens": 8}
 
 
-async def test_text_goes_in_and_comes_out_the_same_from_the_cache() -> None:
-    async with here() as on:
-        cold = await on.client.post("/v1/generate", BODY)
-        warm = await on.client.post("/v1/generate", BODY)
-        assert cold.status == warm.status == 200
-        assert cold.body["tokens"] == warm.body["tokens"] == list(truth(PROMPT, 8).tokens)
-        assert cold.body["text"] == decode_text(cold.body["tokens"])
-        assert cold.body["matched"] == {"device": 0, "host": 0, "storage": 0, "direct": 0}
-        assert warm.body["matched"] == {"device": 99, "host": 0, "storage": 0, "direct": 0}
-        assert (warm.body["prompt_tokens"], warm.body["computed_tokens"]) == (100, 1)
-        assert warm.body["load_problem"] is None
-        assert 0 < warm.body["time_to_first_token_s"] <= warm.body["total_s"]
+async def test_text_goes_in_and_comes_out_the_same_from_the_cache(on: Here) -> None:
+    cold = await on.client.post("/v1/generate", BODY)
+    warm = await on.client.post("/v1/generate", BODY)
+    assert cold.status == warm.status == 200
+    assert cold.body["tokens"] == warm.body["tokens"] == list(truth(PROMPT, 8).tokens)
+    assert cold.body["text"] == decode_text(cold.body["tokens"])
+    assert cold.body["matched"] == {"device": 0, "host": 0, "storage": 0, "direct": 0}
+    assert warm.body["matched"] == {"device": 99, "host": 0, "storage": 0, "direct": 0}
+    assert (warm.body["prompt_tokens"], warm.body["computed_tokens"]) == (100, 1)
+    assert warm.body["load_problem"] is None
+    assert 0 < warm.body["time_to_first_token_s"] <= warm.body["total_s"]
 
 
-async def test_32_tokens_are_generated_if_nobody_says_how_many() -> None:
-    async with here() as on:
-        answer = await on.client.post("/v1/generate", {"prompt": "hello"})
-        assert len(answer.body["tokens"]) == 32
-
-
-async def test_sampling_is_what_the_body_says() -> None:
+async def test_sampling_is_what_the_body_says(on: Here) -> None:
     sampling = {"temperature": 0.9, "seed": 2**64 - 1, "top_k": 40}
-    async with here() as on:
-        answer = await on.client.post("/v1/generate", BODY | sampling)
-        expected = truth(PROMPT, 8, Sampling(temperature=0.9, seed=2**64 - 1, top_k=40))
-        assert answer.body["tokens"] == list(expected.tokens)
+    answer = await on.client.post("/v1/generate", BODY | sampling)
+    expected = truth(PROMPT, 8, Sampling(temperature=0.9, seed=2**64 - 1, top_k=40))
+    assert answer.body["tokens"] == list(expected.tokens)
 
 
-async def test_a_stop_text_ends_an_answer_and_is_no_part_of_its_text() -> None:
+async def test_a_stop_text_ends_an_answer_and_is_no_part_of_its_text(on: Here) -> None:
     expected = truth(PROMPT, 24).tokens
     whole = decode_text(expected)
     stop, max_tokens = whole[5:8], {"max_tokens": 24}
     end = whole.index(stop)
-    async with here() as on:
-        answer = (await on.client.post("/v1/generate", BODY | max_tokens | {"stop": [stop]})).body
-        assert (answer["text"], answer["finish_reason"]) == (whole[:end], "stop")
-        assert answer["tokens"] == list(expected[: end + len(stop)])
-        letter, at = whole[5], whole.index(whole[5]) + 1
-        early, late = (
-            BODY | max_tokens | {"stop": [letter], "min_tokens": least} for least in (at - 1, at)
-        )
-        assert (await on.client.post("/v1/generate", early)).body["text"] == whole[: at - 1]
-        assert (await on.client.post("/v1/generate", late)).body["text"].startswith(whole[:at])
-        streamed = BODY | max_tokens | {"stop": [stop], "stream": True}
-        raw = (await on.client.post("/v1/generate", streamed)).body.decode()
-        *events, done = [json.loads(line[6:]) for line in raw.splitlines() if line[:5] == "data:"]
-        assert "".join(event["text"] for event in events) == whole[:end]
-        assert (done["text"], done["finish_reason"]) == (whole[:end], "stop")
+    answer = (await on.client.post("/v1/generate", BODY | max_tokens | {"stop": [stop]})).body
+    assert (answer["text"], answer["finish_reason"]) == (whole[:end], "stop")
+    assert answer["tokens"] == list(expected[: end + len(stop)])
+    letter, at = whole[5], whole.index(whole[5]) + 1
+    early, late = (
+        BODY | max_tokens | {"stop": [letter], "min_tokens": least} for least in (at - 1, at)
+    )
+    assert (await on.client.post("/v1/generate", early)).body["text"] == whole[: at - 1]
+    assert (await on.client.post("/v1/generate", late)).body["text"].startswith(whole[:at])
+    streamed = BODY | max_tokens | {"stop": [stop], "stream": True}
+    raw = (await on.client.post("/v1/generate", streamed)).body.decode()
+    *events, done = [json.loads(line[6:]) for line in raw.splitlines() if line[:5] == "data:"]
+    assert "".join(event["text"] for event in events) == whole[:end]
+    assert (done["text"], done["finish_reason"]) == (whole[:end], "stop")
 
 
-async def test_log_probabilities_are_the_same_computed_cached_streamed_and_handed_over() -> None:
-    asked = BODY | {"logprobs": 3}
-    async with here() as on:
-        alone = (await on.client.post("/v1/generate", asked | {"use_cache": False})).body
-        found = alone["logprobs"]
-        assert [one["chosen"]["token"] for one in found] == alone["tokens"]
-        assert all(one["top"][0] == one["chosen"] and len(one["top"]) == 3 for one in found)
-        assert all(one["chosen"]["logprob"] > one["top"][1]["logprob"] for one in found)
-        assert "".join(one["chosen"]["text"] for one in found) == alone["text"]
-        for _ in range(2):
-            again = (await on.client.post("/v1/generate", asked)).body
-            assert again["logprobs"] == found
-        raw = (await on.client.post("/v1/generate", asked | {"stream": True})).body.decode()
-        *events, done = [json.loads(line[6:]) for line in raw.splitlines() if line[:5] == "data:"]
-        assert [one for event in events for one in event["logprobs"]] == found == done["logprobs"]
-        prefill = {"prompt": BODY["prompt"], "ticket_id": "t", "logprobs": 3}
-        assert (await on.client.post("/v1/prefill", prefill)).body["logprobs"] == found[:1]
-        decode = (await on.client.post("/v1/decode", prefill | {"max_tokens": 8})).body
-        assert decode["logprobs"] == [None, *found[1:]]
-        assert (await on.client.post("/v1/generate", BODY)).body["logprobs"] is None
-
-
-PACKED = np.array(PROMPT, "<u4").tobytes()
-
-
-@pytest.mark.parametrize(
-    ("content_type", "body"),
-    [
-        ("application/json", {"tokens": PROMPT}),
-        ("application/json", {"tokens": base64.b64encode(PACKED).decode()}),
-        ("application/json; charset=utf-8", {"prompt": decode_text(PROMPT)}),
-        ("application/msgpack", {"tokens": PROMPT}),
-        ("application/msgpack", {"tokens": PACKED}),
-        ("application/msgpack", {"prompt": decode_text(PROMPT)}),
-    ],
-)
-async def test_the_same_tokens_in_any_format_are_the_same_prompt(
-    content_type: str, body: dict[str, object]
+async def test_log_probabilities_are_the_same_computed_cached_streamed_and_handed_over(
+    on: Here,
 ) -> None:
-    async with here() as on:
-        await on.client.post("/v1/generate", BODY)
-        raw = msgpack.packb(body) if "msgpack" in content_type else aiohttp.JsonPayload(body)
-        found = await on.client.ask(
-            "POST", "/v1/lookup", data=raw, headers={"Content-Type": content_type}
-        )
-        assert found.body["device_tokens"] == 100  # six blocks of 16, and the tail
-
-
-async def test_an_answer_is_msgpack_for_who_accepts_that() -> None:
-    async with here() as on:
-        answer = await on.client.ask(
-            "POST", "/v1/generate", json=BODY, headers={"Accept": "application/msgpack"}
-        )
-        assert answer.headers["Content-Type"] == "application/msgpack"
-        assert msgpack.unpackb(answer.body)["tokens"] == list(truth(PROMPT, 8).tokens)
+    asked = BODY | {"logprobs": 3}
+    alone = (await on.client.post("/v1/generate", asked | {"use_cache": False})).body
+    found = alone["logprobs"]
+    assert [one["chosen"]["token"] for one in found] == alone["tokens"]
+    assert all(one["top"][0] == one["chosen"] and len(one["top"]) == 3 for one in found)
+    assert all(one["chosen"]["logprob"] > one["top"][1]["logprob"] for one in found)
+    assert "".join(one["chosen"]["text"] for one in found) == alone["text"]
+    for _ in range(2):
+        again = (await on.client.post("/v1/generate", asked)).body
+        assert again["logprobs"] == found
+    raw = (await on.client.post("/v1/generate", asked | {"stream": True})).body.decode()
+    *events, done = [json.loads(line[6:]) for line in raw.splitlines() if line[:5] == "data:"]
+    assert [one for event in events for one in event["logprobs"]] == found == done["logprobs"]
+    prefill = {"prompt": BODY["prompt"], "ticket_id": "t", "logprobs": 3}
+    assert (await on.client.post("/v1/prefill", prefill)).body["logprobs"] == found[:1]
+    decode = (await on.client.post("/v1/decode", prefill | {"max_tokens": 8})).body
+    assert decode["logprobs"] == [None, *found[1:]]
+    assert (await on.client.post("/v1/generate", BODY)).body["logprobs"] is None
 
 
 async def test_one_node_publishes_and_another_goes_on() -> None:
@@ -153,13 +104,12 @@ async def test_one_node_publishes_and_another_goes_on() -> None:
         assert answer.body["producer"].startswith("prefill@127.0.0.1:")
 
 
-async def test_a_ticket_is_named_like_its_request_if_it_has_no_name() -> None:
-    async with here() as on:
-        body = {"prompt": "hello", "request_id": "r-1"}
-        published = await on.client.post("/v1/prefill", body)
-        assert published.body["ticket_id"] == "r-1"
-        answer = await on.client.post("/v1/decode", {"prompt": "hello", "ticket_id": "r-1"})
-        assert answer.status == 200
+async def test_a_ticket_is_named_like_its_request_if_it_has_no_name(on: Here) -> None:
+    body = {"prompt": "hello", "request_id": "r-1"}
+    published = await on.client.post("/v1/prefill", body)
+    assert published.body["ticket_id"] == "r-1"
+    answer = await on.client.post("/v1/decode", {"prompt": "hello", "ticket_id": "r-1"})
+    assert answer.status == 200
 
 
 @pytest.mark.parametrize(
@@ -183,136 +133,95 @@ async def test_the_wrong_role_names_the_right_one(role: Role, path: str, right: 
     ],
 )
 async def test_a_claim_that_fails_says_why(
-    change: dict[str, object], status: int, reason: str
+    on: Here, change: dict[str, object], status: int, reason: str
 ) -> None:
-    async with here() as on:
-        await on.client.post("/v1/prefill", {"prompt": "hello", "ticket_id": "t"})
-        answer = await on.client.post("/v1/decode", {"prompt": "hello", "ticket_id": "t"} | change)
-        assert (answer.status, answer.code) == (status, "handoff_failed")
-        assert answer.body["reason"] == reason
-        metrics = (await on.client.get("/metrics")).body.decode()
-        counted = f'tierkv_handoff_failures_total{{reason="{reason}",side="claim"}} 1.0'
-        assert counted in metrics
+    await on.client.post("/v1/prefill", {"prompt": "hello", "ticket_id": "t"})
+    answer = await on.client.post("/v1/decode", {"prompt": "hello", "ticket_id": "t"} | change)
+    assert (answer.status, answer.code) == (status, "handoff_failed")
+    assert answer.body["reason"] == reason
+    metrics = (await on.client.get("/metrics")).body.decode()
+    counted = f'tierkv_handoff_failures_total{{reason="{reason}",side="claim"}} 1.0'
+    assert counted in metrics
 
 
-async def test_sampling_that_differs_from_the_tickets_is_named_field_by_field() -> None:
+async def test_sampling_that_differs_from_the_tickets_is_named_field_by_field(on: Here) -> None:
     sampling = {"temperature": 0.9, "seed": 7, "top_k": 40}
-    async with here() as on:
-        body = {"prompt": "hello", "ticket_id": "t"}
-        await on.client.post("/v1/prefill", body | sampling)
-        refused = await on.client.post("/v1/decode", body | sampling | {"seed": 8})
-        assert (refused.status, refused.body["reason"]) == (409, "incompatible")
-        assert "seed (here '8', there '7')" in refused.body["detail"]
-        assert "top_k" not in refused.body["detail"]
-        answer = await on.client.post("/v1/decode", body | sampling | {"max_tokens": 4})
-        assert answer.status == 200
-        expected = Sampling(temperature=0.9, seed=7, top_k=40)
-        assert answer.body["tokens"] == list(truth(list(b"hello"), 4, expected).tokens)
+    body = {"prompt": "hello", "ticket_id": "t"}
+    await on.client.post("/v1/prefill", body | sampling)
+    refused = await on.client.post("/v1/decode", body | sampling | {"seed": 8})
+    assert (refused.status, refused.body["reason"]) == (409, "incompatible")
+    assert "seed (here '8', there '7')" in refused.body["detail"]
+    assert "top_k" not in refused.body["detail"]
+    answer = await on.client.post("/v1/decode", body | sampling | {"max_tokens": 4})
+    assert answer.status == 200
+    expected = Sampling(temperature=0.9, seed=7, top_k=40)
+    assert answer.body["tokens"] == list(truth(list(b"hello"), 4, expected).tokens)
 
 
-async def test_a_seed_does_not_matter_where_the_best_token_is_taken() -> None:
-    async with here() as on:
-        body = {"prompt": "hello", "ticket_id": "t"}
-        await on.client.post("/v1/prefill", body)
-        greedy = body | {"seed": 9, "temperature": 0.7, "top_k": 1}
-        assert (await on.client.post("/v1/decode", greedy)).status == 200
+async def test_a_seed_does_not_matter_where_the_best_token_is_taken(on: Here) -> None:
+    body = {"prompt": "hello", "ticket_id": "t"}
+    await on.client.post("/v1/prefill", body)
+    greedy = body | {"seed": 9, "temperature": 0.7, "top_k": 1}
+    assert (await on.client.post("/v1/decode", greedy)).status == 200
 
 
-async def test_a_ticket_id_that_another_prompt_waits_under_is_a_conflict() -> None:
-    async with here() as on:
-        body = {"prompt": "hello", "ticket_id": "t"}
-        assert (await on.client.post("/v1/prefill", body)).status == 200
-        other = body | {"prompt": "something else"}
-        refused = await on.client.post("/v1/prefill", other)
-        assert (refused.status, refused.code) == (409, "duplicate_request")
-        assert "another prompt of 5 tokens" in refused.body["detail"]
-        assert (await on.client.post("/v1/prefill", body)).status == 200  # the same once more
-        assert (await on.client.post("/v1/decode", body)).status == 200
-        tickets = on.node.service.issued_tickets
-        await until(lambda: tickets()[0].state is Standing.ACKNOWLEDGED, "an acknowledgement")
-        assert (await on.client.post("/v1/prefill", other)).status == 200  # nobody waits any more
-        assert (await on.client.post("/v1/decode", other)).status == 200
-
-
-async def test_a_claim_waits_for_its_ticket() -> None:
-    store = MemoryStore(MemorySettings(), SystemClock())
-    async with here(store=store) as on, asyncio.TaskGroup() as group:
-        claim = group.create_task(
-            on.client.post("/v1/decode", BODY | {"ticket_id": "late", "deadline_s": 100.0})
-        )
-        before = on.store.num_operations
-        await until(lambda: on.store.num_operations > before, "the claim to look for its ticket")
-        await on.client.post("/v1/prefill", {"prompt": BODY["prompt"], "ticket_id": "late"})
-        assert (await claim).body["tokens"] == list(truth(PROMPT, 8).tokens)
+async def test_a_ticket_id_that_another_prompt_waits_under_is_a_conflict(on: Here) -> None:
+    body = {"prompt": "hello", "ticket_id": "t"}
+    assert (await on.client.post("/v1/prefill", body)).status == 200
+    other = body | {"prompt": "something else"}
+    refused = await on.client.post("/v1/prefill", other)
+    assert (refused.status, refused.code) == (409, "duplicate_request")
+    assert "another prompt of 5 tokens" in refused.body["detail"]
+    assert (await on.client.post("/v1/prefill", body)).status == 200  # the same once more
+    assert (await on.client.post("/v1/decode", body)).status == 200
+    tickets = on.node.service.issued_tickets
+    await until(lambda: tickets()[0].state is Standing.ACKNOWLEDGED, "an acknowledgement")
+    assert (await on.client.post("/v1/prefill", other)).status == 200  # nobody waits any more
+    assert (await on.client.post("/v1/decode", other)).status == 200
 
 
 # Ids
 
 
-async def test_the_request_id_of_body_or_header_comes_back_and_one_is_made_otherwise() -> None:
-    async with here() as on:
-        given = await on.client.post("/v1/generate", {"prompt": "a", "request_id": "mine"})
-        assert given.headers["X-Request-Id"] == given.body["request_id"] == "mine"
-        asked = {"json": {"prompt": "a"}, "headers": {"X-Request-Id": "header-id"}}
-        header = await on.client.ask("POST", "/v1/generate", **asked)
-        assert header.headers["X-Request-Id"] == header.body["request_id"] == "header-id"
-        made = [await on.client.post("/v1/generate", {"prompt": "a"}) for _ in range(2)]
-        assert len({answer.body["request_id"] for answer in made}) == 2
+async def test_the_request_id_of_body_or_header_comes_back_and_one_is_made_otherwise(
+    on: Here,
+) -> None:
+    given = await on.client.post("/v1/generate", {"prompt": "a", "request_id": "mine"})
+    assert given.headers["X-Request-Id"] == given.body["request_id"] == "mine"
+    asked = {"json": {"prompt": "a"}, "headers": {"X-Request-Id": "header-id"}}
+    header = await on.client.ask("POST", "/v1/generate", **asked)
+    assert header.headers["X-Request-Id"] == header.body["request_id"] == "header-id"
+    made = [await on.client.post("/v1/generate", {"prompt": "a"}) for _ in range(2)]
+    assert len({answer.body["request_id"] for answer in made}) == 2
 
 
-async def test_a_running_id_cannot_be_used_twice() -> None:
-    async with here() as on, asyncio.TaskGroup() as group:
-        on.latch.hold(Direction.OFFLOAD)
-        body = {"prompt": "hello", "request_id": "same"}
-        first = group.create_task(on.client.post("/v1/prefill", body))
-        await on.latch.until_held()  # it publishes
-        second = await on.client.post("/v1/generate", body)
-        assert (second.status, second.code) == (409, "duplicate_request")
-        on.latch.release()
-        assert (await first).status == 200
-        assert (await on.client.post("/v1/generate", body)).status == 200
+# Texts and tokens
 
 
-# Who goes
-
-
-async def test_work_that_nobody_waits_for_is_stopped() -> None:
-    async with here() as on:
-        body = {"prompt": "hello", "max_tokens": 1000}
-        async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
-            task = group.create_task(session.post(on.client.url + "/v1/generate", json=body))
-            await until(lambda: on.node.engine.stats.generated_tokens > 0)
-            task.cancel()
-        await on.settle()
-        assert on.node.engine.stats.generated_tokens < 1000
-
-
-async def test_a_lookup_changes_nothing_and_says_if_storage_did_not_answer() -> None:
-    async with here() as on:
-        on.store.fail_next(1)
-        answer = await on.client.post("/v1/lookup", {"prompt": "x" * 40})
-        assert answer.body["storage_tokens"] is None
-        assert answer.body["num_tokens"] == 40
+async def test_a_lookup_changes_nothing_and_says_if_storage_did_not_answer(on: Here) -> None:
+    on.store.fail_next(1)
+    answer = await on.client.post("/v1/lookup", {"prompt": "x" * 40})
+    assert answer.body["storage_tokens"] is None
+    assert answer.body["num_tokens"] == 40
 
 
 @pytest.mark.promise("A stream's text is right within a multi-byte character.")
 @pytest.mark.parametrize(("answered", "before"), [(0, ""), (1, "\ufffd")])
 async def test_the_text_of_a_stream_goes_on_in_the_middle_of_a_character(
-    answered: int, before: str
+    on: Here, answered: int, before: str
 ) -> None:
     """Where the prompt's last token, the first byte of two, was answered, its text is still due."""
     body = {"tokens": [*PROMPT, 0xC3], "max_tokens": 4, "stream": True, "answered_tokens": answered}
-    async with here() as on:
-        tokens, pieces, said = list[int](), list[str](), ""
-        async with on.client.session.post(f"{on.client.url}/v1/generate", json=body) as response:
-            async for line in response.content:
-                if line.startswith(b'data: {"tokens"'):
-                    event = json.loads(line.removeprefix(b"data: "))
-                    tokens += event["tokens"]
-                    pieces += event["pieces"]
-                    said += event["text"]
-        assert len(pieces) == 4
-        assert said == "".join(pieces) == before + decode_text(tokens)
+    tokens, pieces, said = list[int](), list[str](), ""
+    async with on.client.session.post(f"{on.client.url}/v1/generate", json=body) as response:
+        async for line in response.content:
+            if line.startswith(b'data: {"tokens"'):
+                event = json.loads(line.removeprefix(b"data: "))
+                tokens += event["tokens"]
+                pieces += event["pieces"]
+                said += event["text"]
+    assert len(pieces) == 4
+    assert said == "".join(pieces) == before + decode_text(tokens)
 
 
 async def test_a_text_is_told_its_tokens_up_to_the_most_that_a_prompt_may_have() -> None:

@@ -28,36 +28,6 @@ async def generating(on: Here) -> AsyncIterator[asyncio.Task[Answer]]:
         yield task
 
 
-async def test_running_work_may_finish_and_no_other_is_taken() -> None:
-    async with here() as on, generating(on) as task:
-        on.node.drain()
-        refused = await on.client.post("/v1/generate", LONG)
-        assert (refused.status, refused.code) == (503, "shutting_down")
-        await finish(on.node.idle(grace_s=110))
-        assert len((await task).body["tokens"]) == 1000
-        assert on.node.num_working == 0
-
-
-async def test_work_that_is_not_done_in_time_is_cut_off_and_told() -> None:
-    async with here() as on, generating(on) as task:
-        on.node.drain()
-        await finish(on.node.idle(grace_s=0.01))
-        assert ((await task).status, (await task).code) == (503, "shutting_down")
-        assert "before the request was done" in (await task).body["detail"]
-        await on.settle()
-
-
-async def test_a_hurry_ends_the_grace() -> None:
-    async with here() as on, generating(on) as task, asyncio.TaskGroup() as group:
-        on.node.drain()
-        idle = group.create_task(on.node.idle(grace_s=3600))
-        await turns(5)
-        assert not idle.done()
-        on.node.hurry()
-        await finish(idle)
-        assert (await task).status == 503
-
-
 async def test_a_publish_under_way_ends_well_although_its_request_is_cut_off() -> None:
     store = MemoryStore(MemorySettings(), SystemClock())
     body = {"prompt": "hello", "ticket_id": "t"}
@@ -68,7 +38,7 @@ async def test_a_publish_under_way_ends_well_although_its_request_is_cut_off() -
         on.node.drain()
         await finish(on.node.idle(grace_s=0))
         assert (await task).status == 503
-        # leaving opens the latch, and the node waits for the publish
+        on.settles = False  # leaving opens the latch, and the node waits for the publish
     async with here(store=store) as on:
         assert (await on.client.post("/v1/decode", body)).status == 200
 
@@ -89,7 +59,6 @@ async def test_a_hurry_gives_up_a_publish() -> None:
         await finish(on.node.idle(grace_s=3600))
         assert (await task).status == 503
         on.latch.release()
-        await on.settle()
 
 
 async def test_an_ended_node_leaves_no_task_behind() -> None:
@@ -103,32 +72,31 @@ async def test_an_ended_node_leaves_no_task_behind() -> None:
     assert left == set()
 
 
-@pytest.mark.parametrize("at_once", [1, 30])
-async def test_clients_that_go_at_any_moment_leave_nothing(at_once: int) -> None:
+@pytest.mark.parametrize("at_once", [1, 20])
+async def test_clients_that_go_at_any_moment_leave_nothing(on: Here, at_once: int) -> None:
     prompts = [f"prompt {number} " + "of some words " * (number % 7) for number in range(at_once)]
-    async with here() as on:
-        for ticks in range(0, 60, 6):
-            async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(
-                        session.post(
-                            f"{on.client.url}/v1/{'prefill' if ticks % 12 else 'generate'}",
-                            json={"prompt": prompt},
-                        )
+    for ticks in range(0, 60, 6):
+        async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(
+                    session.post(
+                        f"{on.client.url}/v1/{'prefill' if ticks % 12 else 'generate'}",
+                        json={"prompt": prompt},
                     )
-                    for prompt in prompts
-                ]
-                await turns(ticks)
-                for task in tasks:
-                    task.cancel()
-            await until(lambda: on.node.num_working == 0)
-            await on.settle()
-        assert (await on.client.post("/v1/generate", {"prompt": "hello"})).status == 200
+                )
+                for prompt in prompts
+            ]
+            await turns(ticks)
+            for task in tasks:
+                task.cancel()
+        await until(lambda: on.node.num_working == 0)
+        await on.settle()
+    assert (await on.client.post("/v1/generate", {"prompt": "hello"})).status == 200
 
 
-async def test_a_claim_that_waits_for_its_ticket_is_told_when_the_node_ends() -> None:
+async def test_a_claim_that_waits_for_its_ticket_is_told_when_the_node_ends(on: Here) -> None:
     path = "/v1/decode"
-    async with here() as on, asyncio.TaskGroup() as group:
+    async with asyncio.TaskGroup() as group:
         body = {"prompt": "hello", "ticket_id": "never", "deadline_s": 60}
         claiming = group.create_task(on.client.post(path, body))
         await until(lambda: on.node.num_working == 1, "the claim")
@@ -137,7 +105,6 @@ async def test_a_claim_that_waits_for_its_ticket_is_told_when_the_node_ends() ->
         assert (late.status, late.code) == (503, "shutting_down")
         await finish(on.node.idle(grace_s=0.01))
         assert ((await claiming).status, (await claiming).code) == (503, "shutting_down")
-        await on.settle()
 
 
 class Stubborn:

@@ -10,67 +10,78 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import tierkv
-from tests.api.nodes import Client, here, settings
+from tests.api.nodes import Client, Here, here, settings
 from tierkv.api.node import Node
 from tierkv.api.server import listening
 from tierkv.api.settings import Role
 from tierkv.clock import SystemClock
+from tierkv.gpu.cpu import CpuDevice
 from tierkv.http.server import bind
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
 
 @pytest.mark.parametrize("path", ["/readyz", "/healthz"])
-async def test_a_node_is_ready_and_says_what_it_depends_on_if_asked(path: str) -> None:
-    async with here() as on:
-        assert (await on.client.get(path)).body == {"status": "ok"}
-        verbose = (await on.client.get(f"{path}?verbose")).body
-        assert verbose == {
-            "status": "ok",
-            "parts": {
-                "service": {"status": "ok", "detail": "accepts requests"},
-                "device": {"status": "ok", "detail": "cpu"},
-                "storage": {"status": "ok", "detail": "memory://"},
-            },
-        }
-        assert (await on.client.get(f"{path}?verbose=true")).body == verbose
-        for no in ("false", "False", "0"):
-            assert (await on.client.get(f"{path}?verbose={no}")).body == {"status": "ok"}
+async def test_a_node_is_ready_and_says_what_it_depends_on_if_asked(on: Here, path: str) -> None:
+    assert (await on.client.get(path)).body == {"status": "ok"}
+    verbose = (await on.client.get(f"{path}?verbose")).body
+    assert verbose == {
+        "status": "ok",
+        "parts": {
+            "service": {"status": "ok", "detail": "accepts requests"},
+            "device": {"status": "ok", "detail": "cpu"},
+            "storage": {"status": "ok", "detail": "memory://"},
+        },
+    }
+    assert (await on.client.get(f"{path}?verbose=true")).body == verbose
+    for no in ("false", "False", "0"):
+        assert (await on.client.get(f"{path}?verbose={no}")).body == {"status": "ok"}
 
 
 @pytest.mark.promise("A node whose store is down or read-only is ready and degraded.")
-async def test_a_node_whose_store_is_down_is_ready_but_degraded() -> None:
-    async with here() as on:
-        on.store.fail_next(1)
-        answer = await on.client.get("/readyz?verbose")
-        assert answer.status == 200
-        assert answer.body["status"] == "degraded"
-        assert answer.body["parts"]["storage"]["status"] == "degraded"
-        on.store.fail_next(100)
-        answer = await on.client.post("/v1/generate", {"prompt": "still answers"})
-        assert answer.status == 200
-        on.store.fail_next(0)
-        assert (await on.client.get("/readyz")).body == {"status": "ok"}
+async def test_a_node_whose_store_is_down_is_ready_but_degraded(on: Here) -> None:
+    on.store.fail_next(1)
+    answer = await on.client.get("/readyz?verbose")
+    assert answer.status == 200
+    assert answer.body["status"] == "degraded"
+    assert answer.body["parts"]["storage"]["status"] == "degraded"
+    on.store.fail_next(100)
+    answer = await on.client.post("/v1/generate", {"prompt": "still answers"})
+    assert answer.status == 200
+    on.store.fail_next(0)
+    assert (await on.client.get("/readyz")).body == {"status": "ok"}
 
 
-async def test_a_store_that_says_nothing_makes_a_node_degraded_not_silent() -> None:
-    async with here() as on:
-        on.store.hold()
-        answer = await on.client.get("/readyz?verbose")
-        assert (answer.status, answer.body["status"]) == (200, "degraded")
-        assert "does not answer" in answer.body["parts"]["storage"]["detail"]
+async def test_a_store_that_says_nothing_makes_a_node_degraded_not_silent(on: Here) -> None:
+    on.store.hold()
+    answer = await on.client.get("/readyz?verbose")
+    assert (answer.status, answer.body["status"]) == (200, "degraded")
+    assert "does not answer" in answer.body["parts"]["storage"]["detail"]
 
 
-async def test_a_draining_node_is_alive_and_not_ready_and_takes_no_work() -> None:
-    async with here() as on:
-        on.node.drain()
-        assert (await on.client.get("/livez")).status == 200
-        for verbose in ("", "?verbose"):
-            answer = await on.client.get(f"/readyz{verbose}")
-            assert (answer.status, answer.code) == (503, "not_ready")
-            assert "shutting down" in answer.body["detail"]
-        for path in ("generate", "prefill", "decode", "lookup"):
-            refused = await on.client.post(f"/v1/{path}", {"prompt": "a", "ticket_id": "t"})
-            assert (refused.status, refused.code) == (503, "shutting_down")
+@pytest.mark.promise("A lost device makes a node unready and leaves it alive.")
+async def test_a_lost_device_makes_a_node_unready_and_leaves_it_alive(on: Here) -> None:
+    device = on.node.device
+    assert isinstance(device, CpuDevice)
+    device.failure = device.status = "GPU 0 is lost to this process: restart the process"
+    for path in ("/readyz", "/readyz?verbose"):
+        answer = await on.client.get(path)
+        assert (answer.status, answer.code) == (503, "not_ready")
+        assert "device: GPU 0 is lost" in answer.body["detail"]
+    assert (await on.client.get("/livez")).status == 200
+    assert (await on.client.get("/v1/stats")).status == 200
+    assert (await on.client.get("/v1/verify")).body == {"findings": []}
+
+
+async def test_a_draining_node_is_alive_and_not_ready_and_takes_no_work(on: Here) -> None:
+    on.node.drain()
+    assert (await on.client.get("/livez")).status == 200
+    for verbose in ("", "?verbose"):
+        answer = await on.client.get(f"/readyz{verbose}")
+        assert (answer.status, answer.code) == (503, "not_ready")
+        assert "shutting down" in answer.body["detail"]
+    for path in ("generate", "prefill", "decode", "lookup"):
+        refused = await on.client.post(f"/v1/{path}", {"prompt": "a", "ticket_id": "t"})
+        assert (refused.status, refused.code) == (503, "shutting_down")
 
 
 async def test_a_node_that_has_not_started_is_alive_and_not_ready() -> None:
@@ -101,14 +112,13 @@ async def test_version_tells_what_two_nodes_must_share() -> None:
         assert answer["fingerprint"]["model"] == "tierkv-ref-tiny"
 
 
-async def test_the_books_are_open() -> None:
-    async with here() as on:
-        await on.client.post("/v1/generate", {"prompt": "hello " * 20})
-        assert (await on.client.get("/v1/verify")).body == {"findings": []}
-        stats = (await on.client.get("/v1/stats")).body
-        assert stats["requests"]["admitted_requests"] == 1
-        assert stats["device"]["capacity"] == 64
-        assert stats["storage"]["fetched_bytes"] == 0
+async def test_the_books_are_open(on: Here) -> None:
+    await on.client.post("/v1/generate", {"prompt": "hello " * 20})
+    assert (await on.client.get("/v1/verify")).body == {"findings": []}
+    stats = (await on.client.get("/v1/stats")).body
+    assert stats["requests"]["admitted_requests"] == 1
+    assert stats["device"]["capacity"] == 64
+    assert stats["storage"]["fetched_bytes"] == 0
 
 
 # Metrics
@@ -123,28 +133,15 @@ async def samples(client: Client) -> dict[tuple[str, tuple[tuple[str, str], ...]
     }
 
 
-async def test_every_series_is_there_before_the_first_request() -> None:
-    async with here() as on:
-        before = await samples(on.client)
-        await on.client.post("/v1/prefill", {"prompt": "hello " * 20, "ticket_id": "t"})
-        await on.client.post("/v1/decode", {"prompt": "hello " * 20, "ticket_id": "t"})
-        await on.client.post("/v1/decode", {"prompt": "hello", "ticket_id": "t"})
-        await on.client.post("/v1/generate", {"prompt": ""})
-        await on.client.get("/nothing")
-        after = await samples(on.client)
-        assert set(after) == set(before)
-
-
-async def test_names_say_whose_they_are_and_in_which_unit() -> None:
-    async with here() as on:
-        text = (await on.client.get("/metrics")).body.decode()
-        families = list(text_string_to_metric_families(text))
-        for family in families:
-            assert re.fullmatch(r"(tierkv|process|python)(_[a-z0-9]+)+", family.name)
-            assert family.documentation
-            if family.type == "counter":
-                names = {s.name for s in family.samples if not s.name.endswith("_created")}
-                assert names == {f"{family.name}_total"}
+async def test_every_series_is_there_before_the_first_request(on: Here) -> None:
+    before = await samples(on.client)
+    await on.client.post("/v1/prefill", {"prompt": "hello " * 20, "ticket_id": "t"})
+    await on.client.post("/v1/decode", {"prompt": "hello " * 20, "ticket_id": "t"})
+    await on.client.post("/v1/decode", {"prompt": "hello", "ticket_id": "t"})
+    await on.client.post("/v1/generate", {"prompt": ""})
+    await on.client.get("/nothing")
+    after = await samples(on.client)
+    assert set(after) == set(before)
 
 
 @pytest.mark.promise("The documented metrics are all metrics.")
@@ -160,29 +157,28 @@ async def test_the_table_of_metrics_has_all_of_them_and_no_other() -> None:
     assert set(re.findall(r"`(tierkv_\w+)", page)) == exposed
 
 
-async def test_counts_follow_what_happens() -> None:
-    async with here() as on:
-        prompt = "a prompt of some words, " * 4  # 96 tokens
-        await on.client.post("/v1/generate", {"prompt": prompt, "max_tokens": 4})
-        await on.client.post("/v1/generate", {"prompt": prompt, "max_tokens": 4})
-        await on.client.post("/v1/prefill", {"prompt": prompt, "ticket_id": "t"})
-        found = await samples(on.client)
+async def test_counts_follow_what_happens(on: Here) -> None:
+    prompt = "a prompt of some words, " * 4  # 96 tokens
+    await on.client.post("/v1/generate", {"prompt": prompt, "max_tokens": 4})
+    await on.client.post("/v1/generate", {"prompt": prompt, "max_tokens": 4})
+    await on.client.post("/v1/prefill", {"prompt": prompt, "ticket_id": "t"})
+    found = await samples(on.client)
 
-        def value(name: str, **labels: str) -> float:
-            return found[name, tuple(sorted(labels.items()))]
+    def value(name: str, **labels: str) -> float:
+        return found[name, tuple(sorted(labels.items()))]
 
-        assert value("tierkv_ready") == 1
-        assert value("tierkv_lookup_tokens_total", result="hit_device") == 2 * 95
-        assert value("tierkv_lookup_tokens_total", result="miss") == 96 + 2
-        assert value("tierkv_admitted_requests_total") == 3
-        assert value("tierkv_generated_tokens_total") == 9
-        assert value("tierkv_transfer_bytes_total", direction="storage_write") > 0
-        assert value("tierkv_tier_capacity_bytes", tier="device") == 64 * 16 * 1024
-        used = value("tierkv_blocks", tier="device", state="used")
-        assert value("tierkv_tier_used_bytes", tier="device") == used * 16 * 1024
-        assert value("tierkv_http_requests_total", route="/v1/generate", status="2xx") == 2
-        assert value("tierkv_time_to_first_token_seconds_count", operation="generate") == 2
-        assert value("tierkv_time_to_first_token_seconds_count", operation="prefill") == 1
+    assert value("tierkv_ready") == 1
+    assert value("tierkv_lookup_tokens_total", result="hit_device") == 2 * 95
+    assert value("tierkv_lookup_tokens_total", result="miss") == 96 + 2
+    assert value("tierkv_admitted_requests_total") == 3
+    assert value("tierkv_generated_tokens_total") == 9
+    assert value("tierkv_transfer_bytes_total", direction="storage_write") > 0
+    assert value("tierkv_tier_capacity_bytes", tier="device") == 64 * 16 * 1024
+    used = value("tierkv_blocks", tier="device", state="used")
+    assert value("tierkv_tier_used_bytes", tier="device") == used * 16 * 1024
+    assert value("tierkv_http_requests_total", route="/v1/generate", status="2xx") == 2
+    assert value("tierkv_time_to_first_token_seconds_count", operation="generate") == 2
+    assert value("tierkv_time_to_first_token_seconds_count", operation="prefill") == 1
 
 
 async def test_it_is_told_when_each_layer_of_loads_was_there() -> None:
@@ -201,9 +197,8 @@ async def test_it_is_told_when_each_layer_of_loads_was_there() -> None:
             assert found["tierkv_load_layer_seconds_sum", label] == total_s
 
 
-async def test_openmetrics_is_spoken_to_who_asks_for_it() -> None:
-    async with here() as on:
-        accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
-        answer = await on.client.get("/metrics", headers=accept)
-        assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
-        assert answer.body.endswith(b"# EOF\n")
+async def test_openmetrics_is_spoken_to_who_asks_for_it(on: Here) -> None:
+    accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
+    answer = await on.client.get("/metrics", headers=accept)
+    assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
+    assert answer.body.endswith(b"# EOF\n")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.nodes import clean_environ, process, run_to_end
+from tests.api.nodes import process, run_to_end
 from tests.latch import PATIENCE_S
 from tests.redis_server import redis_server
 from tierkv.cli.status import Seen, lines
@@ -97,30 +97,6 @@ async def test_explain_says_what_of_a_file_is_missing_and_why(tmp_path: Path) ->
     status, _, err = await run_to_end(tmp_path, "explain", tmp_path / "none")
     assert (status, err.count("\n")) == (1, 1)
     assert "cannot be read" in err
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-async def test_completion_is_a_script_for_the_shell(shell: str, tmp_path: Path) -> None:
-    status, out, err = await run_to_end(tmp_path, "completion", shell)
-    assert (status, err) == (0, "")
-    assert "_TIERKV_COMPLETE" in out
-
-
-async def test_commands_and_options_are_completed(tmp_path: Path) -> None:
-    def asked(words: str) -> dict[str, str]:
-        return {
-            "_TIERKV_COMPLETE": "bash_complete",
-            "COMP_WORDS": words,
-            "COMP_CWORD": str(words.count(" ")),
-        }
-
-    program = Path(sys.executable).parent / "tierkv"
-    for words, found in (("tierkv sta", {"stats", "status"}), ("tierkv status --js", {"--json"})):
-        done = await asyncio.create_subprocess_exec(
-            str(program), stdout=asyncio.subprocess.PIPE, env=clean_environ(tmp_path) | asked(words)
-        )
-        out, _ = await done.communicate()
-        assert {line.split(",")[1] for line in out.decode().split()} == found
 
 
 def test_what_takes_longer_than_a_second_says_how_far_it_is_to_a_person_only() -> None:

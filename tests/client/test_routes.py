@@ -10,25 +10,13 @@ from urllib.parse import unquote
 import msgspec
 import pytest
 
-from tests.api.nodes import settings
+from tests.api.nodes import route_table
 from tests.client.scripted import scripted, value
-from tierkv.api.metrics import Metrics
-from tierkv.api.node import Node
-from tierkv.api.server import routes as table_of
+from tests.fuzz.test_body_fields import minimal
 from tierkv.client import AsyncClient, Client, NotANodeError
-from tierkv.gpu.cpu import CpuDevice
 from tierkv.http.route import Route
 
-
-def table() -> list[Route]:
-    node = Node(settings(), device=CpuDevice(), environ={"XDG_CACHE_HOME": "/nonexistent"})
-    try:
-        return table_of(node, Metrics(node))
-    finally:
-        node.device.close()
-
-
-TABLE = {(row.method, row.path): row for row in table()}
+TABLE = {(row.method, row.path): row for row in route_table()}
 METHODS = {
     name: method
     for name, method in vars(AsyncClient).items()
@@ -43,7 +31,9 @@ async def asked_by(name: str) -> Route:
     kind = next((one for one in (body_type, *get_args(body_type)) if isinstance(one, type)), None)
     async with scripted(value("not what it expects")) as on, AsyncClient(on.url) as client:
         arguments = [
-            "a name/?" if parameter.name != "body" else some(kind or msgspec.Struct)
+            msgspec.convert(minimal(kind), kind)
+            if parameter.name == "body" and kind
+            else "a name/?"
             for parameter in list(inspect.signature(method).parameters.values())[1:]
             if parameter.kind is not inspect.Parameter.KEYWORD_ONLY
         ]
@@ -70,16 +60,3 @@ async def test_every_route_of_the_table_has_a_method_of_both_clients_with_its_an
         streams = ["", "stream_"] if row.is_stream else [""]
         assert all(callable(getattr(Client, f"{prefix}{name}")) for prefix in streams)
         assert all(callable(getattr(AsyncClient, f"{prefix}{name}")) for prefix in streams)
-
-
-def some(kind: type) -> object:
-    """A body of this type, with what it cannot do without."""
-    given: dict[str, object] = {
-        "prompt": "a",
-        "ticket_id": "t",
-        "url": "memory://",
-        "tier": "device",
-        "blocks": 7,
-    }
-    fields = {field.encode_name for field in msgspec.structs.fields(kind)}
-    return msgspec.convert({key: given[key] for key in given if key in fields}, kind)

@@ -204,12 +204,6 @@ def test_events_are_the_same_however_the_bytes_are_cut(cuts: list[int], ends: by
     ]
 
 
-@given(raw=st.binary(max_size=300))
-def test_any_bytes_are_events_or_nothing(raw: bytes) -> None:
-    for event in EventReader().feed(raw):
-        assert isinstance(event.data, bytes)
-
-
 def test_an_event_without_an_end_is_refused() -> None:
     reader = EventReader()
     for _ in range(64):

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import pytest
 
-from tests.api.nodes import here, process
+from tests.api.nodes import here
 from tests.client.scripted import says, scripted
 from tests.latch import until
 from tierkv.api.types import GenerateBody, LookupBody
@@ -43,7 +43,6 @@ async def test_calls_and_streams_wait_for_their_answers() -> None:
                     client.lookup(LookupBody())
 
         await in_thread(work)
-        await on.settle()
 
 
 async def test_many_threads_share_a_client() -> None:
@@ -71,7 +70,6 @@ async def test_leaving_a_stream_early_ends_the_work_of_the_node() -> None:
         client = await in_thread(work)
         await until(lambda: on.node.num_working == 0, "the end of the work")
         await in_thread(client.close)
-        await on.settle()
 
 
 async def test_a_stream_that_is_refused_is_never_open() -> None:
@@ -88,7 +86,6 @@ async def test_a_stream_that_is_refused_is_never_open() -> None:
                     pass
 
         await in_thread(work)
-        await on.settle()
 
 
 async def test_a_stream_that_is_over_says_so_however_often_it_is_read() -> None:
@@ -107,7 +104,6 @@ async def test_a_stream_that_is_over_says_so_however_often_it_is_read() -> None:
                     list(stream)
 
         await in_thread(work)
-        await on.settle()
 
 
 async def test_a_stream_that_failed_raises_that_however_often_it_is_read() -> None:
@@ -146,7 +142,6 @@ async def test_closing_ends_the_calls_of_other_threads(tmp_path: Path) -> None:
         assert len(failures) == 1
         with pytest.raises(CallError, match="closed"):
             await in_thread(client.livez)
-        await on.settle()
 
 
 def test_a_client_without_a_node_says_so_and_ends_its_thread() -> None:
@@ -157,13 +152,3 @@ def test_a_client_without_a_node_says_so_and_ends_its_thread() -> None:
     ):
         client.livez()
     assert set(threading.enumerate()) <= before
-
-
-async def test_a_node_in_another_process(tmp_path: Path) -> None:
-    async with process(tmp_path, "--storage", "none") as node:
-
-        def work() -> str:
-            with Client(node.url) as client:
-                return client.version().name
-
-        assert node.url.rsplit(":", 1)[1] in await in_thread(work)

@@ -114,24 +114,3 @@ def test_a_value_that_a_field_cannot_have_is_refused_where_it_is_read(
         except (BadRequestError, InvalidRequestError):
             num_refused += 1
     assert num_refused >= ENOUGH
-
-
-@pytest.mark.parametrize("kind", [types.GenerateBody, CompletionBody])
-@pytest.mark.parametrize(
-    "raw",
-    [
-        *(msgpack.packb(EXTENSION), b"\x91" * 5000 + b"\x90", b"\x01", b"\xc0", b"\xc7\xff"),
-        *(b"\x81\xa1\xff\x01", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\x81\x01\x01"),
-        b"\x81\xd4\x01\x01\x01",
-    ],
-)
-def test_msgpack_that_is_no_body_is_refused(kind: type[msgspec.Struct], raw: bytes) -> None:
-    with pytest.raises(BadRequestError):
-        decode(raw, kind, content_type=MSGPACK)
-
-
-@pytest.mark.parametrize("field", ["max_tokens", "top_k"])
-def test_counts_beyond_31_bits_are_refused_by_name(field: str) -> None:
-    for kind in (CompletionBody, types.GenerateBody):
-        with pytest.raises(BadRequestError, match=field):
-            decode(f'{{"prompt": "a", "{field}": {2**64}}}'.encode(), kind, content_type=JSON)

@@ -1,5 +1,4 @@
-"""Readers of foreign bytes give what they promise for bytes of any kind. `python -m tests.fuzz`
-goes on from there, for as long as one likes."""
+"""Readers of foreign bytes give what they promise for bytes of any kind."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from tests.api.guarded import callers_in
-from tests.gateway.scripted import answer_to, stage, text_of
+from tests.gateway.scripted import Stage, answer_to, stage, text_of
 from tests.latch import until
 from tierkv.gateway.nodes import NodeState
 from tierkv.gateway.settings import LimitsSection
@@ -22,29 +22,27 @@ from tierkv.http.settings import AuthSection
 PROMPT = "a prompt of some length, " * 8
 
 
-async def test_prompts_come_as_text_tokens_or_several_of_either() -> None:
-    async with stage() as on:
-        one, two = b"first prompt", b"another, second prompt"
-        texts = [text_of(answer_to(prompt, 8)) for prompt in (one, two)]
-        for prompt in (one.decode(), list(one)):
-            asked = await on.caller.ask({"prompt": prompt})
-            assert asked.text == texts[0]
-            assert asked.usage is not None
-            assert (asked.usage["prompt_tokens"], asked.usage["completion_tokens"]) == (12, 8)
-        for prompts in ([one.decode(), two.decode()], [list(one), list(two)]):
-            asked = await on.caller.ask({"prompt": prompts})
-            assert [c["text"] for c in asked.body["choices"]] == texts
-            assert [c["index"] for c in asked.body["choices"]] == [0, 1]
-            assert asked.usage is not None
-            assert asked.usage["completion_tokens"] == 16
-
-
-async def test_a_stream_brings_usage_if_asked_for() -> None:
-    async with stage() as on:
-        body = {"prompt": PROMPT, "stream": True, "stream_options": {"include_usage": True}}
-        asked = await on.caller.ask(body)
+async def test_prompts_come_as_text_tokens_or_several_of_either(on: Stage) -> None:
+    one, two = b"first prompt", b"another, second prompt"
+    texts = [text_of(answer_to(prompt, 8)) for prompt in (one, two)]
+    for prompt in (one.decode(), list(one)):
+        asked = await on.caller.ask({"prompt": prompt})
+        assert asked.text == texts[0]
         assert asked.usage is not None
-        assert asked.usage["total_tokens"] == len(PROMPT) + 8
+        assert (asked.usage["prompt_tokens"], asked.usage["completion_tokens"]) == (12, 8)
+    for prompts in ([one.decode(), two.decode()], [list(one), list(two)]):
+        asked = await on.caller.ask({"prompt": prompts})
+        assert [c["text"] for c in asked.body["choices"]] == texts
+        assert [c["index"] for c in asked.body["choices"]] == [0, 1]
+        assert asked.usage is not None
+        assert asked.usage["completion_tokens"] == 16
+
+
+async def test_a_stream_brings_usage_if_asked_for(on: Stage) -> None:
+    body = {"prompt": PROMPT, "stream": True, "stream_options": {"include_usage": True}}
+    asked = await on.caller.ask(body)
+    assert asked.usage is not None
+    assert asked.usage["total_tokens"] == len(PROMPT) + 8
 
 
 @pytest.mark.promise("The gateway gives a session's id and a router's hints to the nodes.")
@@ -75,55 +73,46 @@ async def test_a_session_id_that_is_no_id_is_refused_before_a_node_works() -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_stop_text_ends_the_answer_and_the_nodes_work(stream: bool) -> None:
+async def test_a_stop_text_ends_the_answer_and_the_nodes_work(on: Stage, stream: bool) -> None:
     whole = text_of(answer_to(PROMPT.encode(), 900))
     stop = whole[20:25]
     expected = whole[: whole.index(stop)]
-    async with stage() as on:
-        asked = await on.caller.ask(
-            {"prompt": PROMPT, "stop": [stop, "never said"], "stream": stream, "max_tokens": 900}
-        )
-        assert (asked.text, asked.finish_reason) == (expected, "stop")
-        await until(lambda: not any(n.running for n in (*on.prefill, *on.decode)))
-        assert sum(node.finished for node in on.decode) == 0
+    asked = await on.caller.ask(
+        {"prompt": PROMPT, "stop": [stop, "never said"], "stream": stream, "max_tokens": 900}
+    )
+    assert (asked.text, asked.finish_reason) == (expected, "stop")
+    await until(lambda: not any(n.running for n in (*on.prefill, *on.decode)))
+    assert sum(node.finished for node in on.decode) == 0
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "param"),
-    [
-        ({"prompt": ""}, 400, "prompt"),
-        ({"prompt": []}, 400, "prompt"),
-        ({"prompt": ["x", 3]}, 400, "prompt"),
-        ({"prompt": [-1]}, 400, "prompt"),
-        ({"prompt": ["x"] * 33}, 400, "prompt"),
-        ({"prompt": "x", "n": 0}, 400, "n"),
-        ({"prompt": ["x"] * 20, "n": 2}, 400, "n"),
-        ({"prompt": "x", "top_p": 0}, 400, "top_p"),
-        ({"prompt": "x", "min_tokens": 9}, 400, "min_tokens"),
-        ({"prompt": "x", "echo": True}, 400, "echo"),
-        ({"prompt": "x", "logprobs": 21}, 400, "logprobs"),
-        ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
-        ({"prompt": "x", "temperature": 3}, 400, "temperature"),
-        ({"prompt": "x", "stop": [""]}, 400, "stop"),
-        ({"prompt": "x", "stop": ["a"] * 5}, 400, "stop"),
-        ({"prompt": "x", "model": "other"}, 404, "model"),
-        ({"prompt": "x", "colour": "red"}, 422, None),
-        ({"prompt": 3}, 422, None),
-    ],
-)
-async def test_a_wrong_request_is_refused_with_the_field_that_is_wrong(
-    body: dict[str, Any], status: int, param: str | None
-) -> None:
-    async with stage() as on:
+WRONG: list[tuple[dict[str, Any], int, str | None]] = [
+    *(({"prompt": prompt}, 400, "prompt") for prompt in ("", [], ["x", 3], [-1], ["x"] * 33)),
+    ({"prompt": "x", "n": 0}, 400, "n"),
+    ({"prompt": ["x"] * 20, "n": 2}, 400, "n"),
+    ({"prompt": "x", "top_p": 0}, 400, "top_p"),
+    ({"prompt": "x", "min_tokens": 9}, 400, "min_tokens"),
+    ({"prompt": "x", "echo": True}, 400, "echo"),
+    ({"prompt": "x", "logprobs": 21}, 400, "logprobs"),
+    ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
+    ({"prompt": "x", "temperature": 3}, 400, "temperature"),
+    *(({"prompt": "x", "stop": stop}, 400, "stop") for stop in ([""], ["a"] * 5)),
+    ({"prompt": "x", "model": "other"}, 404, "model"),
+    ({"prompt": "x", "colour": "red"}, 422, None),
+    ({"prompt": 3}, 422, None),
+]
+
+
+async def test_a_wrong_request_is_refused_with_the_field_that_is_wrong(on: Stage) -> None:
+    for body, status, param in WRONG:
         asked = await on.caller.ask(body)
-        assert asked.status == status
+        assert asked.error is not None, body
+        assert (asked.status, asked.error["param"]) == (status, param), body
         assert asked.headers["Content-Type"] == "application/problem+json"
-        assert asked.error is not None
         assert asked.error["type"] == "invalid_request_error"
-        assert asked.error["param"] == param
         assert asked.error["code"] == asked.body["code"]
+        assert status != 400 or asked.body["code"] == "invalid_request"
         assert asked.body["request_id"] == asked.headers["X-Request-Id"]
-        assert not any(node.calls for node in (*on.prefill, *on.decode))
+    assert not any(node.calls for node in (*on.prefill, *on.decode))
 
 
 LOAD_GENERATORS_SEND: dict[str, Any] = {
@@ -136,83 +125,89 @@ LOAD_GENERATORS_SEND: dict[str, Any] = {
     "min_p": 0.0,
     "repetition_penalty": 1.0,
     "skip_special_tokens": True,
-    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     "stream": True,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
 }
 CHATS_SEND: dict[str, Any] = {
     "tools": [],
     "tool_choice": "none",
     "parallel_tool_calls": True,
-    "response_format": {"type": "text"},
     "modalities": ["text"],
+    "response_format": {"type": "text"},
     "reasoning_effort": None,
-    "chat_template_kwargs": {},
     "logprobs": False,
+    "chat_template_kwargs": {},
     "metadata": {"run": "1"},
     "store": False,
     "service_tier": "auto",
 }
 NULLS = ("max_tokens", "temperature", "top_k", "min_tokens", "stop", "seed", "stream", "n", "user")
+QUESTION = {"role": "user", "content": "Why?"}
 
 
-async def test_fields_that_change_nothing_are_accepted() -> None:
-    async with stage() as on:
-        asked = await on.caller.ask({"prompt": PROMPT, "temperature": 1, **LOAD_GENERATORS_SEND})
-        assert (asked.status, asked.is_whole) == (200, True)
-        assert asked.usage is not None
-        greedy = await on.caller.ask({"prompt": PROMPT, "top_p": 0.9})
-        assert greedy.text == text_of(answer_to(PROMPT.encode(), 8))
-        assert (await on.caller.ask({"prompt": PROMPT, **dict.fromkeys(NULLS)})).status == 200
+async def chat(on: Stage, *messages: dict[str, Any], **fields: Any) -> tuple[int, dict[str, Any]]:
+    """Return status and body of the answer to a chat."""
+    body = {"messages": messages or [QUESTION], "max_tokens": 4, **fields}
+    url = on.caller.url + "/v1/chat/completions"
+    async with on.caller.session.post(url, json=body) as response:
+        return response.status, await response.json(content_type=None)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "status"),
-    [
-        *[(field, value, 200) for field, value in CHATS_SEND.items()],
-        ("tools", [{"type": "function", "function": {"name": "f"}}], 400),
-        ("tool_choice", "required", 400),
-        ("response_format", {"type": "json_object"}, 400),
-        ("reasoning_effort", "high", 400),
-        ("top_logprobs", 2, 400),
-        ("max_completion_tokens", 0, 400),
-    ],
-)
-async def test_what_a_chat_asks_beyond_text_is_refused_and_what_changes_nothing_is_not(
-    field: str, value: object, status: int
+async def test_fields_that_change_nothing_are_accepted(on: Stage) -> None:
+    asked = await on.caller.ask({"prompt": PROMPT, "temperature": 1, **LOAD_GENERATORS_SEND})
+    assert (asked.status, asked.is_whole) == (200, True)
+    assert asked.usage is not None
+    greedy = await on.caller.ask({"prompt": PROMPT, "top_p": 0.9})
+    assert greedy.text == text_of(answer_to(PROMPT.encode(), 8))
+    assert (await on.caller.ask({"prompt": PROMPT, **dict.fromkeys(NULLS)})).status == 200
+    assert (await chat(on, **CHATS_SEND))[0] == 200
+
+
+async def test_what_a_chat_asks_beyond_text_and_messages_without_content_are_refused(
+    on: Stage,
 ) -> None:
-    async with stage() as on:
-        url = on.caller.url + "/v1/chat/completions"
-        body = {"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 4, field: value}
-        async with on.caller.session.post(url, json=body) as response:
-            assert response.status == status
-            assert (
-                status == 200 or (await response.json(content_type=None))["error"]["param"] == field
-            )
+    for field, value in (
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "required"),
+        ("response_format", {"type": "json_object"}),
+        ("reasoning_effort", "high"),
+        ("top_logprobs", 2),
+        ("max_completion_tokens", 0),
+    ):
+        status, told = await chat(on, **{field: value})
+        assert (status, told["error"]["param"]) == (400, field)
+    for message in ({"role": "user"}, {"role": "assistant", "content": None}, {"content": "a"}):
+        status, told = await chat(on, QUESTION, message)
+        assert status == 422
+        assert "$.messages[1]" in told["error"]["message"]
+    assert not any(node.calls for node in (*on.prefill, *on.decode))
 
 
-@pytest.mark.parametrize(
-    "message",
-    [{"role": "user"}, {"role": "assistant", "content": None}, {"content": "Why?"}, {}],
-    ids=str,
-)
-async def test_a_message_without_content_or_role_is_refused(message: dict[str, Any]) -> None:
-    async with stage() as on:
-        url = on.caller.url + "/v1/chat/completions"
-        body = {"messages": [{"role": "user", "content": "Why?"}, message]}
-        async with on.caller.session.post(url, json=body) as response:
-            assert response.status == 422
-            told = await response.json(content_type=None)
-            assert "$.messages[1]" in told["error"]["message"]
-        assert not any(node.calls for node in (*on.prefill, *on.decode))
+@pytest.mark.promise("Nodes get the gateway's token and never the caller's.")
+@pytest.mark.parametrize(("forwards", "seen"), [(False, "secret"), (True, "of-the-caller")])
+async def test_nodes_get_the_gateways_token_or_where_that_is_set_the_callers_alone(
+    forwards: bool, seen: str
+) -> None:
+    async with stage(node_token="secret", forward_authorization=forwards) as on:
+        nodes = (*on.prefill, *on.decode)
+        await on.caller.ask({"prompt": PROMPT}, Authorization="Bearer of-the-caller")
+        told = {headers["Authorization"] for node in nodes for _, _, headers in node.calls}
+        assert told == {f"Bearer {seen}"}
+        for node in nodes:
+            node.calls.clear()
+            node.refusal = (401, {"code": "unauthorized"})
+        asked = await on.caller.ask({"prompt": PROMPT})
+        assert asked.status == 401 or not forwards
+        told = {headers.get("Authorization", "") for node in nodes for _, _, headers in node.calls}
+        assert told == ({""} if forwards else {"Bearer secret"})
 
 
-async def test_no_stop_text_counts_before_min_tokens() -> None:
+async def test_no_stop_text_counts_before_min_tokens(on: Stage) -> None:
     whole = text_of(answer_to(PROMPT.encode(), 40))
-    async with stage() as on:
-        body = {"prompt": PROMPT, "stop": list(set(whole[:4])), "max_tokens": 40}
-        asked = await on.caller.ask(body | {"min_tokens": 10})
-        assert asked.text.startswith(whole[:10])
-        assert len((await on.caller.ask(body)).text) < 4
+    body = {"prompt": PROMPT, "stop": list(set(whole[:4])), "max_tokens": 40}
+    asked = await on.caller.ask(body | {"min_tokens": 10})
+    assert asked.text.startswith(whole[:10])
+    assert len((await on.caller.ask(body)).text) < 4
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -268,36 +263,14 @@ async def test_what_is_no_json_or_no_route_is_answered_in_the_same_shape() -> No
                 assert words in answer["error"]["message"]
 
 
-async def test_the_request_id_of_the_caller_is_the_nodes_too() -> None:
-    async with stage() as on:
-        asked = await on.caller.ask({"prompt": PROMPT}, **{"X-Request-Id": "mine-1"})
-        assert asked.headers["X-Request-Id"] == "mine-1"
-        assert asked.body["id"] == "cmpl-mine-1"
-        for node in (*on.prefill, *on.decode):
-            for _, body, headers in node.calls:
-                assert headers["X-Request-Id"] == "mine-1"
-                assert body["request_id"].startswith("mine-1.")
-
-
-@pytest.mark.promise("Nodes get the gateway's token and never the caller's.")
-async def test_nodes_get_the_gateways_token_and_never_the_callers() -> None:
-    async with stage(node_token="secret") as on:
-        await on.caller.ask({"prompt": PROMPT}, Authorization="Bearer of-the-caller")
-        seen = {h["Authorization"] for n in (*on.prefill, *on.decode) for _, _, h in n.calls}
-        assert seen == {"Bearer secret"}
-
-
-async def test_the_callers_token_goes_to_the_nodes_where_that_is_set() -> None:
-    async with stage(node_token="secret", forward_authorization=True) as on:
-        await on.caller.ask({"prompt": PROMPT}, Authorization="Bearer of-the-caller")
-        seen = {h["Authorization"] for n in (*on.prefill, *on.decode) for _, _, h in n.calls}
-        assert seen == {"Bearer of-the-caller"}
-        for node in (*on.prefill, *on.decode):
-            node.refusal = (401, {"code": "unauthorized"})
-        asked = await on.caller.ask({"prompt": PROMPT})
-        assert asked.status == 401
-        last = [node.calls[-1][2] for node in (*on.prefill, *on.decode) if len(node.calls) > 1]
-        assert any("Authorization" not in headers for headers in last)
+async def test_the_request_id_of_the_caller_is_the_nodes_too(on: Stage) -> None:
+    asked = await on.caller.ask({"prompt": PROMPT}, **{"X-Request-Id": "mine-1"})
+    assert asked.headers["X-Request-Id"] == "mine-1"
+    assert asked.body["id"] == "cmpl-mine-1"
+    for node in (*on.prefill, *on.decode):
+        for _, body, headers in node.calls:
+            assert headers["X-Request-Id"] == "mine-1"
+            assert body["request_id"].startswith("mine-1.")
 
 
 async def test_with_an_auth_file_only_its_callers_are_served(tmp_path: Path) -> None:
@@ -319,26 +292,25 @@ async def test_with_an_auth_file_only_its_callers_are_served(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_caller_that_goes_away_cancels_the_nodes_work(stream: bool) -> None:
-    async with stage() as on:
-        for node in on.decode:
-            node.stalls_after = 3
-        async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
-            task = tasks.create_task(
-                session.post(
-                    on.caller.url + "/v1/completions",
-                    json={"prompt": PROMPT, "max_tokens": 8, "stream": stream},
-                )
+async def test_a_caller_that_goes_away_cancels_the_nodes_work(on: Stage, stream: bool) -> None:
+    for node in on.decode:
+        node.stalls_after = 3
+    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(
+            session.post(
+                on.caller.url + "/v1/completions",
+                json={"prompt": PROMPT, "max_tokens": 8, "stream": stream},
             )
-            await until(lambda: any(node.running for node in on.decode), "the work to begin")
-            if stream:
-                response = await task
-                await response.content.readline()
-                response.close()
-            else:
-                task.cancel()
-        await until(lambda: not any(n.running for n in (*on.prefill, *on.decode)), "it to end")
-        await until(lambda: on.gateway.backend.admission.num_running == 0)
+        )
+        await until(lambda: any(node.running for node in on.decode), "the work to begin")
+        if stream:
+            response = await task
+            await response.content.readline()
+            response.close()
+        else:
+            task.cancel()
+    await until(lambda: not any(n.running for n in (*on.prefill, *on.decode)), "it to end")
+    await until(lambda: on.gateway.backend.admission.num_running == 0)
 
 
 @pytest.mark.promise("A gateway queues requests over its limit and refuses more.")
@@ -375,131 +347,111 @@ async def test_who_waits_too_long_for_room_is_told() -> None:
         assert first.result().status == 200
 
 
-async def test_while_draining_streams_end_in_order_and_nothing_new_begins() -> None:
-    async with stage() as on:
-        for node in on.decode:
-            node.gate.clear()
-        async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(on.caller.ask({"prompt": PROMPT, "stream": True}))
-            await until(lambda: any(node.running for node in on.decode))
-            on.gateway.drain()
-            assert (await on.caller.get("/readyz"))[0] == 503
-            assert (await on.caller.get("/livez"))[0] == 200
-            refused = await on.caller.ask({"prompt": PROMPT})
-            assert (refused.status, refused.body["code"]) == (503, "shutting_down")
-            for node in on.decode:
-                node.gate.set()
-            await on.gateway.idle(grace_s=20)
-        assert running.result().is_whole
-
-
-async def test_what_outlasts_the_grace_is_cut_off_and_told() -> None:
-    async with stage() as on:
-        for node in on.decode:
-            node.stalls_after = 3
-        async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(on.caller.ask({"prompt": PROMPT, "stream": True}))
-            await until(lambda: any(node.running for node in on.decode))
-            on.gateway.drain()
-            await on.gateway.idle(grace_s=0.2)
-        error = running.result().error
-        assert error is not None
-        assert error["code"] == "shutting_down"
-        await until(lambda: not any(n.running for n in (*on.prefill, *on.decode)))
-
-
-async def test_probes_models_and_metrics_are_there() -> None:
-    async with stage() as on:
-        assert (await on.caller.get("/readyz"))[0] == 200
-        assert '"tierkv-ref-tiny"' in (await on.caller.get("/v1/models"))[1]
-        status, model = await on.caller.get("/v1/models/tierkv-ref-tiny")
-        assert (status, json.loads(model)["id"]) == (200, "tierkv-ref-tiny")
-        status, problem = await on.caller.get("/v1/models/meta/llama")
-        assert (status, json.loads(problem)["code"]) == (404, "model_not_found")
-        await on.caller.ask({"prompt": PROMPT})
-        text = (await on.caller.get("/metrics"))[1]
-        assert 'tierkv_gateway_requests_total{outcome="ok"} 1.0' in text
-        assert 'tierkv_gateway_routed_total{how="handoff"} 1.0' in text
-        assert 'tierkv_gateway_routed_total{how="resumed"} 0.0' in text
-        page = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
-        exposed = set(re.findall(r"^# TYPE (tierkv_\w+)", text, re.MULTILINE))
-        told = set(re.findall(r"`(tierkv_\w+)", page.partition("## Metrics")[2]))
-        assert told == {name for name in exposed if not name.endswith("_created")}
-        assert "process_resident_memory_bytes" in text
-        for node in (*on.prefill, *on.decode):
-            node.is_ready = False
-        await until(lambda: not any(s is NodeState.READY for s, _ in on.gateway.states().values()))
+async def test_while_draining_streams_end_in_order_and_nothing_new_begins(on: Stage) -> None:
+    for node in on.decode:
+        node.gate.clear()
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(on.caller.ask({"prompt": PROMPT, "stream": True}))
+        await until(lambda: any(node.running for node in on.decode))
+        on.gateway.drain()
         assert (await on.caller.get("/readyz"))[0] == 503
+        assert (await on.caller.get("/livez"))[0] == 200
+        refused = await on.caller.ask({"prompt": PROMPT})
+        assert (refused.status, refused.body["code"]) == (503, "shutting_down")
+        for node in on.decode:
+            node.gate.set()
+        await on.gateway.idle(grace_s=20)
+    assert running.result().is_whole
 
 
-async def test_a_node_that_is_degraded_gets_work_and_readyz_says_so() -> None:
-    async with stage() as on:
-        assert json.loads((await on.caller.get("/readyz"))[1]) == {"status": "ok"}
-        for node in (*on.prefill, *on.decode):
-            node.trouble = "redis://store is not used"
-        await until(lambda: all(word for _, word in on.gateway.states().values()), "the probes")
-        status, raw = await on.caller.get("/readyz?verbose")
-        said = json.loads(raw)
-        assert (status, said["status"]) == (200, "degraded")
-        part = said["parts"][on.prefill[0].url]
-        assert part == {"status": "degraded", "detail": "storage: redis://store is not used"}
-        assert (await on.caller.ask({"prompt": PROMPT})).status == 200
-        on.prefill[0].trouble = ""
-        first = on.prefill[0].url
-        await until(lambda: not on.gateway.states()[first][1], "a good probe")
+async def test_what_outlasts_the_grace_is_cut_off_and_told(on: Stage) -> None:
+    for node in on.decode:
+        node.stalls_after = 3
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(on.caller.ask({"prompt": PROMPT, "stream": True}))
+        await until(lambda: any(node.running for node in on.decode))
+        on.gateway.drain()
+        await on.gateway.idle(grace_s=0.2)
+    error = running.result().error
+    assert error is not None
+    assert error["code"] == "shutting_down"
+    await until(lambda: not any(n.running for n in (*on.prefill, *on.decode)))
 
 
-async def test_too_many_prompts_are_refused_before_any_is_read() -> None:
-    async with stage(limits=LimitsSection(max_batch=3)) as on:
-        asked = await on.caller.ask({"prompt": ["good", "good", "good", ""]})
-        assert (asked.status, asked.body["code"]) == (400, "invalid_request")
-        assert asked.body["detail"] == "one request may have 1 to 3 prompts, not 4"
+async def test_probes_models_and_metrics_are_there(on: Stage) -> None:
+    assert (await on.caller.get("/readyz"))[0] == 200
+    assert '"tierkv-ref-tiny"' in (await on.caller.get("/v1/models"))[1]
+    status, model = await on.caller.get("/v1/models/tierkv-ref-tiny")
+    assert (status, json.loads(model)["id"]) == (200, "tierkv-ref-tiny")
+    status, problem = await on.caller.get("/v1/models/meta/llama")
+    assert (status, json.loads(problem)["code"]) == (404, "model_not_found")
+    await on.caller.ask({"prompt": PROMPT})
+    text = (await on.caller.get("/metrics"))[1]
+    assert 'tierkv_gateway_requests_total{outcome="ok"} 1.0' in text
+    assert 'tierkv_gateway_routed_total{how="handoff"} 1.0' in text
+    assert 'tierkv_gateway_routed_total{how="resumed"} 0.0' in text
+    page = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
+    exposed = set(re.findall(r"^# TYPE (tierkv_\w+)", text, re.MULTILINE))
+    told = set(re.findall(r"`(tierkv_\w+)", page.partition("## Metrics")[2]))
+    assert told == {name for name in exposed if not name.endswith("_created")}
+    assert "process_resident_memory_bytes" in text
+    for node in (*on.prefill, *on.decode):
+        node.is_ready = False
+    await until(lambda: not any(s is NodeState.READY for s, _ in on.gateway.states().values()))
+    assert (await on.caller.get("/readyz"))[0] == 503
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_batch_of_many_prompts_is_answered_in_order(stream: bool) -> None:
-    prompts = [f"prompt {number}" for number in range(200)]
-    right = [text_of(answer_to(prompt.encode(), 2)) for prompt in prompts]
-    async with stage(0, 0, both=2, limits=LimitsSection(max_batch=200)) as on:
-        body = {"prompt": prompts, "max_tokens": 2}
-        if not stream:
-            asked = await on.caller.ask(body)
-            assert [choice["text"] for choice in asked.body["choices"]] == right
-            return
-        told = [""] * len(prompts)
-        url = on.caller.url + "/v1/completions"
-        async with on.caller.session.post(url, json=body | {"stream": True}) as response:
+async def test_a_node_that_is_degraded_gets_work_and_readyz_says_so(on: Stage) -> None:
+    assert json.loads((await on.caller.get("/readyz"))[1]) == {"status": "ok"}
+    for node in (*on.prefill, *on.decode):
+        node.trouble = "redis://store is not used"
+    await until(lambda: all(word for _, word in on.gateway.states().values()), "the probes")
+    status, raw = await on.caller.get("/readyz?verbose")
+    said = json.loads(raw)
+    assert (status, said["status"]) == (200, "degraded")
+    part = said["parts"][on.prefill[0].url]
+    assert part == {"status": "degraded", "detail": "storage: redis://store is not used"}
+    assert (await on.caller.ask({"prompt": PROMPT})).status == 200
+    on.prefill[0].trouble = ""
+    first = on.prefill[0].url
+    await until(lambda: not on.gateway.states()[first][1], "a good probe")
+
+
+async def test_a_streamed_batch_is_answered_in_order() -> None:
+    prompts = [f"prompt {number}" for number in range(50)]
+    told = [""] * len(prompts)
+    async with stage(0, 0, both=2, limits=LimitsSection(max_batch=50)) as on:
+        body = {"prompt": prompts, "max_tokens": 2, "stream": True}
+        async with on.caller.session.post(on.caller.url + "/v1/completions", json=body) as response:
             async for line in response.content:
                 if line.startswith(b"data: {"):
                     for choice in json.loads(line[6:])["choices"]:
                         told[choice["index"]] += choice["text"]
-        assert told == right
+    assert told == [text_of(answer_to(prompt.encode(), 2)) for prompt in prompts]
 
 
-async def test_several_choices_are_answered_in_order_and_the_prompt_counts_once() -> None:
-    async with stage() as on:
-        one = await on.caller.ask({"prompt": PROMPT})
-        url = on.caller.url + "/v1/completions"
-        body = {"prompt": [PROMPT, PROMPT[:-1]], "n": 2, "temperature": 0, "max_tokens": 4}
-        async with on.caller.session.post(url, json=body) as response:
-            answer = await response.json()
-        expected = [text_of(answer_to(text.encode(), 4)) for text in (PROMPT, PROMPT[:-1])]
-        choices = answer["choices"]
-        assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
-        assert [choice["text"] for choice in choices] == [text for text in expected for _ in "12"]
-        assert one.usage is not None
-        prompt_tokens = 2 * one.usage["prompt_tokens"] - 1
-        assert answer["usage"]["prompt_tokens"] == prompt_tokens
-        assert answer["usage"]["completion_tokens"] == 16
+async def test_several_choices_are_answered_in_order_and_the_prompt_counts_once(on: Stage) -> None:
+    one = await on.caller.ask({"prompt": PROMPT})
+    url = on.caller.url + "/v1/completions"
+    body = {"prompt": [PROMPT, PROMPT[:-1]], "n": 2, "temperature": 0, "max_tokens": 4}
+    async with on.caller.session.post(url, json=body) as response:
+        answer = await response.json()
+    expected = [text_of(answer_to(text.encode(), 4)) for text in (PROMPT, PROMPT[:-1])]
+    choices = answer["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    assert [choice["text"] for choice in choices] == [text for text in expected for _ in "12"]
+    assert one.usage is not None
+    prompt_tokens = 2 * one.usage["prompt_tokens"] - 1
+    assert answer["usage"]["prompt_tokens"] == prompt_tokens
+    assert answer["usage"]["completion_tokens"] == 16
 
 
-async def test_the_sampling_of_a_caller_goes_to_the_nodes() -> None:
+async def test_the_sampling_of_a_caller_goes_to_the_nodes(on: Stage) -> None:
     fields = {"top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": 1.0}
-    async with stage() as on:
-        asked = await on.caller.ask({"prompt": PROMPT, "temperature": 1.0, **fields})
-        assert asked.status == 200
-        calls = [call for node in (*on.prefill, *on.decode) for call in node.calls]
-        bodies = [body for path, body, _ in calls if path in {"/v1/prefill", "/v1/decode"}]
-        assert bodies
-        for body in bodies:
-            assert {name: body[name] for name in fields} == fields
+    asked = await on.caller.ask({"prompt": PROMPT, "temperature": 1.0, **fields})
+    assert asked.status == 200
+    calls = [call for node in (*on.prefill, *on.decode) for call in node.calls]
+    bodies = [body for path, body, _ in calls if path in {"/v1/prefill", "/v1/decode"}]
+    assert bodies
+    for body in bodies:
+        assert {name: body[name] for name in fields} == fields

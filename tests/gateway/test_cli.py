@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-import signal
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.api.nodes import clean_environ, run_to_end
+from tests.api.nodes import process, run_to_end
 
 NODES = ("--both", "http://127.0.0.1:1")
 
@@ -47,28 +44,9 @@ async def test_a_wrong_number_in_the_environment_names_its_setting(tmp_path: Pat
     assert "deadlines.stall_s" in err
 
 
-async def test_an_option_completes_what_the_environment_began(tmp_path: Path) -> None:
-    """A key of the environment needs a certificate, which may be an option's."""
-    given = (*NODES, "--node-cert", "missing.pem")
-    _, _, err = await run_to_end(tmp_path, "gateway", *given, TIERKV_GATEWAY__NODE_KEY="key.pem")
-    assert "missing.pem or its key cannot be used" in err
-
-
 async def test_nodes_from_the_environment_a_ready_line_and_a_clean_end(tmp_path: Path) -> None:
-    environ = clean_environ(tmp_path) | {
-        "TIERKV_GATEWAY__DECODE": "http://127.0.0.1:1 http://[::1]:1"
-    }
-    child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tierkv", "gateway", "--port", "0"),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=environ,
-    )
-    assert child.stdout is not None
-    async with asyncio.timeout(60):
-        line = (await child.stdout.readline()).decode()
-        assert re.fullmatch(r"tierkv gateway listening on http://127.0.0.1:\d+\n", line)
-        child.send_signal(signal.SIGTERM)
-        _, err = await child.communicate()
-    assert child.returncode == 0
-    assert "Traceback" not in err.decode()
+    nodes = "http://127.0.0.1:1 http://[::1]:1"
+    async with process(tmp_path, command="gateway", TIERKV_GATEWAY__DECODE=nodes) as gateway:
+        assert re.fullmatch(r"http://127.0.0.1:\d+", gateway.url)
+        gateway.terminate()
+        assert await gateway.ended() == 0

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from tierkv.cache.keys import pack
-from tierkv.gateway.failures import HandoffRefusedError, NodeFailedError
 from tierkv.gateway.gateway import Backend
 from tierkv.gateway.nodes import BackendNode
 from tierkv.gateway.prompts import Job
@@ -53,13 +52,3 @@ async def test_text_that_was_held_back_counts_only_behind_the_last_token() -> No
     assert of.rest() == "?"
     of.accept(other, 2, event(7))
     assert of.rest() == ""
-
-
-async def test_a_node_that_gave_tokens_and_could_not_hand_over_may_go_on() -> None:
-    of, node, other = delivery()
-    of.accept(node, 0, event(5))
-    of.note(node, HandoffRefusedError("unavailable", "no ticket"))
-    of.note(other, HandoffRefusedError("unavailable", "no ticket"))
-    assert of.fresh([node, other]) == [node]
-    of.note(node, NodeFailedError("it died"))
-    assert of.fresh([node, other]) == []

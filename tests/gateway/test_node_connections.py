@@ -115,9 +115,7 @@ async def test_connections_to_nodes_are_used_again() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_node_that_never_ends_its_answer_does_not_hold_the_caller_up(
-    stream: bool,
-) -> None:
+async def test_a_node_that_never_ends_its_answer_does_not_hold_the_caller_up(stream: bool) -> None:
     async with stage(prefill=0, decode=0, both=1) as on:
         on.both[0].lingers = True
         async with asyncio.timeout(5):

@@ -49,20 +49,17 @@ async def test_generate_streams_every_token_and_ends_with_its_summary() -> None:
         assert [name for name, _ in found][-1] == "done"
         assert [name for name, _ in found].count("done") == 1
         assert found[-1][1]["tokens"] == plain.body["tokens"]
-        await on.settle()
 
 
 async def test_prefill_and_decode_stream_like_one_node() -> None:
     store = MemoryStore(MemorySettings(), SystemClock())
     async with here(Role.PREFILL, store=store) as p:
         first = await events(p, "/v1/prefill", BODY | {"ticket_id": "t"})
-        await p.settle()
     async with here(Role.DECODE, store=store) as d:
         found = await events(d, "/v1/decode", BODY | {"ticket_id": "t", "max_tokens": 9})
         assert tokens_of(first) == tokens_of(found)[:1]
         assert tokens_of(found) == list(truth(PROMPT, 9).tokens)
         assert found[-1][1]["ticket_id"] == first[-1][1]["ticket_id"] == "t"
-        await d.settle()
 
 
 async def test_the_first_token_of_a_prefill_comes_before_its_blocks_are_stored() -> None:
@@ -75,7 +72,6 @@ async def test_the_first_token_of_a_prefill_comes_before_its_blocks_are_stored()
             assert line == b"event: tokens\n"
             on.latch.release()
             assert b"event: done" in await finish(response.read())
-        await on.settle()
 
 
 async def test_what_fails_before_the_first_token_is_an_ordinary_answer() -> None:
@@ -98,21 +94,9 @@ async def test_what_is_cut_off_in_the_middle_ends_with_an_error_event() -> None:
         assert (problem["status"], problem["code"]) == (503, "shutting_down")
         assert problem["request_id"]
         assert tokens_of(found) == list(truth(PROMPT, len(tokens_of(found))).tokens)
-        await on.settle()
 
 
-async def test_while_a_node_drains_its_streams_end_in_order() -> None:
-    async with here() as on, asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(events(on, "/v1/generate", BODY | {"max_tokens": 60}))
-        await until(lambda: on.node.engine.stats.generated_tokens > 0)
-        on.node.drain()
-        await finish(on.node.idle(grace_s=60))
-        assert (await task)[-1][0] == "done"
-        refused = await on.client.post("/v1/generate", BODY)
-        assert (refused.status, refused.code) == (503, "shutting_down")
-
-
-@pytest.mark.parametrize("after_events", [0, 1, 5])
+@pytest.mark.parametrize("after_events", [0, 5])
 async def test_a_client_that_goes_away_stops_the_work(after_events: int) -> None:
     async with here() as on:
         async with aiohttp.ClientSession() as session:
@@ -125,4 +109,3 @@ async def test_a_client_that_goes_away_stops_the_work(after_events: int) -> None
             response.close()
         await until(lambda: on.node.num_working == 0, "no work")
         assert on.node.engine.stats.generated_tokens < 900
-        await on.settle()

@@ -14,7 +14,7 @@ from tierkv.cache.keys import pack
 from tierkv.client import AsyncClient
 from tierkv.errors import ConfigError
 from tierkv.gateway.nodes import BackendNode, Nodes, NodeState, usable
-from tierkv.gateway.routing import PrefixMemory, choose_decode, choose_prefill
+from tierkv.gateway.routing import PrefixMemory, choose_decode
 from tierkv.gateway.settings import GatewaySection, HealthSection, urls_of
 from tierkv.http.process import Heartbeat, patient_timeout
 from tierkv.tokenizers import StopFinder
@@ -95,30 +95,6 @@ def test_the_memory_is_bounded_and_forgets_the_oldest() -> None:
 # Choice
 
 
-def test_the_prefill_node_with_the_longest_prefix_is_chosen() -> None:
-    a, b, c = node("a"), node("b"), node("c")
-    held = {"a": 10, "b": 900, "c": 400}
-    assert choose_prefill([a, b, c], 1000, held) is b
-
-
-def test_a_long_queue_outweighs_a_prefix() -> None:
-    a, b = node("a"), node("b")
-    with b.working(5_000):
-        assert choose_prefill([a, b], 1000, {"b": 900}) is a
-    assert choose_prefill([a, b], 1000, {"b": 900}) is b
-
-
-def test_equal_nodes_share_the_load() -> None:
-    nodes = [node("a"), node("b"), node("c")]
-    chosen = []
-    for _ in range(3):
-        one = choose_prefill(nodes, 100, {})
-        chosen.append(one)
-        one.running += 1
-        one.outstanding_tokens += 100
-    assert set(chosen) == set(nodes)
-
-
 def test_the_decode_node_with_the_fewest_streams_is_chosen_then_the_one_that_knows() -> None:
     a, b = node("a"), node("b")
     assert choose_decode([a, b], {"b": 50}) is b
@@ -166,19 +142,6 @@ def test_those_that_failed_are_tried_when_nobody_else_is_left_and_draining_ones_
     assert usable(everybody, 0.1) == [ready]
     assert usable(everybody, 0.1, avoid=[ready]) == [failed]
     assert usable(everybody, 0.1, avoid=[ready, failed]) == []
-
-
-def test_work_is_counted_while_it_runs_and_no_longer() -> None:
-    one = node()
-
-    def fail() -> None:
-        with one.working(7):
-            assert (one.running, one.outstanding_tokens) == (1, 7)
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        fail()
-    assert (one.running, one.outstanding_tokens) == (0, 0)
 
 
 # Settings

@@ -401,48 +401,6 @@ def test_a_page_that_stays_open_for_an_hour_grows_no_more(
     assert page.complaints == []
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_browser_left_open_under_load_grows_neither_page_nor_node(
-    node: Served, opened: Callable[..., Opened]
-) -> None:
-    """Three minutes of 20 requests a second, the first of them to warm up."""
-    page = opened(node.url)
-    page.live()
-    used = heap_of(page)
-
-    def sizes() -> tuple[float, int, int]:
-        """KiB of JavaScript's heap, elements, KiB of the node."""
-        heap = used()
-        status = Path(f"/proc/{node.process.pid}/status").read_text()
-        resident = re.search(r"VmRSS:\s+(\d+)", status)
-        assert resident
-        return heap / 1024, page.page.evaluate(COUNTED), int(resident[1])
-
-    def load(first: int, seconds: float) -> int:
-        began, number = time.monotonic(), first
-        while time.monotonic() < began + seconds:
-            node.generate(
-                f"{number % 7} of some prompts that differ " * 4 + str(number), f"l{number}"
-            )
-            number += 1
-            due_ms = 1000 * (began + (number - first) / 20 - time.monotonic())
-            page.page.wait_for_timeout(max(due_ms, 1))
-        return number
-
-    number = load(0, 60.0)
-    heap, elements, resident = sizes()
-    load(number, 120.0)
-    later = sizes()
-    assert later[0] < heap + 1024, (heap, later)
-    assert later[1] < elements + 200, (elements, later)
-    assert later[2] < resident + 16 * 1024, (resident, later)  # the memory of misses still fills
-    assert page.complaints == []
-
-
-COUNTED = "document.querySelectorAll('*').length"
-
-
 def test_the_gateways_page_shows_nodes_hand_offs_and_failovers(
     tmp_path: Path, opened: Callable[..., Opened]
 ) -> None:

@@ -11,8 +11,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -82,6 +82,12 @@ async def stop(process: asyncio.subprocess.Process) -> int:
     return await process.wait()
 
 
+Start = Callable[
+    [Sequence[str], Path, Mapping[str, str]],
+    AbstractAsyncContextManager[asyncio.subprocess.Process],
+]
+
+
 @dataclass(frozen=True, eq=False)
 class NodeProcess:
     """A running `tierkv serve` or `tierkv gateway`.
@@ -107,6 +113,7 @@ async def node(  # noqa: PLR0913 - what the command line asks for
     folder: Path,
     port: int = 0,
     direct: str | None = None,
+    start: Start = child,
 ) -> AsyncIterator[NodeProcess]:
     """Run a node, and yield it when it is ready to serve.
 
@@ -118,6 +125,7 @@ async def node(  # noqa: PLR0913 - what the command line asks for
         folder: folder for its log.
         port: port to listen on; 0 for a free port.
         direct: its setting handoff.direct; None for the default.
+        start: function that runs a command with a log and variables.
 
     Raises:
         DemoError: the node did not start; the text has the node's own words.
@@ -129,13 +137,19 @@ async def node(  # noqa: PLR0913 - what the command line asks for
     environ = {"TIERKV_STORAGE__URL": storage, "OPENBLAS_NUM_THREADS": "1"}
     if direct is not None:
         environ["TIERKV_HANDOFF__DIRECT"] = direct
-    async with _listening(f"{name} node", command, folder / f"{name}.log", environ) as process:
+    started = start(command, folder / f"{name}.log", environ)
+    async with _listening(f"{name} node", started, folder / f"{name}.log") as process:
         yield process
 
 
 @asynccontextmanager
 async def gateway(
-    folder: Path, *, prefill: Sequence[str], decode: Sequence[str], options: Sequence[str] = ()
+    folder: Path,
+    *,
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    options: Sequence[str] = (),
+    start: Start = child,
 ) -> AsyncIterator[NodeProcess]:
     """Run a gateway on a free port in front of nodes.
 
@@ -144,6 +158,7 @@ async def gateway(
         prefill: URLs of the prefill nodes.
         decode: URLs of the decode nodes.
         options: further options of `tierkv gateway`.
+        start: function that runs a command with a log and variables.
 
     Raises:
         DemoError: the gateway did not start.
@@ -153,15 +168,16 @@ async def gateway(
         command += ["--prefill", url]
     for url in decode:
         command += ["--decode", url]
-    async with _listening("gateway", command, folder / "gateway.log", {}) as process:
+    started = start(command, folder / "gateway.log", {})
+    async with _listening("gateway", started, folder / "gateway.log") as process:
         yield process
 
 
 @asynccontextmanager
 async def _listening(
-    what: str, command: Sequence[str], log: Path, environ: Mapping[str, str]
+    what: str, started: AbstractAsyncContextManager[asyncio.subprocess.Process], log: Path
 ) -> AsyncIterator[NodeProcess]:
-    async with child(command, log, environ) as process:
+    async with started as process:
         assert process.stdout is not None, "its stdout is a pipe"
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
