@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -102,18 +100,6 @@ def test_every_manifest_belongs_to_a_kustomization_whose_files_there_are() -> No
         listed |= {(path.parent / one.partition("=")[2]).resolve() for one in files}
     assert all(path.exists() for path in listed)
     assert {path for path in MANIFESTS if path.name != "kustomization.yaml"} <= listed
-
-
-@pytest.mark.parametrize("folder", ["base", "redis", "monitoring"])
-def test_kubectl_builds_each_folder(folder: str) -> None:
-    if shutil.which("kubectl") is None:
-        pytest.skip("no kubectl on this machine")
-    command = ["kubectl", "kustomize", str(DEPLOY / "kubernetes" / folder)]
-    built = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for one in yaml.safe_load_all(built):
-        assert one["metadata"]["namespace"] == "tierkv"
-        if one["kind"] != "ServiceMonitor":
-            kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)
 
 
 @pytest.mark.promise("Kubernetes manifests are valid and use only existing commands and settings.")

@@ -247,17 +247,3 @@ assert {"step", "tierkv.fetch", "tierkv.match"} <= names, names
 """
     )
     subprocess.run([sys.executable, str(script)], check=True, cwd=Path(__file__).parents[1])
-
-
-def test_an_engine_that_has_opentelemetry_and_does_not_trace_pays_for_no_spans() -> None:
-    """vLLM always imports it."""
-    script = """
-import opentelemetry.sdk.trace
-from tests.embed.engine import engine
-from tierkv import tracing
-
-with engine() as here:
-    assert here.cache.verify().wait(60) == []
-    assert not tracing.is_on()
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[1])

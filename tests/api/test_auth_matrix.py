@@ -148,16 +148,6 @@ async def test_a_stranger_does_not_learn_which_paths_there_are(callers: Callers)
         assert (known.status, known.code) == (405, "method_not_allowed")
 
 
-async def test_head_needs_what_get_needs(callers: Callers) -> None:
-    read, admin = await callers.token(RoleName.READ), await callers.token(RoleName.ADMIN)
-    async with guarded(callers) as on:
-        for row in TABLE:
-            if row.method != "GET" or row.access is not Access.ADMIN:
-                continue
-            assert (await call(on, row, bearer(read), "HEAD")).status == 403, row.path
-            assert (await call(on, row, bearer(admin), "HEAD")).status not in REFUSED, row.path
-
-
 @pytest.mark.promise("A caller without credentials gets only probes.")
 async def test_every_route_says_what_it_needs_and_only_probes_are_public() -> None:
     public = {row.path for row in TABLE if row.access is Access.PUBLIC}

@@ -108,7 +108,7 @@ async def test_the_figures_are_those_of_metrics(on: Here) -> None:
     assert told['tierkv_missed_tokens_total{reason="never_stored"}'] > 0
 
 
-@pytest.mark.parametrize("last_id", [f"{'9' * 5000}-1", f"1-{'9' * 5000}", "x", "-"])
+@pytest.mark.parametrize("last_id", [f"1-{'9' * 5000}", "-"])
 async def test_a_page_that_comes_back_with_nonsense_begins_anew(on: Here, last_id: str) -> None:
     async with opened(on.client, last_id=last_id) as page:
         assert await page.until("names")

@@ -12,10 +12,6 @@ from tierkv.http.bodies import JSON, decode
 from tierkv.http.route import document
 
 
-def test_the_document_is_valid() -> None:
-    OpenAPIV31SpecValidator(document(route_table(), EXAMPLES)).validate()
-
-
 @pytest.mark.promise("The OpenAPI document has every route with its problems.")
 def test_every_route_is_in_the_document_with_its_problems() -> None:
     rows = route_table()

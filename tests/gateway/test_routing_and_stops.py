@@ -14,7 +14,7 @@ from tierkv.cache.keys import pack
 from tierkv.client import AsyncClient
 from tierkv.errors import ConfigError
 from tierkv.gateway.nodes import BackendNode, Nodes, NodeState, usable
-from tierkv.gateway.routing import PrefixMemory, choose_decode
+from tierkv.gateway.routing import PrefixMemory
 from tierkv.gateway.settings import GatewaySection, HealthSection, urls_of
 from tierkv.http.process import Heartbeat, patient_timeout
 from tierkv.tokenizers import StopFinder
@@ -93,13 +93,6 @@ def test_the_memory_is_bounded_and_forgets_the_oldest() -> None:
 
 
 # Choice
-
-
-def test_the_decode_node_with_the_fewest_streams_is_chosen_then_the_one_that_knows() -> None:
-    a, b = node("a"), node("b")
-    assert choose_decode([a, b], {"b": 50}) is b
-    with b.working(10):
-        assert choose_decode([a, b], {"b": 50}) is a
 
 
 # Standing
