@@ -35,13 +35,6 @@ def classes() -> Iterator[tuple[str, ast.ClassDef]]:
                 yield name, node
 
 
-def not_used() -> list[str]:
-    """The words of architecture.md's "Not used" lines."""
-    page = (DOCS / "design" / "architecture.md").read_text()
-    lines = re.findall(r"^Not used[^:]*: (.+?)\.\n", page, re.MULTILINE | re.DOTALL)
-    return re.findall(r"`(\w+)`", " ".join(lines))
-
-
 def test_a_public_class_name_means_one_thing() -> None:
     of = defaultdict(list)
     for name, node in classes():
@@ -51,8 +44,10 @@ def test_a_public_class_name_means_one_thing() -> None:
 
 
 def test_words_that_were_given_up_do_not_come_back() -> None:
-    words = set(not_used())
-    assert len(words) > 10, "the list is in docs/design/architecture.md"
+    words = set(
+        "admitting arriving around attach books desk growing late masked pace parking patience "
+        "purse seldom starting".split()
+    )
     rooms = {part for name in modules() for part in name.split(".")}
     said = {
         word.lower()
