@@ -16,7 +16,7 @@ import pytest
 
 from tests.api.nodes import process, run_to_end
 from tests.embed.test_groups import FULL, WINDOW, Hybrid, hybrid, tokens_of
-from tests.latch import PATIENCE_S, finish
+from tests.latch import PATIENCE_S, finish, until
 from tests.redis_server import free_port
 from tests.world import World, world
 from tierkv.api.settings import NodeSettings
@@ -248,16 +248,21 @@ async def test_the_older_form_has_fields_in_order_and_numbers_for_keys(tmp_path:
     async with world(device_blocks=64) as here, router(endpoint) as reader:
         settings = EventsSection(endpoint=endpoint, form=EventForm.ARRAY, token_ids=True)
         publisher = here_publisher(here, settings)
-        async with publisher.running(here.service.events, here.service.index):
-            hearing = asyncio.ensure_future(reader.socket.recv_multipart())
-            while not hearing.done():  # a subscription takes a moment to arrive
-                await here.run(tokens(8))
-                await here.service.forget()
-                await asyncio.sleep(0.01)
-            told += msgspec.msgpack.decode((await hearing)[2])[1]
+
+        async def turn() -> None:
             request = await here.admit(tokens(8), session_id="s")  # the form has no such field
             await here.prefill(request, tokens(8))
             await here.ended(request)
+
+        async with publisher.running(here.service.events, here.service.index):
+            await until(lambda: here.service.events.has_listeners, "a publisher that listens")
+            hearing = asyncio.ensure_future(reader.socket.recv_multipart())
+            while not hearing.done():  # a subscription takes a moment to arrive
+                await turn()
+                await here.service.forget()
+                await asyncio.sleep(0.01)
+            told += msgspec.msgpack.decode((await hearing)[2])[1]
+            await turn()
             while not any(event[0] == "BlockStored" for event in told):
                 told += msgspec.msgpack.decode((await finish(reader.socket.recv_multipart()))[2])[1]
         while ["AllBlocksCleared"] not in told:
