@@ -50,6 +50,7 @@ from tierkv.clock import SystemClock
 from tierkv.engine import Sampling, TokenLogprobs
 from tierkv.errors import ConfigError, TierKVError
 from tierkv.hf.engine import TransformersSpec
+from tierkv.hf.model import PagedModel
 from tierkv.hf.sampling import TokenChoice, choose
 from tierkv.hf.settings import TransformersSettings
 from tierkv.pd.claims import ClaimPolicy
@@ -197,6 +198,26 @@ async def test_requests_that_come_and_go_at_random_give_the_tokens_of_each_alone
             if tokens is not None:
                 assert tokens == truth("llama", prompts[number], lengths[number])
         await settle(node)
+
+
+async def test_requests_whose_prompts_need_steps_of_their_own_share_steps_from_then_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: list[int] = []
+    forward = PagedModel.forward
+
+    def counted(model: PagedModel, pages: Any, runs: Sequence[Any], before: Any) -> torch.Tensor:
+        sizes.append(len(runs))
+        return forward(model, pages, runs, before)
+
+    monkeypatch.setattr(PagedModel, "forward", counted)
+    num_tokens = 70  # each request commits once on the way, at another step than the others
+    prompts = [varied_prompt("llama", 20 + number, num_tokens) for number in range(4)]
+    async with hf_node("llama", chunk_tokens=32) as node:
+        sizes.clear()  # the node has tried its model
+        found = await asyncio.gather(*(node.generate(one, num_tokens) for one in prompts))
+    assert [one.tokens for one in found] == [truth("llama", one, num_tokens) for one in prompts]
+    assert len(sizes) < num_tokens + 12, "one step has a token of every request"
 
 
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 3, "top_k": 50, "top_p": 0.95, "min_p": 0.01}

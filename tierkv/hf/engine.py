@@ -50,6 +50,8 @@ from tierkv.tokenizers import Tokenizer, TokensOnly
 
 log = logging.getLogger(__name__)
 
+_MOST_TURNS = 8  # of the loop, between two steps; a request needs two, and more where it commits
+
 
 @dataclass(slots=True, eq=False)
 class _Call:
@@ -103,6 +105,7 @@ class TransformersEngine(SessionEngine):
         self._thread: Threads | None = None
         self._queue: list[_Call] = []
         self._under_way: Sequence[_Call] = ()
+        self._expected: set[ModelRun] = set()  # had a token in the last step, and may want another
         self._has_calls = asyncio.Event()
         self._planes: Planes | None = None
         self._pages: Pages | None = None
@@ -143,6 +146,7 @@ class TransformersEngine(SessionEngine):
             raise ShuttingDownError(self._service.failure or "this node is shutting down")
         call = _Call(run, chunk, asyncio.get_running_loop().create_future())
         self._queue.append(call)
+        self._expected.discard(run)
         self._has_calls.set()
         await outlast({call.outcome}, on_cancel=lambda: self._withdraw(call))
         return call.outcome.result()
@@ -179,7 +183,7 @@ class TransformersEngine(SessionEngine):
         try:
             while True:
                 await self._has_calls.wait()
-                await asyncio.sleep(0)  # requests of the last step ask for their next one
+                await self._wait_for_last_step()
                 calls = self._under_way = self._next_calls()
                 if calls:
                     await self._step(calls)
@@ -191,6 +195,18 @@ class TransformersEngine(SessionEngine):
                 if not call.outcome.done():
                     call.outcome.set_exception(ShuttingDownError("this node is shutting down"))
             self._queue.clear()
+
+    async def _wait_for_last_step(self) -> None:
+        """Give the requests of the last step a few turns of the loop to ask for the next one.
+
+        A request that came too late for a step would be too late for every further one: two groups
+        of requests would then take turns, at the cost of two steps for each token.
+        """
+        for _ in range(_MOST_TURNS):
+            await asyncio.sleep(0)
+            if not self._expected:
+                break
+        self._expected.clear()
 
     def _next_calls(self) -> Sequence[_Call]:
         """Remove the calls of the next step from the queue, and return them.
@@ -226,6 +242,7 @@ class TransformersEngine(SessionEngine):
             return
         for call, token in zip(calls, tokens, strict=True):
             call.outcome.set_result(token)
+            self._expected.add(call.run)
         first = calls[0]
         if len(calls) == 1 and first.is_prompt and first.run.call_s is not None:
             self._service.note_prefill(len(first.chunk), first.run.call_s)
