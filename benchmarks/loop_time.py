@@ -180,7 +180,7 @@ async def _of_engines(
             sizes.settings(_cache(1)),
             _HANDOFF,
             store,
-            beside=sizes.beside(),
+            other_groups=sizes.other_groups(),
         )
         async with service.running():
             side = await sizes.open(service, settings)

@@ -70,8 +70,8 @@ def test_what_is_wrong_is_named(
 def test_one_environment_and_one_file_serve_nodes_and_gateways(tmp_path: Path) -> None:
     path = file(tmp_path, "[cache]\nblock_size = 32\n[limits]\nmax_batch = 3\n")
     environ = {"TIERKV_HANDOFF__DIRECT": "off", "TIERKV_GATEWAY__MODEL": "m"}
-    node = load(NodeSettings, path, environ, beside=GatewaySettings)
-    front = load(GatewaySettings, path, environ, beside=NodeSettings)
+    node = load(NodeSettings, path, environ, other_kind=GatewaySettings)
+    front = load(GatewaySettings, path, environ, other_kind=NodeSettings)
     assert (node.cache.block_size, node.handoff.direct.value) == (32, "off")
     assert (front.limits.max_batch, front.gateway.model) == (3, "m")
 
@@ -79,11 +79,11 @@ def test_one_environment_and_one_file_serve_nodes_and_gateways(tmp_path: Path) -
 def test_a_key_that_neither_role_knows_is_named_by_both(tmp_path: Path) -> None:
     environ = {"TIERKV_HANDOFF__DIRECTLY": "off"}
     with pytest.raises(ConfigError, match=r"handoff\.directly"):
-        load(NodeSettings, None, environ, beside=GatewaySettings)
+        load(NodeSettings, None, environ, other_kind=GatewaySettings)
     with pytest.raises(ConfigError, match=r"handoff\.directly"):
-        load(GatewaySettings, None, environ, beside=NodeSettings)
+        load(GatewaySettings, None, environ, other_kind=NodeSettings)
     with pytest.raises(ConfigError, match="caches"):
-        load(GatewaySettings, file(tmp_path, "[caches]\nx = 1"), {}, beside=NodeSettings)
+        load(GatewaySettings, file(tmp_path, "[caches]\nx = 1"), {}, other_kind=NodeSettings)
 
 
 def test_what_can_be_set_is_what_somebody_asks_for_by_name() -> None:

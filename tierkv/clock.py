@@ -56,19 +56,19 @@ class StoreClock:
         """Seconds that this machine's clock is ahead of the store's; None while that is unknown."""
         return None if self._ahead_s is None else self._ours.wall() - self.wall()
 
-    def note(self, told: float, asked_at: float) -> None:
+    def note(self, store_time: float, asked_at: float) -> None:
         """Record the store's time from an answer.
 
         An answer that took longer than 1 s is used only if there is no earlier one, as it is less
         exact.
 
         Args:
-            told: the store's time, in Unix seconds.
+            store_time: the store's time, in Unix seconds.
             asked_at: `monotonic()` before the question.
         """
         now = self._ours.monotonic()
         if self._ahead_s is None or now - asked_at <= _EXACT_S:
-            self._ahead_s = told - (asked_at + now) / 2
+            self._ahead_s = store_time - (asked_at + now) / 2
 
 
 def is_skew(skew_s: float) -> bool:

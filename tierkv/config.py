@@ -51,7 +51,7 @@ def load(
     environ: Mapping[str, str],
     options: Iterable[tuple[str, str, object]] = (),
     *,
-    beside: type | None = None,
+    other_kind: type | None = None,
 ) -> T:
     """Load settings from a file, environment variables and options; the later source wins.
 
@@ -61,8 +61,8 @@ def load(
         environ: environment variables, of which those named TIERKV_SECTION__KEY are read
             (TIERKV_STORAGE__REDIS__TIMEOUT_S is a nested one).
         options: command-line options, each a table, a key and a value.
-        beside: settings class of another program that reads the same file or environment. Tables
-            that only that class has are skipped, after a check of their keys.
+        other_kind: settings class of another program that reads the same file or environment.
+            Tables that only that class has are skipped, after a check of their keys.
 
     Returns:
         The settings.
@@ -71,7 +71,7 @@ def load(
         ConfigError: a file cannot be read, a key is unknown, or a value is not of its type; the
             message names the file and the key.
     """
-    return load_traced(kind, path, environ, options, beside=beside)[0]
+    return load_traced(kind, path, environ, options, other_kind=other_kind)[0]
 
 
 def load_traced(
@@ -80,7 +80,7 @@ def load_traced(
     environ: Mapping[str, str],
     options: Iterable[tuple[str, str, object]] = (),
     *,
-    beside: type | None = None,
+    other_kind: type | None = None,
 ) -> tuple[T, dict[str, str]]:
     """Load settings as `load` does, and return the source of each that is not a default.
 
@@ -89,7 +89,7 @@ def load_traced(
         path: a TOML file; None for none.
         environ: environment variables; those with the prefix TIERKV_ win over the file.
         options: table, key and value of command-line options, which win over the environment.
-        beside: settings class of another program that reads the same file; see `load`.
+        other_kind: settings class of another program that reads the same file; see `load`.
 
     Returns:
         The settings, and for each "table.key" its source: a file, a variable, or "option".
@@ -109,12 +109,15 @@ def load_traced(
     for section, key, value in options:
         _section(table, [section], where)[key] = value
         origins[f"{section}.{key}"] = "option"
-    others = {} if beside is None else get_type_hints(beside)
-    for old, new in [*_use_new_names(kind, table, where), *_use_new_names(beside, table, where)]:
+    others = {} if other_kind is None else get_type_hints(other_kind)
+    for old, new in [
+        *_use_new_names(kind, table, where),
+        *_use_new_names(other_kind, table, where),
+    ]:
         origins[new] = origins.pop(old)
     theirs = {name for name in table if name in others and name not in get_type_hints(kind)}
-    if beside is not None:
-        _refuse_unknown(beside, {name: table.pop(name) for name in theirs}, where)
+    if other_kind is not None:
+        _refuse_unknown(other_kind, {name: table.pop(name) for name in theirs}, where)
     _refuse_unknown(kind, table, where)
     try:
         return msgspec.convert(table, kind, strict=False), origins
@@ -216,16 +219,16 @@ def _check_all(
             raise ConfigError(f"{key} must be {what}, not {number}")
 
 
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
-            raw = file.read(_MOST_BYTES + 1)
-        if len(raw) > _MOST_BYTES:
+            raw = file.read(_MAX_BYTES + 1)
+        if len(raw) > _MAX_BYTES:
             raise ConfigError(
-                f"the config file {path} has more than {_MOST_BYTES} bytes, the maximum: "
+                f"the config file {path} has more than {_MAX_BYTES} bytes, the maximum: "
                 "check that it is a config file"
             )
         return tomllib.loads(raw.decode())
@@ -324,7 +327,7 @@ def _is_table(kind: object) -> bool:
 
 
 def _refuse_unknown(root: object, table: Mapping[str, Any], where: str) -> None:
-    def look(kind: object, table: Mapping[str, Any], at: str) -> None:
+    def check(kind: object, table: Mapping[str, Any], at: str) -> None:
         hints = settings_in(kind)
         for key, value in table.items():
             if key not in hints:
@@ -332,6 +335,6 @@ def _refuse_unknown(root: object, table: Mapping[str, Any], where: str) -> None:
                 known = meant or f"; this table has {', '.join(sorted(hints))}"
                 raise ConfigError(f"{where}: there is no setting {at}{key}{known}")
             if isinstance(value, dict) and _is_table(hints[key]):
-                look(hints[key], value, f"{at}{key}.")
+                check(hints[key], value, f"{at}{key}.")
 
-    look(root, table, "")
+    check(root, table, "")

@@ -111,7 +111,7 @@ class ModelRun:
         self.tokens = list(first_tokens)
         self._logprobs = [None] * len(first_tokens)
         self._read_given()
-        self.tell()
+        self.report()
 
     def resume(self) -> None:
         """Continue after a preemption, from the cached tokens of the request."""
@@ -172,9 +172,9 @@ class ModelRun:
         if self.first_token is None:
             self.first_token = time.monotonic()
             self.session.has_first_token()
-        self.tell()
+        self.report()
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Report all tokens so far to the listener of the job."""
         if self.job.on_tokens is None:
             return

@@ -78,7 +78,7 @@ class LoopThread:
         self._closing = asyncio.Event()
         self._opened, self._ended = threading.Event(), threading.Event()
         self._lock = threading.Lock()  # protects the next fields, and each hand-over to the loop
-        self._takes_work = self._is_close_asked = False
+        self._accepts_work = self._is_close_asked = False
         self._pending: dict[Future[Any], Coroutine[Any, Any, Any]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._error: BaseException | None = None
@@ -134,13 +134,13 @@ class LoopThread:
     def ask_to_close(self) -> None:
         """Begin to close, and return without waiting."""
         with self._lock:
-            self._takes_work, self._is_close_asked = False, True
+            self._accepts_work, self._is_close_asked = False, True
         self.call(self._closing.set)
 
     @property
     def is_open(self) -> bool:
         """True if `run` accepts work now."""
-        return self._takes_work
+        return self._accepts_work
 
     def pop_error(self) -> BaseException | None:
         """Return the error that ended the thread; None at further calls."""
@@ -172,7 +172,7 @@ class LoopThread:
         """
         future: Future[T] = Future()
         with self._lock:
-            if self._takes_work:
+            if self._accepts_work:
                 self._pending[future] = work
                 self.call(partial(self._start, future, work))
                 return future
@@ -193,7 +193,7 @@ class LoopThread:
                 log.error("this %s has failed: %s", self._what, error, exc_info=error)
         finally:
             with self._lock:
-                self._loop, self._takes_work = None, False
+                self._loop, self._accepts_work = None, False
             for future, work in self._pending.items():
                 work.close()
                 self._refuse(future)
@@ -208,12 +208,12 @@ class LoopThread:
             with self._lock:
                 if self._is_close_asked:
                     return
-                self._takes_work = True
+                self._accepts_work = True
             self._opened.set()
             try:
                 await self._closing.wait()
             finally:  # a lifetime that fails cancels the wait
-                self._takes_work = False
+                self._accepts_work = False
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=self._grace_s)
             for task in self._tasks:
@@ -255,7 +255,7 @@ class LoopThread:
 
         The lock is replaced, not taken: a thread of the parent may have held it.
         """
-        self._is_forked, self._takes_work, self._loop = True, False, None
+        self._is_forked, self._accepts_work, self._loop = True, False, None
         self._lock, self._pending = threading.Lock(), {}
         self._on_fork()
 

@@ -199,7 +199,7 @@ class ModelTokenizer:
     ) -> None:
         self._vocabulary = vocabulary
         texts = vocabulary.get_vocab(with_added_tokens=True)
-        self._most_characters = max(map(len, texts), default=1)
+        self._max_characters = max(map(len, texts), default=1)
         self.vocab_size = max(vocab_size, 1 + max(texts.values(), default=0))
         self.stop_tokens = stop_tokens
         self._special = special
@@ -237,7 +237,7 @@ class ModelTokenizer:
 
     def fewest_tokens(self, text: str) -> int:
         """See `Tokenizer.fewest_tokens`."""
-        return len(text) // self._most_characters
+        return len(text) // self._max_characters
 
     def decode(self, tokens: Iterable[int]) -> str:
         """See `Tokenizer.decode`; special tokens have no text."""

@@ -109,21 +109,21 @@ class Timeline:
 class Timelines:
     """The records of the last requests, and the prompts of the newest of them.
 
-    Prompts are kept up to `most_bytes` bytes of tokens in total; older requests lose their prompt,
+    Prompts are kept up to `max_bytes` bytes of tokens in total; older requests lose their prompt,
     but not their record.
 
     Args:
-        most: number of records to keep.
-        most_bytes: most bytes of prompts.
+        max_requests: number of records to keep.
+        max_bytes: most bytes of prompts.
 
     Attributes:
         version: version of the newest change; see `since`.
     """
 
-    def __init__(self, most: int = 128, most_bytes: int = 16 << 20) -> None:
+    def __init__(self, max_requests: int = 128, max_bytes: int = 16 << 20) -> None:
         self.version = 0
-        self._most = most
-        self._most_bytes = most_bytes
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
         self._kept: deque[Timeline] = deque()
         self._with_prompt: deque[Timeline] = deque()
         self._num_bytes = 0
@@ -144,9 +144,9 @@ class Timelines:
         self._kept.append(one)
         self._with_prompt.append(one)
         self._num_bytes += len(prompt.tokens)
-        if len(self._kept) > self._most:
+        if len(self._kept) > self._max_requests:
             self._kept.popleft()
-        while self._num_bytes > self._most_bytes or len(self._with_prompt) > self._most:
+        while self._num_bytes > self._max_bytes or len(self._with_prompt) > self._max_requests:
             oldest = self._with_prompt.popleft()
             assert oldest.prompt is not None, "it is dropped here only"
             self._num_bytes -= len(oldest.prompt.tokens)
@@ -230,10 +230,10 @@ class Prefix(msgspec.Struct, array_like=True):
     total: int = 0
 
 
-_MOST_RUNS = 50_000  # runs that `prefixes` looks at; 2 us each
+_MAX_RUNS = 50_000  # runs that `prefixes` looks at; 2 us each
 _RUNS_AT_ONCE = 128
-_MOST_DEPTH = 12
-_LEAST_SHARE = 1 / 300  # share of all blocks from which a run is reported: a few pixels wide
+_MAX_DEPTH = 12
+_MIN_SHARE = 1 / 300  # share of all blocks from which a run is reported: a few pixels wide
 
 
 async def prefixes(index: Index) -> tuple[list[Prefix], int]:
@@ -247,7 +247,7 @@ async def prefixes(index: Index) -> tuple[list[Prefix], int]:
     """
     found: list[Prefix] = []
     pending = [(child, -1, 0) for root in index.spaces.roots() for child in root.children.values()]
-    while pending and len(found) < _MOST_RUNS:
+    while pending and len(found) < _MAX_RUNS:
         node, parent, depth = pending.pop()
         device, at = node.num_present(Tier.DEVICE), len(found)
         found.append(
@@ -275,11 +275,11 @@ async def prefixes(index: Index) -> tuple[list[Prefix], int]:
 
 
 def _largest(found: list[Prefix]) -> list[Prefix]:
-    least = _LEAST_SHARE * sum(one.total for one in found if one.parent < 0)
+    least = _MIN_SHARE * sum(one.total for one in found if one.parent < 0)
     places: dict[int, int] = {-1: -1}
     largest: list[Prefix] = []
     for at, one in enumerate(found):
-        if one.total >= least and one.depth < _MOST_DEPTH and one.parent in places:
+        if one.total >= least and one.depth < _MAX_DEPTH and one.parent in places:
             places[at] = len(largest)
             one.parent = places[one.parent]
             largest.append(one)

@@ -65,10 +65,10 @@ class _ReportingGroup(asyncio.TaskGroup):
     ) -> asyncio.Task[T]:
         """See `asyncio.TaskGroup.create_task`."""
         task = super().create_task(coro, name=name, context=context)
-        task.add_done_callback(self._look)
+        task.add_done_callback(self._finished)
         return task
 
-    def _look(self, task: asyncio.Task[Any]) -> None:
+    def _finished(self, task: asyncio.Task[Any]) -> None:
         if task.cancelled():
             return
         error = task.exception()

@@ -35,7 +35,7 @@ class PlantedError(Exception):
         (Scheduler, "_keep_tail"),
         (ModelRun, "add"),
         (ReferenceEngine, "_call_model"),
-        (Session, "_took"),
+        (Session, "_set_request"),
         (Session, "has_first_token"),
         (Session, "publish"),
         (Session, "stream"),

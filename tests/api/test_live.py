@@ -24,7 +24,7 @@ from tests.api.nodes import Client, Here, here, process
 from tests.latch import until
 from tierkv.http import live
 from tierkv.http.callers import RoleName
-from tierkv.http.live import MOST_SAMPLES, LiveFeed
+from tierkv.http.live import MAX_SAMPLES, LiveFeed
 
 PAGE = Path(live.__file__).parent / "page"
 
@@ -97,7 +97,7 @@ def of_metrics(text: str) -> dict[str, float]:
 async def test_the_figures_are_those_of_metrics(on: Here) -> None:
     await generate(on.client, "Once upon a time there was a cache " * 4, "a")
     await generate(on.client, "Once upon a time there was a cache " * 4, "b")
-    on.node.live.take()
+    on.node.live.sample()
     async with opened(on.client) as page:
         names = await page.until("names")
         *_, last = await page.until("samples")
@@ -119,7 +119,7 @@ async def test_a_page_that_comes_back_goes_on_where_it_was(on: Here) -> None:
         await page.until("samples", 2)
     seen = page.samples[-1][0]
     for _ in range(3):
-        on.node.live.take()
+        on.node.live.sample()
     async with opened(on.client, last_id=page.last_id) as again:
         await again.until("samples")
     assert "names" not in again.told
@@ -144,7 +144,7 @@ async def test_streams_end_at_once_when_the_node_stops(tmp_path: Path) -> None:
 async def test_a_page_that_takes_nothing_is_dropped_and_the_ring_stays_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(live, "_TAKE_S", 0.2)
+    monkeypatch.setattr(live, "_WRITE_S", 0.2)
     async with here() as on:
         on.node.live.figures = lambda: {f"tierkv_{number}": 1e12 for number in range(1000)}
         at = urlsplit(on.client.url)
@@ -158,7 +158,7 @@ async def test_a_page_that_takes_nothing_is_dropped_and_the_ring_stays_bounded(
             async with asyncio.timeout(20):
                 while on.node.live.num_watching:  # the machine's own buffers fill first
                     for _ in range(20):
-                        on.node.live.take()
+                        on.node.live.sample()
                     await asyncio.sleep(0.01)
 
 
@@ -166,9 +166,9 @@ async def test_an_hour_of_samples_costs_the_node_no_more_memory_than_the_first_m
     feed = LiveFeed()
     feed.figures = lambda: {f"tierkv_{number}_total": 1e12 + number for number in range(80)}
     for _ in range(7200):
-        feed.take()
+        feed.sample()
     ring = feed._ring  # noqa: SLF001 - what it keeps
-    assert len(ring) == MOST_SAMPLES
+    assert len(ring) == MAX_SAMPLES
     assert sum(map(len, ring)) < 2 << 20
 
 

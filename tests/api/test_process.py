@@ -237,6 +237,7 @@ async def test_a_store_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> No
         ('[node]\ndevice = "abacus"\n', "there is no device 'abacus'"),
         ("[model]\nhead_dim = 3\n", "head_dim must be even"),
         ("[storage.file]\ncapacity_bytes = -1\n", "capacity_bytes must be above 0, not -1"),
+        ("[storage.memory]\ncapacity_bytes = -1\n", "capacity_bytes must be at least 0, not -1"),
         ('[node]\nname = "two\\nlines"\n', "node.name must be one line"),
         ("[handoff]\nticket_ttl_s = nan\n", "handoff.ticket_ttl_s"),
         ("[engine]\nload_timeout_s = inf\n", "engine.load_timeout_s"),

@@ -13,7 +13,7 @@ from tests.latch import until
 from tierkv.api import pins, prefetches
 from tierkv.cache.keys import MediaItem, pack
 from tierkv.clock import SystemClock
-from tierkv.sched.tenants import MOST_ADAPTERS
+from tierkv.sched.tenants import MAX_ADAPTERS
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
 Json = dict[str, Any]
@@ -114,7 +114,7 @@ async def test_media_and_adapters_are_refused_where_nothing_reads_them(on: Here)
 async def test_a_tenant_with_many_adapters_makes_room_among_its_own(on: Here) -> None:
     await compute(on.node, TOKENS, adapter="first")
     await compute(on.node, TOKENS)
-    for number in range(MOST_ADAPTERS):
+    for number in range(MAX_ADAPTERS):
         body = {"tokens": TOKENS, "adapter": f"a{number}"}
         assert (await on.client.post("/v1/lookup", body)).status == 200
     for fields, is_there in (({}, True), ({"adapter": "first"}, False)):

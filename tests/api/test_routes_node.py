@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from tests.api.nodes import Here, compute, holding, settings
 from tests.latch import until
-from tierkv.api.routes_node import MOST_LISTINGS
+from tierkv.api.routes_node import MAX_LISTINGS
 from tierkv.api.settings import masked, masked_url
 from tierkv.storage.factory import StorageSettings
 
@@ -194,7 +194,7 @@ async def test_of_too_many_listings_the_one_asked_longest_ago_is_given_up(on: He
     await cache(on, 100)
     begun = [
         (await on.client.get("/v1/blocks", params={"limit": "1"})).body["cursor"]
-        for _ in range(MOST_LISTINGS + 1)
+        for _ in range(MAX_LISTINGS + 1)
     ]
     for cursor, status in ((begun[0], 404), (begun[1], 200)):
         answer = await on.client.get("/v1/blocks", params={"cursor": cursor})

@@ -38,7 +38,7 @@ async def stored() -> dict[str, bytes]:
         handoff = on.node.service.handoff
         assert handoff is not None
         with handoff.tickets.lease.held():
-            await handoff.tickets.lease.is_said()
+            await handoff.tickets.lease.written()
             for ticket, prompt in PROMPTS.items():
                 whole = on.node.prompt(pack(encode(prompt)), "")
                 await handoff.tickets.begin(handoff.tickets.new_open(f"open-{ticket}", whole, None))

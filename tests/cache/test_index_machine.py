@@ -471,7 +471,7 @@ class Machine:
         wanted = self.rng.randrange(6, 18)
         if wanted >= pool.capacity:
             pool.grow(wanted)
-        elif len(pool.taken_from(wanted)):
+        elif len(pool.allocated_from(wanted)):
             with pytest.raises(OwnershipError):
                 pool.shrink(wanted)
         else:

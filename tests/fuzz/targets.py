@@ -168,7 +168,7 @@ def _completion(data: bytes) -> None:
     with suppress(BadRequestError, InvalidRequestError):
         body = decode(data, CompletionBody, content_type=JSON)
         body.stops()
-        for prompt in body.prompts(most_prompts=_MOST_PROMPTS, most_tokens=1000):
+        for prompt in body.prompts(max_prompts=_MOST_PROMPTS, max_tokens=1000):
             assert packed_bytes(prompt) > 0
 
 

@@ -82,7 +82,7 @@ def use(body: object) -> None:
     """Do with a decoded body what a route does before anything is computed."""
     if isinstance(body, CompletionBody | ChatBody):
         body.stops()
-        prompts = body.prompts(most_prompts=ENOUGH, most_tokens=1000)
+        prompts = body.prompts(max_prompts=ENOUGH, max_tokens=1000)
         for job in body.jobs(prompts, "id", None, None):
             tokens = job.prompt  # the relay asks a node for those of a text or a chat
             if isinstance(tokens, str):

@@ -18,7 +18,7 @@ MAX_TOKENS = 4
 def delivery() -> tuple[Delivery, BackendNode, BackendNode]:
     backend = Backend(GatewaySettings(gateway=GatewaySection(both=("http://a", "http://b"))))
     for node in backend.nodes.all:
-        node.says_ready()
+        node.mark_ready()
     job = Job(
         request_id="r",
         prompt=pack([1, 2]),

@@ -23,11 +23,11 @@ SEVERAL = st.lists(TEXTS, min_size=1, max_size=5) | st.lists(TOKENS, min_size=1,
 
 
 def read(
-    value: object, *, most_prompts: int = 5, most_tokens: int = 200, in_msgpack: bool = False
+    value: object, *, max_prompts: int = 5, max_tokens: int = 200, in_msgpack: bool = False
 ) -> list[Prompt]:
     encoded = (msgspec.msgpack if in_msgpack else msgspec.json).encode({"prompt": value})
     body = decode(encoded, CompletionBody, content_type=MSGPACK if in_msgpack else JSON)
-    return body.prompts(most_prompts=most_prompts, most_tokens=most_tokens)
+    return body.prompts(max_prompts=max_prompts, max_tokens=max_tokens)
 
 
 @given(SEVERAL, st.booleans())
@@ -46,9 +46,9 @@ def test_a_list_of_tokens_is_refused_exactly_where_it_is_too_long(
     longest = max(map(len, value))
     if longest > most:
         with pytest.raises(InvalidRequestError, match=f"nodes' {most} tokens"):
-            read(value, most_tokens=most)
+            read(value, max_tokens=most)
     else:
-        assert len(read(value, most_tokens=most)) == len(value)
+        assert len(read(value, max_tokens=most)) == len(value)
 
 
 NO_PROMPTS = [

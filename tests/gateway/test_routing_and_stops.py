@@ -19,14 +19,14 @@ from tierkv.gateway.settings import GatewaySection, HealthSection, urls_of
 from tierkv.http.process import Heartbeat, patient_timeout
 from tierkv.tokenizers import StopFinder
 
-HEALTH = HealthSection(eject_s=1.0, eject_most_s=8.0)
+HEALTH = HealthSection(eject_s=1.0, max_eject_s=8.0)
 FEW_LETTERS = st.text("ab\n", max_size=30)
 
 
 def node(url: str = "http://n", role: Role = Role.BOTH) -> BackendNode:
     """One that is ready."""
     one = BackendNode(url, role, HEALTH, Heartbeat())
-    one.says_ready()
+    one.mark_ready()
     return one
 
 
@@ -85,7 +85,7 @@ def test_what_a_node_held_before_it_died_is_forgotten() -> None:
 
 
 def test_the_memory_is_bounded_and_forgets_the_oldest() -> None:
-    memory = PrefixMemory(most_chunks=4)
+    memory = PrefixMemory(max_chunks=4)
     for start in (0, 1000):
         memory.remember(pack(range(start, start + 256)), "a", 0)
     assert memory.matched(pack(range(256)), {"a": 0}) == {"a": 0}
@@ -123,14 +123,14 @@ def test_a_good_probe_ends_the_ejection_and_begins_a_new_life() -> None:
     one = node()
     one.note_failure(0.0)
     assert (one.state(0.5), one.lives) == (NodeState.EJECTED, 0)
-    one.says_ready()
+    one.mark_ready()
     assert (one.state(0.5), one.lives) == (NodeState.READY, 1)
 
 
 def test_those_that_failed_are_tried_when_nobody_else_is_left_and_draining_ones_never() -> None:
     ready, failed, draining = node("a"), node("b"), node("c")
     failed.note_failure(0.0)
-    draining.says_unready()
+    draining.mark_unready()
     everybody = [ready, failed, draining]
     assert usable(everybody, 0.1) == [ready]
     assert usable(everybody, 0.1, avoid=[ready]) == [failed]

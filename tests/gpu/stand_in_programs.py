@@ -58,7 +58,7 @@ def copies_that_begin_as_rectangles(gpu: Gpu, seed: int) -> None:
     """Of as many blocks as fit into the first unit, of more, and all of a copy: each of them comes,
     once what they wait for is there."""
     for layout in LAYOUTS:
-        few = UnitSizes(first=3 * layout.block_bytes, least=1, share=1, straight_row=1)
+        few = UnitSizes(first=3 * layout.block_bytes, min_unit=1, share=1, straight_row=1)
         for num_blocks in (5, 12, 13, 24, 25, 40):
             for direction, units in product(Direction, (UnitSizes(straight_row=1), few)):
                 _copy_after_kernels(gpu, direction, layout, num_blocks, units)

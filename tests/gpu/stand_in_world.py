@@ -23,7 +23,7 @@ LAYOUTS = (
     layered(4, [("key", "uint8", 1024), ("value", "uint8", 1024)], num_layers=2),
 )
 SMALL = UnitSizes(
-    first=1 << 12, least=1 << 10, most=1 << 13, last=1 << 10, piece=512, most_piece=1 << 11
+    first=1 << 12, min_unit=1 << 10, max_unit=1 << 13, last=1 << 10, piece=512, max_piece=1 << 11
 )
 
 
@@ -38,7 +38,7 @@ class World:
         self._gpu, self._rng, self._count = gpu, rng, count
         self._numbers = np.random.default_rng(rng.getrandbits(32))
         turn_bytes = rng.choice((1, 1 << 12, 64 << 20))
-        units = rng.choice((UnitSizes(), UnitSizes(least=1, most=1, piece=1), SMALL))
+        units = rng.choice((UnitSizes(), UnitSizes(min_unit=1, max_unit=1, piece=1), SMALL))
         units = replace(units, straight_row=1 << 10)
         settings = LaneSettings(staging_bytes=1, turn_bytes=turn_bytes, units=units)
         self._device = device = CudaDevice(lanes=settings)

@@ -21,8 +21,8 @@ from tierkv.gpu.units import MAX_BLOCKS, Order, Ring, UnitPlanner, UnitSizes, jo
     order=st.sampled_from(Order),
     num_blocks=st.integers(1, 3000),
     first=st.integers(1, 10_000),
-    least=st.integers(1, 10_000),
-    most=st.integers(1, 100_000),
+    min_unit=st.integers(1, 10_000),
+    max_unit=st.integers(1, 100_000),
     last=st.integers(1, 100_000),
     piece=st.integers(1, 2000),
     share=st.integers(1, 40),
@@ -32,8 +32,8 @@ def test_units_hold_every_byte_once_layers_ascending(
     order: Order,
     num_blocks: int,
     first: int,
-    least: int,
-    most: int,
+    min_unit: int,
+    max_unit: int,
     last: int,
     piece: int,
     share: int,
@@ -42,7 +42,13 @@ def test_units_hold_every_byte_once_layers_ascending(
     held = np.zeros((num_blocks, layout.block_bytes), np.uint8)
     layer = 0
     sizes = UnitSizes(
-        first=first, least=least, most=most, last=last, piece=piece, share=share, last_share=share
+        first=first,
+        min_unit=min_unit,
+        max_unit=max_unit,
+        last=last,
+        piece=piece,
+        share=share,
+        last_share=share,
     )
     for unit in UnitPlanner(layout, order, sizes).plan(num_blocks):
         held[unit.start : unit.stop, unit.first_byte : unit.first_byte + unit.num_bytes] += 1
@@ -51,7 +57,7 @@ def test_units_hold_every_byte_once_layers_ascending(
         assert 0 < unit.num_blocks <= MAX_BLOCKS
         assert unit.row_bytes >= unit.num_bytes
         assert unit.row_bytes % 16 == 0
-        assert unit.staging_bytes <= max(most, unit.row_bytes)
+        assert unit.staging_bytes <= max(max_unit, unit.row_bytes)
     assert (held == 1).all()
 
 
@@ -69,7 +75,7 @@ def test_staging_in_use_is_handed_out_only_behind_its_event(
     order: list[ManualEvent] = []
     waited_for = -1
     for num_bytes, ends_one in sizes:
-        start, free = ring.take(num_bytes)
+        start, free = ring.reserve(num_bytes)
         if free is not None:
             waited_for = max(waited_for, order.index(free))
         assert 0 <= start <= ring.capacity - num_bytes
@@ -86,7 +92,7 @@ def test_staging_in_use_is_handed_out_only_behind_its_event(
 
 def test_more_than_the_ring_has_is_refused() -> None:
     with pytest.raises(LayoutError, match="staging_bytes"):
-        Ring[ManualEvent](1024).take(1025)
+        Ring[ManualEvent](1024).reserve(1025)
 
 
 @given(
@@ -106,7 +112,7 @@ def test_neighbours_are_joined_within_a_chunk_and_every_block_is_in_one_piece(
         block_bytes,
         start=start,
         chunk_bytes=per_chunk * block_bytes,
-        most_bytes=per_piece * block_bytes,
+        max_bytes=per_piece * block_bytes,
     )
     pieces = [
         list(range(ids[first], ids[first] + int(size) // block_bytes))

@@ -35,8 +35,8 @@ BIG_LAYOUTS = {
 }
 SIZES = {
     "usual": UnitSizes(),
-    "a row each": UnitSizes(least=1, most=1, piece=1),
-    "small": UnitSizes(least=1 << 16, most=1 << 17, piece=1 << 12, straight_row=1 << 30),
+    "a row each": UnitSizes(min_unit=1, max_unit=1, piece=1),
+    "small": UnitSizes(min_unit=1 << 16, max_unit=1 << 17, piece=1 << 12, straight_row=1 << 30),
 }
 
 

@@ -170,7 +170,7 @@ async def test_blocks_whose_beginning_was_evicted_meanwhile_do_not_land() -> Non
     async with pair() as (prefill, decode):
         shown = ShownPlanes(CpuSharing(), lambda: prefill.service.planes).describe()
         prompt, ids = decode.prompt(TOKENS), np.arange(5, dtype=np.int32)
-        own = Landing(decode.service.tiers, CpuSharing(), HandoffStats(), take=never)
+        own = Landing(decode.service.tiers, CpuSharing(), HandoffStats(), allocate=never)
         async with own.running():
             assert not await finish(own.land(prompt, 5, shown, ids, asked))
         assert decode.service.index.match(prompt).num_blocks == 0
@@ -205,8 +205,8 @@ async def test_blocks_land_within_the_tenants_quota_beside_what_its_requests_wri
         shown = ShownPlanes(CpuSharing(), lambda: prefill.service.planes).describe()
         prompt, ids = decode.prompt(TOKENS[:16]), np.arange(4, dtype=np.int32)
         decode.service.set_quota("", (8, None))
-        take = decode.service.scheduler.acquire_device
-        own = Landing(decode.service.tiers, CpuSharing(), HandoffStats(), take=take)
+        allocate = decode.service.scheduler.acquire_device
+        own = Landing(decode.service.tiers, CpuSharing(), HandoffStats(), allocate=allocate)
         async with own.running():
             request = await decode.admit(list(range(700, 724)))  # 6 blocks, to be computed
             assert not await finish(own.land(prompt, 0, shown, ids, asked))

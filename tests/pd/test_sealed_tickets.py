@@ -138,7 +138,7 @@ async def test_an_acknowledgement_or_a_lease_without_the_key_says_nothing(
         await put(store, names.acknowledgement("ticket"), forged.encode())
         assert await finish(handoff.tickets.read_acknowledgement("ticket")) is None
         with handoff.tickets.lease.held():
-            await finish(handoff.tickets.lease.is_said())
+            await finish(handoff.tickets.lease.written())
             assert await finish(handoff.tickets.lease.is_alive(handoff.tickets.lease.incarnation))
         await put(store, names.producer("somebody"), b"99999999999.000")
         assert not await finish(handoff.tickets.lease.is_alive("somebody"))

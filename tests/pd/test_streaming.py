@@ -169,7 +169,7 @@ async def test_a_node_that_ends_by_an_error_says_no_more_that_it_lives() -> None
             tickets = node.service.handoff.tickets
             names.append(tickets.names.producer(tickets.lease.incarnation))
             with tickets.lease.held():
-                await finish(tickets.lease.is_said())
+                await finish(tickets.lease.written())
             assert await store.exists(names) == 1
             raise RuntimeError("a bug")
 

@@ -249,7 +249,7 @@ async def test_a_lease_under_another_producers_name_says_nothing_and_an_old_one_
         assert decode.service.handoff is not None
         ours, theirs = prefill.service.handoff.tickets.lease, decode.service.handoff.tickets.lease
         with ours.held():
-            await finish(ours.is_said())
+            await finish(ours.written())
             assert await finish(theirs.is_alive(ours.incarnation))
             await copied(prefill, names.producer(ours.incarnation), names.producer("another"))
             assert not await finish(theirs.is_alive("another"))

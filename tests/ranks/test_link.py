@@ -15,10 +15,10 @@ from tierkv.ranks.link import (
     Goodbye,
     Hello,
     HostRegion,
-    NotTaken,
     Plan,
     Record,
     SharedMemory,
+    WorkerRefused,
     listen,
     read,
     remove_left_over,
@@ -28,7 +28,7 @@ from tierkv.storage.codec import seal
 RECORDS = [
     Hello(1, 8, b"digest", 77),
     SharedMemory((HostRegion(4, 64, 0, 32),)),
-    NotTaken("no place"),
+    WorkerRefused("no place"),
     Goodbye(),
     Plan.of(5, "load", np.array([3, 1]), np.array([0, 2**31 - 1])),
 ]

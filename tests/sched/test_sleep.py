@@ -257,7 +257,7 @@ def test_a_host_that_shrinks_stores_a_large_run_in_pieces(monkeypatch: pytest.Mo
         async with full_host() as here:
             await here.service.resize(Tier.HOST, 1)
             assert await num_stored(here) >= 15
-            assert here.service.tiers.copies.storing.most_in_flight <= 4 * here.layout.block_bytes
+            assert here.service.tiers.copies.storing.max_in_flight <= 4 * here.layout.block_bytes
             await here.settle()
 
     simulate(scene())

@@ -16,7 +16,7 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
 from tierkv.cache.node import Tier
 from tierkv.errors import OutOfBlocksError
-from tierkv.sched.slots import MOST_AT_ONCE_S, STORE_PATIENCE_S
+from tierkv.sched.slots import MAX_AT_ONCE_S, STORE_PATIENCE_S
 
 NONE, THROUGH, BACK = WritePolicy.NONE, WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK
 
@@ -70,7 +70,7 @@ async def test_a_store_whose_writes_hang_keeps_a_quarter_of_the_host_and_no_requ
         here.the_store.hold_writes()
         async with asyncio.timeout(100):
             assert await longest_admission(here, 30, num_tokens) < STORE_PATIENCE_S + 0.05
-        assert here.service.tiers.copies.storing.most_in_flight <= 16 * here.layout.block_bytes
+        assert here.service.tiers.copies.storing.max_in_flight <= 16 * here.layout.block_bytes
         assert here.service.verify() == []
         here.the_store.release()
         await here.settle()
@@ -223,9 +223,7 @@ def test_write_back_goes_at_the_speed_of_the_engine_not_of_a_store_that_takes_le
             return took
 
     without = simulate(scene(uses_cache=False))
-    assert (
-        simulate(scene(uses_cache=True)) < without * 1.1 + 4 * MOST_AT_ONCE_S
-    )  # four wait at once
+    assert simulate(scene(uses_cache=True)) < without * 1.1 + 4 * MAX_AT_ONCE_S  # four wait at once
 
 
 @simulated
@@ -275,7 +273,7 @@ async def test_of_a_host_that_became_smaller_the_store_has_a_quarter_too() -> No
         here.the_store.hold_writes()
         async with asyncio.timeout(100):
             assert await longest_admission(here, 30) < 0.05
-        assert here.service.tiers.copies.storing.most_in_flight <= 4 * here.layout.block_bytes
+        assert here.service.tiers.copies.storing.max_in_flight <= 4 * here.layout.block_bytes
         here.the_store.release()
         await here.settle()
 

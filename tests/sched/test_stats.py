@@ -37,7 +37,7 @@ async def test_evictions_are_counted_as_they_are_told(host_write: WritePolicy) -
                 tokens = [*range(2 * size), *range(1000 * (number % 7), 1000 * (number % 7) + size)]
                 await here.run(tokens + [number] * (number % 5) * size)
                 await here.settle()
-            for one in events.take():
+            for one in events.drain():
                 for digest in one.digests:
                     of_block = copies.setdefault(digest, set())
                     if one.kind is CacheEventKind.EVICTED:

@@ -107,7 +107,7 @@ async def test_the_next_is_the_first_of_all_in_the_order_of_the_rule(seed: int) 
         elif what == "back" and aside:
             back, promise = rng.choice(list(aside.items()))
             promise.first = 5
-            assert line.whose_wait_is_over() == [back]
+            assert line.ready_again() == [back]
             line.come_back(back)
             del aside[back]
             rule.in_turn.append(back)

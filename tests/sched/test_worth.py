@@ -63,11 +63,11 @@ def test_no_measurement_however_odd_raises_or_is_believed_for_long() -> None:
 def test_what_the_engine_tells_counts_and_what_was_observed_only_until_then() -> None:
     prefill = PrefillSpeed()
     prefill.observe(1000, 3.0)
-    assert not prefill.is_told
+    assert not prefill.is_reported
     assert prefill.seconds(1000) == pytest.approx(3.0)
     prefill.note(1000, 1.0)
     prefill.observe(1000, 3.0)
-    assert prefill.is_told
+    assert prefill.is_reported
     assert prefill.seconds(1000) == pytest.approx(1.0)
 
 

@@ -200,7 +200,7 @@ async def test_copies_in_the_background_are_bounded() -> None:
         here.latch.release()
         await here.settle()
         assert on_host(here) == 16
-        assert here.service.tiers.copies.background.most_in_flight == size
+        assert here.service.tiers.copies.background.max_in_flight == size
 
 
 async def test_a_host_that_is_full_of_held_blocks_skips_the_copy() -> None:
@@ -286,7 +286,7 @@ async def test_while_something_urgent_is_on_its_way_one_piece_goes_at_a_time() -
         await turns(5)
         assert pieces.begun == [0, 1]  # it lives on
         busy = False
-        pieces.budget.look_again()
+        pieces.budget.start_waiting()
         await turns(5)
         assert pieces.begun == [0, 1, 2]
         for number in (1, 2):

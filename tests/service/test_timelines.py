@@ -142,7 +142,7 @@ async def test_a_request_that_comes_to_nothing_says_why() -> None:
 
 async def test_only_the_last_requests_are_kept_and_fewer_of_their_prompts() -> None:
     async with world() as on:
-        lines = Timelines(most=3, most_bytes=2 * 4 * len(PROMPT))
+        lines = Timelines(max_requests=3, max_bytes=2 * 4 * len(PROMPT))
         for number in range(5):
             lines.begin(RequestSpec(f"r{number}", on.prompt(PROMPT), 0))
         assert [one.request_id for one in lines.since(0)] == ["r2", "r3", "r4"]

@@ -212,9 +212,9 @@ async def test_a_disk_without_inodes_or_beyond_a_quota_gives_up_what_was_used_lo
         put = await store.put([PutItem(f"t:f:new{index}:0", (b"value",)) for index in range(4)])
         assert {outcome.status for outcome in put} == {PutStatus.STORED}
         are_there = await store.present(names)
-        num_gone = are_there.index(True)
-        assert 1 <= num_gone <= 20
-        assert all(are_there[num_gone:])
+        num_removed = are_there.index(True)
+        assert 1 <= num_removed <= 20
+        assert all(are_there[num_removed:])
 
 
 async def test_a_models_directory_that_was_moved_and_linked_counts_like_any_other(

@@ -248,8 +248,8 @@ async def test_reads_that_wait_for_a_store_that_answers_have_their_turn_in_order
 
 async def test_a_turn_that_comes_with_a_cancel_goes_to_the_next() -> None:
     turns = SlotGate(1)
-    await turns.take()
-    first, second = (asyncio.ensure_future(turns.take()) for _ in range(2))
+    await turns.acquire()
+    first, second = (asyncio.ensure_future(turns.acquire()) for _ in range(2))
     await asyncio.sleep(0)
     assert turns.num_waiting == 2
     turns.give_back()
@@ -257,7 +257,7 @@ async def test_a_turn_that_comes_with_a_cancel_goes_to_the_next() -> None:
     await second
     assert first.cancelled()
     turns.give_back()
-    await turns.take()
+    await turns.acquire()
 
 
 async def test_writes_behind_stuck_ones_are_given_up_when_the_store_is_left_alone(

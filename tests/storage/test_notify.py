@@ -19,7 +19,7 @@ from tierkv.clock import SystemClock
 from tierkv.storage import file
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.file import DIRECTORY, FileNotifier
-from tierkv.storage.protocol import LOOK, Listener, Notifier, PutItem, Store
+from tierkv.storage.protocol import EMPTY_MESSAGE, Listener, Notifier, PutItem, Store
 
 TOPIC = "tierkv:ticket:1"
 
@@ -70,7 +70,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 async def test_what_one_tells_the_other_hears_in_order(url: str) -> None:
     async with opened(url, url) as [(_, teller), (_, hearer)]:
         with hearer.listen(TOPIC) as listener:
-            assert await finish(listener.next(10)) == LOOK  # from now on nothing is missed
+            assert await finish(listener.next(10)) == EMPTY_MESSAGE  # from now on nothing is missed
             assert listener.is_live
             for number in range(20):
                 await teller.notify(TOPIC, f"p{number}")
@@ -173,7 +173,7 @@ async def test_hints_that_hang_with_their_disk_hold_up_nobody_else(tmp_path: Pat
         try:
             with notifier.listen("t:other") as listener:
                 await live(listener)
-                assert await listener.next(5) == LOOK
+                assert await listener.next(5) == EMPTY_MESSAGE
                 async with asyncio.timeout(10):
                     while await listener.next(0.1) != "there":
                         await notifier.notify("t:other", "there")
@@ -213,7 +213,7 @@ async def test_a_user_who_may_not_tell_polls_and_it_is_said_once(
         with notifier.listen(TOPIC) as listener:
             for _ in range(3):
                 await notifier.notify(TOPIC, "x")
-            assert await listener.next(0.3) in (None, LOOK)
+            assert await listener.next(0.3) in (None, EMPTY_MESSAGE)
             assert not listener.is_live
             [outcome] = await store.put([PutItem("tierkv:x", (b"y",), ttl_s=5)])
             assert outcome.status.value == "stored"
@@ -253,10 +253,10 @@ async def test_what_others_write_into_a_channel_is_at_most_a_reason_to_look(
     async with opened(server.url) as [(store, notifier)]:
         with notifier.listen(TOPIC) as listener:
             await live(listener)
-            assert await listener.next(1.0) == LOOK
+            assert await listener.next(1.0) == EMPTY_MESSAGE
             for message in ("x" * 100_000, "p\n1", "p\N{SUPERSCRIPT TWO}"):
                 await asyncio.to_thread(server.execute, "PUBLISH", TOPIC, message)
-                assert await listener.next(5.0) == LOOK
+                assert await listener.next(5.0) == EMPTY_MESSAGE
             await notifier.notify(TOPIC, "p12")
             assert await listener.next(5.0) == "p12"
         await store.ping()

@@ -18,7 +18,7 @@ from tests.redis_server import free_port, redis_server
 from tests.storage.values import content_of, get_one
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
-from tierkv.storage.protocol import LOOK, GetStatus, PutItem, PutStatus, Usage
+from tierkv.storage.protocol import EMPTY_MESSAGE, GetStatus, PutItem, PutStatus, Usage
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import TlsFiles, parse_redis_url
 
@@ -123,7 +123,7 @@ async def test_all_connections_are_encrypted_and_show_our_certificate(
             assert await store.usage("t:f") == Usage(8, sum(sizes))
             with notifier.listen("t:topic") as listener:
                 await until(lambda: listener.is_live)
-                assert await listener.next(60) == LOOK
+                assert await listener.next(60) == EMPTY_MESSAGE
                 await notifier.notify("t:topic", "hello")
                 assert await listener.next(60) == "hello"
         without = RedisSettings(timeout_s=2.0, connect_timeout_s=2.0, tls=TlsFiles(ca=pem))

@@ -259,9 +259,9 @@ def _name(dtype: torch.dtype) -> str:
 
 FORMAT = "transformers v1"  # how the bytes of a block lie
 _ALIGNMENT = 512
-_FEWEST_TOKENS = 1024  # that a device room has place for
+_MIN_TOKENS = 1024  # that a device room has place for
 _SPARE = 4  # a room that has to grow gets a quarter more than is needed
-_MOST_KEPT = 0.75  # of the host tier, of one sequence: the rest is for what comes next
+_MAX_KEPT = 0.75  # of the host tier, of one sequence: the rest is for what comes next
 _COPY_S = 60.0  # a copy between host and device that takes longer is a fault of the machine
 _KEEP_S = 5.0  # what has no host slot by then is not kept
 _FIND_S = 12.0  # the service itself ends a lookup after 10
@@ -271,10 +271,10 @@ _ANSWER_S = 2.0
 _SAMPLES = 64  # of each weight
 # After a hit transformers computes with a mask, which may double the time of long texts (32k tokens
 # on an H100: 2.9 s after 64 tokens, 1.4 s from the first): a smaller share of them is no hit.
-_LONG_TOKENS, _LEAST_SHARE = 4096, 1 / 8
+_LONG_TOKENS, _MIN_SHARE = 4096, 1 / 8
 # Two prompts with the same _FEW_TOKENS first tokens show whether a model is causal. Experts, which
 # then see other tokens, may round differently: by _ROUNDING times the dtype's last digit.
-_FEW_TOKENS, _ROUNDING, _LEAST_ROUNDING = 8, 4, 1e-4
+_FEW_TOKENS, _ROUNDING, _MIN_ROUNDING = 8, 4, 1e-4
 # Lengths of prompts that are computed to measure the model's speed, until _SPEED_S have passed.
 _SPEED_TOKENS, _SPEED_S = (32, 128, 512, 2048), 0.2
 # Newer versions of transformers call the argument `cache`.
@@ -553,15 +553,16 @@ class _Begun:
         """The number of leading tokens that the model need not compute."""
         return len(self.tokens) - self.hit.computed
 
-    def is_of(self, tokens: npt.NDArray[np.int64], most: int) -> bool:
+    def is_of(self, tokens: npt.NDArray[np.int64], max_tokens: int) -> bool:
         """Return True if the begun load is right for the text that the model is given.
 
         Args:
             tokens: int64 [n], the tokens that the model is given; they must begin with this prompt.
-            most: largest number of tokens that may come from the cache; the rest must be computed.
+            max_tokens: largest number of tokens that may come from the cache; the rest must be
+                computed.
         """
         begins = np.array_equal(tokens[: len(self.tokens)], self.tokens)
-        return begins and self.num_there <= most
+        return begins and self.num_there <= max_tokens
 
 
 class TierKVCache(Cache):  # type: ignore[misc]
@@ -650,7 +651,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
             storage_write=WritePolicy.NONE if store is None else WritePolicy.WRITE_THROUGH,
         )
         device = _device_of(like[0].device) if device is None else device
-        room = _DeviceRoom(like, fingerprint.layout, _FEWEST_TOKENS)
+        room = _DeviceRoom(like, fingerprint.layout, _MIN_TOKENS)
         planes = WorkerPlanes(device, _adopted(device, fingerprint.layout, room))
         engine = EngineCache(
             fingerprint,
@@ -665,8 +666,8 @@ class TierKVCache(Cache):  # type: ignore[misc]
             planes=planes,
             handoff=HandoffSettings(block_ttl_s=ttl_s),
         )
-        most_kept = int(host_bytes * _MOST_KEPT) // fingerprint.layout.block_bytes
-        moves = _Moves(device, planes, engine, most_kept)
+        max_kept = int(host_bytes * _MAX_KEPT) // fingerprint.layout.block_bytes
+        moves = _Moves(device, planes, engine, max_kept)
         made = cls(model, like, room, fingerprint.layout, moves)
         engine.open()
         try:
@@ -796,15 +797,15 @@ class TierKVCache(Cache):  # type: ignore[misc]
         start, count = self.get_seq_length(), ids.shape[1]
         is_text = start == 0 or count >= self._layout.block_size
         _check_places(given, start, count)
-        most = max(start + count - _num_logits(given), start)
-        hit = None if self._begun is None else self._take_begun(ids, most)
+        max_tokens = max(start + count - _num_logits(given), start)
+        hit = None if self._begun is None else self._pop_begun(ids, max_tokens)
         if hit is None:
             self._reserve(start + count)
         self._fed.append((start, ids[0].detach().clone()))
         self._stop = start + count
         self._is_kept = False
         if is_text:
-            self._hit = hit or self._bring(start, ids[0].cpu().numpy(), most)
+            self._hit = hit or self._bring(start, ids[0].cpu().numpy(), max_tokens)
             given = _without(given, count, count - self._hit.computed)
             if self._load is None and self._hit.computed >= self._layout.block_size:
                 self._timer.start(self._hit.computed)
@@ -939,18 +940,22 @@ class TierKVCache(Cache):  # type: ignore[misc]
             self._reserve(len(tokens))
             self._begun = _Begun(tokens, self._bring(0, tokens, len(tokens) - 1))
 
-    def _take_begun(self, ids: torch.Tensor, most: int) -> PromptHit | None:
+    def _pop_begun(self, ids: torch.Tensor, max_tokens: int) -> PromptHit | None:
         """Show the tokens that `_begin` started to load to the model, and return their origins.
 
         Args:
             ids: token ids [1, tokens] that the model is given.
-            most: largest number of tokens that may come from the cache.
+            max_tokens: largest number of tokens that may come from the cache.
 
         Returns:
             None if `_begin` was given another text; its load is then dropped.
         """
         begun, tokens = self._begun, ids[0].cpu().numpy()
-        if begun is None or not begun.is_of(tokens, most) or len(tokens) > self._room.num_tokens:
+        if (
+            begun is None
+            or not begun.is_of(tokens, max_tokens)
+            or len(tokens) > self._room.num_tokens
+        ):
             self._forget_begun()
             return None
         self._begun = None
@@ -981,7 +986,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._moves.use(self._room)
         self._place(self.get_seq_length())
 
-    def _bring(self, start: int, new: npt.NDArray[np.int64], most: int) -> PromptHit:
+    def _bring(self, start: int, new: npt.NDArray[np.int64], max_tokens: int) -> PromptHit:
         """Start loading cached tokens behind the first `start` tokens; the model computes the rest.
 
         The load may still run at the return.
@@ -989,8 +994,8 @@ class TierKVCache(Cache):  # type: ignore[misc]
         Args:
             start: number of tokens that the model was given before.
             new: int64 [n], the tokens that the model is given now.
-            most: largest number of tokens that may come from the cache, counted from the first one
-                of the text.
+            max_tokens: largest number of tokens that may come from the cache, counted from the
+                first one of the text.
 
         Returns:
             The places that the KV of the new tokens comes from.
@@ -1000,16 +1005,16 @@ class TierKVCache(Cache):  # type: ignore[misc]
         if start:
             tokens = self._tokens(start + len(new))
         else:
-            have = min(_num_common(self._held, new), most)
+            have = min(_num_common(self._held, new), max_tokens)
             self._num_kept = min(self._num_kept, have)
         hit = PromptHit(have - start, 0, 0, start + len(new) - have)
         found, load = Found(0), None
-        if have < most and not start % size:  # a load brings whole blocks, and none half made
-            found, load = self._moves.load(tokens, have, most)
+        if have < max_tokens and not start % size:  # a load brings whole blocks, and none half made
+            found, load = self._moves.load(tokens, have, max_tokens)
         if load is None:
             self._place(have)
             return PromptHit(hit.device, 0, 0, hit.computed, found.problem)
-        brought = min(found.num_tokens, most - have)
+        brought = min(found.num_tokens, max_tokens - have)
         stored = min(found.storage_tokens, brought)
         self._load = load
         self._num_kept = max(self._num_kept, have + found.num_tokens)
@@ -1090,18 +1095,18 @@ class _Moves:
         device: the device that copies.
         planes: the device blocks that loads write and saves read.
         engine: the cache of host memory and store.
-        num_most_kept: largest number of blocks of one sequence to keep.
+        max_kept_blocks: largest number of blocks of one sequence to keep.
     """
 
     def __init__(
-        self, device: Device, planes: WorkerPlanes, engine: EngineCache, num_most_kept: int
+        self, device: Device, planes: WorkerPlanes, engine: EngineCache, max_kept_blocks: int
     ) -> None:
         self.engine = engine
         self.is_open = True
         self._layout = planes.layouts[0]
         self._device = device
         self._planes = planes
-        self._num_most_kept = num_most_kept
+        self._max_kept_blocks = max_kept_blocks
         self._numbers = itertools.count()
         self._loads: dict[str, _Load] = {}  # under way, by key
         self._hurries = False  # somebody waits for what is being kept
@@ -1114,21 +1119,21 @@ class _Moves:
         self._ask(self._use, room).result()
 
     def load(
-        self, tokens: npt.NDArray[np.int64], have: int, most: int
+        self, tokens: npt.NDArray[np.int64], have: int, max_tokens: int
     ) -> tuple[Found, _Load | None]:
         """Look up the tokens behind the first `have`, and start loading those that are cached.
 
         Args:
             tokens: int64 [n], the text from its first token on.
             have: number of leading tokens that are on the device already.
-            most: largest number of tokens, counted from the first, to have on the device
+            max_tokens: largest number of tokens, counted from the first, to have on the device
                 afterwards.
 
         Returns:
             The result of the lookup, and the load; None if there is nothing to load.
         """
         self.hurry()
-        return self._ask(self._start_load, tokens, have, most).result()
+        return self._ask(self._start_load, tokens, have, max_tokens).result()
 
     def failed(self, load: _Load) -> bool:
         """Wait until the load has ended; return True if a block did not arrive.
@@ -1191,12 +1196,12 @@ class _Moves:
         self._use(room)
 
     def _start_load(
-        self, tokens: npt.NDArray[np.int64], have: int, most: int
+        self, tokens: npt.NDArray[np.int64], have: int, max_tokens: int
     ) -> tuple[Found, _Load | None]:
         key, size = f"prompt {next(self._numbers)}", self._layout.block_size
         found = self._find(key, Prompt(pack(tokens), size), have)
-        stop = min(have + found.num_tokens, most)
-        if not have and len(tokens) >= _LONG_TOKENS and stop < _LEAST_SHARE * len(tokens):
+        stop = min(have + found.num_tokens, max_tokens)
+        if not have and len(tokens) >= _LONG_TOKENS and stop < _MIN_SHARE * len(tokens):
             stop = 0
         first, last = have // size, -(-stop // size)
         plan = None
@@ -1248,7 +1253,7 @@ class _Moves:
 
     def _kept(self, tokens: npt.NDArray[np.int64], num_kept: int) -> int:
         size = self._layout.block_size
-        stop = min(-(-len(tokens) // size), self._num_most_kept)
+        stop = min(-(-len(tokens) // size), self._max_kept_blocks)
         prompt = Prompt(pack(tokens), size)
         for first in dict.fromkeys((num_kept // size, 0)):  # all of it, if its start was evicted
             if first >= stop:
@@ -1444,7 +1449,7 @@ def _is_causal(model: PreTrainedModel) -> bool:
     if not all(layer.is_initialized for layer in layers):
         return True  # it is refused for that
     one, other = (layer.values[:, :, : _FEW_TOKENS // 2] for layer in layers)
-    most = max(_ROUNDING * torch.finfo(one.dtype).eps, _LEAST_ROUNDING)
+    most = max(_ROUNDING * torch.finfo(one.dtype).eps, _MIN_ROUNDING)
     return not bool((one - other).norm() > most * one.norm())
 
 

@@ -105,16 +105,16 @@ log = logging.getLogger(__name__)
 # a request waits for one.
 _SAVES_EVERY = 4
 _MUCH = 1024
-_MOST_UNDER_WAY = 8  # steps
+_MAX_UNDER_WAY = 8  # steps
 _SAVES_AT_ONCE = 12
 _BACKLOG_TURNS = 2  # turns in which a backlog of waiting saves is begun
 # A request saves when this many of its tokens are not saved, and at its end: a save costs the same
 # for one block as for many.
 _SAVED_AT_ONCE = 256
 _PAUSE_STEPS = 4  # until a request that had no part in a step is looked at again
-_MOST_WAIT_S = 60.0  # for a copy of blocks that are about to be written
-_MOST_PRIVATE = 65_536  # names of blocks with a salt, an adapter, images or a session
-_MOST_LOST = 2  # promises to one request that expire before it loads them
+_MAX_WAIT_S = 60.0  # for a copy of blocks that are about to be written
+_MAX_PRIVATE = 65_536  # names of blocks with a salt, an adapter, images or a session
+_MAX_LOST = 2  # promises to one request that expire before it loads them
 # An engine with one request waits so long for the host tier's answer, mostly 0.5 ms, where asking
 # again in the next step takes 5 ms.
 _ALONE_S = 0.002
@@ -411,13 +411,13 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker.finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self.worker.take_bad_blocks()
+        return self.worker.pop_bad_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self.worker.take_reports()
+        return self.worker.pop_reports()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return None if self._scheduler is None else self._scheduler.take_counts()
+        return None if self._scheduler is None else self._scheduler.pop_counts()
 
     @classmethod
     def build_kv_connector_stats(
@@ -580,7 +580,7 @@ class _SchedulerSide:
         self._states: tuple[int, ...] = ()  # numbers of the groups of states
         self._align = 1  # tokens between two lengths at which all groups may have a state
         events = config.kv_events_config
-        self._tells = events is not None and events.enable_kv_cache_events
+        self._publishes_events = events is not None and events.enable_kv_cache_events
         self._private: OrderedDict[str | int | bytes, None] = OrderedDict()
         self._owners: OrderedDict[ExternalId, str] = OrderedDict()  # by block, its session
         self._adapters = AdapterDigests()
@@ -593,7 +593,7 @@ class _SchedulerSide:
         self._step = 0
         drafts = config.speculative_config
         self._drops_block = drafts is not None and drafts.use_eagle_block_drop()
-        self._most_per_step = 1 + (drafts.num_speculative_tokens or 0 if drafts else 0)
+        self._max_per_step = 1 + (drafts.num_speculative_tokens or 0 if drafts else 0)
         # Requests that have ended, with their blocks, and of which not all is saved.
         self._ending: deque[tuple[_Tracked, tuple[list[int], ...]]] = deque()
         # By ended request with saves under way: its session, and the saved prompt with its answer.
@@ -605,7 +605,7 @@ class _SchedulerSide:
         self._is_turn = False  # in this step, for saves
         self._has_store = bool(settings.store or settings.node)
         # Of steps under way: prompt tokens they compute, and when they were planned.
-        self._computing: deque[tuple[int, float]] = deque(maxlen=_MOST_UNDER_WAY)
+        self._computing: deque[tuple[int, float]] = deque(maxlen=_MAX_UNDER_WAY)
         self._heard_at = 0.0
         # Prompt tokens of a step and its seconds, not handed on yet.
         self._speed: tuple[int, float] | None = None
@@ -650,7 +650,7 @@ class _SchedulerSide:
         if self._states:
             sizes = [self._groups[at].block_size for at in self._states]
             self._align = math.lcm(layout.block_size, *sizes)
-        most_tokens = config.scheduler_config.max_num_batched_tokens
+        max_tokens = config.scheduler_config.max_num_batched_tokens
         rules = CacheSettings(
             block_size=layout.block_size,
             storage_write=WritePolicy.WRITE_THROUGH if settings.store else WritePolicy.NONE,
@@ -659,12 +659,12 @@ class _SchedulerSide:
         )
         name = f"vllm-{config.kv_transfer_config.engine_id}"
         node = NodeHost(settings.node, name=name, key=settings.node_key) if settings.node else None
-        if node is not None and self._tells:
+        if node is not None and self._publishes_events:
             log.warning(
                 "vLLM publishes no KV cache events while it uses a node: set "
                 "events.endpoint of the node, and subscribe there"
             )
-            self._tells = False
+            self._publishes_events = False
         # An engine that was killed leaves its own, and the next has another name.
         remove_left_over(Path(tempfile.gettempdir()).glob(_SOCKETS))
         num_ranks = "any number of" if scheme is not None else f"{len(ranks)}"
@@ -678,8 +678,8 @@ class _SchedulerSide:
             settings=EngineCacheSettings(
                 promise_ttl_s=settings.promise_ttl_s,
                 # Slots of two steps: those of one are saved while others are made ready.
-                save_blocks=max(_SAVE_BLOCKS, 2 * most_tokens // layout.block_size),
-                event_tokens=self._tells,
+                save_blocks=max(_SAVE_BLOCKS, 2 * max_tokens // layout.block_size),
+                event_tokens=self._publishes_events,
             ),
             handoff=settings.handoff(),
             storage=StorageOptions(
@@ -774,7 +774,7 @@ class _SchedulerSide:
             prompt = self._prompt(tracked, wanted)
             if prompt is None:
                 return None
-            if self._tells:
+            if self._publishes_events:
                 names = self._hashes(request, *self._whole(prompt))
             if self._speed is not None:
                 self.cache.note_prefill(*self._speed)
@@ -810,7 +810,7 @@ class _SchedulerSide:
         tracked.num_local = num_computed
         tracked.found = found.blocks
         tracked.saved = [found.num_there // group.block_size for group in self._groups]
-        if found.storage_tokens and self.cache.sees_host and not self._tells:
+        if found.storage_tokens and self.cache.sees_host and not self._publishes_events:
             assert tracked.prompt is not None, "a prompt was looked up"
             self.cache.name_blocks(tracked.prompt, self._main_names(request))
         if found.num_tokens < self.settings.min_tokens and tracked.claims is None:
@@ -865,7 +865,7 @@ class _SchedulerSide:
     def _may_find(self, tracked: _Tracked, num_computed: int) -> bool:
         request = tracked.request
         has_passed = tracked.passed == request.num_tokens and num_computed >= tracked.num_local
-        has_tried = tracked.num_lost > _MOST_LOST or has_passed
+        has_tried = tracked.num_lost > _MAX_LOST or has_passed
         is_excluded = tracked.is_of_old or request.skip_reading_prefix_cache
         is_excluded |= not self._findable(request.num_tokens)
         return self._finds and not has_tried and not is_excluded
@@ -1030,9 +1030,9 @@ class _SchedulerSide:
             num_tokens = step.total_num_scheduled_tokens - len(step.num_scheduled_tokens)
             self._computing.append((num_tokens, time.perf_counter()))
         self.cache.flush()
-        return _NOTHING if self._plans.is_nothing else self._take_plans()
+        return _NOTHING if self._plans.is_nothing else self._pop_plans()
 
-    def _take_plans(self) -> StepPlans:
+    def _pop_plans(self) -> StepPlans:
         plans, self._plans = self._plans, StepPlans()
         if self._begun:
             plans.saves = self.cache.join(self._begun)
@@ -1126,7 +1126,7 @@ class _SchedulerSide:
         pause = _PAUSE_STEPS
         if stop is not None:
             missing = _SAVED_AT_ONCE - (stop - self._num_saved(tracked))
-            pause = max(-(-missing // self._most_per_step), 1)
+            pause = max(-(-missing // self._max_per_step), 1)
         tracked.due = self._step + pause
         heappush(self._decoding, (tracked.due, next(self._order), tracked))
 
@@ -1225,7 +1225,7 @@ class _SchedulerSide:
         if num_tokens <= self._findable(tracked.request.num_prompt_tokens):
             return True
         # A state that drafts were computed on may be corrected after the step.
-        is_final = self._most_per_step == 1
+        is_final = self._max_per_step == 1
         return self.settings.saves_generated and is_final and tracked.publishes is None
 
     def _save_up_to(
@@ -1325,7 +1325,7 @@ class _SchedulerSide:
             block_ids: by cache group, device blocks that are saved.
             firsts: by cache group, position of the first of these blocks.
         """
-        if self._tells or self.cache.sees_host:
+        if self._publishes_events or self.cache.sees_host:
             return self._hashes(request, block_ids, firsts)
         return ()
 
@@ -1351,21 +1351,23 @@ class _SchedulerSide:
                 *hashes[(first + 1) * step - 1 : (first + len(ids)) * step : step]
             ]
             names.append(of_group + [None] * (len(ids) - len(of_group)))
-        if self._tells and request.session_id:
+        if self._publishes_events and request.session_id:
             self._owners.update(
                 dict.fromkeys((name for some in names for name in some if name), request.session_id)
             )
-            while len(self._owners) > _MOST_PRIVATE:
+            while len(self._owners) > _MAX_PRIVATE:
                 self._owners.popitem(last=False)
-        if self._tells and (request.lora_request or request.cache_salt or request.mm_features):
+        if self._publishes_events and (
+            request.lora_request or request.cache_salt or request.mm_features
+        ):
             self._private.update(dict.fromkeys(name for some in names for name in some if name))
-            while len(self._private) > _MOST_PRIVATE:
+            while len(self._private) > _MAX_PRIVATE:
                 self._private.popitem(last=False)
         return names
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Yield KV events of saved and evicted blocks since the last call, with vLLM's hashes."""
-        for event in self.cache.read_events() if self._tells else ():
+        for event in self.cache.read_events() if self._publishes_events else ():
             ours = [name for name in event.external_ids if isinstance(name, bytes)]
             if not ours:
                 continue
@@ -1455,7 +1457,7 @@ class _SchedulerSide:
         self._counts["kept_turns"] += 1
         self.cache.keep_session(session, prompt, self.settings.session_ttl_s)
 
-    def take_counts(self) -> TierKVStats | None:
+    def pop_counts(self) -> TierKVStats | None:
         """Return the counts since the last call; None if there are none, or not in this step."""
         if not self._counts or (self._tracked and not self._is_turn):
             return None
@@ -1814,7 +1816,7 @@ class _WorkerSide:
             ):
                 last = self.planes.layouts[group].num_layers - 1
                 with suppress(TransferError):  # it will be reported
-                    self.planes.wait_layer(number, last, _MOST_WAIT_S, group=group)
+                    self.planes.wait_layer(number, last, _MAX_WAIT_S, group=group)
 
     def start_loads(self, plans: StepPlans) -> None:
         if plans.is_nothing:
@@ -1870,11 +1872,11 @@ class _WorkerSide:
         elif not is_good:
             self._bad_blocks.update(blocks)
 
-    def take_bad_blocks(self) -> set[int]:
+    def pop_bad_blocks(self) -> set[int]:
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
-    def take_reports(self) -> StepReports | None:
+    def pop_reports(self) -> StepReports | None:
         if not self._reports:
             return None
         reports, self._reports = self._reports, []

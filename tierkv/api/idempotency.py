@@ -69,13 +69,13 @@ class Once(Generic[T]):
     does the work again.
 
     Args:
-        most: Number of released results that are kept; the oldest are forgotten first.
+        max_answers: Number of released results that are kept; the oldest are forgotten first.
         ttl_s: Seconds for which a released result is kept.
         now: A monotonic clock, in seconds.
     """
 
-    def __init__(self, *, most: int, ttl_s: float, now: Callable[[], float]) -> None:
-        self._most = most
+    def __init__(self, *, max_answers: int, ttl_s: float, now: Callable[[], float]) -> None:
+        self._max_answers = max_answers
         self._ttl_s = ttl_s
         self._now = now
         self._open: dict[Hashable, _Entry[T]] = {}
@@ -168,6 +168,6 @@ class Once(Generic[T]):
         past, now = self._past, self._now()
         while past:
             oldest = next(iter(past))  # all live equally long, so the first expires first
-            if len(past) <= self._most and past[oldest].expires_at > now:
+            if len(past) <= self._max_answers and past[oldest].expires_at > now:
                 return
             del past[oldest]

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from tierkv.api.metrics import Metrics
     from tierkv.embed.external import ExternalEngines  # only nodes with an engine socket need it
 
-_MOST_ANSWERS = 1024  # answers of generations kept for repeated calls: 5 bytes per token
+_MAX_ANSWERS = 1024  # answers of generations kept for repeated calls: 5 bytes per token
 _ANSWERS_TTL_S = 300.0
 
 
@@ -89,7 +89,7 @@ class Node:
             store or _open_store(settings, environ),
             storage=_storage_options(settings, self._spec),
             name=self.name,
-            beside=external.sizes.beside() if external else (),
+            other_groups=external.sizes.other_groups() if external else (),
             kv_events=settings.events,
         )
         self._engine = None if self._spec is None else self._opened(self._spec)
@@ -102,7 +102,7 @@ class Node:
         self.pins = PinBook(self.service, lambda: asyncio.get_running_loop().time())
         self.hints = HintCounts()
         self.answers: Once[GenerateAnswer] = Once(
-            most=_MOST_ANSWERS,
+            max_answers=_MAX_ANSWERS,
             ttl_s=_ANSWERS_TTL_S,
             now=lambda: asyncio.get_running_loop().time(),
         )
@@ -382,7 +382,7 @@ class Routes:
     def __init__(self, node: Node, metrics: Metrics) -> None:
         self._node = node
         self._metrics = metrics
-        self._most_tokens = node.settings.node.max_prompt_tokens
+        self._max_tokens = node.settings.node.max_prompt_tokens
 
     async def _read(self, request: web.BaseRequest, kind: type[T]) -> T:
         return await self._node.bodies.read(request, kind)
@@ -395,7 +395,7 @@ class Routes:
         given = body.tokens if body.prompt is None else body.prompt
         if given is None or len(given) <= _LONG:
             return body
-        tokens = body.packed(self._node.tokenizer, self._most_tokens)
+        tokens = body.packed(self._node.tokenizer, self._max_tokens)
         return msgspec.structs.replace(body, prompt=None, tokens=tokens)
 
     async def _read_optional(self, request: web.BaseRequest, kind: type[T]) -> T:
@@ -430,6 +430,6 @@ class Routes:
             FieldError: The body has not exactly one of text and tokens.
             BadRequestError: The prompt or its media are not valid.
         """
-        tokens = body.packed(self._node.tokenizer, self._most_tokens)
+        tokens = body.packed(self._node.tokenizer, self._max_tokens)
         tenant = principal_of(request).tenant
         return self._node.prompt(tokens, tenant, body.media_items(), body.adapter)

@@ -11,7 +11,7 @@ from tierkv.cache.keys import Prompt
 from tierkv.http.problems import TooManyError, UnknownIdError
 from tierkv.service import Service
 
-MOST_PINS = 10_000  # of one tenant
+MAX_PINS = 10_000  # of one tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +64,13 @@ class PinBook:
             is_soft: True to let the blocks be evicted after all blocks without a pin.
 
         Raises:
-            TooManyError: The tenant has `MOST_PINS` pins.
+            TooManyError: The tenant has `MAX_PINS` pins.
         """
         tenant, pin_id = key
         pins = self._pins.setdefault(tenant, {})
-        if len(pins) >= MOST_PINS and pin_id not in pins and len(self.all_of(tenant)) >= MOST_PINS:
+        if len(pins) >= MAX_PINS and pin_id not in pins and len(self.all_of(tenant)) >= MAX_PINS:
             raise TooManyError(
-                f"{MOST_PINS} pins are set, the maximum: remove one, or wait until one expires"
+                f"{MAX_PINS} pins are set, the maximum: remove one, or wait until one expires"
             )
         num_blocks = self._service.pin(_name(key), prompt, ttl_s, is_soft=is_soft)
         pin = Pin(pin_id, num_blocks, prompt.num_tokens, is_soft, self._now() + ttl_s)
@@ -81,7 +81,7 @@ class PinBook:
     def keep_turn(self, key: Key, prompt: Prompt, ttl_s: float) -> None:
         """Pin the last turn of a session softly, in place of the turn before.
 
-        If the tenant has `MOST_PINS` pins already, the turn is not kept, without an error.
+        If the tenant has `MAX_PINS` pins already, the turn is not kept, without an error.
 
         Args:
             key: Tenant and id of the session.

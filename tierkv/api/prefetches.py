@@ -16,8 +16,8 @@ from tierkv.sched.budget import Budget
 from tierkv.service import Service
 from tierkv.tasks import task_group
 
-MOST_RUNNING = 256
-MOST_DONE = 4096
+MAX_RUNNING = 256
+MAX_DONE = 4096
 DONE_TTL_S = 300.0
 _NOT_ASKED = "kv_hints has no action kv.fetch 1.0 of protocol 0.1"
 
@@ -59,7 +59,7 @@ class Prefetches:
     async def running(self) -> AsyncIterator[None]:
         """Accept prefetches in the body; prefetches that still run at its end are cancelled."""
         now = asyncio.get_running_loop().time
-        self._once: Once[Prefetch] = Once(most=MOST_DONE, ttl_s=DONE_TTL_S, now=now)
+        self._once: Once[Prefetch] = Once(max_answers=MAX_DONE, ttl_s=DONE_TTL_S, now=now)
         async with task_group() as self._tasks:
             try:
                 yield
@@ -87,7 +87,7 @@ class Prefetches:
 
         Raises:
             StoreUnavailableError: The node has no storage tier.
-            TooManyError: `MOST_RUNNING` prefetches are running.
+            TooManyError: `MAX_RUNNING` prefetches are running.
             DuplicateRequestError: The key was used for other content.
         """
         async with self._once.call(key, content, stays_open=is_asked) as call:
@@ -104,9 +104,9 @@ class Prefetches:
     def _start(self, key: Key, prompt: Prompt, deadline_s: float) -> Prefetch:
         if self._service.tiers.copies.storage is None:
             raise StoreUnavailableError("this node has no storage tier: set storage.url")
-        if len(self._running) >= MOST_RUNNING:
+        if len(self._running) >= MAX_RUNNING:
             raise TooManyError(
-                f"{MOST_RUNNING} prefetches are running, the maximum: wait for the end of one"
+                f"{MAX_RUNNING} prefetches are running, the maximum: wait for the end of one"
             )
         prefetch = Prefetch(key, prompt.num_tokens)
         self._running.add(prefetch)

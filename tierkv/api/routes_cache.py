@@ -35,7 +35,7 @@ from tierkv.pd.tickets import Standing
 from tierkv.sched.explain import Explanation
 
 
-class LookRoutes(Routes):
+class LookupRoutes(Routes):
     @Route("POST", "/v1/lookup", Access.READ, body=LookupBody, answer=LookupAnswer)
     async def lookup(self, request: web.BaseRequest) -> LookupAnswer:
         """Return the number of a prompt's leading tokens that each tier has."""
@@ -119,8 +119,8 @@ class PinRoutes(Routes):
         """List the tenant's pins."""
         self._node.check_started()
         pins = self._node.pins.all_of(principal_of(request).tenant)
-        told = [self._answer(pin) async for pin in in_turns(pins)]
-        return PinsAnswer(told)
+        answers = [self._answer(pin) async for pin in in_turns(pins)]
+        return PinsAnswer(answers)
 
     @Route("PUT", _PIN, Access.WRITE, body=PinBody, answer=PinAnswer)
     async def put(self, request: web.BaseRequest) -> PinAnswer:

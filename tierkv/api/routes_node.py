@@ -120,8 +120,8 @@ class NodeRoutes(Routes):
         """Return the node's settings, with secrets masked."""
         self._node.check_started()
         roots = self._node.service.roots()
-        told = {space: digest.hex() for space, digest in roots.items()}
-        return ConfigAnswer(masked(self._node.settings), told)
+        digests = {space: digest.hex() for space, digest in roots.items()}
+        return ConfigAnswer(masked(self._node.settings), digests)
 
     @Route("GET", "/v1/tiers", Access.READ, answer=TiersAnswer)
     async def tiers(self, _: web.BaseRequest) -> TiersAnswer:
@@ -166,7 +166,7 @@ def _tier(pool: PoolStats, block_bytes: int) -> TierAnswer:
     return TierAnswer(capacity_blocks=pool.capacity, used_blocks=pool.used, block_bytes=block_bytes)
 
 
-MOST_LISTINGS = 16  # above it, the least recently read listing is dropped
+MAX_LISTINGS = 16  # above it, the least recently read listing is dropped
 
 
 @dataclass(slots=True)
@@ -232,7 +232,7 @@ class Listings:
         )
         self._listings[name] = listing
         self._listings.move_to_end(name)
-        while len(self._listings) > MOST_LISTINGS:
+        while len(self._listings) > MAX_LISTINGS:
             self._listings.popitem(last=False)
         return listing.page
 
@@ -241,12 +241,12 @@ def _next(index: Index, events: CacheEvents, listing: _Listing, limit: int) -> l
     blocks: list[BlockAnswer] = []
     while listing.pending and len(blocks) < limit:
         node = listing.pending[-1]
-        if not _is_there(node):
+        if not _is_attached(node):
             listing.pending.pop()
             listing.at = 0
             continue
         stop = min(node.num_blocks, listing.at + limit - len(blocks))
-        blocks += _told(index, events, node, listing.at, stop)
+        blocks += _block_answers(index, events, node, listing.at, stop)
         listing.at = stop
         if stop >= node.num_blocks:
             listing.pending.pop()
@@ -259,12 +259,12 @@ def _children(node: IndexNode) -> list[IndexNode]:
     return list(node.children.values())
 
 
-def _is_there(node: IndexNode) -> bool:
+def _is_attached(node: IndexNode) -> bool:
     parent = node.parent
     return parent is not None and parent.children.get(node.key) is node
 
 
-def _told(
+def _block_answers(
     index: Index, events: CacheEvents, node: IndexNode, start: int, stop: int
 ) -> list[BlockAnswer]:
     device, host = (node.copies[tier].states[start:stop].tolist() for tier in Tier)

@@ -294,8 +294,8 @@ _FIGURES = frozenset(
         *("sessions", "session_turns", "kv_hints"),
     )
 )
-_MOST_DIGITS = 18  # of a request's number; Python refuses numbers of thousands of digits
-_MOST_TOLD = 24  # requests in one event of the page; see _chosen
+_MAX_DIGITS = 18  # of a request's number; Python refuses numbers of thousands of digits
+_MAX_SHOWN = 24  # requests in one event of the page; see _chosen
 _RUN_S = 0.0004  # pause per run of blocks read, 200 times its reading time
 
 
@@ -314,7 +314,7 @@ class NodeLiveRoutes(Routes):
         self._num_runs = 0
         self._state = b"{}"
         self._refreshed = 0
-        self._told: dict[tuple[str | None, int, int], bytes] = {}
+        self._encoded_requests: dict[tuple[str | None, int, int], bytes] = {}
         node.live.figures = lambda: figures_of(collector.shown(), _FIGURES)
         node.live.refresh = self._refresh
 
@@ -325,7 +325,7 @@ class NodeLiveRoutes(Routes):
         The figures are those of the last minutes and of now.
         """
         self._node.check_started()
-        news = self._news(self._whose(request))
+        news = self._news(self._tenant_filter(request))
         return await self._node.live.stream(request, lambda: next(news))
 
     @Route("GET", "/live/requests/{number}/explain", Access.READ, answer=Explanation)
@@ -341,9 +341,9 @@ class NodeLiveRoutes(Routes):
             UnknownIdError: The node does not remember the request, or the caller may not see it.
         """
         number = in_path(request, "number")
-        is_number = number.isdecimal() and len(number) <= _MOST_DIGITS
+        is_number = number.isdecimal() and len(number) <= _MAX_DIGITS
         one = self._node.service.timelines.find(int(number)) if is_number else None
-        if one is None or not self._may_see(self._whose(request), one.space):
+        if one is None or not self._may_see(self._tenant_filter(request), one.space):
             raise UnknownIdError(
                 "this request is not one of the recent requests that this node remembers"
             )
@@ -353,7 +353,7 @@ class NodeLiveRoutes(Routes):
             )
         return one.prompt
 
-    def _whose(self, request: web.BaseRequest) -> str | None:
+    def _tenant_filter(self, request: web.BaseRequest) -> str | None:
         """Return the tenant whose requests and prefixes the caller may see.
 
         The result is None for an admin, who may see those of all tenants.
@@ -374,28 +374,30 @@ class NodeLiveRoutes(Routes):
             if refreshed != self._refreshed:
                 refreshed = self._refreshed
                 news.append(("state", self._state))
-                news.append(("prefixes", self._told_prefixes(tenant)))
+                news.append(("prefixes", self._visible_prefixes(tenant)))
             if version != timelines.version:
-                news.append(("requests", self._told_requests(tenant, version)))
+                news.append(("requests", self._changed_requests(tenant, version)))
                 version = timelines.version
             yield news
 
-    def _told_requests(self, tenant: str | None, version: int) -> bytes:
+    def _changed_requests(self, tenant: str | None, version: int) -> bytes:
         """Return the encoded requests that changed after `version`, for the pages of a tenant.
 
         The result is kept, since all pages of the tenant ask for the same.
         """
         timelines = self._node.service.timelines
         key = tenant, version, timelines.version
-        if key not in self._told:
-            if len(self._told) >= _MOST_TOLD:
-                self._told.clear()
+        if key not in self._encoded_requests:
+            if len(self._encoded_requests) >= _MAX_SHOWN:
+                self._encoded_requests.clear()
             seen = [one for one in timelines.since(version) if self._may_see(tenant, one.space)]
             wall = time.time() - asyncio.get_running_loop().time()
-            self._told[key] = msgspec.json.encode([_request(one, wall) for one in _chosen(seen)])
-        return self._told[key]
+            self._encoded_requests[key] = msgspec.json.encode(
+                [_request(one, wall) for one in _chosen(seen)]
+            )
+        return self._encoded_requests[key]
 
-    def _told_prefixes(self, tenant: str | None) -> bytes:
+    def _visible_prefixes(self, tenant: str | None) -> bytes:
         """Return the encoded tree of cached prefixes, without the spaces of other tenants."""
         places = {-1: -1}
         visible: list[Prefix] = []
@@ -444,12 +446,12 @@ class NodeLiveRoutes(Routes):
 
 
 def _chosen(changed: list[Timeline]) -> list[Timeline]:
-    """Return at most _MOST_TOLD of the changed requests: slow ones first, then the last to end.
+    """Return at most _MAX_SHOWN of the changed requests: slow ones first, then the last to end.
 
     A request is slow if it has run for more than half a second. Pages have then seen it running, so
     that its end is sent too.
     """
-    if len(changed) <= _MOST_TOLD:
+    if len(changed) <= _MAX_SHOWN:
         return changed
     now = asyncio.get_running_loop().time()
     slow, ended = [], []
@@ -459,8 +461,8 @@ def _chosen(changed: list[Timeline]) -> list[Timeline]:
             slow.append(one)
         elif end is not None:
             ended.append(one)
-    room = max(_MOST_TOLD - len(slow), 0)
-    return slow[-_MOST_TOLD:] + ended[max(len(ended) - room, 0) :]
+    room = max(_MAX_SHOWN - len(slow), 0)
+    return slow[-_MAX_SHOWN:] + ended[max(len(ended) - room, 0) :]
 
 
 def _request(one: Timeline, wall: float) -> dict[str, object]:

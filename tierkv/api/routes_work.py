@@ -68,7 +68,7 @@ class _Stream:
     Attributes:
         response: The response; None until there is something to send.
         scope: Timeout around the work, which ends the work when the client closes the connection.
-        gone: The error that showed the closed connection; None while it is open.
+        connection_error: The error that showed the closed connection; None while it is open.
 
     Args:
         request: The HTTP request that is answered.
@@ -90,7 +90,7 @@ class _Stream:
         )
         self.response: web.StreamResponse | None = None
         self.scope = asyncio.timeout(None)
-        self.gone: ConnectionError | None = None
+        self.connection_error: ConnectionError | None = None
         self._tokens: list[int] = []
         self._logprobs: list[Logprobs | None] = []
         self._changed = asyncio.Event()
@@ -133,7 +133,7 @@ class _Stream:
                     self._changed.clear()
                     await self._changed.wait()
         except ConnectionError as error:
-            self.gone = error
+            self.connection_error = error
             if not self._is_over:
                 self.scope.reschedule(asyncio.get_running_loop().time())
 
@@ -222,8 +222,8 @@ async def streaming(
             failure = error
         finally:
             stream.end()
-    if stream.gone is not None:
-        raise stream.gone
+    if stream.connection_error is not None:
+        raise stream.connection_error
     if failure is None:
         answer.response = await stream.done(answer.made)
     elif stream.response is None:
@@ -268,9 +268,9 @@ class WorkRoutes(Routes):
             tokens = await self._node.bodies.aside(
                 body.num_characters, lambda: body.encoded(tokenizer)
             )
-            if (num_tokens := count(tokens)) > self._most_tokens:
+            if (num_tokens := count(tokens)) > self._max_tokens:
                 raise RequestTooLargeError(
-                    f"the prompt is longer than this node's {self._most_tokens} tokens: shorten it"
+                    f"the prompt is longer than this node's {self._max_tokens} tokens: shorten it"
                 )
         return TokenizeAnswer(tokens=tokens, num_tokens=num_tokens)
 

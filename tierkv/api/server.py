@@ -17,7 +17,7 @@ from tierkv import tracing
 from tierkv.api.metrics import Metrics
 from tierkv.api.node import Node
 from tierkv.api.routes_cache import (
-    LookRoutes,
+    LookupRoutes,
     PinRoutes,
     PrefetchRoutes,
     TicketRoutes,
@@ -43,7 +43,7 @@ from tierkv.http.server import answering, bind, is_loopback, make_room_for, unix
 _KINDS = (
     *(StatusRoutes, PrefetchRoutes),
     *(PinRoutes, TicketRoutes),
-    *(LookRoutes, NodeRoutes, LifeRoutes, QuotaRoutes, WorkRoutes),
+    *(LookupRoutes, NodeRoutes, LifeRoutes, QuotaRoutes, WorkRoutes),
 )
 
 

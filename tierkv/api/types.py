@@ -76,12 +76,12 @@ class PromptBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def media_items(self) -> list[MediaItem]:
         return [MediaItem(one.start, one.num_tokens, bytes.fromhex(one.hash)) for one in self.media]
 
-    def packed(self, tokenizer: Tokenizer | None, most_tokens: int = 2**31 - 1) -> bytes:
+    def packed(self, tokenizer: Tokenizer | None, max_tokens: int = 2**31 - 1) -> bytes:
         """Return the prompt's tokens, packed as int32.
 
         Args:
             tokenizer: The tokenizer of the node's engine; None if the node has none.
-            most_tokens: Number of tokens of the longest prompt allowed.
+            max_tokens: Number of tokens of the longest prompt allowed.
 
         Raises:
             FieldError: Neither or both of `prompt` and `tokens` are given, or the node cannot turn
@@ -93,24 +93,24 @@ class PromptBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if given is None or (self.prompt is not None and self.tokens is not None):
             raise FieldError("give either prompt or tokens, and not both")
         if isinstance(given, str):
-            given = self._encoded(given, tokenizer, most_tokens)
+            given = self._encoded(given, tokenizer, max_tokens)
         num_tokens = len(given) // TOKEN_BYTES if isinstance(given, bytes) else len(given)
-        if num_tokens > most_tokens:
+        if num_tokens > max_tokens:
             raise RequestTooLargeError(
-                f"the prompt is longer than this node's {most_tokens} tokens: shorten it"
+                f"the prompt is longer than this node's {max_tokens} tokens: shorten it"
             )
         return pack(given)
 
     @staticmethod
-    def _encoded(text: str, tokenizer: Tokenizer | None, most_tokens: int) -> bytes:
+    def _encoded(text: str, tokenizer: Tokenizer | None, max_tokens: int) -> bytes:
         if tokenizer is None:
             raise FieldError(
                 "this node has no tokenizer, since it has no model of its own: give "
                 "tokens instead of prompt"
             )
-        if tokenizer.fewest_tokens(text) > most_tokens:
+        if tokenizer.fewest_tokens(text) > max_tokens:
             raise RequestTooLargeError(
-                f"the prompt is longer than this node's {most_tokens} tokens: shorten it"
+                f"the prompt is longer than this node's {max_tokens} tokens: shorten it"
             )
         return tokenizer.encode(text)
 

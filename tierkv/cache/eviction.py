@@ -104,7 +104,7 @@ class EvictionOrder:
         self._line: deque[Entry] = deque()  # ascending
         self._heap: list[Entry] = []
         self._newest: dict[int, Entry] = {}  # by uid: the only entry of a node that is valid
-        self._most_queued = _FEW_ENTRIES  # with more entries, outdated ones are removed
+        self._max_queued = _FEW_ENTRIES  # with more entries, outdated ones are removed
         self._num_pushed = 0
         # LRU's rank is read from the node directly, which saves a call.
         self._rank = None if type(self.policy) is Lru else self.policy.rank
@@ -153,14 +153,14 @@ class EvictionOrder:
             line.append(entry)
         else:
             heapq.heappush(heap, entry)
-        if len(line) + len(heap) > self._most_queued:
+        if len(line) + len(heap) > self._max_queued:
             self._drop_stale()
 
     def _drop_stale(self) -> None:
         """Remove outdated entries; called when the entries have doubled since the last call."""
         self._line = deque(sorted(self._newest.values()))
         self._heap = []
-        self._most_queued = 2 * len(self._line) + _FEW_ENTRIES
+        self._max_queued = 2 * len(self._line) + _FEW_ENTRIES
 
     def _push_again(self, node: TreeNode) -> None:
         """Queue `node` again after a change of its rank."""
@@ -180,7 +180,7 @@ class EvictionOrder:
         if self.memory is not None:
             self.memory.forget(node)
 
-    def leaf_to_go(self, most: int, rule: WriteRule) -> Segment | None:
+    def leaf_to_go(self, max_blocks: int, rule: WriteRule) -> Segment | None:
         """Return the next blocks to evict, if the eviction needs no plan; a fast path.
 
         No plan is needed for the last blocks of a leaf without copies on the other tier, if the
@@ -189,7 +189,7 @@ class EvictionOrder:
         evicts node and children together.)
 
         Args:
-            most: most blocks to evict, at least 1.
+            max_blocks: most blocks to evict, at least 1.
             rule: the rule for copies to the tier below.
 
         Returns:
@@ -206,7 +206,7 @@ class EvictionOrder:
         if copies is None or copies.uniform is not _READY or (other and other.num_present):
             return None
         stop = node.num_blocks
-        return node, stop - most if most < stop else 0, stop
+        return node, stop - max_blocks if max_blocks < stop else 0, stop
 
     def victims(self, count: int) -> list[Victim]:
         """Return the next `count` copies to evict, the last blocks of the first leaf first.

@@ -269,7 +269,7 @@ class FlatBlocks:
         self._blocks: dict[bytes, FlatBlock] = {}
         self._unheld: OrderedDict[bytes, FlatBlock] = OrderedDict()  # the next to go first
         self._siblings: dict[tuple[bytes, bytes], dict[bytes, FlatBlock]] = {}
-        self._taken: set[int] = set()
+        self._allocated: set[int] = set()
         self._retired: set[FlatBlock] = set()  # held, and not found any more
 
     def __len__(self) -> int:
@@ -331,22 +331,22 @@ class FlatBlocks:
             if digest in self._unheld:
                 self._unheld.move_to_end(digest)
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """Allocate up to `count` slots; evict blocks that no caller holds for them."""
         count = min(count, self._pool.num_free + len(self._unheld))
         while self._pool.num_free < count:
             self._evict(next(iter(self._unheld.values())))
         slots: list[int] = self._pool.allocate(count).tolist()
-        self._taken.update(slots)
+        self._allocated.update(slots)
         return slots
 
     def give(self, slots: Sequence[int]) -> None:
-        """Free slots that `take` allocated."""
-        self._taken.difference_update(slots)
+        """Free slots that `allocate` allocated."""
+        self._allocated.difference_update(slots)
         self._pool.release(slots)
 
     def put(self, block: FlatBlock) -> bool:
-        """Add a block; its slot, from `take`, becomes the block's.
+        """Add a block; its slot, from `allocate`, becomes the block's.
 
         Returns:
             False if the block is cached already; the slot then stays the caller's.
@@ -354,7 +354,7 @@ class FlatBlocks:
         digest = block.key.digest
         if digest in self._blocks:
             return False
-        self._taken.remove(block.slot)
+        self._allocated.remove(block.slot)
         self._blocks[digest] = self._unheld[digest] = block
         self._siblings.setdefault(_first(block), {})[digest] = block
         return True
@@ -389,7 +389,7 @@ class FlatBlocks:
         """Return violated invariants as sentences; [] if there are none."""
         name, blocks = self._pool.tier, self._blocks
         every = (*blocks.values(), *self._retired)
-        wrong = self._pool.findings([*self._taken, *(one.slot for one in every)])
+        wrong = self._pool.findings([*self._allocated, *(one.slot for one in every)])
         unheld = {digest for digest, block in blocks.items() if not block.holders}
         if unheld != self._unheld.keys():
             wrong.append(f"{name}: the evictable blocks differ from the blocks without a holder")

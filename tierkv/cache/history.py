@@ -49,8 +49,8 @@ class HistoryEvent(msgspec.Struct, frozen=True, gc=False):
 # _BEFORE blocks before it. Different prompts get different keys without a hash of all blocks.
 _Key = int
 _BEFORE = 32  # blocks
-_MOST_BACK = 8192  # blocks before one that are looked at
-_MOST_RUNS = 3  # runs kept that begin with the same block
+_MAX_BACK = 8192  # blocks before one that are looked at
+_MAX_RUNS = 3  # runs kept that begin with the same block
 _RUN_BYTES, _EXTRA_BYTES = 400, 120  # memory of a run, and of one of its extras, beside tokens
 _NO_EXTRAS: Mapping[int, bytes] = {}
 
@@ -112,8 +112,8 @@ class History:
     """
 
     def __init__(self, capacity: int = 32_768, capacity_bytes: int = 4 << 20) -> None:
-        self._most_events = max(capacity // 2, 1)
-        self._most_bytes = capacity_bytes // 2
+        self._max_events = max(capacity // 2, 1)
+        self._max_bytes = capacity_bytes // 2
         self._num_bytes = 0
         self._events: dict[_Key, HistoryEvent] = {}  # the newest event of each block
         self._older_events: dict[_Key, HistoryEvent] = {}
@@ -140,7 +140,7 @@ class History:
         event = HistoryEvent(MissCause.EVICTED, name, at_s)
         key = hash((node.space.name, node.start + first, _mark_before(node, first, width)))
         self._keep(key, event)
-        if stop - first > 1 and len(node.packed) < self._most_bytes:
+        if stop - first > 1 and len(node.packed) < self._max_bytes:
             extras = dict(node.extras) if node.extras else _NO_EXTRAS
             at = node.packed_at
             run = _Run(event, node.packed, at + first * width, at + stop * width, extras)
@@ -171,7 +171,7 @@ class History:
         """
         newest = self.newest(prompt, block)
         is_any = self._runs or self._older_runs
-        for first in range(block, max(block - _MOST_BACK, -1), -1) if is_any else ():
+        for first in range(block, max(block - _MAX_BACK, -1), -1) if is_any else ():
             known = self._run_at(self._key(prompt, first))
             for run in (known, *known.longer) if known is not None else ():
                 is_newer = newest is None or run.event.at > newest.at
@@ -209,23 +209,23 @@ class History:
         return hash((prompt.space, block, _mark(tokens, extras)))
 
     def _keep(self, key: _Key, event: HistoryEvent) -> None:
-        if len(self._events) >= self._most_events:
+        if len(self._events) >= self._max_events:
             self._older_events, self._events = self._events, {}
         self._events[key] = event
 
     def _keep_run(self, key: _Key, run: _Run) -> None:
-        """Keep `run`, and up to _MOST_RUNS longer runs that begin with the same block."""
+        """Keep `run`, and up to _MAX_RUNS longer runs that begin with the same block."""
         if (known := self._run_at(key)) is not None:
             most = run.stop - run.start
             others = (msgspec.structs.replace(known, longer=()), *known.longer)
-            longer = [one for one in others if one.stop - one.start > most][:_MOST_RUNS]
+            longer = [one for one in others if one.stop - one.start > most][:_MAX_RUNS]
             run = msgspec.structs.replace(run, longer=tuple(longer))
             self._num_bytes += sum(_RUN_BYTES + len(one.packed) for one in longer)
         if run.packed is not self._packed:  # parts of one run are mostly evicted one after another
             self._packed = run.packed
             self._num_bytes += len(run.packed)
         self._num_bytes += _RUN_BYTES + _EXTRA_BYTES * len(run.extras)
-        if self._num_bytes > self._most_bytes:
+        if self._num_bytes > self._max_bytes:
             self._older_runs, self._runs = self._runs, {}
             self._num_bytes = _RUN_BYTES + len(run.packed)
         self._runs[key] = run

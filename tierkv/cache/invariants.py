@@ -10,7 +10,7 @@ import numpy as np
 from tierkv.cache.index import Index
 from tierkv.cache.keys import DIGEST_BYTES, TOKEN_BYTES, block_digest
 from tierkv.cache.node import (
-    MOST_KEPT,
+    MAX_KEPT,
     NO_SLOT,
     BlockPool,
     CopyState,
@@ -173,7 +173,7 @@ def _memory_findings(node: TreeNode) -> list[str]:
         wrong.append("does not say of each block whether it is believed stored")
     if node.soft_pins < 0:
         wrong.append(f"is softly pinned {node.soft_pins} times")
-    if len(node.packed) > MOST_KEPT * _bytes_that_share(node):
+    if len(node.packed) > MAX_KEPT * _bytes_that_share(node):
         wrong.append("keeps more tokens in memory that are gone than it may")
     above = node.packed[max(node.packed_at - parent.token_bytes, 0) : node.packed_at]
     if not parent.tokens.endswith(above):  # a match compares them together with the run's own

@@ -35,7 +35,7 @@ from tierkv.errors import BadRequestError, ConfigError
 TOKEN_BYTES: Final = 4
 _HAS_FAST_ARRAYS: Final = sys.byteorder == "little" and array("I").itemsize == TOKEN_BYTES
 _INT32: Final = np.dtype("<i4")
-_least: Final = np.minimum.reduceat  # a third less to call than `reduce`, which makes an iterator
+_min_at: Final = np.minimum.reduceat  # a third less to call than `reduce`, which makes an iterator
 _WHOLE: Final = np.zeros(1, np.intp)
 Tokens = Sequence[int] | npt.NDArray[np.integer] | bytes | bytearray | memoryview
 
@@ -54,7 +54,7 @@ def pack(tokens: Tokens) -> bytes:
     packed = tokens if type(tokens) is bytes else _packed(tokens)
     if len(packed) % TOKEN_BYTES:
         raise BadRequestError(f"{len(packed)} bytes are not a whole number of int32 tokens")
-    if packed and _least(np.frombuffer(packed, _INT32), _WHOLE).item() < 0:
+    if packed and _min_at(np.frombuffer(packed, _INT32), _WHOLE).item() < 0:
         raise BadRequestError("tokens must be integers in 0..2147483647: one is negative or larger")
     return packed
 
@@ -132,9 +132,9 @@ def common_tokens(left: bytes, right: bytes) -> int:
 
 
 def common_blocks(  # noqa: PLR0917 - two places, how far, and in what steps
-    left: bytes, left_at: int, right: bytes, right_at: int, most: int, width: int
+    left: bytes, left_at: int, right: bytes, right_at: int, max_blocks: int, width: int
 ) -> int:
-    """Return the number of equal leading blocks of two byte strings, at most `most`.
+    """Return the number of equal leading blocks of two byte strings, at most `max_blocks`.
 
     The comparison reads equal bytes at most three times, and copies nothing.
 
@@ -143,16 +143,16 @@ def common_blocks(  # noqa: PLR0917 - two places, how far, and in what steps
         left_at: byte at which its blocks begin.
         right: the other byte string.
         right_at: byte at which its blocks begin.
-        most: largest number of blocks.
+        max_blocks: largest number of blocks.
         width: bytes of a block.
 
     Returns:
-        The number of blocks, 0 to `most`.
+        The number of blocks, 0 to `max_blocks`.
     """
-    theirs = memoryview(right)[right_at : right_at + most * width]
+    theirs = memoryview(right)[right_at : right_at + max_blocks * width]
     if left.startswith(theirs, left_at):
-        return most
-    done, differs = 0, most  # blocks known to be equal; the first block known to differ
+        return max_blocks
+    done, differs = 0, max_blocks  # blocks known to be equal; the first block known to differ
     while differs - done > 1:
         middle = (done + differs) // 2
         if left.startswith(theirs[done * width : middle * width], left_at + done * width):
@@ -858,7 +858,7 @@ def lists_tails(name: str) -> bool:
     return name.endswith(":tails")
 
 
-def tells_of_blocks(name: str) -> bool:
+def is_ticket_name(name: str) -> bool:
     """Return whether `name` is that of a ticket or open ticket, which names stored blocks."""
     return name.split(":")[1:2] in (["ticket"], ["open"])
 

@@ -58,7 +58,7 @@ class BlockPool:
         self.capacity = 0
         self._free: Ids = np.zeros(0, np.int32)
         # One mark for each id, then as many marks that stay False: a negative id indexes these.
-        self._is_taken = np.zeros(0, np.bool_)
+        self._is_allocated = np.zeros(0, np.bool_)
         self._mark: Ids = np.zeros(0, np.int32)  # scratch: written before each use
         self._count_up: Ids = np.zeros(0, np.int32)  # 0, 1, 2 ...: values for `_mark`
         self.num_free = 0
@@ -85,10 +85,10 @@ class BlockPool:
         start, stop = self.num_free - count, self.num_free
         self.num_free = start
         if count == 1:  # a request grows by one block: this takes half the time
-            self._is_taken[self._free.item(start)] = True
+            self._is_allocated[self._free.item(start)] = True
             return self._free[start:stop].copy()
         ids = self._free[start:stop][::-1].copy()
-        self._is_taken[ids.astype(_INTP)] = True
+        self._is_allocated[ids.astype(_INTP)] = True
         return ids
 
     def release(self, ids: Ids | Sequence[int]) -> None:
@@ -101,7 +101,7 @@ class BlockPool:
         if not count:
             return
         given = ids if isinstance(ids, np.ndarray) and ids.dtype is _INT32 else self._narrow(ids)
-        self._check_taken(given)
+        self._check_allocated(given)
         # As intp: an index of another type costs five times as much (NumPy 2, 950 ids).
         where = given.astype(_INTP)
         start, stop = self.num_free, self.num_free + count
@@ -109,7 +109,7 @@ class BlockPool:
         self._mark[where] = marks
         if stop > self.capacity or self._mark[where].tobytes() != marks.tobytes():
             raise OwnershipError(f"{self.tier}: an id was released twice in one call")
-        self._is_taken[where] = False
+        self._is_allocated[where] = False
         self._free[start:stop] = given
         self.num_free = stop
 
@@ -136,17 +136,17 @@ class BlockPool:
         if more < 0 or more > self.num_free:
             self.release(ids)
             return self.allocate(count)
-        self._check_taken(ids)
+        self._check_allocated(ids)
         return np.concatenate([ids, self.allocate(more)]) if more else ids
 
-    def _check_taken(self, ids: Ids) -> None:
+    def _check_allocated(self, ids: Ids) -> None:
         """Check that all ids are in range and taken.
 
         Raises:
             OwnershipError: an id is out of range or free.
         """
         try:
-            taken = self._is_taken[ids.astype(_INTP)]
+            taken = self._is_allocated[ids.astype(_INTP)]
         except IndexError:
             raise self._outside() from None
         if 0 in taken.tobytes():  # a quarter of what `taken.all()` takes
@@ -180,8 +180,8 @@ class BlockPool:
     def shrink(self, capacity: int) -> None:
         """Remove all ids from `capacity` on.
 
-        Call `take_from` first, so that none is allocated again, and free the ids that
-        `taken_from(capacity)` returns.
+        Call `allocate_from` first, so that none is allocated again, and free the ids that
+        `allocated_from(capacity)` returns.
 
         Raises:
             OwnershipError: an id from `capacity` on is taken; nothing changed.
@@ -189,24 +189,24 @@ class BlockPool:
         """
         if not 0 <= capacity <= self.capacity:
             raise ValueError(f"{self.tier}: {capacity} blocks are not fewer than {self.capacity}")
-        if len(taken := self.taken_from(capacity)):
+        if len(taken := self.allocated_from(capacity)):
             raise OwnershipError(f"{self.tier}: {len(taken)} blocks from {capacity} on are taken")
         free = self._free[: self.num_free]
         self._reset(capacity, free[free < capacity])
 
-    def taken_from(self, first: int) -> Ids:
+    def allocated_from(self, first: int) -> Ids:
         """Return the taken ids from `first` on, int32 [n]."""
-        taken = np.flatnonzero(self._is_taken[first : self.capacity])
+        taken = np.flatnonzero(self._is_allocated[first : self.capacity])
         return (taken + first).astype(np.int32)
 
-    def take_from(self, first: int) -> Ids:
+    def allocate_from(self, first: int) -> Ids:
         """Allocate every free id from `first` on, before the pool is shrunk; return the ids."""
         free = self._free[: self.num_free]
         given: Ids = free[free >= first].copy()
         rest = free[free < first].copy()
         self._free[: len(rest)] = rest
         self.num_free = len(rest)
-        self._is_taken[given] = True
+        self._is_allocated[given] = True
         return given
 
     def _reset(self, capacity: int, free: Ids) -> None:
@@ -214,9 +214,9 @@ class BlockPool:
         stack[: len(free)] = free
         self._count_up = np.arange(capacity, dtype=np.int32)
         self._mark = np.zeros(capacity, dtype=np.int32)
-        self._is_taken = np.zeros(2 * capacity, np.bool_)
-        self._is_taken[:capacity] = True
-        self._is_taken[free] = False
+        self._is_allocated = np.zeros(2 * capacity, np.bool_)
+        self._is_allocated[:capacity] = True
+        self._is_allocated[free] = False
         self.capacity, self._free, self.num_free = capacity, stack, len(free)
 
     def findings(self, owned: Iterable[int]) -> list[str]:
@@ -229,7 +229,7 @@ class BlockPool:
             for slot in slots[~is_known].tolist()
         )
         counts = np.bincount(slots[is_known], minlength=self.capacity)
-        taken = self._is_taken[: self.capacity]
+        taken = self._is_allocated[: self.capacity]
         for mask, what in (
             (counts > 1, "has more than one owner"),
             ((counts > 0) & ~taken, "is owned but counted as free"),
@@ -243,7 +243,7 @@ class BlockPool:
             wrong.append(f"{self.tier}: the free list disagrees with the taken marks")
         elif int(np.count_nonzero(~taken)) != self.num_free:
             wrong.append(f"{self.tier}: blocks are marked as free but are not in the free list")
-        if self._is_taken[self.capacity :].any():
+        if self._is_allocated[self.capacity :].any():
             wrong.append(f"{self.tier}: blocks are marked as taken that do not exist")
         return wrong
 
@@ -314,8 +314,8 @@ def advance(current: CopyState, change: Change) -> CopyState:
 
 NO_SLOT: Final = -1  # in arrays of slots, for a block without a slot
 # A node that is evicted block by block from its end keeps its old bytes until they are longer than
-# MOST_KEPT times what it needs. With 4 a block takes 2.7 us on a public trace, with 2 3.1 us.
-MOST_KEPT: Final = 4
+# MAX_KEPT times what it needs. With 4 a block takes 2.7 us on a public trace, with 2 3.1 us.
+MAX_KEPT: Final = 4
 _SLOT_BYTES: Final = 4
 _NO_SLOT_BYTES: Final = NO_SLOT.to_bytes(_SLOT_BYTES, "little", signed=True)
 States = npt.NDArray[np.uint8]
@@ -379,7 +379,7 @@ class TierCopies:
         least = num_blocks * _SLOT_BYTES
         return (
             self.num_blocks == num_blocks
-            and (slots is None or least <= len(slots) <= MOST_KEPT * least)
+            and (slots is None or least <= len(slots) <= MAX_KEPT * least)
             and (self.uniform is None if states is not None else self.uniform is not None)
             and (states is None or (len(states) == num_blocks and len(set(states.tolist())) > 1))
         )
@@ -560,7 +560,7 @@ class TierCopies:
             self.uniform, self._slots = _ABSENT, None
             return had
         self.num_blocks = num_blocks
-        if len(slots) > MOST_KEPT * kept:  # else the removed slots stay in memory for a while
+        if len(slots) > MAX_KEPT * kept:  # else the removed slots stay in memory for a while
             self._slots = slots[:kept]
         return had
 
@@ -575,7 +575,7 @@ class TierCopies:
             self._states = self._states[:num_blocks].copy()
             self._settle()
         slots, kept = self._slots, num_blocks * _SLOT_BYTES
-        if slots is not None and len(slots) > MOST_KEPT * kept:
+        if slots is not None and len(slots) > MAX_KEPT * kept:
             self._slots = slots[:kept]
 
     def _settle(self) -> None:
@@ -829,7 +829,7 @@ class TreeNode:
         while part.packed is packed and part.parent is not None:
             needed += part.token_bytes
             part = part.parent
-        if len(packed) > MOST_KEPT * needed:
+        if len(packed) > MAX_KEPT * needed:
             part = self
             while part.packed is packed and part.parent is not None:
                 part.packed, part.packed_at = part.tokens, 0
@@ -1008,7 +1008,7 @@ class TreeNode:
 
     def _shorten(self, num_blocks: int) -> None:
         self.token_bytes = self.token_bytes // self.num_blocks * num_blocks
-        if len(self.packed) > MOST_KEPT * self.token_bytes:
+        if len(self.packed) > MAX_KEPT * self.token_bytes:
             self.keep_less(self.packed)
         before, self.end = self.end, self.start + num_blocks
         self.num_blocks = num_blocks

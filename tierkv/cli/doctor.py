@@ -55,7 +55,7 @@ def doctor(*, config: Path | None, url: str | None, as_json: bool) -> None:
     Exits with 1 if there is no usable GPU, a GPU is unusable, or the store cannot be reached.
     """
     given = {} if url is None else {"TIERKV_STORAGE__URL": url}
-    settings = load(NodeSettings, config, os.environ | given, beside=GatewaySettings)
+    settings = load(NodeSettings, config, os.environ | given, other_kind=GatewaySettings)
     with progress("measuring"):
         findings = [*machine_findings(), copy_finding(), *gpu_findings()]
         findings += _store_findings(settings, os.environ)

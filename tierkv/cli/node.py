@@ -17,7 +17,7 @@ from tierkv.client import AsyncClient
 from tierkv.errors import ConfigError, InvariantError
 from tierkv.sched.explain import Explanation
 
-_MOST_PROMPT_BYTES = 16 << 20  # what nodes take of a body (node.max_body_bytes)
+_MAX_PROMPT_BYTES = 16 << 20  # what nodes take of a body (node.max_body_bytes)
 
 
 _prompt = click.argument("prompt")
@@ -161,19 +161,19 @@ def _content(path: Path) -> bytes:
     At most one byte more than a prompt may have is read, since the input may have no end.
     """
     if str(path) == "-":
-        return sys.stdin.buffer.read(_MOST_PROMPT_BYTES + 1)
+        return sys.stdin.buffer.read(_MAX_PROMPT_BYTES + 1)
     try:
         # A named pipe is not open before somebody writes into it.
         with progress(f"reading {path}"), path.open("rb") as file:
-            return file.read(_MOST_PROMPT_BYTES + 1)
+            return file.read(_MAX_PROMPT_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"the prompt file {path} cannot be read: {error.strerror}") from error
 
 
 def _decoded(raw: bytes) -> str:
-    if len(raw) > _MOST_PROMPT_BYTES:
+    if len(raw) > _MAX_PROMPT_BYTES:
         raise ConfigError(
-            f"the prompt has more than {_MOST_PROMPT_BYTES} bytes, the maximum: shorten it"
+            f"the prompt has more than {_MAX_PROMPT_BYTES} bytes, the maximum: shorten it"
         )
     try:
         return raw.decode("utf-8")

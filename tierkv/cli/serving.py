@@ -27,7 +27,7 @@ def _all_of(*options: _Decorator) -> _Decorator:
     return lambda command: reduce(lambda inner, option: option(inner), reversed(options), command)
 
 
-_who_may_call = _all_of(
+_auth_and_tls = _all_of(
     click.option(
         "--auth",
         "auth_file",
@@ -179,7 +179,7 @@ def _address(port: int) -> _Decorator:
         "answers HTTP after the first engine has described its blocks."
     ),
 )
-@_who_may_call
+@_auth_and_tls
 @click.option(
     "--unix-socket",
     metavar="PATH",
@@ -212,7 +212,7 @@ def serve(
     options["listens_tcp"] = "false" if no_tcp else None
     options["engine"] = None if engine == EXTERNAL else engine
     given = _settings_in(options, table="node", insecure=insecure)
-    settings = load(NodeSettings, config, os.environ, given, beside=GatewaySettings)
+    settings = load(NodeSettings, config, os.environ, given, other_kind=GatewaySettings)
     if (engine == EXTERNAL) != bool(settings.node.engine_socket):
         raise ConfigError(
             "--engine external needs --engine-socket PATH, the socket at which engines connect"
@@ -252,7 +252,7 @@ def serve(
     ),
 )
 @_address(GatewaySettings().gateway.port)
-@_who_may_call
+@_auth_and_tls
 @click.option(
     "--node-ca",
     metavar="FILE",
@@ -300,7 +300,7 @@ def gateway(
 
     log_to_stderr(log_level.upper())
     given = _settings_in(options, table="gateway", insecure=insecure)
-    settings = load(GatewaySettings, config, os.environ, given, beside=NodeSettings)
+    settings = load(GatewaySettings, config, os.environ, given, other_kind=NodeSettings)
     run(settings, lambda url: _announce("gateway", url, as_json=as_json))
 
 

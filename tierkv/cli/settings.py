@@ -48,14 +48,14 @@ def config(names: tuple[str, ...], *, role: str, path: Path | None, as_json: boo
     misspelled one.
     """
     kinds: list[type[msgspec.Struct]] = [NodeSettings, GatewaySettings]
-    kind, beside = kinds if role == "node" else reversed(kinds)
-    settings, origins = load_traced(kind, path, os.environ, beside=beside)
+    kind, other_kind = kinds if role == "node" else reversed(kinds)
+    settings, origins = load_traced(kind, path, os.environ, other_kind=other_kind)
     known = names_in(kind)
     values = {name: value for name, value in flat(masked(settings)).items() if name in known}
     if role == "node" and not values["storage.url"]:
         values["storage.url"] = masked_url(default_storage_url(os.environ))
     chosen = _chosen(names, known, values)
-    _say_what_is_not_read(os.environ, known)
+    _hint_unread_variables(os.environ, known)
     if as_json:
         rows = {
             name: {"value": values[name], "from": origins.get(name, "default")} for name in chosen
@@ -85,7 +85,7 @@ def _chosen(names: Sequence[str], known: Sequence[str], values: Mapping[str, Any
     ]
 
 
-def _say_what_is_not_read(environ: Mapping[str, str], known: Sequence[str]) -> None:
+def _hint_unread_variables(environ: Mapping[str, str], known: Sequence[str]) -> None:
     """Print a hint for each variable with one underscore where two belong: it is not read."""
     variables = {f"{_PREFIX}{name.replace('.', '__')}".upper(): name for name in known}
     single = {variable.replace("__", "_"): variable for variable in variables}

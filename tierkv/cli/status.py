@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from tierkv.cli.target import ask_node, default_url, tls_options
 from tierkv.client import AsyncClient, CallError, Retries
 from tierkv.errors import TierKVError
 from tierkv.http.problems import NotReadyError
-from tierkv.tasks import run_until_stopped
+from tierkv.tasks import run_until_stopped, task_group
 
 _TIMEOUT_S = 5.0  # for all questions to one node: after it the node counts as silent
 _ONCE = Retries(attempts=1)
@@ -66,7 +65,7 @@ class Seen:
         return shown
 
 
-async def look(url: str, ca: Path | None, cert: Path | None) -> Seen:
+async def read_state(url: str, ca: Path | None, cert: Path | None) -> Seen:
     """Ask a node or gateway for its state. A TierKVError becomes a state, too, and is not raised.
 
     Args:
@@ -251,7 +250,7 @@ def status(urls: tuple[str, ...], *, ca: Path | None, cert: Path | None, as_json
 
     Exits with 1 if a node or gateway is not ready or does not answer. A degraded node is ready.
     """
-    found = run_until_stopped(_look_at(urls or (default_url(),), ca, cert))
+    found = run_until_stopped(_states(urls or (default_url(),), ca, cert))
     if as_json:
         print_json([seen.plain() for seen in found])
     else:
@@ -261,5 +260,7 @@ def status(urls: tuple[str, ...], *, ca: Path | None, cert: Path | None, as_json
         raise CallError(f"not ready: {', '.join(missing)}")
 
 
-async def _look_at(urls: Sequence[str], ca: Path | None, cert: Path | None) -> list[Seen]:
-    return await asyncio.gather(*(look(url, ca, cert) for url in urls))
+async def _states(urls: Sequence[str], ca: Path | None, cert: Path | None) -> list[Seen]:
+    async with task_group() as group:
+        tasks = [group.create_task(read_state(url, ca, cert)) for url in urls]
+    return [task.result() for task in tasks]

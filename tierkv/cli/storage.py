@@ -30,7 +30,7 @@ from tierkv.tasks import run_until_stopped
 T = TypeVar("T")
 # A person waits longer than a request does; for each of several stores.
 PATIENT = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0)
-PATIENT_PARTS = ResilienceSettings(timeout_s=30.0, write_timeout_s=30.0)
+PATIENT_RESILIENCE = ResilienceSettings(timeout_s=30.0, write_timeout_s=30.0)
 
 url_argument = click.argument("url")
 PREFIX_MEANS = (
@@ -64,7 +64,7 @@ def with_store(url: str, prefix: str, work: Callable[[Store, Progressing], Await
         ConfigError: the store is memory of a node, or a directory that does not exist.
     """
     tls = click.get_current_context().find_object(TlsFiles) or TlsFiles()
-    settings = StoreSettings(redis=replace(PATIENT, tls=tls), resilience=PATIENT_PARTS)
+    settings = StoreSettings(redis=replace(PATIENT, tls=tls), resilience=PATIENT_RESILIENCE)
     store = open_store(url, settings, SystemClock())
     if isinstance(store, MemoryStore):
         raise ConfigError(
@@ -73,14 +73,14 @@ def with_store(url: str, prefix: str, work: Callable[[Store, Progressing], Await
         )
     parts = [open_store(one, settings, SystemClock()) for one in urls_in(url)]
     for part in parts:
-        _refuse_what_is_not_there(part)
+        _require_existing(part)
 
     async def run() -> T:
         async with store.running():
             with progress(f"reading {masked_url(url)}", "values") as progressing:
                 found = await work(store, progressing)
         for part in parts:
-            await _say_if_it_is_a_share(part, prefix)
+            await _hint_share_of_cluster(part, prefix)
         return found
 
     return run_until_stopped(run())
@@ -116,7 +116,7 @@ def with_each_store(
     return found, len(failures)
 
 
-def _refuse_what_is_not_there(store: Store) -> None:
+def _require_existing(store: Store) -> None:
     """Check that a store in files exists: nodes make the directory, and this command does not.
 
     Raises:
@@ -128,7 +128,7 @@ def _refuse_what_is_not_there(store: Store) -> None:
         )
 
 
-async def _say_if_it_is_a_share(store: Store, prefix: str) -> None:
+async def _hint_share_of_cluster(store: Store, prefix: str) -> None:
     """Print a line if the store is one server of a cluster, with a part of its values."""
     if not isinstance(store, RedisStore):
         return
@@ -184,14 +184,14 @@ def counted(is_meant: IsMeant, progressing: Progressing) -> IsMeant:
         progressing: counts the values.
     """
 
-    def look(value: StoredValue) -> bool:
+    def test(value: StoredValue) -> bool:
         progressing.one_more()
         return is_meant(value)
 
-    return look
+    return test
 
 
-def say_if_none(count: int, prefix: str) -> None:
+def hint_if_none(count: int, prefix: str) -> None:
     """Print a hint if a command found no values.
 
     Args:
@@ -292,7 +292,7 @@ def ls(
         assert isinstance(row["bytes"], int), "as made above"
         shown = "never" if left is None else f"{left:.0f} s"
         click.echo(f"{readable(row['bytes']):>10}  {shown:>8}  {row['name']}")
-    say_if_none(len(rows), prefix)
+    hint_if_none(len(rows), prefix)
     if not is_all:
         click.echo(f"there are more than these {limit} values: raise --limit", err=True)
 
@@ -315,7 +315,7 @@ def du(
         return
     for name, used in sorted(groups.items(), key=lambda entry: -entry[1].num_bytes):
         click.echo(f"{readable(used.num_bytes):>10}  {used.num_values:>8}  {name}")
-    say_if_none(len(groups), prefix)
+    hint_if_none(len(groups), prefix)
 
 
 def _usage(url: str, prefix: str, is_meant: IsMeant) -> dict[str, Usage]:
@@ -364,7 +364,7 @@ def verify(
         "damaged": sum(len(found.damaged) for _, found in parts),
         "keyed": sum(found.num_keyed for _, found in parts),
         "no blocks": sum(found.num_others for _, found in parts),
-        "removed since": sum(found.num_gone for _, found in parts),
+        "removed since": sum(found.num_removed for _, found in parts),
         "unread": sum(len(found.unread) for _, found in parts),
     }
     damaged = [(name, why + whose) for whose, found in parts for name, why in found.damaged]

@@ -93,15 +93,15 @@ class Retries:
             attempt: Number of the last attempt, from 1.
         """
         jitter = random.uniform(0, min(self.most_s, self.first_s * 2 ** (attempt - 1)))
-        told = error.retry_after_s if isinstance(error, RemoteError) else None
-        return jitter + (told or 0.0)
+        server_s = error.retry_after_s if isinstance(error, RemoteError) else None
+        return jitter + (server_s or 0.0)
 
 
 A = TypeVar("A")
 B = TypeVar("B", bound=msgspec.Struct)
 
 _FIRST_ERROR = 300  # redirects are no answers of a node either
-_MOST_RETRY_AFTER_S = 3600.0
+_MAX_RETRY_AFTER_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,4 +288,4 @@ def _retry_after_s(headers: Mapping[str, str]) -> float | None:
     text = headers.get("Retry-After", "")
     if not (text.isascii() and text.isdigit()):
         return None
-    return min(float(text), _MOST_RETRY_AFTER_S)
+    return min(float(text), _MAX_RETRY_AFTER_S)

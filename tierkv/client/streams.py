@@ -49,7 +49,7 @@ class EventReader:
         """
         for line in self._lines(chunk):
             if line:
-                self._take(line)
+                self._parse_line(line)
             elif self._data:
                 yield ServerEvent(self._name or "message", b"\n".join(self._data))
                 self._name, self._data, self._size = "", [], 0
@@ -67,7 +67,7 @@ class EventReader:
         self._line = bytearray(rest)
         yield from lines
 
-    def _take(self, line: bytes) -> None:
+    def _parse_line(self, line: bytes) -> None:
         field, _, value = line.partition(b":")
         value = value.removeprefix(b" ")
         if field == b"data":

@@ -73,7 +73,7 @@ log = logging.getLogger(__name__)
 _CLOSE_S = 60.0
 _LAST_REPORTS_S = 1.0  # ranks that are not closing do not answer at all
 _ID_BYTES = 4  # of a block or slot in a plan
-_MOST_CALLS = 1 << 20  # only this cache makes calls, and promises are bounded
+_MAX_CALLS = 1 << 20  # only this cache makes calls, and promises are bounded
 
 
 @dataclass(slots=True)
@@ -455,11 +455,11 @@ class EngineCache:
                     store(),
                     storage=storage,
                     name=name,
-                    beside=sizes.beside(),
+                    other_groups=sizes.other_groups(),
                     kv_events=kv_events,
                 )
 
-            limits = embed or EmbedSettings(max_calls=_MOST_CALLS)
+            limits = embed or EmbedSettings(max_calls=_MAX_CALLS)
             self._host: LocalHost | NodeHost = LocalHost(build, sizes, self.settings, limits)
         else:
             self._host = node
@@ -514,7 +514,7 @@ class EngineCache:
             self._refill()
             if self._wanted is not None:
                 self._wanted.wait(_CLOSE_S)
-                self._take_reserve()
+                self._collect_reserve()
             if self._socket is not None:
                 shared = [slots for slots in self._host.slots if isinstance(slots, SharedSlots)]
                 self._socket.open(self._layouts, shared, life=self._host.life)
@@ -783,7 +783,7 @@ class EngineCache:
             if len(slots) > len(positions):  # some are not wanted
                 slots = array("i", [held.slots[at - held.first] for at in positions])
             parts.append(_Part(group, positions, blocks, slots))
-        if not promise.take():
+        if not promise.claim():
             return None
         known.promise = None
         return self._begin(key, known, known.prompt, parts, promise)
@@ -1085,11 +1085,11 @@ class EngineCache:
             self._report(report)
         if self._socket is not None and self._socket.lost:
             lost = self._socket.lost  # before the reports, which a rank sends before it is lost
-            for report in self._socket.take_reports():
+            for report in self._socket.pop_reports():
                 self._report(report)
             self._fail_lost(lost)
         self._keep_copied()
-        self._take_reserve()
+        self._collect_reserve()
         for call in self._host.poll():
             if call in self._jobs:
                 self._job_ended(call)
@@ -1345,12 +1345,12 @@ class EngineCache:
     def _refill(self) -> None:
         if self._wanted is not None:
             return
-        most = self._host.max_reserved
-        counts = [most[at] - len(one) for at, one in enumerate(self._reserve)]
-        if any(2 * count > most[at] for at, count in enumerate(counts)):
+        limits = self._host.max_reserved
+        counts = [limits[at] - len(one) for at, one in enumerate(self._reserve)]
+        if any(2 * count > limits[at] for at, count in enumerate(counts)):
             self._wanted = self._host.call(HostSide.reserve, counts)
 
-    def _take_reserve(self) -> None:
+    def _collect_reserve(self) -> None:
         if self._wanted is not None and self._wanted.is_done:
             wanted, self._wanted = self._wanted, None
             if wanted.error is None:
@@ -1365,7 +1365,7 @@ class EngineCache:
             self._free(call.result())
 
     def _free(self, promise: HostPromise) -> None:
-        if promise.take():
+        if promise.claim():
             self._host.call(HostSide.free, promise)
 
 

@@ -78,7 +78,7 @@ class Call(Generic[T]):
         """
         if self.answer is Answer.ASK_AGAIN:
             raise GateTimeoutError(f"{self} is not done yet: ask again after the next poll()")
-        self._exchange.take(self)
+        self._exchange.pop(self)
         if self.error is not None:
             raise self.error
         return cast("T", self._result)
@@ -115,13 +115,13 @@ class Call(Generic[T]):
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
-        def tell() -> None:
+        def resolve() -> None:
             if not done.done():
                 done.set_result(None)
 
         def wake() -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(tell)
+                loop.call_soon_threadsafe(resolve)
 
         self.when_done(wake)
         self._exchange.flush()
@@ -158,10 +158,10 @@ class Call(Generic[T]):
         """Run each callback of `when_done` once, on the first thread that gets here."""
         while self._callbacks:
             try:
-                tell = self._callbacks.popleft()
+                callback = self._callbacks.popleft()
             except IndexError:
                 return  # another thread took the last one
-            tell()
+            callback()
 
     def __str__(self) -> str:
         return f"{self.kind} of {self.request_id!r}" if self.request_id else self.kind
@@ -262,7 +262,7 @@ class Exchange:
             if not self._bell.wait(max(deadline - time.monotonic(), 0.0)):
                 return False
 
-    def take(self, call: Call[Any]) -> None:
+    def pop(self, call: Call[Any]) -> None:
         """Remove a finished call whose result is read, so that `poll` does not return it."""
         self._finished.pop(call.number, None)
 

@@ -83,7 +83,7 @@ _ACCEPT_AGAIN_S = 1.0
 _NEVER_S = 1e8  # a promise to an engine expires there, where its load is planned
 _SETTLE_S = 1.0  # after the last process's end: a GPU's driver ends its copies a little later
 _GRACE_S = 5.0  # for calls under way when an engine closes
-_MOST_CALLS = 1 << 20
+_MAX_CALLS = 1 << 20
 _NUMBER_BITS = 48  # bits of the numbers that an engine gives its publishes
 _METHODS: dict[str, Callable[..., Awaitable[Any]]] = {
     one.__name__: one
@@ -252,7 +252,7 @@ class NodeHost:
         self._name = name or f"process {os.getpid()}"
         self._key = key
         self._deadline_s = deadline_s
-        self.calls = Exchange(_MOST_CALLS, self._wake)
+        self.calls = Exchange(_MAX_CALLS, self._wake)
         self._numbers: dict[object, int] = {}
         self._promised: dict[int, tuple[HostPromise, float]] = {}  # and when it expires
         self._asked: dict[int, tuple[Call[Any], float]] = {}  # and when what comes expires
@@ -413,7 +413,7 @@ class NodeHost:
         )
         self.calls.fail(gone)
         for promise, _ in list(self._promised.values()):
-            promise.take()
+            promise.claim()
 
     def _step(self, ready: set[int]) -> None:
         if self._bell in ready:
@@ -427,7 +427,7 @@ class NodeHost:
         for number, (promise, expires) in list(self._promised.items()):
             if promise.is_over:
                 del self._promised[number]
-            elif expires <= now and promise.take():
+            elif expires <= now and promise.claim():
                 del self._promised[number]
                 self.call(HostSide.free, promise)
 
@@ -829,7 +829,7 @@ class _Engine:
     def _promised(self, promise: HostPromise, *, is_held: bool) -> list[Any]:
         number = 0
         if is_held:
-            promise.take()  # only the engine may end it
+            promise.claim()  # only the engine may end it
             self._last_number = number = self._last_number + 1
             self._known[number] = promise
             self._numbers[promise] = number

@@ -32,7 +32,7 @@ from tierkv.transfer.storage_io import StorageIO
 log = logging.getLogger(__name__)
 
 _AT_ONCE = 32  # blocks that one exchange with the store moves, as elsewhere
-_MOST_KNOWN = 64  # number of prompts with remembered keys
+_MAX_KNOWN = 64  # number of prompts with remembered keys
 
 
 def group_fingerprint(whole: Fingerprint, number: int, group: CacheGroup) -> Fingerprint:
@@ -47,7 +47,7 @@ def group_fingerprint(whole: Fingerprint, number: int, group: CacheGroup) -> Fin
 
 
 @dataclass(slots=True, eq=False)
-class GroupLook:
+class GroupLookup:
     """The state of a lookup of one prompt in one cache group.
 
     Attributes:
@@ -106,29 +106,29 @@ class _Valid:
 
     Args:
         tier: the cache group's tier.
-        look: the lookup.
+        lookup: the lookup.
         limit: number of the prompt's tokens to consider.
         unknown: what counts for blocks that storage has not been asked for.
     """
 
-    def __init__(self, tier: GroupTier, look: GroupLook, limit: int, unknown: _Asked) -> None:
-        self._tier, self._look, self._unknown = tier, look, unknown
+    def __init__(self, tier: GroupTier, lookup: GroupLookup, limit: int, unknown: _Asked) -> None:
+        self._tier, self._lookup, self._unknown = tier, lookup, unknown
         self._length = -(-limit // tier.group.block_size)
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, at: int, /) -> int:
-        look = self._look
-        _, num_tokens = self._tier.here(look, at)
-        if self._unknown is _Asked.HOST_ALONE or num_tokens == look.keys[at].num_tokens:
+        lookup = self._lookup
+        _, num_tokens = self._tier.here(lookup, at)
+        if self._unknown is _Asked.HOST_ALONE or num_tokens == lookup.keys[at].num_tokens:
             return num_tokens
-        if at in look.stored:
-            return max(num_tokens, look.stored[at][1])
-        if at not in look.asked and self._tier.storage is not None and look.problem is None:
+        if at in lookup.stored:
+            return max(num_tokens, lookup.stored[at][1])
+        if at not in lookup.asked and self._tier.storage is not None and lookup.problem is None:
             if self._unknown is _Asked.RAISES:
                 raise _UnknownError(at)
-            return look.keys[at].num_tokens
+            return lookup.keys[at].num_tokens
         return num_tokens
 
 
@@ -175,7 +175,7 @@ class GroupTier:
 
     # Looking
 
-    def look(self, prompt: Prompt) -> GroupLook:
+    def begin_lookup(self, prompt: Prompt) -> GroupLookup:
         """Return a new lookup of `prompt` in this group, with the keys of its blocks.
 
         The keys of recent prompts are remembered.
@@ -189,107 +189,109 @@ class GroupTier:
                 self._roots[prompt.space] = root
             cut = prompt.cut_into(self.group.block_size)
             known = self._known[id(prompt)] = (prompt, cut, KeyRun.of(cut, root))
-            while len(self._known) > _MOST_KNOWN:
+            while len(self._known) > _MAX_KNOWN:
                 self._known.popitem(last=False)
         _, cut, keys = known
-        return GroupLook(cut, keys)
+        return GroupLookup(cut, keys)
 
-    def valid(self, look: GroupLook, limit: int) -> TokensAt:
+    def valid(self, lookup: GroupLookup, limit: int) -> TokensAt:
         """Return the number of tokens that the host has of each of the prompt's blocks.
 
         See `CacheGroup.longest`, which reads the result.
 
         Args:
-            look: the lookup.
+            lookup: the lookup.
             limit: number of the prompt's tokens to consider.
         """
-        return _Valid(self, look, limit, _Asked.HOST_ALONE)
+        return _Valid(self, lookup, limit, _Asked.HOST_ALONE)
 
-    def here(self, look: GroupLook, at: int) -> tuple[FlatBlock | None, int]:
+    def here(self, lookup: GroupLookup, at: int) -> tuple[FlatBlock | None, int]:
         """Return the host block with the most leading tokens of the prompt's block at a position.
 
         Args:
-            look: the lookup.
+            lookup: the lookup.
             at: position of the block in the prompt.
 
         Returns:
             The host block, None without one, and the number of tokens that it serves.
         """
-        key = look.keys[at]
+        key = lookup.keys[at]
         block = self.blocks.get(key.digest)
         if block is not None and not self._is_bad(key.digest):
             return block, key.num_tokens
         if self.group.has_prefixes:
-            wanted, extra = look.tokens(at), look.prompt.extra(at)
-            block, shared = self.blocks.best(look.keys.parent_of(at), wanted, extra)
+            wanted, extra = lookup.tokens(at), lookup.prompt.extra(at)
+            block, shared = self.blocks.best(lookup.keys.parent_of(at), wanted, extra)
             if block is not None and not self._is_bad(block.key.digest):
                 return block, shared
         return None, 0
 
-    async def longest(self, look: GroupLook, limit: int) -> int:
+    async def longest(self, lookup: GroupLookup, limit: int) -> int:
         """Return the longest beginning of the prompt that host and storage have in this group.
 
         Blocks that storage has not been asked for yet count as present: see `to_ask`. Partial
         blocks in storage are looked up here.
 
         Args:
-            look: the lookup.
+            lookup: the lookup.
             limit: largest length, in tokens.
         """
         size = self.group.block_size
         while True:
-            length = self.group.longest(limit, _Valid(self, look, limit, _Asked.HOPES))
+            length = self.group.longest(limit, _Valid(self, lookup, limit, _Asked.HOPES))
             at = length // size
-            if length == limit or length % size or not await self._asks_for_tail(look, at):
+            if length == limit or length % size or not await self._asks_for_tail(lookup, at):
                 return length
 
-    def to_ask(self, look: GroupLook, limit: int, most: int) -> list[int]:
+    def to_ask(self, lookup: GroupLookup, limit: int, max_asked: int) -> list[int]:
         """Return the positions that storage must be asked for, if `limit` tokens are to be usable.
 
         Args:
-            look: the lookup so far; [] is returned if its answers are enough.
+            lookup: the lookup so far; [] is returned if its answers are enough.
             limit: number of leading tokens of the prompt.
-            most: number of positions to return; more if the group's rule needs more. For a window
-                or a state these are the positions up to `limit`.
+            max_asked: number of positions to return; more if the group's rule needs more. For a
+                window or a state these are the positions up to `limit`.
         """
         try:
-            self.group.longest(limit, _Valid(self, look, limit, _Asked.RAISES))
+            self.group.longest(limit, _Valid(self, lookup, limit, _Asked.RAISES))
         except _UnknownError as unknown:
             at = unknown.position
         else:
             return []
-        count = max(len(self.group.needed(limit)), most)
+        count = max(len(self.group.needed(limit)), max_asked)
         if self.group.kind is GroupKind.FULL:
-            return list(range(at, min(at + count, len(look.keys))))
+            return list(range(at, min(at + count, len(lookup.keys))))
         return list(range(max(at + 1 - count, 0), at + 1))
 
-    def missing(self, look: GroupLook, positions: Sequence[int]) -> list[int]:
+    def missing(self, lookup: GroupLookup, positions: Sequence[int]) -> list[int]:
         """Return the `positions` at which the host does not have the whole block.
 
         Args:
-            look: the lookup.
+            lookup: the lookup.
             positions: positions of blocks in the prompt.
         """
-        return [at for at in positions if self.here(look, at)[1] < look.keys[at].num_tokens]
+        return [at for at in positions if self.here(lookup, at)[1] < lookup.keys[at].num_tokens]
 
-    def note_answer(self, look: GroupLook, missing: Sequence[int], there: Sequence[bool]) -> None:
+    def note_answer(
+        self, lookup: GroupLookup, missing: Sequence[int], there: Sequence[bool]
+    ) -> None:
         """Record storage's answer about blocks.
 
         Args:
-            look: the lookup, which gets the answer.
+            lookup: the lookup, which gets the answer.
             missing: positions of the blocks that storage was asked for.
             there: for each of them, True if storage has the block.
         """
         for at, is_there in zip(missing, there, strict=True):
-            key = look.keys[at]
-            if is_there and not self._is_bad(key.digest) and key.digest not in look.lost:
-                look.stored[at] = (key, key.num_tokens)
+            key = lookup.keys[at]
+            if is_there and not self._is_bad(key.digest) and key.digest not in lookup.lost:
+                lookup.stored[at] = (key, key.num_tokens)
 
-    async def _asks_for_tail(self, look: GroupLook, at: int) -> bool:
+    async def _asks_for_tail(self, lookup: GroupLookup, at: int) -> bool:
         """Ask storage for a partial block that has the same first tokens as the block at `at`.
 
         Args:
-            look: the lookup, which gets the answer.
+            lookup: the lookup, which gets the answer.
             at: position of the block in the prompt.
 
         Returns:
@@ -298,35 +300,35 @@ class GroupTier:
         if (
             not self.group.has_prefixes
             or self.storage is None
-            or look.problem is not None
-            or at >= len(look.keys)
-            or at in look.tails_asked
-            or at in look.stored
-            or self.here(look, at)[1] == look.keys[at].num_tokens
+            or lookup.problem is not None
+            or at >= len(lookup.keys)
+            or at in lookup.tails_asked
+            or at in lookup.stored
+            or self.here(lookup, at)[1] == lookup.keys[at].num_tokens
         ):
             return False
-        look.tails_asked.add(at)
-        parent, extra = look.keys.parent_of(at), look.prompt.extra(at)
-        missing = {look.keys[at].digest, *look.lost}
+        lookup.tails_asked.add(at)
+        parent, extra = lookup.keys.parent_of(at), lookup.prompt.extra(at)
+        missing = {lookup.keys[at].digest, *lookup.lost}
         found = await self.io.tails.best(
-            parent, look.tokens(at), extra, look.prompt.space, missing=missing
+            parent, lookup.tokens(at), extra, lookup.prompt.space, missing=missing
         )
         if found is None or self._is_bad(found.key.digest):
             return False
-        if found.num_shared <= self.here(look, at)[1]:
+        if found.num_shared <= self.here(lookup, at)[1]:
             return False
-        look.stored[at] = (found.key, found.num_shared)
+        lookup.stored[at] = (found.key, found.num_shared)
         return True
 
     # Bringing and holding
 
-    def hold(self, look: GroupLook, num_tokens: int) -> tuple[int, list[FlatBlock]]:
+    def hold(self, lookup: GroupLookup, num_tokens: int) -> tuple[int, list[FlatBlock]]:
         """Keep the blocks that the first `num_tokens` tokens need from eviction.
 
         All are on the host.
 
         Args:
-            look: the lookup.
+            lookup: the lookup.
             num_tokens: a number of tokens that `valid` allows.
 
         Returns:
@@ -335,7 +337,7 @@ class GroupTier:
         needed = self.group.needed(num_tokens)
         blocks = []
         for at in needed:
-            block, _ = self.here(look, at)
+            block, _ = self.here(lookup, at)
             assert block is not None, "it was found a moment ago"
             blocks.append(block)
         self.blocks.hold(blocks)
@@ -344,17 +346,17 @@ class GroupTier:
             self._write_down(block)
         return needed.start, blocks
 
-    def release(self, look: GroupLook) -> None:
+    def release(self, lookup: GroupLookup) -> None:
         """Release the blocks that the lookup keeps from eviction."""
-        look.round += 1
-        held, look.held = look.held, []
+        lookup.round += 1
+        held, lookup.held = lookup.held, []
         self.blocks.release(held)
 
-    async def bring(self, look: GroupLook, num_tokens: int) -> str | None:
+    async def bring(self, lookup: GroupLookup, num_tokens: int) -> str | None:
         """Fetch stored blocks that the first `num_tokens` tokens need, and hold all needed blocks.
 
         Args:
-            look: the lookup, which keeps the blocks from eviction until `release`.
+            lookup: the lookup, which keeps the blocks from eviction until `release`.
             num_tokens: number of leading tokens of the prompt.
 
         Returns:
@@ -363,51 +365,51 @@ class GroupTier:
         wanted: list[int] = []
         for at in self.group.needed(num_tokens):
             most = min(num_tokens - at * self.group.block_size, self.group.block_size)
-            block, count = self.here(look, at)
+            block, count = self.here(lookup, at)
             if block is not None and count >= most:
                 self.blocks.hold([block])
-                look.held.append(block)
-            elif at in look.stored:
+                lookup.held.append(block)
+            elif at in lookup.stored:
                 wanted.append(at)
         problem, left = None, wanted
         while left and problem is None:
             coming = {
-                other for at in left if (other := self._coming.get(look.stored[at][0].digest))
+                other for at in left if (other := self._coming.get(lookup.stored[at][0].digest))
             }
             if coming:
                 await asyncio.wait(coming)
             else:
-                problem = await self._fetched(look, left)
-            left = [at for at in left if at in look.stored and not self._has(look, at)]
-        came = [block for at in wanted if (block := self._has(look, at)) is not None]
+                problem = await self._fetched(lookup, left)
+            left = [at for at in left if at in lookup.stored and not self._has(lookup, at)]
+        came = [block for at in wanted if (block := self._has(lookup, at)) is not None]
         for block in came:  # also what came for others
-            if block not in look.held:
+            if block not in lookup.held:
                 self.blocks.hold([block])
-                look.held.append(block)
+                lookup.held.append(block)
         return problem
 
-    def _has(self, look: GroupLook, at: int) -> FlatBlock | None:
-        return self.blocks.get(look.stored[at][0].digest) if at in look.stored else None
+    def _has(self, lookup: GroupLookup, at: int) -> FlatBlock | None:
+        return self.blocks.get(lookup.stored[at][0].digest) if at in lookup.stored else None
 
-    async def _fetched(self, look: GroupLook, wanted: Sequence[int]) -> str | None:
+    async def _fetched(self, lookup: GroupLookup, wanted: Sequence[int]) -> str | None:
         try:
             return await abandonable(
                 self._service.tiers.work.started,
-                partial(self._fetch, look, wanted),
+                partial(self._fetch, lookup, wanted),
                 "tierkv-fetch-group",
             )
         except ShuttingDownError as error:
             return str(error)
 
-    async def _fetch(self, look: GroupLook, wanted: Sequence[int]) -> str | None:
-        storage, round_ = self.io, look.round
+    async def _fetch(self, lookup: GroupLookup, wanted: Sequence[int]) -> str | None:
+        storage, round_ = self.io, lookup.round
         # Another fetch may have begun since it was decided.
-        wanted = [at for at in wanted if look.stored[at][0].digest not in self._coming]
-        keys = [look.stored[at][0] for at in wanted]
+        wanted = [at for at in wanted if lookup.stored[at][0].digest not in self._coming]
+        keys = [lookup.stored[at][0] for at in wanted]
         arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         for key in keys:
             self._coming[key.digest] = arrived
-        slots = self.blocks.take(len(keys))
+        slots = self.blocks.allocate(len(keys))
         problem = None
         if len(slots) < len(keys):
             problem = f"the host has no room for {len(keys)} blocks of group {self.number}"
@@ -419,17 +421,17 @@ class GroupTier:
                 for place, outcome in zip(range(some.start, some.stop), outcomes, strict=True):
                     if outcome.status is not GetStatus.HIT:
                         problem = problem or outcome.reason or "not in storage"
-                        look.lost.add(keys[place].digest)
-                        look.stored.pop(wanted[place], None)
+                        lookup.lost.add(keys[place].digest)
+                        lookup.stored.pop(wanted[place], None)
                         continue
-                    block = self._made(look, wanted[place], keys[place], slots[place])
+                    block = self._made(lookup, wanted[place], keys[place], slots[place])
                     block.is_stored = True
                     if self.blocks.put(block):
                         left.discard(slots[place])
-                        self._tell(CacheEventKind.STORED, block)
-                        if look.round == round_:
+                        self._publish(CacheEventKind.STORED, block)
+                        if lookup.round == round_:
                             self.blocks.hold([block])
-                            look.held.append(block)
+                            lookup.held.append(block)
         finally:
             for key in keys:
                 del self._coming[key.digest]
@@ -437,9 +439,9 @@ class GroupTier:
             self.blocks.give(sorted(left))
         return problem
 
-    def _made(self, look: GroupLook, at: int, key: StoredKey, slot: int) -> FlatBlock:
-        tokens = look.tokens(at) if key.tail is None else key.tail.tokens
-        return FlatBlock(key, look.keys.parent_of(at), tokens, look.prompt.extra(at), at, slot)
+    def _made(self, lookup: GroupLookup, at: int, key: StoredKey, slot: int) -> FlatBlock:
+        tokens = lookup.tokens(at) if key.tail is None else key.tail.tokens
+        return FlatBlock(key, lookup.keys.parent_of(at), tokens, lookup.prompt.extra(at), at, slot)
 
     # Saves
 
@@ -456,18 +458,18 @@ class GroupTier:
         Returns:
             The number of these blocks, and the slots of blocks that the host had already.
         """
-        look, unused = self.look(prompt), []
+        lookup, unused = self.begin_lookup(prompt), []
         pairs = list(zip(positions, slots, strict=True))
         for at, slot in reversed(pairs):  # the first goes last
-            block = self._made(look, at, look.keys[at], slot)
+            block = self._made(lookup, at, lookup.keys[at], slot)
             if self.blocks.put(block):
-                self._tell(CacheEventKind.STORED, block)
+                self._publish(CacheEventKind.STORED, block)
                 self._write_down(block)
             else:
                 unused.append(slot)
         if self.group.kind is GroupKind.FULL:
             last = pairs[-1][0]
-            self.blocks.use([key.digest for key in look.keys[: last + 1]])
+            self.blocks.use([key.digest for key in lookup.keys[: last + 1]])
         return len(pairs), tuple(unused)
 
     # Storing
@@ -557,13 +559,13 @@ class GroupTier:
         return wrong
 
     def _evicted(self, block: FlatBlock) -> None:
-        self._tell(CacheEventKind.EVICTED, block)
+        self._publish(CacheEventKind.EVICTED, block)
 
     def runs(self) -> list[BlockRun]:
         """Return all blocks of the group as runs of one block each, for events."""
         return [_run(block, self.number) for block in self.blocks]
 
-    def _tell(self, what: CacheEventKind, block: FlatBlock) -> None:
+    def _publish(self, what: CacheEventKind, block: FlatBlock) -> None:
         self._service.events.publish_run(what, "host", _run(block, self.number))
 
 

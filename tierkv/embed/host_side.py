@@ -39,7 +39,7 @@ from tierkv.cache.keys import TOKEN_BYTES, Fingerprint, Prompt, StoredKey
 from tierkv.cache.layout import Layout
 from tierkv.cache.node import CopyState, Ids, Tier, TreeNode
 from tierkv.config import all_above_zero
-from tierkv.embed.group_tier import GroupLook, GroupTier, group_fingerprint
+from tierkv.embed.group_tier import GroupLookup, GroupTier, group_fingerprint
 from tierkv.embed.host_names import HostNames
 from tierkv.errors import (
     ConfigError,
@@ -68,16 +68,16 @@ from tierkv.transfer.storage_io import are_all_present
 log = logging.getLogger(__name__)
 
 _CLOSING_S = 5.0  # for the last saved blocks to be stored; later ones are not
-_FEWEST_SLOTS = 2  # one to be promised and one to be saved
-_MOST_FAILURES = 4096  # number of blocks with counted failures
-_MOST_ROUNDS = 4  # plans of a lookup: storage may lose a block between plan and fetch
-_FEWEST_ASKED = 64  # blocks of a group in the first question to storage, at least
+_MIN_SLOTS = 2  # one to be promised and one to be saved
+_MAX_FAILURES = 4096  # number of blocks with counted failures
+_MAX_ROUNDS = 4  # plans of a lookup: storage may lose a block between plan and fetch
+_MIN_ASKED = 64  # blocks of a group in the first question to storage, at least
 _MORE_ASKED = 4  # factor by which each further question is larger
 _ALL_ASKED = 1024  # blocks of all groups up to which a prompt is asked for whole
 _FOREIGN_S = 0.1  # longest wait for the reason why there is nothing
 _SESSION = "session:"  # before a session's id, in the name of its pin
-_MOST_SESSIONS = 10_000
-_LEAST_NAMES = 65_536  # engine's names of blocks that are remembered, at least
+_MAX_SESSIONS = 10_000
+_MIN_NAMES = 65_536  # engine's names of blocks that are remembered, at least
 
 
 class EngineCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -170,7 +170,7 @@ class HostSizes:
         num_slots = tuple(slots_of(groups, host_bytes))
         if shards:
             num_slots = (host_bytes // sum(shard.block_bytes for shard in shards),)
-        if min(num_slots) < _FEWEST_SLOTS:
+        if min(num_slots) < _MIN_SLOTS:
             raise ConfigError(
                 f"host_bytes is {host_bytes}, too little for two blocks of each group: raise it"
             )
@@ -227,7 +227,7 @@ class HostSizes:
         most, parts = settings.save_blocks, 4 * num_engines
         return [max(min(most, count // parts), 1) for count in self.num_slots]
 
-    def beside(self) -> list[tuple[Fingerprint, int]]:
+    def other_groups(self) -> list[tuple[Fingerprint, int]]:
         """Return fingerprint and number of slots of each group outside the index, for `Service`."""
         return [
             (group_fingerprint(self.fingerprint, number, group), self.num_slots[number])
@@ -308,7 +308,7 @@ class HostPromise:
         """True if the promise was loaded or released, or has expired."""
         return not self.owner
 
-    def take(self) -> bool:
+    def claim(self) -> bool:
         """End the promise; return False if another thread or task has ended it before.
 
         The caller that gets True must release the blocks.
@@ -446,7 +446,7 @@ class HostSide:
             number: GroupTier(service, number, groups[number], memory, is_bad=self._is_bad)
             for number, memory in zip(others, service.groups, strict=True)
         }
-        self._most_promised = max_promised
+        self._max_promised = max_promised
         self._max_failures = max_failures
         self._promises: set[HostPromise] = set()
         self._promised_blocks = [0] * len(groups)
@@ -478,8 +478,8 @@ class HostSide:
         """Start collecting the service's events of cached blocks."""
         events = service.events
         events.groups, events.indexed = self._groups, self._main or 0
-        events.beside = lambda: [run for tier in self._tiers.values() for run in tier.runs()]
-        events.most_names = _LEAST_NAMES + 4 * sum(host.num_slots for host in self.slots)
+        events.other_blocks = lambda: [run for tier in self._tiers.values() for run in tier.runs()]
+        events.max_names = _MIN_NAMES + 4 * sum(host.num_slots for host in self.slots)
         subscription = events.subscribe(self._max_events, wants_tokens=self._event_tokens)
         self._events = self._listening.enter_context(subscription)
         if self.names is not None:
@@ -488,7 +488,7 @@ class HostSide:
 
     def take_events(self) -> list[CacheEvent]:
         """Return the events since the last call, with the engine's names of blocks. Thread-safe."""
-        return self._events.take()
+        return self._events.drain()
 
     # Promises
 
@@ -533,7 +533,7 @@ class HostSide:
             )
             ticket, keys = await self._ticket(ticket_id, prompt, budget, deadline_s)
             budget.arrived()
-        async with self._room(self._most_needed(prompt)) as promise:
+        async with self._room(self._max_needed(prompt)) as promise:
             promise.ticket = ticket
             bound = prompt.num_tokens if limit is None else min(limit, prompt.num_tokens)
             promise.problem = await self._bring(prompt, keys, budget, promise, bound)
@@ -544,7 +544,7 @@ class HostSide:
                 promise.timer = loop.call_later(promise_ttl_s, self._expire, promise)
         return promise
 
-    def _most_needed(self, prompt: Prompt) -> list[int]:
+    def _max_needed(self, prompt: Prompt) -> list[int]:
         """Return by group the largest number of blocks that a promise of the prompt can hold."""
         most = []
         for group in self._groups:
@@ -559,7 +559,7 @@ class HostSide:
 
         A promise tells how many tokens the host and storage have in all cache groups.
         """
-        planned = await self._plan(prompt, self._looks(prompt), prompt.num_tokens)
+        planned = await self._plan(prompt, self._begin_lookups(prompt), prompt.num_tokens)
         return HostPromise(planned.num_tokens, problem=planned.problem)
 
     async def _ticket(
@@ -608,11 +608,11 @@ class HostSide:
 
     # What can be had in all groups
 
-    def _looks(self, prompt: Prompt) -> dict[int, GroupLook]:
-        return {number: tier.look(prompt) for number, tier in self._tiers.items()}
+    def _begin_lookups(self, prompt: Prompt) -> dict[int, GroupLookup]:
+        return {number: tier.begin_lookup(prompt) for number, tier in self._tiers.items()}
 
     async def _plan(
-        self, prompt: Prompt, looks: dict[int, GroupLook], bound: int, num_promised: int = 0
+        self, prompt: Prompt, lookups: dict[int, GroupLookup], bound: int, num_promised: int = 0
     ) -> _Planned:
         """Find the largest number of tokens, at most `bound`, that every group has.
 
@@ -620,17 +620,17 @@ class HostSide:
 
         Args:
             prompt: the prompt to look up.
-            looks: the blocks that each cache group has on the host, by number of the cache group.
+            lookups: the blocks that each cache group has on the host, by number of the cache group.
             bound: largest number of tokens.
             num_promised: number of leading blocks of the index's group that a ticket lists as
                 stored; storage is not asked for these.
         """
         if self._main is None:
-            await self._ask(looks, self._first_asked(looks, bound))
-            return _Planned(await self._longest(looks, bound), _problem_of(looks))
+            await self._ask(lookups, self._first_asked(lookups, bound))
+            return _Planned(await self._longest(lookups, bound), _problem_of(lookups))
         service, size, problem = self._service, prompt.block_size, None
         storage, match = service.tiers.copies.storage, service.index.match(prompt)
-        first, asking = match.num_blocks, self._ask(looks, self._first_asked(looks, bound))
+        first, asking = match.num_blocks, self._ask(lookups, self._first_asked(lookups, bound))
         known = Beyond(range(first, first))
         if storage is None or num_promised:
             await asking
@@ -645,93 +645,95 @@ class HostSide:
         here = first * size
         if match.partial is not None and not known.num_tokens:  # else storage has more of the block
             here += match.partial.num_tokens
-        length = await self._longest(looks, min(bound, here + known.num_tokens))
-        return _Planned(length, problem or _problem_of(looks), None if problem else known)
+        length = await self._longest(lookups, min(bound, here + known.num_tokens))
+        return _Planned(length, problem or _problem_of(lookups), None if problem else known)
 
-    def _first_asked(self, looks: dict[int, GroupLook], bound: int) -> dict[int, Sequence[int]]:
+    def _first_asked(self, lookups: dict[int, GroupLookup], bound: int) -> dict[int, Sequence[int]]:
         """Return by cache group the positions of the blocks in the first lookup in storage.
 
         If there is a group of full attention and the prompt is short, these are all blocks, so that
         no second lookup is needed.
 
         Args:
-            looks: by number of the cache group, the lookup so far.
+            lookups: by number of the cache group, the lookup so far.
             bound: number of tokens to look up.
         """
-        tiers = {n: self._tiers[n] for n in looks if self._tiers[n].storage is not None}
+        tiers = {n: self._tiers[n] for n in lookups if self._tiers[n].storage is not None}
         whole = {n: range(-(-bound // tier.group.block_size)) for n, tier in tiers.items()}
         if self._main is not None and sum(map(len, whole.values())) <= _ALL_ASKED:
             return {**whole}
-        return {n: tier.to_ask(looks[n], bound, _FEWEST_ASKED) for n, tier in tiers.items()}
+        return {n: tier.to_ask(lookups[n], bound, _MIN_ASKED) for n, tier in tiers.items()}
 
-    async def _ask(self, looks: dict[int, GroupLook], wanted: Mapping[int, Sequence[int]]) -> None:
+    async def _ask(
+        self, lookups: dict[int, GroupLookup], wanted: Mapping[int, Sequence[int]]
+    ) -> None:
         """Ask storage once, for all groups, which of the wanted blocks it has.
 
-        Answers are recorded in `looks`; blocks that were asked for before are left out.
+        Answers are recorded in `lookups`; blocks that were asked for before are left out.
 
         Args:
-            looks: by number of the cache group, the lookup so far.
+            lookups: by number of the cache group, the lookup so far.
             wanted: by number of the cache group, positions of the blocks.
         """
         missing: dict[int, list[int]] = {}
         for number, positions in wanted.items():
-            look = looks[number]
-            unknown = [at for at in positions if at not in look.asked]
-            look.asked.update(unknown)
-            missing[number] = self._tiers[number].missing(look, unknown)
+            lookup = lookups[number]
+            unknown = [at for at in positions if at not in lookup.asked]
+            lookup.asked.update(unknown)
+            missing[number] = self._tiers[number].missing(lookup, unknown)
         asked = [
-            (self._tiers[number], looks[number], of_group)
+            (self._tiers[number], lookups[number], of_group)
             for number, of_group in missing.items()
             if of_group
         ]
         if not asked:
             return
-        questions = [(tier.io, [look.keys[at] for at in some]) for tier, look, some in asked]
+        questions = [(tier.io, [lookup.keys[at] for at in some]) for tier, lookup, some in asked]
         try:
             answers = await are_all_present(questions)
         except StoreUnavailableError as error:
-            for _, look, _ in asked:
-                look.problem = str(error)
+            for _, lookup, _ in asked:
+                lookup.problem = str(error)
             return
-        for (tier, look, some), there in zip(asked, answers, strict=True):
-            tier.note_answer(look, some, there)
+        for (tier, lookup, some), there in zip(asked, answers, strict=True):
+            tier.note_answer(lookup, some, there)
 
-    async def _longest(self, looks: dict[int, GroupLook], bound: int) -> int:
+    async def _longest(self, lookups: dict[int, GroupLookup], bound: int) -> int:
         """Return the longest beginning that host and storage have in all groups outside the index.
 
         Storage is asked for all groups at once, in batches that grow.
 
         Args:
-            looks: by number of the cache group, the lookup so far.
+            lookups: by number of the cache group, the lookup so far.
             bound: largest length, in tokens.
         """
-        length, most = bound, _FEWEST_ASKED
+        length, most = bound, _MIN_ASKED
         while True:
             before = -1
             while length != before:
                 before = length
-                for number, look in looks.items():
-                    length = await self._tiers[number].longest(look, length)
+                for number, lookup in lookups.items():
+                    length = await self._tiers[number].longest(lookup, length)
             wanted = {
                 number: positions
-                for number, look in looks.items()
-                if (positions := self._tiers[number].to_ask(look, length, most))
+                for number, lookup in lookups.items()
+                if (positions := self._tiers[number].to_ask(lookup, length, most))
             }
             if not wanted:
                 return length
-            await self._ask(looks, wanted)
+            await self._ask(lookups, wanted)
             most *= _MORE_ASKED
 
-    def _longest_here(self, looks: dict[int, GroupLook], bound: int) -> int:
+    def _longest_here(self, lookups: dict[int, GroupLookup], bound: int) -> int:
         """Return the longest beginning that the host alone has in all groups outside the index.
 
         Args:
-            looks: by number of the cache group, the lookup so far.
+            lookups: by number of the cache group, the lookup so far.
             bound: largest length, in tokens.
         """
         valid = [
-            (self._groups[number], self._tiers[number].valid(look, bound))
-            for number, look in looks.items()
+            (self._groups[number], self._tiers[number].valid(lookup, bound))
+            for number, lookup in lookups.items()
         ]
         return longest_of_all(valid, bound)
 
@@ -790,7 +792,7 @@ class HostSide:
         verdict = budget.restrict(bound - here, is_answered=bool(keys)) if here < bound else None
         if verdict is None or not verdict.is_asked:
             service.tiers.decisions.recompute_storage += verdict is not None
-            self._hold(prompt, self._looks(prompt), promise, here)
+            self._hold(prompt, self._begin_lookups(prompt), promise, here)
             return verdict.reason if verdict is not None else None
         bringing.is_timed, bringing.here = True, here
         bringing.is_try = verdict.is_try
@@ -803,7 +805,7 @@ class HostSide:
             tier.num_tries -= bringing.is_try
             tier.num_late -= bringing.is_late
             bringing.is_try = bringing.is_late = False
-            _tell(answered, "this service is closing")  # no effect if there is an answer
+            _answer(answered, "this service is closing")  # no effect if there is an answer
 
         task.add_done_callback(ended)
         try:
@@ -824,7 +826,7 @@ class HostSide:
             raise
         if bringing.promise is not None:
             bringing.promise = None
-            self._hold(prompt, self._looks(prompt), promise, self._all_here(prompt, bound))
+            self._hold(prompt, self._begin_lookups(prompt), promise, self._all_here(prompt, bound))
         return problem
 
     async def _brought_in_time(
@@ -861,11 +863,13 @@ class HostSide:
                 tier.note_silence(time() - began_at)
             if bringing.transfer is not None:  # what did not come was waited for, too
                 tier.end(bringing.transfer, time(), is_late=True)
-        _tell(answered, problem)
+        _answer(answered, problem)
 
     def _all_here(self, prompt: Prompt, bound: int) -> int:
         """Return the longest beginning, up to `bound` tokens, that the host has in every group."""
-        return self._longest_here(self._looks(prompt), self._on_host(prompt, bound).num_tokens)
+        return self._longest_here(
+            self._begin_lookups(prompt), self._on_host(prompt, bound).num_tokens
+        )
 
     async def _brought(
         self,
@@ -890,43 +894,43 @@ class HostSide:
         Returns:
             Reason why a block did not arrive; None if all did.
         """
-        looks, problem, estimator = self._looks(prompt), None, self._service.estimator
+        lookups, problem, estimator = self._begin_lookups(prompt), None, self._service.estimator
         time = asyncio.get_running_loop().time
         began_at = time()
-        for left in reversed(range(_MOST_ROUNDS)):
+        for left in reversed(range(_MAX_ROUNDS)):
             try:
                 length, known = bound, None
-                if looks:
-                    num_promised = len(keys) if left == _MOST_ROUNDS - 1 else 0
-                    planned = await self._plan(prompt, looks, bound, num_promised)
+                if lookups:
+                    num_promised = len(keys) if left == _MAX_ROUNDS - 1 else 0
+                    planned = await self._plan(prompt, lookups, bound, num_promised)
                     length, known = planned.num_tokens, planned.known
                     problem = problem or planned.problem
                 if bringing.is_timed and not bringing.has_answered:
                     bringing.has_answered = True
                     self._note_answer(bringing, length - bringing.here, time() - began_at)
-                wanted = prompt.first_blocks(-(-length // prompt.block_size)) if looks else prompt
+                wanted = prompt.first_blocks(-(-length // prompt.block_size)) if lookups else prompt
                 async with self._fetched(wanted, keys, bringing, known) as outcome:
                     problem = problem or (outcome.reason if outcome is not None else None)
                     bringing.is_missing = outcome is NOT_IN_STORAGE
                     length = self._on_host(prompt, length).num_tokens
-                    length = await self._longest(looks, length)
-                    for number, look in looks.items():
-                        problem = await self._tiers[number].bring(look, length) or problem
+                    length = await self._longest(lookups, length)
+                    for number, lookup in lookups.items():
+                        problem = await self._tiers[number].bring(lookup, length) or problem
                         if bringing.promise is not None:
                             bringing.budget.arrived()
                     found = self._on_host(prompt, length).num_tokens
-                    found = self._longest_here(looks, found)
+                    found = self._longest_here(lookups, found)
                     if bringing.transfer is not None:
                         num_bytes = max(found - bringing.here, 0) * estimator.bytes_per_token
                         estimator.tier.arrived(bringing.transfer, num_bytes)
                     if found == length or not left or bringing.promise is None:
                         if bringing.promise is not None:
-                            self._hold(prompt, looks, bringing.promise, found)
+                            self._hold(prompt, lookups, bringing.promise, found)
                             bringing.promise = None
                         break
             finally:
-                for number, look in looks.items():
-                    self._tiers[number].release(look)
+                for number, lookup in lookups.items():
+                    self._tiers[number].release(lookup)
         return problem
 
     def _note_answer(self, bringing: _Bringing, num_tokens: int, seconds: float) -> None:
@@ -1038,7 +1042,7 @@ class HostSide:
         return self._failures.get(digest, 0) >= self._max_failures
 
     def _hold(
-        self, prompt: Prompt, looks: dict[int, GroupLook], promise: HostPromise, num_tokens: int
+        self, prompt: Prompt, lookups: dict[int, GroupLookup], promise: HostPromise, num_tokens: int
     ) -> None:
         """Hold for `promise` the first `num_tokens` tokens, which the host has in every group.
 
@@ -1053,8 +1057,8 @@ class HostSide:
             index.count_hit(lease)
             slots = index.slots(Tier.HOST, lease.node, 0, here.stop)
             promise.parts[self._main] = HeldRun(0, array("i", slots.tobytes()))
-        for number, look in looks.items():
-            first, blocks = self._tiers[number].hold(look, num_tokens)
+        for number, lookup in lookups.items():
+            first, blocks = self._tiers[number].hold(lookup, num_tokens)
             promise.held[number] = blocks
             promise.parts[number] = HeldRun(first, array("i", [block.slot for block in blocks]))
         self._recount(promise, [len(part.slots) for part in promise.parts])
@@ -1082,7 +1086,7 @@ class HostSide:
             raise
 
     def _fits(self, num_blocks: Sequence[int]) -> bool:
-        sums = zip(self._promised_blocks, num_blocks, self._most_promised, strict=True)
+        sums = zip(self._promised_blocks, num_blocks, self._max_promised, strict=True)
         return all(promised + more <= most for promised, more, most in sums)
 
     def _recount(self, promise: HostPromise, num_blocks: list[int]) -> None:
@@ -1093,7 +1097,7 @@ class HostSide:
         self._freed.set()
 
     def _expire(self, promise: HostPromise) -> None:
-        if promise.take():
+        if promise.claim():
             self._release(promise)
 
     async def free(self, promise: HostPromise) -> None:
@@ -1126,7 +1130,7 @@ class HostSide:
             for at in positions:
                 digest = keys[at - promise.parts[number].first].digest
                 self._failures[digest] = self._failures.pop(digest, 0) + 1
-        while len(self._failures) > _MOST_FAILURES:
+        while len(self._failures) > _MAX_FAILURES:
             self._failures.popitem(last=False)
         self._release(promise)
         handoff = self._service.handoff
@@ -1165,7 +1169,7 @@ class HostSide:
         found = [
             self._reserve(count)
             if number == self._main
-            else self._tiers[number].blocks.take(max(count, 0))
+            else self._tiers[number].blocks.allocate(max(count, 0))
             for number, count in enumerate(counts)
         ]
         self._note_reserved(found)
@@ -1274,7 +1278,7 @@ class HostSide:
         if group == self._main:
             keys: Sequence[StoredKey] = self._service.tiers.copies.prompt_keys(prompt)
         else:
-            keys = self._tiers[group].look(prompt).keys
+            keys = self._tiers[group].begin_lookup(prompt).keys
         pairs = [pair for pair in zip(positions, names, strict=True) if pair[0] < len(keys)]
         self._name((keys[at].digest for at, _ in pairs), [name for _, name in pairs])
 
@@ -1338,7 +1342,7 @@ class HostSide:
             return
         pins.pin(_SESSION + session, prompt, ttl_s, is_soft=True)
         self._sessions[session] = None
-        if len(self._sessions) > _MOST_SESSIONS:
+        if len(self._sessions) > _MAX_SESSIONS:
             oldest, _ = self._sessions.popitem(last=False)
             pins.unpin(_SESSION + oldest)
 
@@ -1439,15 +1443,15 @@ class HostSide:
         Raises:
             HandoffError: a block is not on the host.
         """
-        looks, whole = self._looks(prompt), prompt.num_tokens
-        found = self._longest_here(looks, self._on_host(prompt, whole).num_tokens)
+        lookups, whole = self._begin_lookups(prompt), prompt.num_tokens
+        found = self._longest_here(lookups, self._on_host(prompt, whole).num_tokens)
         if found < whole:
             raise HandoffError(
                 HandoffProblem.UNAVAILABLE.value,
                 f"only {found} of {whole} prompt tokens are in host memory for every group",
             )
         self._release_copies(promise)
-        self._hold(prompt, looks, promise, whole)
+        self._hold(prompt, lookups, promise, whole)
 
     @asynccontextmanager
     async def slots_of(self, promise: HostPromise, blocks: range) -> AsyncIterator[Ids]:
@@ -1600,15 +1604,15 @@ class SavedPrompt:
         """See `PromptBlocks.on_host`. Saved blocks have their bytes, so no event is waited for."""
         return self._side.slots_of(self._promise, blocks)
 
-    async def store_beside(self) -> None:
+    async def store_rest(self) -> None:
         """Store the blocks of the groups outside the index."""
         await self._side.store_groups(self._promise)
 
 
-def _problem_of(looks: dict[int, GroupLook]) -> str | None:
-    return next((look.problem for look in looks.values() if look.problem), None)
+def _problem_of(lookups: dict[int, GroupLookup]) -> str | None:
+    return next((lookup.problem for lookup in lookups.values() if lookup.problem), None)
 
 
-def _tell(answered: asyncio.Future[str | None], problem: str | None) -> None:
+def _answer(answered: asyncio.Future[str | None], problem: str | None) -> None:
     if not answered.done():
         answered.set_result(problem)

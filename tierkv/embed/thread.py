@@ -63,7 +63,7 @@ class EmbedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 log = logging.getLogger(__name__)
 
-_LOOK_AT_DEVICE_S = 0.05  # a device that is lost has no way to call
+_CHECK_DEVICE_S = 0.05  # a device that is lost has no way to call
 _UNWIND_S = 2.0  # a service that failed may wait for a copy; its callers are answered before that
 NEEDS_NO_DEVICE = frozenset({"end", "abort", "stats", "verify"})
 
@@ -298,7 +298,7 @@ class ServiceThread:
         """
         while service.device.failure is None:
             await self._has_calls.wait()
-            await asyncio.sleep(_LOOK_AT_DEVICE_S)
+            await asyncio.sleep(_CHECK_DEVICE_S)
             if not self._running:
                 self._has_calls.clear()
         self._cancel_all(DeviceFailedError(service.device.failure), but=NEEDS_NO_DEVICE)

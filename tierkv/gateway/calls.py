@@ -57,7 +57,7 @@ _BUSY_CODES = (
 )
 _NOT_NOW_CODES = ("shutting_down", "not_ready", "wrong_role")
 _OK = "ok"
-_MOST_TROUBLE = 1_000  # characters of what a node says of itself
+_MAX_TROUBLE = 1_000  # characters of what a node says of itself
 _RETRY_CODES = ("duplicate_request", "wrong_role", "body_timeout")
 
 
@@ -156,7 +156,7 @@ class NodeCalls:
         except UNREADABLE:
             return ""
         wrong = [f"{name}: {part.detail}" for name, part in parts.items() if part.status != _OK]
-        return "; ".join(wrong)[:_MOST_TROUBLE]
+        return "; ".join(wrong)[:_MAX_TROUBLE]
 
     async def _probe(self, node: BackendNode, path: str) -> Reply:
         try:
@@ -370,7 +370,7 @@ class NodeCalls:
         status = status or problem.status
         said = f"{node.url}: {problem.detail} ({problem.code})"
         if problem.code in _NOT_NOW_CODES:
-            node.says_unready()  # until a probe says otherwise
+            node.mark_unready()  # until a probe says otherwise
         if status in _REFUSED:
             raise self._unauthorized(node, status)
         if problem.code in (*_BUSY_CODES, *_RETRY_CODES):
@@ -472,9 +472,9 @@ class _Probe:
             trouble = await self._calls.trouble(node)
             self._nodes.compare(node, fingerprint, model)
             if trouble is None:
-                node.says_unready()
+                node.mark_unready()
             else:
-                node.says_ready(trouble)
+                node.mark_ready(trouble)
             self._unanswered = self._excused = 0
         except AttemptError:
             if self._calls.late_s > late_before_s and self._excused < _EXCUSES:
@@ -484,9 +484,9 @@ class _Probe:
             self._unanswered += 1
             if self._unanswered >= self._settings.gone_after_probes:
                 node.cut_off_waits(now(), silent_s=self._settings.probe_timeout_s)
-        self._tell(node.state(now()))
+        self._log_state(node.state(now()))
 
-    def _tell(self, state: NodeState) -> None:
+    def _log_state(self, state: NodeState) -> None:
         if state is self._before:
             return
         self._before = state

@@ -258,7 +258,7 @@ class Backend:
         ):
             yield
 
-    async def who_holds(self, job: Job, nodes: Sequence[BackendNode]) -> Held:
+    async def cached_tokens_by_node(self, job: Job, nodes: Sequence[BackendNode]) -> Held:
         """Return by node the number of leading prompt tokens that it has cached.
 
         Nodes are asked, if there are several and the prompt is not short. For a node that does not

@@ -87,7 +87,7 @@ class BackendNode:
         """Send no requests to the node for a time, twice as long after each consecutive failure."""
         self.num_failures += 1
         self._is_ready = True  # what it said before counts no more
-        longest = self._settings.eject_most_s
+        longest = self._settings.max_eject_s
         # Failures of work that ran beside each other are one death, not many.
         if now >= self._ejected_until:
             doublings = min(self.num_failures - 1, 16)
@@ -98,7 +98,7 @@ class BackendNode:
         self.num_failures = 0
         self._ejected_until = 0.0
 
-    def says_ready(self, trouble: str = "") -> None:
+    def mark_ready(self, trouble: str = "") -> None:
         """Record that the node has answered a probe as ready.
 
         Args:
@@ -111,7 +111,7 @@ class BackendNode:
         self._ejected_until = 0.0
         self.num_failures = 0
 
-    def says_unready(self) -> None:
+    def mark_unready(self) -> None:
         """Send no requests to the node until a probe finds it ready."""
         self._is_ready = False
 

@@ -18,11 +18,11 @@ from tierkv.kv_hints import KvHints
 FinishReason = Literal["stop", "length"]
 Count = Annotated[int, msgspec.Meta(le=2**31 - 1)]  # `check` says what is wrong with a low one
 
-_MOST_STOPS = 4
-_MOST_CHOICES = 128
-_MOST_STOP_CHARACTERS = 256
-_MOST_TEMPERATURE = 2.0
-_MOST_LOGPROBS = 20
+_MAX_STOPS = 4
+_MAX_CHOICES = 128
+_MAX_STOP_CHARACTERS = 256
+_MAX_TEMPERATURE = 2.0
+_MAX_LOGPROBS = 20
 _SEED_BITS = 63
 _DEFAULT_TOKENS = 16
 
@@ -82,13 +82,13 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kv_hints: KvHints | None = None
 
     @property
-    def most_tokens(self) -> int:
+    def token_limit(self) -> int:
         """The largest number of tokens to generate."""
         return _DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def length_field(self) -> str:
-        """The name of the field that sets `most_tokens`."""
+        """The name of the field that sets `token_limit`."""
         return "max_tokens"
 
     @property
@@ -97,7 +97,7 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
-    def of_most_likely(self) -> int:
+    def num_candidates(self) -> int:
         """The number of most likely tokens from which one is chosen; 0 stands for all tokens."""
         return 0 if self.top_k in (None, -1) else self.top_k or 0
 
@@ -144,11 +144,11 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             InvalidRequestError: There are too many stop texts, or one is empty or too long.
         """
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if len(stops) > _MOST_STOPS:
-            raise InvalidRequestError(f"stop must have at most {_MOST_STOPS} texts", param="stop")
-        if not all(0 < len(stop) <= _MOST_STOP_CHARACTERS for stop in stops):
+        if len(stops) > _MAX_STOPS:
+            raise InvalidRequestError(f"stop must have at most {_MAX_STOPS} texts", param="stop")
+        if not all(0 < len(stop) <= _MAX_STOP_CHARACTERS for stop in stops):
             raise InvalidRequestError(
-                f"each text of stop must have 1 to {_MOST_STOP_CHARACTERS} characters", param="stop"
+                f"each text of stop must have 1 to {_MAX_STOP_CHARACTERS} characters", param="stop"
             )
         return stops
 
@@ -163,23 +163,23 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             ("store", self.store, False),
             ("logit_bias", self.logit_bias or None, None),
         )
-        if self.most_tokens < 1:
+        if self.token_limit < 1:
             field = self.length_field
             raise InvalidRequestError(f"{field} must be at least 1", param=field)
-        if not 0 <= (self.min_tokens or 0) <= self.most_tokens:
+        if not 0 <= (self.min_tokens or 0) <= self.token_limit:
             raise InvalidRequestError("min_tokens must be in 0..max_tokens", param="min_tokens")
-        if self.temperature is not None and not 0 <= self.temperature <= _MOST_TEMPERATURE:
+        if self.temperature is not None and not 0 <= self.temperature <= _MAX_TEMPERATURE:
             raise InvalidRequestError("temperature must be in 0..2", param="temperature")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise InvalidRequestError("top_p must be above 0 and at most 1", param="top_p")
-        if not 1 <= self.num_choices <= _MOST_CHOICES:
-            raise InvalidRequestError(f"n must be in 1..{_MOST_CHOICES}", param="n")
-        if self.num_logprobs is not None and not 0 <= self.num_logprobs <= _MOST_LOGPROBS:
+        if not 1 <= self.num_choices <= _MAX_CHOICES:
+            raise InvalidRequestError(f"n must be in 1..{_MAX_CHOICES}", param="n")
+        if self.num_logprobs is not None and not 0 <= self.num_logprobs <= _MAX_LOGPROBS:
             raise InvalidRequestError(
-                f"the number of log probabilities must be in 0..{_MOST_LOGPROBS}",
+                f"the number of log probabilities must be in 0..{_MAX_LOGPROBS}",
                 param=self.logprobs_field,
             )
-        if self.of_most_likely < 0:
+        if self.num_candidates < 0:
             raise InvalidRequestError("top_k must be -1 or more", param="top_k")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError('stream_options needs "stream": true', param="stream_options")
@@ -220,9 +220,9 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             yield Job(
                 request_id=request_id if len(every) == 1 else f"{request_id}-{number}",
                 prompt=prompt,
-                max_tokens=self.most_tokens,
+                max_tokens=self.token_limit,
                 temperature=1.0 if self.temperature is None else self.temperature,
-                top_k=self.of_most_likely,
+                top_k=self.num_candidates,
                 seed=(seed + choice) % 2**64,
                 sampling=self.sampling(),
                 num_logprobs=self.num_logprobs,
@@ -253,12 +253,12 @@ class CompletionBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_field
         """Return a copy without the prompts, so that their memory can be freed."""
         return replace(self, prompt="")
 
-    def prompts(self, *, most_prompts: int, most_tokens: int) -> list[Prompt]:
+    def prompts(self, *, max_prompts: int, max_tokens: int) -> list[Prompt]:
         """Check the body, and return its prompts: texts unchanged, tokens packed as int32.
 
         Args:
-            most_prompts: Largest number of prompts.
-            most_tokens: Largest number of tokens of a prompt.
+            max_prompts: Largest number of prompts.
+            max_tokens: Largest number of tokens of a prompt.
 
         Raises:
             InvalidRequestError: A prompt or another field is wrong.
@@ -269,7 +269,7 @@ class CompletionBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_field
             ("suffix", self.suffix or None, None),
             ("echo", self.echo, False),
         )
-        return read_prompts(self.prompt, most_prompts=most_prompts, most_tokens=most_tokens)
+        return read_prompts(self.prompt, max_prompts=max_prompts, max_tokens=max_tokens)
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -307,9 +307,9 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     chat_template_kwargs: dict[str, object] | None = None
 
     @property
-    def most_tokens(self) -> int:
+    def token_limit(self) -> int:
         given = self.max_completion_tokens
-        return super().most_tokens if given is None else given
+        return super().token_limit if given is None else given
 
     @property
     def length_field(self) -> str:
@@ -327,18 +327,18 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     def without_prompts(self) -> Self:
         return replace(self, messages=[])
 
-    def prompts(self, *, most_prompts: int, most_tokens: int) -> list[Prompt]:
+    def prompts(self, *, max_prompts: int, max_tokens: int) -> list[Prompt]:
         """Check the body, and return its messages as one prompt.
 
         Args:
-            most_prompts: Ignored.
-            most_tokens: Ignored: the number of tokens is known only after a node has tokenized
+            max_prompts: Ignored.
+            max_tokens: Ignored: the number of tokens is known only after a node has tokenized
                 them.
 
         Raises:
             InvalidRequestError: A message or another field is wrong.
         """
-        del most_prompts, most_tokens
+        del max_prompts, max_tokens
         self.check()
         without_tools = self.tool_choice in ("none", "auto")
         self.refuse_unless(

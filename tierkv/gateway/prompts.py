@@ -107,13 +107,13 @@ class Job:
         return self.body({**sampling, "stream": True, **fields}, after)
 
 
-def read_prompts(given: Given, *, most_prompts: int, most_tokens: int) -> list[Prompt]:
+def read_prompts(given: Given, *, max_prompts: int, max_tokens: int) -> list[Prompt]:
     """Return the prompts of a body: texts unchanged, tokens packed as int32.
 
     Args:
         given: A text, a list of tokens, or a list of either.
-        most_prompts: Largest number of prompts.
-        most_tokens: Largest number of tokens of a prompt.
+        max_prompts: Largest number of prompts.
+        max_tokens: Largest number of tokens of a prompt.
 
     Raises:
         InvalidRequestError: A prompt is empty or too long, or there are none or too many.
@@ -122,9 +122,9 @@ def read_prompts(given: Given, *, most_prompts: int, most_tokens: int) -> list[P
     kinds = {type(one) for one in several}
     if kinds == {int}:
         several, kinds = [several], {list}
-    if not 1 <= len(several) <= most_prompts:
+    if not 1 <= len(several) <= max_prompts:
         raise InvalidRequestError(
-            f"one request may have 1 to {most_prompts} prompts, not {len(several)}", param="prompt"
+            f"one request may have 1 to {max_prompts} prompts, not {len(several)}", param="prompt"
         )
     if len(kinds) > 1 or any(isinstance(one, list) and not _are_tokens(one) for one in several):
         raise InvalidRequestError(
@@ -132,21 +132,21 @@ def read_prompts(given: Given, *, most_prompts: int, most_tokens: int) -> list[P
             "of lists of tokens",
             param="prompt",
         )
-    return [_read(one, most_tokens) for one in several]
+    return [_read(one, max_tokens) for one in several]
 
 
 def _are_tokens(several: list[object]) -> bool:
     return all(type(one) is int for one in several)
 
 
-def _read(prompt: object, most_tokens: int) -> str | bytes:
+def _read(prompt: object, max_tokens: int) -> str | bytes:
     assert isinstance(prompt, str | list), "no other prompts are decoded"
     if not prompt:
         raise empty()
     if isinstance(prompt, str):
         return prompt
-    if len(prompt) > most_tokens:
-        raise too_long(most_tokens)
+    if len(prompt) > max_tokens:
+        raise too_long(max_tokens)
     try:
         return pack(prompt)
     except BadRequestError as error:
@@ -170,10 +170,10 @@ def empty() -> InvalidRequestError:
     return InvalidRequestError("a prompt is empty: give at least one token", param="prompt")
 
 
-def too_long(most_tokens: int) -> InvalidRequestError:
-    """Return the error for a prompt with more than `most_tokens` tokens."""
+def too_long(max_tokens: int) -> InvalidRequestError:
+    """Return the error for a prompt with more than `max_tokens` tokens."""
     return InvalidRequestError(
-        f"the prompt is longer than the nodes' {most_tokens} tokens: shorten it",
+        f"the prompt is longer than the nodes' {max_tokens} tokens: shorten it",
         param="prompt",
         code="context_length_exceeded",
     )

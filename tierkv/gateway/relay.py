@@ -51,7 +51,7 @@ from tierkv.pd.tickets import HandoffProblem
 from tierkv.tasks import deadline, expected, task_group
 from tierkv.tokenizers import StopFinder
 
-Say = Callable[[AnswerPiece], Awaitable[None]]
+Send = Callable[[AnswerPiece], Awaitable[None]]
 
 
 class PromptAnswer:
@@ -82,13 +82,13 @@ class PromptAnswer:
         self._min_tokens = min_tokens
         self._num_characters = 0
 
-    async def run(self, say: Say) -> None:
-        """Generate the answer, and call `say` with each piece.
+    async def run(self, send: Send) -> None:
+        """Generate the answer, and call `send` with each piece.
 
-        A cancel, or an error of `say`, stops the nodes' work on this prompt.
+        A cancel, or an error of `send`, stops the nodes' work on this prompt.
 
         Args:
-            say: Sends a piece to the caller, or keeps it.
+            send: Sends a piece to the caller, or keeps it.
 
         Raises:
             GatewayError: The prompt has failed.
@@ -101,7 +101,7 @@ class PromptAnswer:
                 while not task.done() or self.num_tokens < len(delivery.tokens):
                     piece = self._read(delivery, await delivery.news(self.num_tokens))
                     if piece.text or piece.logprobs:
-                        await say(piece)
+                        await send(piece)
                     if self._stops.has_stopped:
                         break
                 failure = task.result() if task.done() else None
@@ -115,7 +115,7 @@ class PromptAnswer:
             if failure is not None:
                 raise failure
             if rest := self._stops.feed(delivery.rest()) + self._stops.rest():
-                await say(AnswerPiece(rest))
+                await send(AnswerPiece(rest))
             has_stopped = self._stops.has_stopped or delivery.has_stopped
             self.finish_reason = "stop" if has_stopped else "length"
 
@@ -274,13 +274,13 @@ class Delivery:
         self._num_calls += 1
         return f"{self.job.request_id}.{self._nonce}.{self._num_calls}"
 
-    def accept(self, node: BackendNode, offset: int, told: _Tokens) -> int:
+    def accept(self, node: BackendNode, offset: int, received: _Tokens) -> int:
         """Append the tokens of an event that are not known yet; known ones must be the same.
 
         Args:
             node: The node that sent the event.
             offset: Number of tokens of the answer before the event.
-            told: The event.
+            received: The event.
 
         Returns:
             Number of tokens of the answer up to the event's last.
@@ -290,7 +290,7 @@ class Delivery:
             HandoffRefusedError: A decode node sent the first token before the prefill node did,
                 which alone has the token's log probabilities.
         """
-        tokens, pieces = told.tokens, told.pieces
+        tokens, pieces = received.tokens, received.pieces
         if len(pieces) != len(tokens):
             raise self._blame(node, "sent tokens without their texts")
         known = self.tokens[offset : offset + len(tokens)]
@@ -299,28 +299,30 @@ class Delivery:
                 node, "continued the answer with other tokens than the node before it"
             )
         if not tokens:
-            self._held_back = (offset, told.text)
+            self._held_back = (offset, received.text)
         if len(known) < len(tokens):
             if not self.tokens:
                 self.backend.metrics.first_token.observe(self.now() - self._started)
             self.speakers.add(node)
             stop = self.job.max_tokens - len(self.tokens) + len(known)
             if self.job.num_logprobs is not None:
-                self.logprobs += self._whole_logprobs(node, told, len(known))[: stop - len(known)]
+                self.logprobs += self._whole_logprobs(node, received, len(known))[
+                    : stop - len(known)
+                ]
             self.tokens += tokens[len(known) : stop]
             self._pieces += pieces[len(known) : stop]
             self._changed.set()
         return offset + len(tokens)
 
-    def _whole_logprobs(self, node: BackendNode, told: _Tokens, known: int) -> list[Logprobs]:
+    def _whole_logprobs(self, node: BackendNode, received: _Tokens, known: int) -> list[Logprobs]:
         """Return the log probabilities of an event's tokens, from number `known` on.
 
         Raises:
             NodeFailedError: The event lacks them.
             HandoffRefusedError: The token comes from a ticket, which has no log probabilities.
         """
-        found = (told.logprobs or [])[known:]
-        if len(found) < len(told.tokens) - known:
+        found = (received.logprobs or [])[known:]
+        if len(found) < len(received.tokens) - known:
             raise self._blame(node, "sent tokens without their log probabilities")
         if None in found:
             raise HandoffRefusedError(
@@ -677,11 +679,11 @@ async def _attempt(delivery: Delivery, *, can_hand_off: bool) -> None:
         can_hand_off: False once a hand-off of this prompt was refused.
     """
     job = delivery.job
-    who = _who_may_go_on(delivery)
-    everybody = delivery.some_of(who)
-    prefilling = delivery.fresh([node for node in who if node.role.prefills])
-    decoding = delivery.fresh([node for node in who if node.role.decodes])
-    held = await delivery.backend.who_holds(job, everybody)
+    nodes = _continuing_nodes(delivery)
+    everybody = delivery.some_of(nodes)
+    prefilling = delivery.fresh([node for node in nodes if node.role.prefills])
+    decoding = delivery.fresh([node for node in nodes if node.role.decodes])
+    held = await delivery.backend.cached_tokens_by_node(job, everybody)
     alone: BackendNode | None
     if delivery.tokens:
         # Without a hand-off, the node that has computed the prompt goes on, whatever its role.
@@ -699,7 +701,7 @@ async def _attempt(delivery: Delivery, *, can_hand_off: bool) -> None:
         await _generate(delivery, alone, held)
 
 
-def _who_may_go_on(delivery: Delivery) -> list[BackendNode]:
+def _continuing_nodes(delivery: Delivery) -> list[BackendNode]:
     """Return the nodes that may generate the next tokens.
 
     These are all nodes, unless some turned out to have different models. Then only nodes that have

@@ -55,7 +55,7 @@ def choose_decode(nodes: Sequence[BackendNode], held: Held) -> BackendNode:
 _CHUNK_TOKENS = 64
 _CHUNK_BYTES = _CHUNK_TOKENS * TOKEN_BYTES
 REMEMBERED_BYTES = 1024 * _CHUNK_BYTES  # of a prompt: some 2 ms of the loop's time
-_MOST_CHUNKS = 1 << 16  # about 4 million tokens, some 10 MB
+_MAX_CHUNKS = 1 << 16  # about 4 million tokens, some 10 MB
 
 
 class PrefixMemory:
@@ -65,13 +65,13 @@ class PrefixMemory:
     of node, never a wrong answer.
 
     Args:
-        most_chunks: Number of prefixes that are remembered; the least recent ones are forgotten.
+        max_chunks: Number of prefixes that are remembered; the least recent ones are forgotten.
     """
 
-    def __init__(self, most_chunks: int = _MOST_CHUNKS) -> None:
+    def __init__(self, max_chunks: int = _MAX_CHUNKS) -> None:
         # By node and life; one tuple for all chunks of a prompt that only one node has seen.
         self._seen: OrderedDict[int, tuple[tuple[str, int], ...]] = OrderedDict()
-        self._most = most_chunks
+        self._max_chunks = max_chunks
 
     def remember(self, tokens: bytes, url: str, life: int) -> None:
         """Remember that a node has cached a prompt.
@@ -86,7 +86,7 @@ class PrefixMemory:
             others = tuple([one for one in self._seen.get(digest, ()) if one[0] != url])
             self._seen[digest] = (*others, *alone) if others else alone
             self._seen.move_to_end(digest)
-        while len(self._seen) > self._most:
+        while len(self._seen) > self._max_chunks:
             self._seen.popitem(last=False)
 
     def matched(self, tokens: bytes, lives: Mapping[str, int]) -> dict[str, int]:

@@ -53,10 +53,10 @@ from tierkv.tasks import task_group
 
 _ID_CHARS = 200  # what nodes get is longer by the number of the call
 _CLOSE_LIMIT_S = 5.0  # after the drain
-_MOST_PIECES = 64  # that wait for the client; a slow one then slows its own answer only
+_MAX_PIECES = 64  # that wait for the client; a slow one then slows its own answer only
 
 B = TypeVar("B", CompletionBody, ChatBody)
-SayTo = Callable[[int, AnswerPiece], Awaitable[None]]
+SendTo = Callable[[int, AnswerPiece], Awaitable[None]]
 
 
 class CompletionRoutes:
@@ -90,16 +90,16 @@ class CompletionRoutes:
         prompts: list[Prompt] = []
         num_bytes = 0
 
-        def take(body: B) -> B:
+        def accept(body: B) -> B:
             nonlocal num_bytes
             self._gateway.check_model(body.model)
             most = settings.gateway.max_prompt_tokens
-            prompts.extend(body.prompts(most_prompts=settings.limits.max_batch, most_tokens=most))
+            prompts.extend(body.prompts(max_prompts=settings.limits.max_batch, max_tokens=most))
             num_bytes = sum(map(packed_bytes, prompts))
             return body.without_prompts()
 
         async with self._gateway.work():
-            body = await backend.bodies.read(request, kind, take)
+            body = await backend.bodies.read(request, kind, accept)
         stops = body.stops()
         session_id = bodies.session_of(request, body.session_id)
         num_answers = len(prompts) * body.num_choices
@@ -123,10 +123,10 @@ class CompletionRoutes:
     ) -> web.Response:
         pieces: list[list[AnswerPiece]] = [[] for _ in answers]
 
-        async def say(index: int, piece: AnswerPiece) -> None:
+        async def send(index: int, piece: AnswerPiece) -> None:
             pieces[index].append(piece)
 
-        await self._run(answers, say)
+        await self._run(answers, send)
         finishes = [answer.finish_reason for answer in answers]
         completion = writer.head.whole(
             [AnswerPiece.joined(each) for each in pieces], finishes, usage_of(answers, num_choices)
@@ -136,14 +136,14 @@ class CompletionRoutes:
     async def _stream(
         self, writer: _Writer, answers: Sequence[PromptAnswer], *, usage_choices: int | None
     ) -> web.StreamResponse:
-        pieces: asyncio.Queue[tuple[int, AnswerPiece] | None] = asyncio.Queue(_MOST_PIECES)
+        pieces: asyncio.Queue[tuple[int, AnswerPiece] | None] = asyncio.Queue(_MAX_PIECES)
 
-        async def say(index: int, piece: AnswerPiece) -> None:
+        async def send(index: int, piece: AnswerPiece) -> None:
             await pieces.put((index, piece))
 
         async def produce() -> Exception | None:
             try:
-                await self._run(answers, say)
+                await self._run(answers, send)
             except Exception as error:  # noqa: BLE001 - an unexpected error is logged
                 return error
             return None
@@ -169,23 +169,23 @@ class CompletionRoutes:
         await writer.write_line(b"[DONE]")
         return await writer.end()
 
-    async def _run(self, answers: Sequence[PromptAnswer], say: SayTo) -> None:
+    async def _run(self, answers: Sequence[PromptAnswer], send: SendTo) -> None:
         """Generate all answers; the first one that fails ends all of them.
 
         Args:
             answers: The answers to generate.
-            say: Called with the number of an answer and its next piece.
+            send: Called with the number of an answer and its next piece.
 
         Raises:
             GatewayError: A prompt has failed.
         """
         async with task_group() as tasks:
             async for index, answer in in_turns(enumerate(answers)):
-                tasks.create_task(self._run_one(index, answer, say))
+                tasks.create_task(self._run_one(index, answer, send))
 
-    async def _run_one(self, index: int, answer: PromptAnswer, say: SayTo) -> None:
+    async def _run_one(self, index: int, answer: PromptAnswer, send: SendTo) -> None:
         async with self._gateway.work():
-            await answer.run(lambda piece: say(index, piece))
+            await answer.run(lambda piece: send(index, piece))
 
 
 def _wake(pieces: asyncio.Queue[tuple[int, AnswerPiece] | None]) -> None:
@@ -258,7 +258,7 @@ def router_of(gateway: Gateway, guard: Guard) -> HttpRouter:
     """
     kinds = [kind(gateway) for kind in (CompletionRoutes, ProbeRoutes, GatewayLiveRoutes)]
     table = [row for owner in (*kinds, PageRoutes()) for row in routes_of(owner)]
-    return HttpRouter(table, guard, partial(fail, told=failure_of), id_chars=_ID_CHARS)
+    return HttpRouter(table, guard, partial(fail, make_problem=failure_of), id_chars=_ID_CHARS)
 
 
 class ProbeRoutes:

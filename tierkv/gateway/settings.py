@@ -106,7 +106,7 @@ class HealthSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         probe_timeout_s: seconds in which a probe must be answered.
         eject_s: seconds without requests after a failure. Each further failure doubles this time; a
             good probe ends it.
-        eject_most_s: limit of that time, in seconds.
+        max_eject_s: limit of that time, in seconds.
         gone_after_probes: number of unanswered probes in a row after which streams that the node
             has stopped sending continue at another node.
     """
@@ -114,7 +114,7 @@ class HealthSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     probe_interval_s: float = 1.0
     probe_timeout_s: Fixed[float] = 2.0
     eject_s: Fixed[float] = 1.0
-    eject_most_s: Fixed[float] = 30.0
+    max_eject_s: Fixed[float] = 30.0
     gone_after_probes: Fixed[int] = 3
 
     def __post_init__(self) -> None:

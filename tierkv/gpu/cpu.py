@@ -44,7 +44,7 @@ from tierkv.threads import start_thread
 _PAGE = 4096
 _DEVICE_SETTING = "cache.device_blocks"
 # Each run costs a step of Python with the GIL: shorter runs are not worth it.
-_LEAST_RUN_BYTES = 64 << 10
+_MIN_RUN_BYTES = 64 << 10
 # A copy up to this size is one call without the GIL, and its layers arrive together; layer by layer
 # it would hold up the engine's Python. Longer copies go layer by layer.
 _ONE_CALL_BYTES = 8 << 20
@@ -309,7 +309,7 @@ class CpuLane:
             start = layout.offsets[index]
             stop = start + layout.planes[index].block_bytes
             slots, plane = host[:, start:stop], self._planes.arrays[index]
-            if len(runs) * _LEAST_RUN_BYTES <= len(copy) * (stop - start):
+            if len(runs) * _MIN_RUN_BYTES <= len(copy) * (stop - start):
                 # 13 GB/s; by ids NumPy copies twice, through fresh memory: 7.5.
                 for slot, block, count in runs:
                     if self._direction is Direction.LOAD:

@@ -156,7 +156,7 @@ def _ours(planes: Planes) -> CudaPlanes:
     return planes
 
 
-_DEFAULT_QUEUES, _MOST_QUEUES = 8, 32  # CUDA's
+_DEFAULT_QUEUES, _MAX_QUEUES = 8, 32  # CUDA's
 
 
 class CudaDevice:
@@ -353,7 +353,7 @@ class CudaDevice:
 def num_queues() -> int:
     """Return the number of hardware queues that the driver uses, as the environment sets it."""
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-    return min(max(int(given), 1), _MOST_QUEUES) if given.isdecimal() else _DEFAULT_QUEUES
+    return min(max(int(given), 1), _MAX_QUEUES) if given.isdecimal() else _DEFAULT_QUEUES
 
 
 def used_queues(gpu: Gpu) -> tuple[CudaStream, ...]:

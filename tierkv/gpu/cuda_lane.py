@@ -46,7 +46,7 @@ _BATCH_PIECES = 128
 _UNSORTED_UNITS = 2
 _STRAIGHT_CALLS = 24  # at most, of what a copy begins with: one for each rectangle
 _NARROW_SHARE = 16  # of a block, in rows that the copy engine moves slowly: scales beside fp8
-_LEAST_STAGING = 1 << 20
+_MIN_STAGING = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +94,12 @@ class Pipeline:
         self._slots += np.uint64(host.address)
         row = row_of(self._block_bytes)
         largest = 2 * row * min(planes.num_blocks, host.num_slots)
-        capacity = max(min(settings.staging_bytes, largest), 2 * row, _LEAST_STAGING)
-        sizes = replace(settings.units, most=min(settings.units.most, capacity // 4))
+        capacity = max(min(settings.staging_bytes, largest), 2 * row, _MIN_STAGING)
+        sizes = replace(settings.units, max_unit=min(settings.units.max_unit, capacity // 4))
         if direction is Direction.OFFLOAD:
             # No kernel follows the last piece, so that units need not be smaller for its sake.
             piece = max(sizes.piece, sizes.offload_piece)
-            sizes = replace(sizes, piece=piece, last=sizes.most, last_share=1, share=4)
+            sizes = replace(sizes, piece=piece, last=sizes.max_unit, last_share=1, share=4)
         self._planner = UnitPlanner(planes.layout, order, sizes)
         self._copies, self._copies_next = (new_stream(gpu, is_urgent=False) for _ in range(2))
         self._turn_bytes = settings.turn_bytes
@@ -159,7 +159,7 @@ class Pipeline:
                 slots[rest] = slots[rest][by_slot]
                 block_ids = np.concatenate((block_ids[: unit.start], block_ids[rest][by_slot]))
             joins = number >= _UNSORTED_UNITS and unit.num_bytes == self._host.stride
-            offset, free = self._ring.take(unit.staging_bytes)
+            offset, free = self._ring.reserve(unit.staging_bytes)
             staging = self._staging.address + offset
             blocks = block_ids[unit.start : unit.stop]
             pieces = self._write_pieces(unit, slots[unit.start : unit.stop], staging, joins=joins)
@@ -274,7 +274,7 @@ class Pipeline:
             self._block_bytes,
             start=self._host.address,
             chunk_bytes=self._host.chunk_bytes,
-            most_bytes=self._turn_bytes,
+            max_bytes=self._turn_bytes,
         )
         count = len(firsts)
         host[:count], staged[:count] = host[firsts], staged[firsts]
@@ -301,7 +301,7 @@ class Pipeline:
             self._under_way.append(self._copies.record_bound())
             self._since_turn += largest * len(part)
             if self._since_turn >= self._turn_bytes:
-                self._take_turns()
+                self._switch_stream()
             start = part.stop
         return self._under_way[-1]
 
@@ -310,7 +310,7 @@ class Pipeline:
             self._under_way.popleft()
         return min(_FIRST_BATCH_PIECES << len(self._under_way), _BATCH_PIECES)
 
-    def _take_turns(self) -> None:
+    def _switch_stream(self) -> None:
         """Continue on the other copy stream, behind the work of this one.
 
         Copies of other streams get the copy engine in between.
@@ -325,7 +325,7 @@ _FEW_BLOCKS, _FEW_BYTES = 4, 64 << 20
 # units of an offload, or one of _BEGIN_BYTES; the pieces of two units of a load, or of one of
 # _BEGIN_BYTES and _BEGIN_PIECES. PCIe 5 moves 24 MiB in 0.4 ms.
 _BEGIN_UNITS, _BEGIN_BYTES, _BEGIN_PIECES = 2, 24 << 20, 64
-_MOST_AT_ONCE = 16  # beyond, a full stream might make the caller wait
+_MAX_AT_ONCE = 16  # beyond, a full stream might make the caller wait
 _AFTER_TIMEOUT_S = 600.0  # for events that are not CUDA's: the submitting thread waits for them
 
 Units = Iterator[tuple[Unit, CudaEvent | None]]  # see Pipeline.submit
@@ -415,7 +415,7 @@ class CudaLane:
             if begun is not None:
                 job.units, first_units = begun
                 for unit, end in first_units:
-                    self._tell(job, unit, end)
+                    self._complete_layers(job, unit, end)
             self._num_queued += 1
             self._thread.submit(self._run, job)
             return job.events
@@ -430,7 +430,7 @@ class CudaLane:
             return False
         while self._at_once and self._at_once[0].is_done:
             self._at_once.popleft()
-        return len(self._at_once) < _MOST_AT_ONCE
+        return len(self._at_once) < _MAX_AT_ONCE
 
     def _is_small(self, copy: BlockCopy) -> bool:
         num_bytes = len(copy) * self._planes.layout.block_bytes
@@ -512,7 +512,7 @@ class CudaLane:
             with self._gpu.bound():
                 for unit, end in units:
                     if end is not None:
-                        self._tell(job, unit, end)
+                        self._complete_layers(job, unit, end)
         except Exception as error:  # noqa: BLE001 - waiters must get the error
             failure = _failure(self._direction, job.reached, job.copy, error)
             try:
@@ -526,7 +526,7 @@ class CudaLane:
             with self._progress:
                 self._num_queued -= 1
 
-    def _tell(self, job: _Job, unit: Unit, end: CudaEvent) -> None:
+    def _complete_layers(self, job: _Job, unit: Unit, end: CudaEvent) -> None:
         """Complete the events of the layers that end with a unit.
 
         Args:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from tierkv.cache.layout import Layout, Plane
 
-_MOST_PITCH = 1 << 31  # of a copy engine's rectangles
-_MOST_RECTANGLES = 4  # of a block: each is a call
+_MAX_PITCH = 1 << 31  # of a copy engine's rectangles
+_MAX_RECTANGLES = 4  # of a block: each is a call
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def rectangles_of(
             groups.setdefault(kind(place), []).append(place)
         found = [_rectangle(group, num_blocks) for group in groups.values()]
         whole = tuple(one for one in found if one is not None)
-        if len(whole) == len(found) <= _MOST_RECTANGLES:
+        if len(whole) == len(found) <= _MAX_RECTANGLES:
             return whole
     return ()
 
@@ -107,7 +107,7 @@ def _rectangle(places: Sequence[_Place], num_blocks: int) -> Rectangle | None:
     if len(places) > 1:
         pitch = places[1].memory.address - first.memory.address
         slot_pitch = places[1].block_byte - first.block_byte
-    if not (width <= pitch < _MOST_PITCH and slot_pitch < _MOST_PITCH):
+    if not (width <= pitch < _MAX_PITCH and slot_pitch < _MAX_PITCH):
         return None
     for row, place in enumerate(places):
         if place.memory.address != first.memory.address + row * pitch:

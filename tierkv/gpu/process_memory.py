@@ -21,7 +21,7 @@ from tierkv.errors import TransferError
 from tierkv.gpu.protocol import Ids, PeerPlanes, Planes, SharedPlane, SharedPlanes
 
 CPU_PLACE = "cpu"  # of planes that are memory of a process
-_MOST_PIECES = 1024  # IOV_MAX
+_MAX_PIECES = 1024  # IOV_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ def read(pid: int, pieces: Sequence[RemotePiece]) -> None:
         TransferError: a byte could not be read; the content of the targets is then undefined.
     """
     libc = _libc()
-    for at in range(0, len(pieces), _MOST_PIECES):
-        some = pieces[at : at + _MOST_PIECES]
+    for at in range(0, len(pieces), _MAX_PIECES):
+        some = pieces[at : at + _MAX_PIECES]
         count = len(some)
         ours = (_IoVec * count)(*[_IoVec(piece.ours, piece.num_bytes) for piece in some])
         theirs = (_IoVec * count)(*[_IoVec(piece.theirs, piece.num_bytes) for piece in some])
@@ -98,8 +98,8 @@ def copy_here(
     pieces[0, :, 0], pieces[1, :, 0] = targets, sources
     pieces[:, :, 1] = sizes
     copy, pid = _libc().process_vm_readv, os.getpid()
-    for at in range(0, len(sizes), _MOST_PIECES):
-        ours, theirs = pieces[:, at : at + _MOST_PIECES]
+    for at in range(0, len(sizes), _MAX_PIECES):
+        ours, theirs = pieces[:, at : at + _MAX_PIECES]
         count = len(ours)
         came = copy(pid, ours.ctypes.data, count, theirs.ctypes.data, count, 0)
         if came != int(ours[:, 1].sum()):

@@ -45,29 +45,29 @@ class Order(Enum):
 class UnitSizes:
     """Sizes of a copy's units, in bytes. Figures were measured on an H200.
 
-    A unit has 1 / `share` of the copy's bytes, but at least 2 * `least` and at most `most`. Copies
-    of up to 2 * `least` are one unit, since another kernel would cost more than it hides. The first
-    unit is smaller (`first`), so that the first layer arrives early; the units at the end halve
-    down to `last`, so that little is left to scatter and compute after the last byte.
+    A unit has 1 / `share` of the copy's bytes, but at least 2 * `min_unit` and at most `max_unit`.
+    Copies of up to 2 * `min_unit` are one unit, since another kernel would cost more than it hides.
+    The first unit is smaller (`first`), so that the first layer arrives early; the units at the end
+    halve down to `last`, so that little is left to scatter and compute after the last byte.
 
     Attributes:
         first: size of the first unit, which has at most FIRST_BLOCKS blocks. The caller's thread
             submits this unit; its bytes keep the copy engine busy until the lane's thread
             continues, after 0.5 to 0.7 ms. PCIe 5 moves 32 MiB in 0.6 ms.
-        least: half of the smallest size of a unit that is neither the first nor near the end.
-        most: largest size of a unit. The model's next kernel waits for the unit's kernel, 90 us
+        min_unit: half of the smallest size of a unit that is neither the first nor near the end.
+        max_unit: largest size of a unit. The model's next kernel waits for the unit's kernel, 90 us
             for 128 MiB. During a load, decoder layers lose 1.7 % with 128 MiB and 0.5 % with
             64 MiB; the load keeps 98.5 % of the limit with either.
         last: size down to which units halve at the end. With 8 MiB, a load during decoder layers
             keeps 97.7 % of the limit instead of 98.5 %: smaller units wait for kernels of the model
             just as long.
         last_share: in a small copy the last unit has 1 / `last_share` of the bytes, if that is
-            less than `last`, but at least `least`. An 8B model computes a layer as fast as 256 MiB
-            bring one: four layers in the last unit cost 0.3 ms of 5 ms.
+            less than `last`, but at least `min_unit`. An 8B model computes a layer as fast as 256
+            MiB bring one: four layers in the last unit cost 0.3 ms of 5 ms.
         share: number of units of a copy, if neither limit applies.
         piece: smallest piece for the copy engine; layers are joined to reach it. 256 KiB pieces
             reach 98 % of a contiguous copy, 1 MiB 98.6 %.
-        most_piece: largest piece of joined layers in the middle of a load, where the model computes
+        max_piece: largest piece of joined layers in the middle of a load, where the model computes
             earlier layers anyway; a piece costs the submitting thread 1 to 4 us. Pieces of a small
             load are no larger than a block's part of a unit.
         offload_piece: smallest piece of an offload, where a piece costs more: 256 KiB pieces reach
@@ -78,13 +78,13 @@ class UnitSizes:
     """
 
     first: int = 32 << 20
-    least: int = 8 << 20
-    most: int = 64 << 20
+    min_unit: int = 8 << 20
+    max_unit: int = 64 << 20
     last: int = 32 << 20
     last_share: int = 32
     share: int = 8
     piece: int = 256 << 10
-    most_piece: int = 2 << 20
+    max_piece: int = 2 << 20
     offload_piece: int = 2 << 20
     straight_row: int = 64 << 10
 
@@ -138,7 +138,7 @@ class UnitPlanner:
     def plan(self, num_blocks: int) -> Iterator[Unit]:
         """Yield units that together hold every byte of `num_blocks` blocks once, layers ascending.
 
-        A unit has at most `sizes.most` bytes of staging, unless one layer of one block (with
+        A unit has at most `sizes.max_unit` bytes of staging, unless one layer of one block (with
         Order.BLOCKS: one block) needs more.
         """
         if num_blocks not in self._kept:
@@ -149,13 +149,13 @@ class UnitPlanner:
 
     def _cut(self, num_blocks: int) -> Iterator[Unit]:
         total = left = num_blocks * self._starts[-1]
-        sizes, least = self._sizes, self._sizes.least
-        target = min(max(total // sizes.share, 2 * least), sizes.most)
+        sizes, min_unit = self._sizes, self._sizes.min_unit
+        target = min(max(total // sizes.share, 2 * min_unit), sizes.max_unit)
         aim = min(target, sizes.first)
-        last = min(sizes.last, max(total // sizes.last_share, least))
-        if total <= min(2 * least, sizes.most):
+        last = min(sizes.last, max(total // sizes.last_share, min_unit))
+        if total <= min(2 * min_unit, sizes.max_unit):
             target = aim = last = total
-        most_blocks = FIRST_BLOCKS
+        max_blocks = FIRST_BLOCKS
         for layers in self._spans(num_blocks, target, aim, last):
             first_byte = self._starts[layers.start]
             num_bytes = self._starts[layers.stop] - first_byte
@@ -163,11 +163,11 @@ class UnitPlanner:
             start = 0
             while start < num_blocks:
                 room = max(min(aim, max(left // 2, last)) // row, 1)
-                stop = min(start + min(room, most_blocks), num_blocks)
+                stop = min(start + min(room, max_blocks), num_blocks)
                 yield Unit(layers, first_byte, num_bytes, start, stop)
                 left -= (stop - start) * num_bytes
                 start = stop
-                aim, most_blocks = min(2 * aim, target), MAX_BLOCKS
+                aim, max_blocks = min(2 * aim, target), MAX_BLOCKS
 
     def _spans(self, num_blocks: int, target: int, first: int, last: int) -> Iterator[range]:
         """Yield the ranges of layers that are copied together, in order.
@@ -185,9 +185,9 @@ class UnitPlanner:
             yield range(self._num_layers)
             return
         start, aim, piece = 0, first, self._sizes.piece
-        most_piece = self._sizes.most_piece
-        if target < self._sizes.most:
-            most_piece = target // num_blocks
+        max_piece = self._sizes.max_piece
+        if target < self._sizes.max_unit:
+            max_piece = target // num_blocks
         while start < self._num_layers:
             left = self._starts[-1] - self._starts[start]  # of each block
             of_unit = min(aim, max(num_blocks * left // 2, last)) // num_blocks
@@ -200,11 +200,11 @@ class UnitPlanner:
                 stop += 1
             yield range(start, stop)
             start, aim = stop, min(2 * aim, target)
-            piece = min(2 * piece, max(most_piece, self._sizes.piece))
+            piece = min(2 * piece, max(max_piece, self._sizes.piece))
 
 
 def joined(
-    slots: Bytes, block_bytes: int, *, start: int, chunk_bytes: int, most_bytes: int
+    slots: Bytes, block_bytes: int, *, start: int, chunk_bytes: int, max_bytes: int
 ) -> tuple[npt.NDArray[np.intp], Bytes]:
     """Join neighbouring blocks to larger pieces.
 
@@ -216,14 +216,14 @@ def joined(
         block_bytes: bytes of a block.
         start: address of the memory.
         chunk_bytes: bytes of a chunk.
-        most_bytes: largest bytes of a piece.
+        max_bytes: largest bytes of a piece.
 
     Returns:
         The index of each piece's first block, and each piece's bytes.
     """
     follows = np.diff(slots) == np.uint64(block_bytes)
     follows &= (slots[1:] - np.uint64(start)) % np.uint64(chunk_bytes) != 0
-    follows &= np.arange(1, len(slots)) % max(most_bytes // block_bytes, 1) != 0
+    follows &= np.arange(1, len(slots)) % max(max_bytes // block_bytes, 1) != 0
     firsts = np.concatenate(([0], np.flatnonzero(~follows) + 1))
     counts = np.diff(np.append(firsts, len(slots)))
     return firsts, counts.astype(np.uint64) * np.uint64(block_bytes)
@@ -246,10 +246,10 @@ class Ring(Generic[E]):
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._head = 0
-        self._taken: int | None = None
+        self._reserved: int | None = None
         self._in_use: deque[tuple[int, E]] = deque()  # (first position, used until)
 
-    def take(self, num_bytes: int) -> tuple[int, E | None]:
+    def reserve(self, num_bytes: int) -> tuple[int, E | None]:
         """Reserve the next `num_bytes` bytes; a call of `use_until` must follow.
 
         Returns:
@@ -260,7 +260,7 @@ class Ring(Generic[E]):
         Raises:
             LayoutError: the ring is smaller than `num_bytes`.
         """
-        assert self._taken is None, "use_until follows each take"
+        assert self._reserved is None, "use_until follows each reserve"
         num_bytes = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         if num_bytes > self.capacity:
             raise LayoutError(
@@ -274,18 +274,18 @@ class Ring(Generic[E]):
         freed_by: E | None = None
         while self._in_use and self._in_use[0][0] < self._head - self.capacity:
             _, freed_by = self._in_use.popleft()  # events come in order: the last one covers all
-        self._taken = start
+        self._reserved = start
         return start % self.capacity, freed_by
 
     def use_until(self, event: E) -> None:
-        """Keep the bytes of the last `take` in use until `event` is done."""
-        assert self._taken is not None, "take comes first"
-        self._in_use.append((self._taken, event))
-        self._taken = None
+        """Keep the bytes of the last `reserve` in use until `event` is done."""
+        assert self._reserved is not None, "reserve comes first"
+        self._in_use.append((self._reserved, event))
+        self._reserved = None
         while self._in_use[0][1].is_done and len(self._in_use) > 1:
             self._in_use.popleft()
 
     def reset(self) -> None:
         """Mark the whole ring as free."""
-        self._taken = None
+        self._reserved = None
         self._in_use.clear()

@@ -39,7 +39,7 @@ _UNREADABLE = (
     OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError,
 )  # fmt: skip
 _PROBE_TOKENS, _PROBE_CUT = 24, 17
-_ROUNDING, _LEAST_ROUNDING = 32, 1e-3  # of a dtype's last digit; relative, of logits
+_ROUNDING, _MIN_ROUNDING = 32, 1e-3  # of a dtype's last digit; relative, of logits
 
 
 def load_model(path: Path, dtype: str, device: torch.device) -> PreTrainedModel:
@@ -267,7 +267,7 @@ class PagedModel:
             raise LayoutError(
                 f"the model's attention cannot be served: use another model ({error})"
             ) from error
-        most = max(_ROUNDING * torch.finfo(logits.dtype).eps, _LEAST_ROUNDING)
+        most = max(_ROUNDING * torch.finfo(logits.dtype).eps, _MIN_ROUNDING)
         if not bool((logits[0] - expected).norm() <= most * expected.norm()):
             raise LayoutError(
                 "the model cannot be served, since its attention over blocks gives other "

@@ -30,7 +30,7 @@ from tierkv.cache.layout import Layout
 from tierkv.errors import LayoutError
 
 ATTENTION = "tierkv_paged"
-_MOST_GQA_DIM = 256  # of a head that kernels of grouped queries take
+_MAX_GQA_DIM = 256  # of a head that kernels of grouped queries take
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class _Part:
                 packed, key, value, attn_mask=self.mask, scale=scaling
             )
             return found.reshape(1, runs, query.shape[1], -1).transpose(1, 2)
-        takes_groups = self.mask is None and key.shape[3] == value.shape[3] <= _MOST_GQA_DIM
+        takes_groups = self.mask is None and key.shape[3] == value.shape[3] <= _MAX_GQA_DIM
         if groups > 1 and not takes_groups:
             key, value = (one.repeat_interleave(groups, dim=1) for one in (key, value))
         return F.scaled_dot_product_attention(

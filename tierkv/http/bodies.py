@@ -149,7 +149,7 @@ class BodyReader:
 
         raw = bytearray()
 
-        def take(piece: bytes) -> None:
+        def add(piece: bytes) -> None:
             raw.extend(piece)
             if len(raw) > most:
                 raise web.HTTPRequestEntityTooLarge(most)
@@ -160,11 +160,11 @@ class BodyReader:
         try:
             if content.is_eof():  # a short one comes with its head
                 while piece := content.read_nowait():
-                    take(piece)
+                    add(piece)
                 return raw
             async with deadline(timeout_s, late):
                 async for piece in content.iter_any():
-                    take(piece)
+                    add(piece)
         except (web.RequestPayloadError, ValueError) as error:
             raise BodyError(
                 "the body is cut off, or its encoding is not that of its Content-Encoding header"

@@ -39,9 +39,9 @@ from tierkv.threads import aside
 log = logging.getLogger(__name__)
 
 EVERY_S = 0.5
-MOST_SAMPLES = 1200  # ten minutes, some 0.5 MB
+MAX_SAMPLES = 1200  # ten minutes, some 0.5 MB
 REFRESH_S = 2.0
-_TAKE_S = 10.0  # seconds without a read after which a browser is dropped; it reconnects by itself
+_WRITE_S = 10.0  # seconds without a read after which a browser is dropped; it reconnects by itself
 
 News = Callable[[], Iterable[tuple[str, bytes]]]
 
@@ -84,12 +84,12 @@ class LiveFeed:
         most: Number of samples that are kept.
     """
 
-    def __init__(self, *, every_s: float = EVERY_S, most: int = MOST_SAMPLES) -> None:
+    def __init__(self, *, every_s: float = EVERY_S, max_samples: int = MAX_SAMPLES) -> None:
         self.figures: Callable[[], Mapping[str, float]] = dict
         self.refresh: Callable[[], Awaitable[float]] = _nothing
         self.num_watching = 0
         self._every_s = every_s
-        self._ring: deque[bytes] = deque(maxlen=most)
+        self._ring: deque[bytes] = deque(maxlen=max_samples)
         self._names: tuple[str, ...] = ()
         self._epoch = 0
         self._last = 0  # number of the ring's newest sample; they are counted up, without gaps
@@ -114,7 +114,7 @@ class LiveFeed:
         self._is_closed = True
         self._wake()
 
-    def take(self) -> None:
+    def sample(self) -> None:
         """Take one more sample of the figures."""
         values = self.figures()
         if tuple(values) != self._names:
@@ -130,7 +130,7 @@ class LiveFeed:
 
     async def _sample(self) -> None:
         while True:
-            self.take()
+            self.sample()
             await asyncio.sleep(self._every_s)
 
     async def _refresh(self) -> None:
@@ -174,9 +174,9 @@ class LiveFeed:
                             % (epoch, number, b",".join(samples))
                         )
                     lines += [f"event: {name}\ndata: ".encode() + data for name, data in news()]
-                    await write(response, b"\n\n".join([*lines, b""]), timeout_s=_TAKE_S)
+                    await write(response, b"\n\n".join([*lines, b""]), timeout_s=_WRITE_S)
                     await changed.wait()
-                await write(response, b"event: end\ndata: {}\n\n", timeout_s=_TAKE_S)
+                await write(response, b"event: end\ndata: {}\n\n", timeout_s=_WRITE_S)
                 await response.write_eof()
         finally:
             self.num_watching -= 1

@@ -272,19 +272,19 @@ def _challenge(error: Exception, found: Problem) -> str | None:
 def fail(
     request: web.BaseRequest,
     error: Exception,
-    told: Callable[[web.BaseRequest, Exception], Problem] = problem_of,
+    make_problem: Callable[[web.BaseRequest, Exception], Problem] = problem_of,
 ) -> web.Response:
     """Return the answer to `error`; an unexpected error is logged.
 
     Args:
         request: The request that failed.
         error: The error that was raised.
-        told: Makes the body of the answer.
+        make_problem: Makes the body of the answer.
     """
     log_if_unexpected(request, error)
     if isinstance(error, FRAMING):
         return framing_problem(error.status, request[REQUEST_ID])
-    found = told(request, error)
+    found = make_problem(request, error)
     return problem_response(found, problem_headers(error, found))
 
 

@@ -84,7 +84,7 @@ class Heartbeat:
             self.on_beat(late_s, min(late_s, time.thread_time() - worked_s))
 
 
-_MOST_LOOKS = 8  # a loop that is late half of the time is excused for all but 1/256 of it
+_MAX_EXTENSIONS = 8  # a loop that is late half of the time is excused for all but 1/256 of it
 
 
 @asynccontextmanager
@@ -98,14 +98,14 @@ async def patient_timeout(beat: Heartbeat, seconds: float) -> AsyncIterator[asyn
         seconds: The limit.
     """
     async with asyncio.timeout(None) as scope:
-        looks = _Looks(beat, scope, seconds)
+        extensions = _Extensions(beat, scope, seconds)
         try:
             yield scope
         finally:
-            looks.timer.cancel()
+            extensions.timer.cancel()
 
 
-class _Looks:
+class _Extensions:
     """The extensions of one patient timeout.
 
     This is a class because a closure that names itself would be a reference cycle for each call.
@@ -123,13 +123,13 @@ class _Looks:
         self._beat, self._scope = beat, scope
         self._seen_s, self._num = beat.late_s, 0
         self._loop = asyncio.get_running_loop()
-        self.timer = self._loop.call_later(seconds, self._look)
+        self.timer = self._loop.call_later(seconds, self._extend)
 
-    def _look(self) -> None:
+    def _extend(self) -> None:
         late_s, self._seen_s = self._beat.late_s - self._seen_s, self._beat.late_s
         self._num += 1
-        if late_s > 0 and self._num <= _MOST_LOOKS:
-            self.timer = self._loop.call_later(late_s, self._look)
+        if late_s > 0 and self._num <= _MAX_EXTENSIONS:
+            self.timer = self._loop.call_later(late_s, self._extend)
         elif not self._scope.expired():
             self._scope.reschedule(self._loop.time())
 
@@ -376,7 +376,7 @@ async def watching(
         ConfigError: The first `reload` has failed. An error of a later one is logged, and `reload`
             is called again after the next change.
     """
-    seen = await aside(_look, files)  # first, or a change while reading would be missed
+    seen = await aside(_identities, files)  # first, or a change while reading would be missed
     await reload()
     async with supervised({"tierkv-watch": lambda: _watch(files, reload, seen, every_s)}):
         yield
@@ -387,7 +387,7 @@ async def _watch(
 ) -> None:
     while True:
         await asyncio.sleep(every_s)
-        now = await aside(_look, files)
+        now = await aside(_identities, files)
         if now == seen:
             continue
         seen = now
@@ -397,7 +397,7 @@ async def _watch(
             log.error("what was read before stays in force: %s", error)
 
 
-def _look(files: Sequence[Path]) -> _Seen:
+def _identities(files: Sequence[Path]) -> _Seen:
     return tuple(_identity(file) for file in files)
 
 

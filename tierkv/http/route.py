@@ -410,16 +410,16 @@ def _fields(kind: type | None) -> tuple[str, ...]:
 def _exact(schemas: dict[str, Json]) -> dict[str, Json]:
     """Add the pattern of base64 to all fields of bytes, as the decoder accepts no other text."""
     for schema in schemas.values():
-        _say_base64(schema)
+        _mark_base64(schema)
     return schemas
 
 
-def _say_base64(schema: object) -> None:
+def _mark_base64(schema: object) -> None:
     if isinstance(schema, dict):
         if schema.get("contentEncoding") == "base64":
             schema["pattern"] = "^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
         for part in schema.values():
-            _say_base64(part)
+            _mark_base64(part)
     elif isinstance(schema, list):
         for part in schema:
-            _say_base64(part)
+            _mark_base64(part)

@@ -47,9 +47,9 @@ from tierkv.storage.protocol import GetOutcome, GetStatus
 from tierkv.tasks import both, deadline, expected, supervised
 from tierkv.transfer.mover import Movement
 
-_FIRST_LOOK_S = 0.005
-_LONGEST_LOOK_S = 0.1
-_LIVE_LOOK_S = 1.0  # pause between looks while the store sends hints, which can be lost
+_FIRST_READ_S = 0.005
+_LONGEST_READ_S = 0.1
+_LIVE_READ_S = 1.0  # pause between looks while the store sends hints, which can be lost
 _ASK_EVERY_S = 1.0
 # Seconds in which another node that has begun the same hand-off again can write its open ticket.
 _GRACE_S = 0.5
@@ -93,13 +93,13 @@ class Watch:
         self._open: OpenTicket | None = None
         self._failed: OpenTicket | None = None  # given up by its producer; reason in `_failure`
         self._failure = ""
-        self._has_looked = False
+        self._has_read = False
         self._ready_blocks = 0
         self._over: HandoffError | None = None  # the reason why no ticket will come
         self._over_since = 0.0  # time at which that was first found
         self._patience_s = 0.0  # seconds after that until the claim fails with `_over`
         self._problem: StoreUnavailableError | None = None
-        self._has_answered = self._is_in_vain = False
+        self._has_answered = self._is_useless = False
         self._heard_at = 0.0  # time of the store's last answer, or of the first question
         # A store that was flushed or restarted has no liveness lease until its next renewal.
         self._lost_after_s = self._lease.beat_s + _GRACE_S
@@ -123,15 +123,15 @@ class Watch:
             HandoffError: there will be no ticket; its reason is a HandoffProblem.
         """
         loop = asyncio.get_running_loop()
-        began, pause = loop.time(), _FIRST_LOOK_S
+        began, pause = loop.time(), _FIRST_READ_S
         give_up_at, self._heard_at = began + deadline_s, began
         verdict = budget.restrict(self._prompt.num_tokens)
         if not verdict.is_asked:
             raise HandoffError(HandoffProblem.UNAVAILABLE.value, verdict.reason)
         hints = self._tickets.notifier.listen(self._tickets.names.ticket(self._ticket_id))
-        with hints as listener, self._hashing_meanwhile():
+        with hints as listener, self._hash_while_waiting():
             while True:
-                found = await self._look_within(budget, give_up_at)
+                found = await self._read_within(budget, give_up_at)
                 if found is not None:
                     return found
                 if self._problem is None:
@@ -139,17 +139,17 @@ class Watch:
                 if self._over is not None and loop.time() - self._over_since >= self._patience_s:
                     raise self._over
                 left = give_up_at - loop.time()
-                if left <= 0 or self._is_in_vain:
+                if left <= 0 or self._is_useless:
                     break
                 is_quiet = listener.is_live and self._over is None
-                await self._hear(listener.next, min(_LIVE_LOOK_S if is_quiet else pause, left))
-                pause = min(pause * 2, _LONGEST_LOOK_S)
+                await self._hear(listener.next, min(_LIVE_READ_S if is_quiet else pause, left))
+                pause = min(pause * 2, _LONGEST_READ_S)
         if self._over is not None:
             raise self._over
         if self._problem is not None:
             reason = HandoffProblem.UNAVAILABLE.value
             raise HandoffError(reason, str(self._problem)) from self._problem
-        raise await self._not_there(loop.time() - began)
+        raise await self._missing_ticket(loop.time() - began)
 
     async def ask_producer(self) -> None:
         """Ask the prefill node from time to time if it gave the ticket up; runs until cancelled.
@@ -162,11 +162,11 @@ class Watch:
             if opened is not None and (failure := await self._near.failure()):
                 self._failed, self._failure = opened, failure
 
-    async def _look_within(self, budget: Budget, give_up_at: float) -> Ticket | None:
+    async def _read_within(self, budget: Budget, give_up_at: float) -> Ticket | None:
         """Look for the ticket once, for as long as the budget lasts.
 
         Sets `_problem` to the reason why the store did not answer, None if it did, and
-        `_is_in_vain` if another look is useless.
+        `_is_useless` if another look is useless.
 
         Returns:
             The ticket; None if it is not there yet, or the store did not answer.
@@ -175,21 +175,21 @@ class Watch:
         began = loop.time()
         try:
             async with (
-                asyncio.timeout_at(max(give_up_at, began + _LONGEST_LOOK_S)),
+                asyncio.timeout_at(max(give_up_at, began + _LONGEST_READ_S)),
                 budget.limit(),
             ):
-                found = await self._look()
+                found = await self._read_ticket()
         except StoreUnavailableError as error:
             self._problem = error
             is_down = isinstance(error, StoreDownError) and not self._has_answered
             is_silent = budget.may_compute and loop.time() - self._heard_at >= SILENT_S
-            self._is_in_vain = is_down or is_silent
+            self._is_useless = is_down or is_silent
             # Leases may have expired; live producers need time to renew them.
             self._lost_after_s = max(self._lost_after_s, self._lease.lease_s)
             return None
         except TimeoutError:
             tier.note_silence(loop.time() - began)
-            self._is_in_vain = budget.may_compute
+            self._is_useless = budget.may_compute
             if not self._has_answered:
                 silent_s = loop.time() - self._heard_at
                 self._problem = self._problem or StoreUnavailableError(
@@ -202,7 +202,7 @@ class Watch:
         return found
 
     @contextmanager
-    def _hashing_meanwhile(self) -> Iterator[None]:
+    def _hash_while_waiting(self) -> Iterator[None]:
         """Compute the prompt's keys in turns of the loop while the body waits for the store."""
         self._hash_soon()
         try:
@@ -246,7 +246,7 @@ class Watch:
             self._ready_blocks = max(self._ready_blocks, blocks)
             self._on_progress(blocks)
 
-    async def _look(self) -> Ticket | None:
+    async def _read_ticket(self) -> Ticket | None:
         """Read the ticket once.
 
         Returns:
@@ -316,8 +316,8 @@ class Watch:
             StoreUnavailableError: the store did not answer.
         """
         whole, opened = self._tickets.read, self._tickets.read_open
-        if not self._has_looked:
-            self._has_looked = True
+        if not self._has_read:
+            self._has_read = True
             ticket = await whole(self._ticket_id)
             return ticket, None if ticket is not None else await opened(self._ticket_id)
         # After the first look, both are read at once: one round trip instead of two.
@@ -334,7 +334,7 @@ class Watch:
             self._over_since = asyncio.get_running_loop().time()
         self._over, self._patience_s = problem, patience_s
 
-    async def _not_there(self, waited_s: float) -> HandoffError:
+    async def _missing_ticket(self, waited_s: float) -> HandoffError:
         name = repr(self._ticket_id[:80])
         if self._open is not None:
             return HandoffError(
@@ -344,7 +344,7 @@ class Watch:
                 f"{len(self._open.digests)} blocks; wait longer",
             )
         try:
-            async with asyncio.timeout(_LONGEST_LOOK_S):
+            async with asyncio.timeout(_LONGEST_READ_S):
                 claimed = await self._tickets.read_acknowledgement(self._ticket_id)
         except (TimeoutError, StoreUnavailableError):
             claimed = None
@@ -703,7 +703,7 @@ def _incomplete(request: Request, problem: GetOutcome | None) -> HandoffError:
 
 # A load takes half a millisecond of the loop's time, in which PCIe 5 moves 25 MiB. Five loads for a
 # prompt of 80 MiB took a tenth of the loop's time during the fetch (2-core x86-64 VM and H200).
-LEAST_BYTES = 32 << 20
+MIN_BYTES = 32 << 20
 
 
 class Ahead:
@@ -764,7 +764,7 @@ def claim_budget(deadline_s: float, *, step_s: float, estimator: Estimator | Non
         The budget.
     """
     return Budget(
-        max(deadline_s, _LONGEST_LOOK_S), step_s=step_s, estimator=estimator, is_claim=True
+        max(deadline_s, _LONGEST_READ_S), step_s=step_s, estimator=estimator, is_claim=True
     )
 
 
@@ -814,7 +814,7 @@ async def wait_for_ticket(  # noqa: PLR0913 - the ticket, its deadline, and sour
 class LoadsAhead:
     """Loads to the device of fetched blocks, while the rest of the prompt is fetched to the host.
 
-    One load has LEAST_BYTES or more. The request itself loads the blocks that arrive last.
+    One load has MIN_BYTES or more. The request itself loads the blocks that arrive last.
 
     Args:
         spec: the claim's request.
@@ -828,14 +828,14 @@ class LoadsAhead:
         self._spec = spec
         self._scheduler = scheduler
         self._has_room = has_room
-        self._least_blocks = LEAST_BYTES / scheduler.tiers.mover.planes.layout.block_bytes
+        self._min_blocks = MIN_BYTES / scheduler.tiers.mover.planes.layout.block_bytes
         self._on_host = self._begun = self._on_device = 0
         self._came = asyncio.Event()
 
     def arrived(self, num_blocks: int) -> None:
         """Record that the prompt's first `num_blocks` blocks are on the host."""
         self._on_host = min(num_blocks, self._spec.prompt.num_blocks)
-        if self._on_host - self._begun >= self._least_blocks:
+        if self._on_host - self._begun >= self._min_blocks:
             self._came.set()
 
     async def run(self) -> None:

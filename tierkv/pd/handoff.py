@@ -126,7 +126,7 @@ class Staging:
         If the body is cancelled during a copy into the slots, they become free when that copy has
         ended.
         """
-        slots = await self._take(num_blocks)
+        slots = await self._acquire(num_blocks)
         group = Group(np.array(slots, np.int32))
         try:
             yield group
@@ -141,7 +141,7 @@ class Staging:
     def num_free_groups(self) -> int:
         return len(self._free) // GROUP_BLOCKS
 
-    async def _take(self, count: int) -> list[int]:
+    async def _acquire(self, count: int) -> list[int]:
         turn: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         self._waiting.append((count, turn))
         self._lend()
@@ -259,7 +259,7 @@ class PromptBlocks(Protocol):
             TransferError: the copy to the host failed.
         """
 
-    async def store_beside(self) -> None:
+    async def store_rest(self) -> None:
         """Store blocks of the prompt that are not in `keys`, such as other groups of layers.
 
         Raises:
@@ -351,7 +351,7 @@ class RequestBlocks:
                 self._tiers.index.release(lease)
                 self._tiers.work.capacity_changed()
 
-    async def store_beside(self) -> None:
+    async def store_rest(self) -> None:
         """Do nothing: a request has no further blocks."""
 
     def _cached(self, blocks: range) -> tuple[Mask, Ids]:
@@ -499,7 +499,7 @@ class Handoff:
                         nonlocal stored_blocks
                         known, stored_blocks = stored_blocks, None  # the next attempt looks
                         generation = self._generation_of(blocks)
-                        await blocks.store_beside()
+                        await blocks.store_rest()
                         present = await self._store_rest(blocks, known, after)
                         if announced is not None:
                             await announced()
@@ -810,12 +810,12 @@ class PublishStream:
         async with task_group() as tasks:
             opening = tasks.create_task(self._open(open_ticket), name="tierkv-open-ticket")
             try:
-                return await self._publish_beside(opening)
+                return await self._publish_rest(opening)
             except BaseException:
                 opening.cancel()
                 raise
 
-    async def _publish_beside(self, opening: asyncio.Task[None]) -> Published:
+    async def _publish_rest(self, opening: asyncio.Task[None]) -> Published:
         present, ready = 0, None
         try:
             async with asyncio.timeout_at(self._end_at) as self._scope:
@@ -872,7 +872,7 @@ class PublishStream:
             present = ready = min(present, most)
             while self._is_going_on:
                 if ready >= self._computed_blocks:
-                    self._tell(ready)
+                    self._notify(ready)
                     await self._change()
                     continue
                 stop = min(ready + GROUP_BLOCKS, self._computed_blocks)
@@ -897,7 +897,7 @@ class PublishStream:
     def _is_going_on(self) -> bool:
         return self._finish is None and self._failure is None
 
-    def _tell(self, ready: int) -> None:
+    def _notify(self, ready: int) -> None:
         self._handoff.ledger.progressed(self._ticket_id, ready)
         self._handoff.tickets.hint(self._ticket_id, f"{PROGRESS}{ready}")
 

@@ -281,7 +281,7 @@ class SmallValues:
         item = PutItem(name, (sealed,), ttl_s=ttl_s, keep_existing=False, only_new=only_new)
         [outcome] = await self._store.put([item])
         if outcome.status not in (PutStatus.STORED, PutStatus.EXISTED):
-            raise _not_taken(self._store.url, "it", outcome)
+            raise _refused(self._store.url, "it", outcome)
         return outcome.status is PutStatus.STORED
 
 
@@ -379,7 +379,7 @@ class ProducerLease:
             if not self._num_held:
                 self._wanted.clear()
 
-    async def is_said(self) -> None:
+    async def written(self) -> None:
         """Wait until the value was written, or an attempt has failed. Call this inside `held`."""
         await self._beaten.wait()
 
@@ -741,11 +741,11 @@ class Tickets:
             DuplicateRequestError: another prompt has taken the id first.
             StoreUnavailableError: the store did not accept it.
         """
-        is_there, _ = await both(self._is_there(ticket.ticket_id), self.lease.is_said())
+        is_there, _ = await both(self._exists(ticket.ticket_id), self.lease.written())
         if is_there:
             await self.check_free(ticket.ticket_id, ticket.digests)
             await self.forget_ended(ticket.ticket_id)
-        await self._take(ticket)
+        await self._claim_name(ticket)
         self.hint(ticket.ticket_id, f"{PROGRESS}0")
 
     async def complete(self, ticket: Ticket, *, generation: int | None = None) -> None:
@@ -759,7 +759,7 @@ class Tickets:
             DuplicateRequestError: another prompt has taken the id first.
             StoreUnavailableError: the store did not accept it, or the blocks were deleted.
         """
-        await self._take(ticket, generation)
+        await self._claim_name(ticket, generation)
         self.hint(ticket.ticket_id, WHOLE)
 
     async def give_up(self, ticket: OpenTicket, failure: str) -> None:
@@ -780,7 +780,7 @@ class Tickets:
             await self.put(msgspec.structs.replace(ticket, failure=failure))
             await self.notify(ticket.ticket_id, FAILED)
 
-    async def _take(self, ticket: Ticket | OpenTicket, generation: int | None = None) -> None:
+    async def _claim_name(self, ticket: Ticket | OpenTicket, generation: int | None = None) -> None:
         """Write the ticket if the id is free: if there is none, or the present one is not in use.
 
         The store itself decides whether there is one, so that two writers cannot both succeed.
@@ -791,7 +791,7 @@ class Tickets:
             await self.check_free(ticket.ticket_id, ticket.digests)
             await self.put(ticket, generation=generation)
 
-    async def _is_there(self, ticket_id: str) -> bool:
+    async def _exists(self, ticket_id: str) -> bool:
         try:
             return await self.read(ticket_id) is not None
         except HandoffError:  # damaged
@@ -978,10 +978,10 @@ def check_written(storage: StorageIO, outcomes: Sequence[PutOutcome]) -> None:
     """
     for outcome in outcomes:
         if outcome.status not in (PutStatus.STORED, PutStatus.EXISTED):
-            raise _not_taken(storage.store.url, "a block", outcome)
+            raise _refused(storage.store.url, "a block", outcome)
 
 
-def _not_taken(url: str, what: str, outcome: PutOutcome) -> StoreUnavailableError:
+def _refused(url: str, what: str, outcome: PutOutcome) -> StoreUnavailableError:
     """Return the error for a value that the store did not accept.
 
     StoreRefusedError means that the store is full, so that another attempt is useless.
@@ -1086,14 +1086,14 @@ async def status_of(tickets: Tickets, ticket_id: str) -> TicketStatus:
         BadRequestError: the id is not valid UTF-8.
     """
     try:
-        return await _look(tickets, ticket_id)
+        return await _status(tickets, ticket_id)
     except HandoffError as error:
         return TicketStatus(ticket_id=ticket_id, state=Standing(error.reason), detail=str(error))
     except StoreUnavailableError as error:
         return TicketStatus(ticket_id=ticket_id, state=Standing.UNAVAILABLE, detail=str(error))
 
 
-async def _look(  # noqa: PLR0911 - a table of states
+async def _status(  # noqa: PLR0911 - a table of states
     tickets: Tickets, ticket_id: str
 ) -> TicketStatus:
     ticket = await tickets.read(ticket_id)
@@ -1133,9 +1133,9 @@ def _of(ticket: Ticket | OpenTicket, state: Standing, detail: str = "") -> Ticke
     )
 
 
-_MOST_KEPT = 4096
-_MOST_LOOKS = 64  # tickets that are looked up at a time without a hint
-_LOOK_EVERY_S = 5.0
+_MAX_KEPT = 4096
+_MAX_CHECKED = 64  # tickets that are looked up at a time without a hint
+_CHECK_EVERY_S = 5.0
 
 
 class TicketView(msgspec.Struct, frozen=True, kw_only=True):
@@ -1178,7 +1178,7 @@ class TicketLedger:
     async def running(self) -> AsyncIterator[None]:
         """Follow the tickets in the body; at its end, release the resources of all."""
         try:
-            async with supervised({"tierkv-ticket-ledger": self._keep_looking}):
+            async with supervised({"tierkv-ticket-ledger": self._keep_checking}):
                 yield
         finally:
             for ticket_id in list(self._holds):
@@ -1244,7 +1244,7 @@ class TicketLedger:
             expires_at=ticket.expires_at,
         )
         self._views.move_to_end(ticket.ticket_id)
-        while len(self._views) > _MOST_KEPT:
+        while len(self._views) > _MAX_KEPT:
             oldest, _ = self._views.popitem(last=False)
             self._release_holds(oldest)
 
@@ -1259,7 +1259,7 @@ class TicketLedger:
     def _waiting(self) -> list[TicketView]:
         return [view for view in self._views.values() if view.state is Standing.WHOLE]
 
-    async def _keep_looking(self) -> None:
+    async def _keep_checking(self) -> None:
         """Look for acknowledgements until cancelled.
 
         A message is sent with each, but can be lost: all tickets are looked at from time to time,
@@ -1271,12 +1271,12 @@ class TicketLedger:
                 await self._came.wait()
             with self._tickets.notifier.listen(self._topic) as listener:
                 while waiting := self._waiting():
-                    hint = await listener.next(_LOOK_EVERY_S)
+                    hint = await listener.next(_CHECK_EVERY_S)
                     told = [v for v in waiting if hint == acknowledged_hint(v.ticket_id)]
-                    for view in told or waiting[:_MOST_LOOKS]:
-                        await self._look(view)
+                    for view in told or waiting[:_MAX_CHECKED]:
+                        await self._check(view)
 
-    async def _look(self, view: TicketView) -> None:
+    async def _check(self, view: TicketView) -> None:
         ticket_id = view.ticket_id
         if self._tickets.now() > view.expires_at:
             self._change(ticket_id, state=Standing.EXPIRED)

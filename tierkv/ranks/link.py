@@ -2,8 +2,8 @@
 
 Each message is `length u32 | record`, the record sealed by `storage.codec` (magic, version,
 checksum). A worker (one rank of the engine) sends `Hello` first; the answer is `SharedMemory`, with
-the file descriptor of the host slots, or `NotTaken`. The plans of copies reach the workers through
-the engine's own messages, so the only further message is a worker's `Goodbye`.
+the file descriptor of the host slots, or `WorkerRefused`. The plans of copies reach the workers
+through the engine's own messages, so the only further message is a worker's `Goodbye`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class SharedMemory(msgspec.Struct, frozen=True, tag="memory"):
     has_life: bool = False
 
 
-class NotTaken(msgspec.Struct, frozen=True, tag="not_taken"):
+class WorkerRefused(msgspec.Struct, frozen=True, tag="not_taken"):
     """The final answer to a worker that the scheduler refuses; no memory descriptor follows.
 
     Attributes:
@@ -172,7 +172,7 @@ class Plan(msgspec.Struct, frozen=True, tag="plan"):
         return found
 
 
-Record = Hello | SharedMemory | NotTaken | Goodbye | Plan
+Record = Hello | SharedMemory | WorkerRefused | Goodbye | Plan
 
 
 class LinkClosedError(TransferError):
@@ -272,15 +272,15 @@ class Link:
         except OSError as error:
             raise LinkClosedError(f"the connection to the scheduler was lost: {error}") from error
         self._received += chunk
-        records = self._whole_records(most=1)
+        records = self._whole_records(max_records=1)
         if not records:
             close_all(descriptors)
             raise LinkClosedError("the scheduler closed the connection before it was ready")
         return records[0], descriptors
 
-    def _whole_records(self, most: int | None = None) -> list[bytes]:
+    def _whole_records(self, max_records: int | None = None) -> list[bytes]:
         records: list[bytes] = []
-        while len(self._received) >= _LENGTH.size and len(records) != most:
+        while len(self._received) >= _LENGTH.size and len(records) != max_records:
             (length,) = _LENGTH.unpack_from(self._received)
             if length > _MAX_RECORD:
                 raise LinkClosedError(
@@ -322,7 +322,7 @@ def read(value: bytes) -> Record:
 
 def _memory(record: bytes, num_descriptors: int) -> SharedMemory:
     found = read(record)
-    if isinstance(found, NotTaken):
+    if isinstance(found, WorkerRefused):
         raise ConfigError(found.reason)
     if (
         not isinstance(found, SharedMemory)

@@ -42,9 +42,9 @@ from tierkv.ranks.link import (
     HostRegion,
     Link,
     LinkClosedError,
-    NotTaken,
     Plan,
     SharedMemory,
+    WorkerRefused,
     connect,
     greeted,
     listen,
@@ -503,7 +503,7 @@ class RankSocket:
         self._thread = threading.Thread(target=self._serve, name="tierkv-ranks", daemon=True)
         self._thread.start()
 
-    def take_reports(self) -> list[Finished]:
+    def pop_reports(self) -> list[Finished]:
         """Return the last reports of ranks that have closed, each once.
 
         Read `lost` before: the reports of a rank are here before the rank is in `lost`.
@@ -566,7 +566,7 @@ class RankSocket:
         try:
             if reason is not None:
                 log.error("%s", reason)
-                link.send(NotTaken(reason))
+                link.send(WorkerRefused(reason))
                 link.close()
                 return
             link.send(self._answers[rank], descriptors=self._descriptors)

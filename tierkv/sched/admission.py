@@ -195,7 +195,7 @@ class HostLoads:
         stop: int,
         slots: Ids,
         *,
-        beside: _Partial | None = None,
+        partial: _Partial | None = None,
     ) -> Load:
         """Load path blocks [first, stop), which are ready on the host and absent on the device.
 
@@ -204,17 +204,17 @@ class HostLoads:
             first: index of the first block.
             stop: index after the last block.
             slots: device slots for the blocks, int32 [stop - first].
-            beside: a partly shared block to copy in the same movement, which saves a request 0.2 ms
-                (H200). The lease of its source ends with the movement.
+            partial: a partly shared block to copy in the same movement, which saves a request 0.2
+                ms (H200). The lease of its source ends with the movement.
 
         Returns:
             The load, with one user.
         """
         index = self._index
         host, device = index.slots(Tier.HOST, path.node, first, stop), slots
-        if beside is not None:
-            host = np.concatenate([host, beside.slot(Tier.HOST)])
-            device = np.concatenate([slots, beside.target])
+        if partial is not None:
+            host = np.concatenate([host, partial.slot(Tier.HOST)])
+            device = np.concatenate([slots, partial.target])
         self._tiers.decisions.load_host += 1
         above = tuple(self.of(index.slots(Tier.DEVICE, path.node, 0, first)))
         lease = index.hold_as_is(path.node)
@@ -228,8 +228,8 @@ class HostLoads:
             above=above,
             settled=asyncio.get_running_loop().create_future(),
         )
-        if beside is not None:
-            load.movement.when_ended(lambda: index.release(beside.source))
+        if partial is not None:
+            load.movement.when_ended(lambda: index.release(partial.source))
         for upper in above:
             upper.below.append(load)
         self._active[int(slots[0])] = load
@@ -466,7 +466,7 @@ class Starts:
             held.source = shared = None
         if num_loads:
             stop = match.num_blocks
-            loads.append(self._loads.start(lease, first_load, stop, held.slots, beside=shared))
+            loads.append(self._loads.start(lease, first_load, stop, held.slots, partial=shared))
             held.source, held.slots = None, _NO_SLOTS
         movements += [load.movement for load in loads]
         index.count_hit(lease)
@@ -821,7 +821,7 @@ class Growth:
                 else:
                     self._short_of_quota.discard(request)
                     space = None
-                rivals = self._who_must_yield(space)
+                rivals = self._yield_candidates(space)
                 if not rivals:
                     return None
                 if self._line.release_last_fetched(space):
@@ -831,7 +831,7 @@ class Growth:
                     raise
                 return None
 
-    def _who_must_yield(self, space: str | None) -> list[Request]:
+    def _yield_candidates(self, space: str | None) -> list[Request]:
         """Return the running requests among which one must release its blocks; [] if none must.
 
         One must if all running requests wait for more blocks and no copy under way will make room.
@@ -991,15 +991,15 @@ class Admissions:
         """Return whether the first in line is the same as before, and still has no room."""
         return self._stuck is not None and self._is_busy() and self._next() is self._stuck
 
-    def _admit_waiting(self, most: int) -> int:
-        """Give up to `most` requests their turn.
+    def _admit_waiting(self, max_turns: int) -> int:
+        """Give up to `max_turns` requests their turn.
 
         Returns:
-            The number of turns; less than `most` if no further request can be admitted now.
+            The number of turns; less than `max_turns` if no further request can be admitted now.
         """
         self._bring_back()
         self._over_quota.clear()
-        for num_turns in range(most):
+        for num_turns in range(max_turns):
             if self.is_paused:
                 return num_turns
             waiting = self._next()
@@ -1024,7 +1024,7 @@ class Admissions:
             if request is not None:
                 self._line.admitted(waiting)
                 waiting.outcome.set_result(request)
-        return most
+        return max_turns
 
     def _start_or_park(self, waiting: Waiting) -> Request | None:
         """Start the request, or let it wait for blocks that another request computes.
@@ -1076,7 +1076,7 @@ class Admissions:
 
     def _bring_back(self) -> None:
         """Put requests back into the line after the end of their wait for another's blocks."""
-        for waiting in self._line.whose_wait_is_over():
+        for waiting in self._line.ready_again():
             self._come_back(waiting)
 
     def _wait_is_up(self, waiting: Waiting) -> None:

@@ -161,7 +161,7 @@ GROUP_BLOCKS = 32  # how many a background copy, a fetch, a publish or a portion
 PIECE_BYTES = 8 << 20  # or more of small ones, if a copy to the host: 0.15 ms of PCIe 5
 LEAVING_PATIENCE_S = 1.0  # how long a host that shrinks waits for a store to take such a group
 _SHARE_BEING_STORED = 4  # writes use at most this fraction (1/n) of host slots
-_MOST_TO_STORE = 4096  # groups that wait for the store; what comes then is not stored this time
+_MAX_TO_STORE = 4096  # groups that wait for the store; what comes then is not stored this time
 log = logging.getLogger(__name__)
 
 
@@ -181,17 +181,17 @@ class ByteBudget:
         max_bytes: the limit.
         is_busy: returns True while more urgent copies are under way. Then only one piece at a time
             goes: the copies of this budget make progress, but leave the bandwidth to the urgent
-            ones. Call `look_again` after a change.
+            ones. Call `start_waiting` after a change.
 
     Attributes:
         bytes_in_flight: bytes of pieces under way.
-        most_in_flight: largest value of `bytes_in_flight` so far.
+        max_in_flight: largest value of `bytes_in_flight` so far.
     """
 
     def __init__(self, max_bytes: int, is_busy: Callable[[], bool]) -> None:
         self.max_bytes = max_bytes
         self.bytes_in_flight = 0
-        self.most_in_flight = 0
+        self.max_in_flight = 0
         self._is_busy = is_busy
         self._num_in_flight = 0
         self._line: deque[_Turn] = deque()
@@ -205,7 +205,7 @@ class ByteBudget:
         """Wait until `num_bytes` may be in flight; they count as in flight until the body ends."""
         turn = _Turn(num_bytes, asyncio.get_running_loop().create_future())
         self._line.append(turn)
-        self.look_again()
+        self.start_waiting()
         try:
             await turn.granted
         except asyncio.CancelledError:
@@ -213,7 +213,7 @@ class ByteBudget:
                 self._ended(turn)
             else:
                 turn.granted.cancel()  # it may have left the line already
-                self.look_again()  # those behind it may fit
+                self.start_waiting()  # those behind it may fit
             raise
         try:
             yield
@@ -223,9 +223,9 @@ class ByteBudget:
     def _ended(self, turn: _Turn) -> None:
         self.bytes_in_flight -= turn.num_bytes
         self._num_in_flight -= 1
-        self.look_again()
+        self.start_waiting()
 
-    def look_again(self) -> None:
+    def start_waiting(self) -> None:
         """Start the waiting pieces that fit now."""
         while self._line:
             turn = self._line[0]
@@ -238,7 +238,7 @@ class ByteBudget:
             self._line.popleft()
             self._num_in_flight += 1
             self.bytes_in_flight += turn.num_bytes
-            self.most_in_flight = max(self.most_in_flight, self.bytes_in_flight)
+            self.max_in_flight = max(self.max_in_flight, self.bytes_in_flight)
             turn.granted.set_result(None)
 
     def findings(self) -> list[str]:
@@ -363,14 +363,14 @@ class Copies:
         """
         self.num_loads -= 1
         if not self.num_loads:
-            self.background.look_again()
-            self.storing.look_again()
+            self.background.start_waiting()
+            self.storing.start_waiting()
 
     def resized(self) -> None:
         """Adapt the limits to the present size of the host tier."""
         most = self._slots.pools[Tier.HOST].capacity * self._block_bytes // _SHARE_BEING_STORED
         self.storing.max_bytes = min(self.background.max_bytes, most)
-        self.storing.look_again()
+        self.storing.start_waiting()
 
     def findings(self) -> list[str]:
         """Return violated invariants as sentences; call only when no copy runs."""
@@ -484,8 +484,8 @@ class Copies:
                 async with self.background.room((end - at) * self._block_bytes):
                     is_whole = await self._host_copy(node, at, end)
                 if to_storage and not is_whole:
-                    is_whole = await self._copied_by_others(node, at, end)
-                if to_storage and is_whole and self.storing.num_waiting < _MOST_TO_STORE:
+                    is_whole = await self._wait_for_other_copies(node, at, end)
+                if to_storage and is_whole and self.storing.num_waiting < _MAX_TO_STORE:
                     groups = range(at, end, GROUP_BLOCKS)
                     to_store += [(one, min(one + GROUP_BLOCKS, end)) for one in groups]
                 elif to_storage:
@@ -603,7 +603,7 @@ class Copies:
                 break
         return last, at
 
-    async def _copied_by_others(self, node: TreeNode, first: int, stop: int) -> bool:
+    async def _wait_for_other_copies(self, node: TreeNode, first: int, stop: int) -> bool:
         """Wait for copies of path blocks [first, stop) to the host that other tasks have under way.
 
         Returns:
@@ -700,7 +700,7 @@ class Copies:
 
         If so, their time counts as waiting from now on.
         """
-        may = self._work.allowance.look(asyncio.get_running_loop().time())
+        may = self._work.allowance.update_allowance(asyncio.get_running_loop().time())
         self._work.allowance.is_waiting = may
         return may
 
@@ -725,7 +725,7 @@ class Copies:
             await self._end_flush(flush)
         finally:
             self._eviction.on_the_way[Tier.HOST] -= len(flush.slots)
-            self._work.allowance.look(asyncio.get_running_loop().time())
+            self._work.allowance.update_allowance(asyncio.get_running_loop().time())
             self._work.allowance.is_waiting = False  # a waiting request asks again now
             end()  # last: woken requests must not count these slots as on their way
             self._work.capacity_changed()
@@ -795,14 +795,14 @@ class Copies:
         finally:
             self._slots.end_reading(flush.slots)
         is_there = [one.status in (PutStatus.STORED, PutStatus.EXISTED) for one in outcomes]
-        self._tell_stored(flush.runs, is_there, flush.began)
+        self._publish_stored(flush.runs, is_there, flush.began)
         is_kept = storage.deletions.generation == flush.generation
         for outcome in outcomes:
             if is_kept and outcome.status not in (PutStatus.STORED, PutStatus.EXISTED):
                 self._not_stored.warn(outcome.reason)
         return is_there
 
-    def _tell_stored(
+    def _publish_stored(
         self, runs: Sequence[BlockRun], is_there: Sequence[bool], began: EventPoint
     ) -> None:
         """Publish events for the blocks of `runs` that storage has.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tierkv.cache.groups import CacheGroup  # which only engines need
 
 DEFAULT_CAPACITY = 4096  # events that may wait for one subscriber
-MOST_STORED = 65_536  # blocks that subscribers believe to be in storage; then the oldest go
+MAX_STORED = 65_536  # blocks that subscribers believe to be in storage; then the oldest go
 _GO_AT_ONCE = 1024
 
 ExternalId = str | int | bytes  # what an engine calls a block of its own
@@ -169,7 +169,7 @@ class Subscription:
         self._events.append(event)
         self._arrived.set()
 
-    def take(self) -> list[CacheEvent]:
+    def drain(self) -> list[CacheEvent]:
         """Return and remove the waiting events. Never waits; any thread may call."""
         found: list[CacheEvent] = []
         while self._events:
@@ -212,8 +212,8 @@ class CacheEvents:
     Attributes:
         groups: groups of layers of an engine's blocks, () for the service's own layout alone.
         indexed: number of the group that is in the index.
-        beside: returns the blocks of the other groups that are on the host now.
-        most_names: number of engine's names of blocks that are kept; beyond it the oldest are
+        other_blocks: returns the blocks of the other groups that are on the host now.
+        max_names: number of engine's names of blocks that are kept; beyond it the oldest are
             forgotten.
     """
 
@@ -224,8 +224,8 @@ class CacheEvents:
     ) -> None:
         self.groups: Sequence[CacheGroup] = ()
         self.indexed = 0
-        self.beside: Callable[[], Iterable[BlockRun]] = tuple
-        self.most_names = 0
+        self.other_blocks: Callable[[], Iterable[BlockRun]] = tuple
+        self.max_names = 0
         self._names: OrderedDict[bytes, ExternalId] = OrderedDict()
         self._digests_of = digests_of
         self._is_retired = is_retired
@@ -368,7 +368,7 @@ class CacheEvents:
                         known = self._stored[digest] = _Stored(part, index, self._number)
                         self._below.setdefault(known.parent, {})[digest] = None
                     self.publish_run(CacheEventKind.STORED, "storage", part)
-        if len(self._stored) > MOST_STORED:
+        if len(self._stored) > MAX_STORED:
             self._lose(list(islice(self._stored, _GO_AT_ONCE)))
 
     def asking(self) -> Callable[[bytes], None]:
@@ -439,7 +439,7 @@ class CacheEvents:
         """
         self._names[digest] = name
         self._names.move_to_end(digest)
-        while len(self._names) > self.most_names:
+        while len(self._names) > self.max_names:
             self._names.popitem(last=False)
 
     def event(

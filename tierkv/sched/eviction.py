@@ -117,9 +117,9 @@ class Eviction:
         pool = self._pools[tier]
         if space is None:
             enough = count <= pool.num_free
-            slots = pool.allocate(count) if enough else self._take(tier, count)
+            slots = pool.allocate(count) if enough else self._allocate(tier, count)
         else:
-            slots = self._take_within(tier, count, space, reserved)
+            slots = self._allocate_within(tier, count, space, reserved)
         leaving = self._slots.leaving
         if not leaving or tier not in leaving:
             return slots
@@ -130,19 +130,19 @@ class Eviction:
             slots = slots[~goes]
             more = count - len(slots)
             try:
-                others = self._take_within(tier, more, space, reserved + len(slots))
+                others = self._allocate_within(tier, more, space, reserved + len(slots))
             except OutOfBlocksError:
                 pool.release(slots)
                 raise
             slots = np.concatenate([slots, others])
         return slots
 
-    def _take_within(self, tier: Tier, count: int, space: Space | None, reserved: int) -> Ids:
+    def _allocate_within(self, tier: Tier, count: int, space: Space | None, reserved: int) -> Ids:
         if space is not None:
             self._stay_within_quota(tier, space, count, reserved)
-        return self._take(tier, count)
+        return self._allocate(tier, count)
 
-    def _take(self, tier: Tier, count: int) -> Ids:
+    def _allocate(self, tier: Tier, count: int) -> Ids:
         pool, order, rule = self._pools[tier], self.index.spaces.order[tier], self.rules[tier]
         missing = self._missing(tier, count)
         freed: list[Ids] = []
@@ -163,7 +163,7 @@ class Eviction:
             return pool.exchange(freed, count)
         for part in freed:
             pool.release(part)
-        return self._take_by_plan(tier, count)
+        return self._allocate_by_plan(tier, count)
 
     def acquire_some(self, tier: Tier, count: int, space: Space, *, reserved: int = 0) -> Ids:
         """Acquire as many slots as the tenant may have now, at most `count`.
@@ -185,7 +185,7 @@ class Eviction:
         room = self.available(tier, space, reserved=reserved)
         return self.acquire(tier, min(count, max(room, 1)), space, reserved=reserved)
 
-    def _take_by_plan(self, tier: Tier, count: int) -> Ids:
+    def _allocate_by_plan(self, tier: Tier, count: int) -> Ids:
         pool, order = self._pools[tier], self.index.spaces.order[tier]
         while True:
             steps = plan_eviction(order, tier, self._missing(tier, count), self.rules[tier])
@@ -291,7 +291,7 @@ class Eviction:
             The number of slots that became free, or will become free when a store has read them.
         """
         pool = self._pools[tier]
-        before = pool.num_free + self._slots.num_gone
+        before = pool.num_free + self._slots.num_still_read
         # A copy that must go down first keeps everything above it where it is, since a match is
         # a run from the root: those steps come again in a later plan.
         waits_for_copy: set[int] = set()
@@ -309,7 +309,7 @@ class Eviction:
                 continue
             if not node.holders:
                 self.forget(node, step.victim.start)
-        return pool.num_free + self._slots.num_gone - before
+        return pool.num_free + self._slots.num_still_read - before
 
     def _evict(self, tier: Tier, node: TreeNode, start: int, stop: int) -> None:
         self._pools[tier].release(self._drop(tier, node, start, stop))
@@ -372,14 +372,14 @@ class Eviction:
             self.stats.lifetimes.add(int(now * TICKS_PER_S) - part.born, forgotten)
             pending += part.children.values()
         if self._events.has_listeners:
-            self.tell_forgotten(node, start)
+            self.publish_forgotten(node, start)
         device, host = self.index.forget_below(node, start)
         self.stats.evicted_device_blocks += len(device)
         self.stats.evicted_host_blocks += len(host)
         self._pools[Tier.DEVICE].release(device)
         self._pools[Tier.HOST].release(self._slots.free_of(Tier.HOST, host))
 
-    def tell_forgotten(self, node: TreeNode, start: int) -> None:
+    def publish_forgotten(self, node: TreeNode, start: int) -> None:
         """Publish that a node's blocks from `start` on, and all below, leave device and host.
 
         Args:

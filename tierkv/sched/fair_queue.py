@@ -280,7 +280,7 @@ class WaitingLine:
             self._queue(waiting)
         return wait
 
-    def whose_wait_is_over(self) -> list[Waiting]:
+    def ready_again(self) -> list[Waiting]:
         """Return the requests aside with awaited blocks that are computed, or will not be."""
         found: list[Waiting] = []
         for promise, heap in list(self._aside.items()):

@@ -106,7 +106,7 @@ class FetchGroups:
         self._tiers = tiers
         self._index = tiers.index
         self._source = source
-        self._taken: Counter[str] = Counter()  # slots that are not in the index yet, by space
+        self._reserved: Counter[str] = Counter()  # slots that are not in the index yet, by space
 
     async def acquire(self, count: int, space: Space) -> Ids | None:
         """Acquire host slots, waiting for copies under way that will free some.
@@ -122,9 +122,9 @@ class FetchGroups:
         tiers = self._tiers
         while True:
             try:
-                reserved = self._taken[space.name]
+                reserved = self._reserved[space.name]
                 slots = tiers.eviction.acquire_some(Tier.HOST, count, space, reserved=reserved)
-                self._taken[space.name] += len(slots)
+                self._reserved[space.name] += len(slots)
                 return slots
             except OutOfBlocksError:
                 if not tiers.eviction.is_making_room(Tier.HOST) and not tiers.copies.num_offloads:
@@ -138,9 +138,9 @@ class FetchGroups:
             slots: the slots, from `acquire`.
             space: the tenant's space, as in `acquire`.
         """
-        self._taken[space.name] -= len(slots)
-        if not self._taken[space.name]:
-            del self._taken[space.name]
+        self._reserved[space.name] -= len(slots)
+        if not self._reserved[space.name]:
+            del self._reserved[space.name]
 
     async def fetch(
         self,
@@ -723,7 +723,7 @@ class _Fetch:
         if landed.tail is not None:
             index.release(landed.lease)
             lease = landed.tail
-        self._tell(lease)
+        self._report(lease)
 
     def go_on_alone(self) -> None:
         """Give the request the blocks that have arrived, and go on fetching until the deadline.
@@ -744,9 +744,9 @@ class _Fetch:
         self.shared.estimator.tier.num_late += 1
         self._learn()
         end = self.landed.tail or self.landed.lease
-        self._tell(self.shared.tiers.index.hold(end.node, end.num_blocks))
+        self._report(self.shared.tiers.index.hold(end.node, end.num_blocks))
 
-    def _tell(self, lease: Lease) -> None:
+    def _report(self, lease: Lease) -> None:
         start = self.first_token
         tokens = range(start, start + self.landed.num_tokens)
         fetched = self.shared.held(
@@ -775,7 +775,7 @@ class _Fetch:
         if question is None:
             return
         if present:
-            wanted = self._wanted(keys[:present], question)
+            wanted = self._worth_fetching(keys[:present], question)
             if not wanted:
                 return
             num_first = 1 if question.is_try else GROUP_BLOCKS  # soon there is something to see
@@ -802,7 +802,7 @@ class _Fetch:
             The keys of the missing blocks, and the number of leading ones that storage has.
         """
         shared = self.shared
-        keys = await self._wait_for_others()
+        keys = await self._wait_for_other_fetches()
         if not keys:
             return keys, 0
         start = self.landed.lease.num_blocks
@@ -826,7 +826,7 @@ class _Fetch:
             self.landed.problem = NOT_IN_STORAGE
         return keys, present
 
-    async def _wait_for_others(self) -> Sequence[StoredKey]:
+    async def _wait_for_other_fetches(self) -> Sequence[StoredKey]:
         """Wait until no other call fetches any of the prompt's missing blocks.
 
         Returns:
@@ -877,7 +877,7 @@ class _Fetch:
             self.budget.arrived()
         return found
 
-    def _wanted(self, keys: Sequence[StoredKey], question: Decision) -> Sequence[StoredKey]:
+    def _worth_fetching(self, keys: Sequence[StoredKey], question: Decision) -> Sequence[StoredKey]:
         """Return the first of `keys` that are worth fetching; [] if none are."""
         estimator, end = self.shared.estimator, self.landed.lease.num_blocks + len(keys)
         end_token = min(end * self.prompt.block_size, self.prompt.num_tokens)

@@ -172,7 +172,7 @@ class Lifecycle:
                 part = list(islice(nodes, _SLICE))
                 is_last = len(part) < _SLICE
                 self._clear(tier, first, part, tried, keeps_blocks=keeps_blocks)
-                if len(slots := pool.take_from(first)):
+                if len(slots := pool.allocate_from(first)):
                     tiers.slots.retire(tier, slots)
                 if leaving.num_slots == pool.capacity - first:
                     return
@@ -276,7 +276,7 @@ class Lifecycle:
             await self._retire(Tier.DEVICE, leaving, keeps_blocks=keeps_blocks)
             while self._tiers.mover.num_in_flight:  # a store may be at work on host slots
                 await self._tiers.work.next_change()
-        self._asleep = self._tiers.slots.pools[Tier.DEVICE].take_from(0)
+        self._asleep = self._tiers.slots.pools[Tier.DEVICE].allocate_from(0)
         self._tiers.slots.lend(Tier.DEVICE, self._asleep)
 
     def refill_device(self, num_blocks: int) -> None:

@@ -33,11 +33,11 @@ class LogThrottle:
         self._count += count
         self._reason = reason
         if self._timer is None:
-            self._say()
+            self._log_count()
 
-    def _say(self) -> None:
+    def _log_count(self) -> None:
         self._timer = None
         if self._count:
             self._log.warning(self._text, self._count, self._reason)
             self._count = 0
-            self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._say)
+            self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._log_count)

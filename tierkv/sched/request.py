@@ -159,7 +159,7 @@ class Computing:
         if first >= prompt.num_blocks:
             return None
         promise = Promise(prompt, first, prompt.num_blocks, now, _key(node, first, prompt), first)
-        if self.prefill.is_told:  # else no request waits
+        if self.prefill.is_reported:  # else no request waits
             num_tokens = (prompt.num_blocks - first) * prompt.block_size
             self._regret.allow(self.prefill.seconds(num_tokens))
         self._list(promise)
@@ -277,7 +277,7 @@ class Computing:
         Returns:
             The wait; None if no request computes these blocks, or no engine reports its speed.
         """
-        if not self._promises or not self.prefill.is_told:
+        if not self._promises or not self.prefill.is_reported:
             return None
         found = self.find(match, prompt, stop)
         if found is None:
@@ -470,7 +470,7 @@ class RequestSpec(msgspec.Struct, frozen=True):
             the first generated token from a ticket (the prefill node's message) and needs none.
         uses_cache: False computes all tokens and matches no cached block.
         priority: among waiting requests, a higher one is admitted first.
-        most_cached_tokens: upper limit of cached tokens to use, set after loading the rest has
+        cached_tokens_limit: upper limit of cached tokens to use, set after loading the rest has
             failed.
         session_id: session that the request is a turn of, for events; "" without one.
         num_blocks: number of blocks to reserve at admission; computed.
@@ -482,7 +482,7 @@ class RequestSpec(msgspec.Struct, frozen=True):
     needs_logits: bool = True
     uses_cache: bool = True
     priority: int = 0
-    most_cached_tokens: int | None = None
+    cached_tokens_limit: int | None = None
     session_id: str = ""
     num_blocks: int = 0
 
@@ -497,7 +497,7 @@ class RequestSpec(msgspec.Struct, frozen=True):
     @property
     def max_cached_tokens(self) -> int:
         most = self.prompt.num_tokens - (1 if self.needs_logits else 0)
-        return most if self.most_cached_tokens is None else min(most, self.most_cached_tokens)
+        return most if self.cached_tokens_limit is None else min(most, self.cached_tokens_limit)
 
 
 class Matched(msgspec.Struct, frozen=True):

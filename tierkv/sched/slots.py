@@ -18,7 +18,7 @@ from tierkv.tasks import task_group
 log = logging.getLogger(__name__)
 STORE_PATIENCE_S = 0.25  # wait of a request in need of room for a write to a store
 CLOSING_PATIENCE_S = 5.0  # how often closing says what it still waits for
-MOST_AT_ONCE_S = 0.5  # twice what is waited for one store that hangs
+MAX_AT_ONCE_S = 0.5  # twice what is waited for one store that hangs
 WRITE_SHARE = 0.02
 
 
@@ -26,7 +26,7 @@ WRITE_SHARE = 0.02
 class Allowance:
     """Seconds that requests in need of room may still wait for writes to a slow store.
 
-    The allowance grows by WRITE_SHARE of the elapsed time up to MOST_AT_ONCE_S, with which it
+    The allowance grows by WRITE_SHARE of the elapsed time up to MAX_AT_ONCE_S, with which it
     begins, and shrinks by the seconds waited. When it is used up, blocks are evicted without being
     stored, so that a slow store does not slow down engines.
 
@@ -35,16 +35,16 @@ class Allowance:
         is_waiting: True while a request waits for a write.
     """
 
-    seconds: float = MOST_AT_ONCE_S
+    seconds: float = MAX_AT_ONCE_S
     is_waiting: bool = False
     _seen_at: float | None = None
 
-    def look(self, now: float) -> bool:
+    def update_allowance(self, now: float) -> bool:
         """Update the allowance at time `now`; return whether a request may wait for a write."""
         went_by = now - (now if self._seen_at is None else self._seen_at)
         self._seen_at = now
         spent = went_by if self.is_waiting else 0.0
-        self.seconds = min(self.seconds + WRITE_SHARE * went_by - spent, MOST_AT_ONCE_S)
+        self.seconds = min(self.seconds + WRITE_SHARE * went_by - spent, MAX_AT_ONCE_S)
         return self.seconds > 0
 
 
@@ -282,7 +282,7 @@ class Slots:
         self._in_flight: dict[Tier, list[Ids]] = {Tier.DEVICE: [], Tier.HOST: []}
         self._reads = _NO_SLOTS  # by host slot, how many stores read it, see `begin_reading`
         self._num_reads = 0
-        self._gone = _NO_SLOTS  # host slots that the index gave up while they were being read
+        self._still_read = _NO_SLOTS  # host slots that the index gave up while they were being read
 
     def give(self, tier: Tier, slots: Ids) -> None:
         """Free slots, and wake callers that wait for room.
@@ -330,21 +330,21 @@ class Slots:
 
     def lent(self, tier: Tier) -> Ids:
         """Return the slots of `tier` that are in use outside the index."""
-        gone = self._gone if tier is Tier.HOST else _NO_SLOTS
+        gone = self._still_read if tier is Tier.HOST else _NO_SLOTS
         return np.concatenate([gone, *self._in_flight[tier]])
 
     # Slots that a store reads. Their blocks are not held, or a store that hangs would keep whole
     # prompts on the device: they may go, but their host slots are free only when it is done.
 
     @property
-    def num_gone(self) -> int:
+    def num_still_read(self) -> int:
         """Number of host slots of evicted blocks that a store still reads; free when it is done."""
-        return len(self._gone)
+        return len(self._still_read)
 
     @property
     def num_being_stored(self) -> int:
         """Number of host slots in the index that a store is reading."""
-        return self._num_reads - len(self._gone)
+        return self._num_reads - len(self._still_read)
 
     def begin_reading(self, slots: Ids) -> None:
         """Mark host slots as read by a store until `end_reading`.
@@ -358,9 +358,9 @@ class Slots:
         """End what `begin_reading` began; free the slots of blocks that were evicted in between."""
         self._reads[slots] -= 1
         self._num_reads -= len(slots)
-        if len(self._gone):
-            is_read = self._reads[self._gone] > 0
-            freed, self._gone = self._gone[~is_read], self._gone[is_read]
+        if len(self._still_read):
+            is_read = self._reads[self._still_read] > 0
+            freed, self._still_read = self._still_read[~is_read], self._still_read[is_read]
             self.pools[Tier.HOST].release(freed)
         self._work.capacity_changed()  # also where they are the index's still: now they may go
 
@@ -379,7 +379,7 @@ class Slots:
         if tier is Tier.DEVICE or not self._num_reads:
             return slots
         is_read = self._readers()[slots] > 0
-        self._gone = np.concatenate([self._gone, slots[is_read]])
+        self._still_read = np.concatenate([self._still_read, slots[is_read]])
         return slots[~is_read]
 
     def _readers(self) -> Ids:

@@ -21,7 +21,7 @@ from tierkv.sched.tiers import Tiers
 _AT_ONCE = 128  # copies of a tenant that is closed in the same turn of the loop
 
 
-MOST_ADAPTERS = 64  # of one tenant, open at a time
+MAX_ADAPTERS = 64  # of one tenant, open at a time
 
 
 class Tenants:
@@ -115,14 +115,14 @@ class Tenants:
     def _make_room(self, wanted: tuple[str, str]) -> None:
         """Close a space if opening `wanted`, a tenant and an adapter, would exceed a limit.
 
-        A tenant with MOST_ADAPTERS adapters closes one of its own.
+        A tenant with MAX_ADAPTERS adapters closes one of its own.
 
         Raises:
             OutOfBlocksError: all spaces that could be closed are in use.
         """
         tenant, adapter = wanted
         candidates = [one for one in self._by_tenant if adapter and one[1] and one[0] == tenant]
-        if len(candidates) < MOST_ADAPTERS:
+        if len(candidates) < MAX_ADAPTERS:
             if len(self._by_tenant) - len(self._closing) < self._max_tenants:
                 return
             candidates = list(self._by_tenant)

@@ -184,7 +184,7 @@ class Tiers:
         if self.events.has_listeners:
             for root in self.index.spaces.roots():
                 for node in list(root.children.values()):
-                    self.eviction.tell_forgotten(node, 0)
+                    self.eviction.publish_forgotten(node, 0)
         self.index.spaces.renew()
         self.work.capacity_changed()
 

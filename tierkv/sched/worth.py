@@ -39,9 +39,9 @@ _MAX_OBSERVED = 64  # samples kept: 64 samples later, one has a weight of 0.9 **
 _SURPRISE = 2.0  # a time this many times longer or shorter than expected restarts an average
 _TICK_S = 0.001  # resolution of uvloop's clock: a shorter time is measured as 0 or 1 ms
 # Seconds that requests may lose by waiting for each other: SHARE of all computing time, and once
-# the time to compute MOST_IN_VAIN of the largest requests.
+# the time to compute MAX_WASTED of the largest requests.
 SHARE = 0.02
-MOST_IN_VAIN = 2.0
+MAX_WASTED = 2.0
 _FADING = 0.98  # factor of `usual_s` with each request
 # Beyond the estimate a request waits this share of computing for another request's blocks.
 HEDGE = 0.25
@@ -84,7 +84,7 @@ class Regret:
             self.usual_s = max(compute_s, self.usual_s * _FADING)
             grown = max(compute_s - self.largest_s, 0.0)
             self.largest_s += grown
-            self.add(SHARE * compute_s + MOST_IN_VAIN * grown)
+            self.add(SHARE * compute_s + MAX_WASTED * grown)
 
     def add(self, seconds: float) -> None:
         """Add `seconds` to the balance: saved seconds, or lost seconds if negative.
@@ -92,7 +92,7 @@ class Regret:
         The balance is limited in both directions, so that one very long wait does not count
         permanently.
         """
-        most = MOST_IN_VAIN * self.usual_s
+        most = MAX_WASTED * self.usual_s
         self.seconds = max(-most, min(self.seconds + seconds, most))
 
 
@@ -176,9 +176,9 @@ class PrefillSpeed:
     observed times from a request's admission to the commit of its last block (`observe`).
 
     Attributes:
-        is_told: True once the engine has reported a time itself.
+        is_reported: True once the engine has reported a time itself.
         num_samples: number of samples so far.
-        most_tokens: largest number of tokens among the samples in use.
+        max_tokens: largest number of tokens among the samples in use.
         sample: number of tokens that the request chosen by `sample_tokens` is expected to compute,
             as a range; empty if no such request is under way.
     """
@@ -187,9 +187,9 @@ class PrefillSpeed:
         self._fitted = Line()
         # Not in the line yet: it is fitted when it is read.
         self._observed: deque[tuple[int, float]] = deque(maxlen=_MAX_OBSERVED)
-        self.is_told = False
+        self.is_reported = False
         self.num_samples = 0
-        self.most_tokens = 0
+        self.max_tokens = 0
         self.sample = range(0)
         self._num_chosen = 0  # samples that `sample_tokens` has chosen
 
@@ -214,7 +214,7 @@ class PrefillSpeed:
         (`Line.at_least`). Beyond, it is half of the extrapolated time: a sample may be the last
         tokens of a prompt, which take up to twice as long as the first ones.
         """
-        known = self.most_tokens
+        known = self.max_tokens
         seconds = self._line.at_least(min(tokens, _REACH * known))
         return seconds if tokens < _REACH / 2 * known else seconds / 2
 
@@ -244,7 +244,7 @@ class PrefillSpeed:
         if self.num_samples < _FIRST_SAMPLES:
             sample = int(tokens * _SAMPLE_SHARE)
         elif self.at_least(tokens) < fetch_s <= self.seconds(tokens):
-            sample = _REACH * self.most_tokens
+            sample = _REACH * self.max_tokens
         else:
             return 0
         self._num_chosen += 1
@@ -259,8 +259,8 @@ class PrefillSpeed:
             tokens: number of computed tokens.
             seconds: time that computing took.
         """
-        if not self.is_told:
-            self._fitted, self.is_told = Line(), True
+        if not self.is_reported:
+            self._fitted, self.is_reported = Line(), True
             self._observed.clear()
         self._add(tokens, seconds)
 
@@ -271,7 +271,7 @@ class PrefillSpeed:
             tokens: number of computed tokens.
             seconds: time from admission to commit.
         """
-        if not self.is_told:
+        if not self.is_reported:
             self._observed.append((tokens, seconds))
 
     def _add(self, tokens: int, seconds: float) -> None:
@@ -283,7 +283,7 @@ class PrefillSpeed:
                 return  # a few tokens beside a stall: they can only show that it is faster
         line.add(tokens, seconds)
         begins_anew = line.weight == 1.0
-        self.most_tokens = tokens if begins_anew else max(self.most_tokens, tokens)
+        self.max_tokens = tokens if begins_anew else max(self.max_tokens, tokens)
 
 
 @dataclass(slots=True)

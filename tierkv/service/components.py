@@ -78,14 +78,14 @@ class Memory:
             host_slots: number of host slots.
         """
         with ExitStack() as stack:
-            memory = self._taken(device_blocks, host_slots)
+            memory = self._allocated(device_blocks, host_slots)
             opening = begin_aside(functools.partial(stack.enter_context, memory))
             await outlast({opening}, on_cancel=lambda: None)
             opening.result()
             yield
 
     @contextmanager
-    def _taken(self, device_blocks: int, host_slots: int) -> Iterator[None]:
+    def _allocated(self, device_blocks: int, host_slots: int) -> Iterator[None]:
         self.planes = self._device.allocate_planes(self._layout, device_blocks)
         self._has_planes = True
         try:
@@ -179,18 +179,18 @@ async def host_memory(device: Device, layout: Layout, num_slots: int) -> AsyncIt
     Raises:
         ConfigError: the machine has too little memory.
     """
-    taken: list[HostSlots] = []
+    allocated: list[HostSlots] = []
 
-    def take() -> None:
-        taken.append(device.allocate_host(layout, num_slots))
+    def allocate() -> None:
+        allocated.append(device.allocate_host(layout, num_slots))
 
     try:
-        opening = begin_aside(take)
+        opening = begin_aside(allocate)
         await outlast({opening}, on_cancel=lambda: None)
         opening.result()
-        yield taken[0]
+        yield allocated[0]
     finally:
-        for host in taken:
+        for host in allocated:
             host.close()
 
 
@@ -283,7 +283,7 @@ class Components:
             handoff,
             codecs=options.codecs,
             stats=stats,
-            take=self.scheduler.acquire_device,
+            allocate=self.scheduler.acquire_device,
         )
         return direct.offers, direct
 

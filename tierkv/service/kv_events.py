@@ -98,7 +98,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-_MOST_BLOCKS = 1024  # blocks of one batch, which takes 1 ms to encode
+_MAX_BLOCKS = 1024  # blocks of one batch, which takes 1 ms to encode
 _QUEUED_EVENTS = 65_536  # events that wait to be published; beyond it the oldest are dropped
 _KEPT_BATCHES = 10_000  # for replays, as vLLM keeps them
 _KEPT_BYTES = 64 << 20
@@ -106,7 +106,7 @@ _LINGER_MS = 500  # time to send the last batch to subscribers when the node end
 _REPLAYED_AT_ONCE = 64  # batches between two turns of the loop
 _REPLAY_QUEUE = 256  # batches that wait for one client: ZeroMQ keeps them in memory
 _REPLAY_PATIENCE_S = 1.0  # time for a client to read one batch
-_REPLAY_LOOKS_S = 0.005  # pause between attempts: ZeroMQ does not report room in a queue
+_REPLAY_RETRY_S = 0.005  # pause between attempts: ZeroMQ does not report room in a queue
 _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 _REQUEST_FRAMES = 3  # the client, an empty frame, the first number
@@ -192,7 +192,7 @@ class KvEventPublisher:
         wants_tokens = self._settings.token_ids
         with self._events.subscribe(_QUEUED_EVENTS, wants_tokens=wants_tokens) as subscription:
             async for event in subscription:
-                waiting = [event, *subscription.take()]
+                waiting = [event, *subscription.drain()]
                 num_lost = subscription.num_dropped - self.num_lost
                 if num_lost:
                     log.warning(
@@ -203,13 +203,13 @@ class KvEventPublisher:
                     self.num_lost = subscription.num_dropped
                     self._number += 1  # routers notice the gap
                     self._send(publisher, [_CLEARED])
-                    await self._tell_all(publisher)
+                    await self._publish_all(publisher)
                     continue
                 for batch in _batches(waiting):
                     self._send(publisher, [self._encoded(one) for one in batch])
                     await asyncio.sleep(0)
 
-    async def _tell_all(self, publisher: Any) -> None:  # noqa: ANN401 - ZeroMQ's
+    async def _publish_all(self, publisher: Any) -> None:  # noqa: ANN401 - ZeroMQ's
         """Publish all blocks that are cached, or known to be in storage.
 
         Events that occur meantime are queued and sent afterwards.
@@ -232,7 +232,7 @@ class KvEventPublisher:
                     event = self._events.event(CacheEventKind.STORED, tier, run)
                     self._send(publisher, [self._encoded(event)])
             await asyncio.sleep(0)
-        for run in self._events.beside():
+        for run in self._events.other_blocks():
             if not run.is_tail:
                 event = self._events.event(CacheEventKind.STORED, "host", run)
                 self._send(publisher, [self._encoded(event)])
@@ -356,7 +356,7 @@ class KvEventPublisher:
                 except zmq.Again:
                     if time.monotonic() > until:
                         raise TimeoutError from None
-                await asyncio.sleep(_REPLAY_LOOKS_S)
+                await asyncio.sleep(_REPLAY_RETRY_S)
             if at % _REPLAYED_AT_ONCE == 0:
                 await asyncio.sleep(0)
 
@@ -379,14 +379,14 @@ def _bind(zmq: Any, socket: Any, name: str, address: str) -> None:  # noqa: ANN4
 def _batches(events: list[CacheEvent]) -> Iterator[list[CacheEvent]]:
     """Yield `events` of full blocks in order, in batches.
 
-    A batch has one event, or several with at most _MOST_BLOCKS blocks together.
+    A batch has one event, or several with at most _MAX_BLOCKS blocks together.
     """
     batch: list[CacheEvent] = []
     num_blocks = 0
     for event in events:
         if event.is_tail:
             continue
-        if batch and num_blocks + len(event.digests) > _MOST_BLOCKS:
+        if batch and num_blocks + len(event.digests) > _MAX_BLOCKS:
             yield batch
             batch, num_blocks = [], 0
         batch.append(event)

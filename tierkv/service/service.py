@@ -186,8 +186,8 @@ class Service:
         store: the store; None for none.
         storage: protection of values, stores of single tenants, and shards; None for the defaults.
         name: name of this node.
-        beside: fingerprint and number of host slots of each further group of layers, which has a
-            layout of its own. Their blocks are not in the index. See EngineCache.
+        other_groups: fingerprint and number of host slots of each further group of layers, which
+            has a layout of its own. Their blocks are not in the index. See EngineCache.
         kv_events: addresses at which cache events are published; None for none.
     """
 
@@ -201,7 +201,7 @@ class Service:
         *,
         storage: StorageOptions | None = None,
         name: str = "tierkv",
-        beside: Sequence[tuple[Fingerprint, int]] = (),
+        other_groups: Sequence[tuple[Fingerprint, int]] = (),
         kv_events: EventsSection | None = None,
     ) -> None:
         made_of = ServiceConfig(device, fingerprint, settings, handoff, name)
@@ -212,7 +212,7 @@ class Service:
         self._memory = Memory(device, fingerprint.layout)
         self._storage_tier = StorageTier(store, storage or StorageOptions(), self._storage_changed)
         self.groups: Sequence[GroupMemory] = ()
-        self._beside = tuple(beside)
+        self._other_groups = tuple(other_groups)
         self.flat_blocks: Sequence[FlatBlocks] = ()  # of groups beside the index, see HostSide
         self.publishings = Publishings()
         self.publisher = KvEventPublisher(kv_events or EventsSection(), name, self._fingerprints)
@@ -261,10 +261,10 @@ class Service:
         settings = self._made_of.handoff
         async with AsyncExitStack() as stack:
             groups = []
-            for fingerprint, count in self._beside:
+            for fingerprint, count in self._other_groups:
                 memory = host_memory(self.device, fingerprint.layout, count)
                 host = await stack.enter_async_context(memory)
-                io = self._storage_tier.beside(
+                io = self._storage_tier.io_of_layout(
                     Names(settings.prefix, fingerprint.short),
                     fingerprint.layout,
                     host,

@@ -157,7 +157,7 @@ class Session:
             request = await self._service.scheduler.admit(self.spec, fetched)
             if fetched is not None and fetched.lacked_room:
                 request = await self._with_rest(request, budget)
-            return self._take(request)
+            return self._adopt(request)
 
     async def _with_rest(self, request: Request, budget: Budget) -> Request:
         """Fetch blocks for which the host had no room, after the request was admitted.
@@ -254,11 +254,11 @@ class Session:
                 self.load_problem = str(error)
                 alone = msgspec.structs.replace(self.spec, needs_logits=True, uses_cache=False)
                 request = await self._service.scheduler.admit(alone)
-            return self._take(request)
+            return self._adopt(request)
 
-    def _take(self, request: Request) -> Request:
+    def _adopt(self, request: Request) -> Request:
         try:
-            self._took(request)
+            self._set_request(request)
         except BaseException:  # the caller does not know that the request has blocks
             if self._request is request:
                 self.end()
@@ -267,7 +267,7 @@ class Session:
             raise
         return request
 
-    def _took(self, request: Request) -> None:
+    def _set_request(self, request: Request) -> None:
         if self.has_ended:  # at the moment of its admission
             raise OwnershipError(f"request {self.spec.request_id!r} has ended")
         self._request, self.spec = request, request.spec
@@ -358,8 +358,8 @@ class Session:
         self._request = None
         self._service.scheduler.end(request, after=after)
         try:
-            spec = msgspec.structs.replace(self.spec, most_cached_tokens=intact * size)
-            recovered = self._take(await self._service.scheduler.admit(spec))
+            spec = msgspec.structs.replace(self.spec, cached_tokens_limit=intact * size)
+            recovered = self._adopt(await self._service.scheduler.admit(spec))
             await self.loaded(timeout_s)
         except BaseException:  # a cancel too
             self.end()
@@ -449,7 +449,7 @@ class Session:
             raise OwnershipError(f"request {self.spec.request_id!r} has ended") from None
         finally:
             self._resuming = None
-        return self._take(resumed)
+        return self._adopt(resumed)
 
     # Publishing
 

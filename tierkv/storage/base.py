@@ -286,27 +286,27 @@ class WorkerThreads:
 
     @asynccontextmanager
     async def holding(
-        self, take: Callable[[], T], give_back: Callable[[T], object]
+        self, acquire: Callable[[], T], give_back: Callable[[T], object]
     ) -> AsyncIterator[T]:
         """Acquire a resource in a thread, yield it, and release it in a thread at the end.
 
-        The release waits until no work is under way. After a cancel during `take` the resource is
-        released, too.
+        The release waits until no work is under way. After a cancel during `acquire` the resource
+        is released, too.
 
         Args:
-            take: acquires and returns the resource.
+            acquire: acquires and returns the resource.
             give_back: releases the resource.
         """
-        taken: list[T] = []
+        acquired: list[T] = []
         try:
-            await self.run(lambda: taken.append(take()))
-            yield taken[0]
+            await self.run(lambda: acquired.append(acquire()))
+            yield acquired[0]
         finally:
             try:
                 await self.idle()
             finally:
-                if taken:
-                    await self.run(lambda: give_back(taken.pop()))
+                if acquired:
+                    await self.run(lambda: give_back(acquired.pop()))
 
     async def run_each(self, work: Callable[[Item], T], items: Sequence[Item]) -> list[T]:
         """Return `work(item)` for each item, spread over the threads, in the order of the items.
@@ -496,7 +496,7 @@ def cut_buffers(buffers: Sequence[Buffer], sizes: Sequence[int]) -> list[tuple[m
     return pieces
 
 
-_NOBODY_THERE = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT)
+_UNREACHABLE = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT)
 
 
 def why_unreachable(error: BaseException) -> str:
@@ -528,7 +528,7 @@ def why_unreachable(error: BaseException) -> str:
             why, what_to_do = "the socket does not exist", "start the server, or correct the path"
         case PermissionError():
             why, what_to_do = "permission denied", f"let user {os.geteuid()} connect to it"
-        case OSError() if error.errno in _NOBODY_THERE:
+        case OSError() if error.errno in _UNREACHABLE:
             why, what_to_do = os.strerror(error.errno), "start the server, or correct the address"
         case OSError() if error.errno:
             why = os.strerror(error.errno)

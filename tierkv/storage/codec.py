@@ -42,7 +42,7 @@ _PAYLOAD_CODEC = slice(60, 64)
 # Least and most bytes of payloads with a header that may be made on sending, maybe on the loop: SET
 # is 1.0 to 1.16 times as fast as with headers made by threads before. With 64 KiB the loop is 4
 # instead of 2.5 ms late; 8 MiB block it for 0.3 ms.
-_LATE_LEAST, _LATE_MOST = 256 << 10, 8 << 20
+_MIN_LATE_BYTES, _MAX_LATE_BYTES = 256 << 10, 8 << 20
 
 
 class Damage(Enum):
@@ -358,7 +358,7 @@ class PlainCodec(Codec):
 
     def header_later(self, payload: Buffer, identity: ValueIdentity) -> DeferredHeader | None:
         """See `Codec.header_later`."""
-        is_late = _LATE_LEAST <= memoryview(payload).nbytes <= _LATE_MOST
+        is_late = _MIN_LATE_BYTES <= memoryview(payload).nbytes <= _MAX_LATE_BYTES
         if not is_late or self._payloads.writes_with != IDENTITY:
             return None
         return DeferredHeader(payload, identity)
@@ -591,7 +591,7 @@ class TenantCodecs:
         return codec
 
 
-_MOST_KEY_FILE_BYTES = 4096  # a key takes 64
+_MAX_KEY_FILE_BYTES = 4096  # a key takes 64
 
 
 def read_key(path: str | Path) -> bytes:
@@ -602,7 +602,7 @@ def read_key(path: str | Path) -> bytes:
     """
     try:
         with Path(path).open("rb") as file:
-            text = file.read(_MOST_KEY_FILE_BYTES).decode("ascii")
+            text = file.read(_MAX_KEY_FILE_BYTES).decode("ascii")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"the key file {path} cannot be read: correct the path or its rights"
@@ -869,8 +869,8 @@ class SmallCodec:
         except self._invalid_tag as error:
             raise DamagedValueError(Damage.CHECKSUM, _FORGED_SMALL) from error
 
-    def _body(self, value: bytes, least: int) -> bytes:
-        if len(value) < _HEAD.size + least:
+    def _body(self, value: bytes, min_bytes: int) -> bytes:
+        if len(value) < _HEAD.size + min_bytes:
             raise DamagedValueError(Damage.LENGTH, "the value is shorter than its header")
         if not value.startswith(self._head):
             raise DamagedValueError(

@@ -32,8 +32,8 @@ from tierkv.storage.base import (
 )
 from tierkv.storage.file_room import (
     NEVER_NS,
-    TAKES_NOTHING,
     USE_GRAIN_S,
+    WRITE_REFUSALS,
     WRITERS,
     Listing,
     Room,
@@ -46,7 +46,7 @@ from tierkv.storage.file_room import (
     walk,
 )
 from tierkv.storage.protocol import (
-    LOOK,
+    EMPTY_MESSAGE,
     Capabilities,
     GetItem,
     GetOutcome,
@@ -78,10 +78,10 @@ _log = logging.getLogger(__name__)
 # system that is not mounted.
 _IN_THE_WAY = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ELOOP})
 # A file that another user keeps private counts as missing.
-_NOT_THERE = _IN_THE_WAY | {errno.EACCES, errno.EPERM}
-_TAKES_OTHERS = _NOT_THERE | {errno.EFBIG, errno.EXDEV}
+_MISSING = _IN_THE_WAY | {errno.EACCES, errno.EPERM}
+_VALUE_REFUSALS = _MISSING | {errno.EFBIG, errno.EXDEV}
 # No failures: five failures would open the breaker, and other values can be read.
-_FULL = TAKES_NOTHING | _TAKES_OTHERS
+_FULL = WRITE_REFUSALS | _VALUE_REFUSALS
 # A broken place of the disk stays broken: the value would be found and never be written again.
 # After it is forgotten, it is written to another place.
 _UNREADABLE = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
@@ -189,8 +189,8 @@ class ValueFiles:
             return self._put_anew(item)
         except OSError as error:
             status = PutStatus.FULL if error.errno in _FULL else PutStatus.FAILED
-            takes_others = error.errno in _TAKES_OTHERS
-            return PutOutcome(status, sentence(item.name, error), takes_others=takes_others)
+            accepts_others = error.errno in _VALUE_REFUSALS
+            return PutOutcome(status, sentence(item.name, error), accepts_others=accepts_others)
 
     def _put_anew(self, item: PutItem) -> PutOutcome:
         """Write a value; make the store's directory again if it was removed.
@@ -214,8 +214,10 @@ class ValueFiles:
         if item.leaves_existing and self._is_live(path):
             return PutOutcome(PutStatus.EXISTED)
         if reason := self._room.make(item.num_bytes, _unlink):
-            takes_others = self._room.is_too_small_for(item.num_bytes)
-            return PutOutcome(PutStatus.FULL, f"{item.name}: {reason}", takes_others=takes_others)
+            accepts_others = self._room.is_too_small_for(item.num_bytes)
+            return PutOutcome(
+                PutStatus.FULL, f"{item.name}: {reason}", accepts_others=accepts_others
+            )
         temporary = self._scratch.new_path()
         status = PutStatus.FAILED
         try:
@@ -369,7 +371,7 @@ class ValueFiles:
         try:
             status = os.stat(path, follow_symlinks=False)
         except OSError as error:
-            if error.errno not in _NOT_THERE:
+            if error.errno not in _MISSING:
                 raise
             return False
         return stat.S_ISREG(status.st_mode) and not self.listing.is_expired(status)
@@ -462,9 +464,9 @@ _IN_CLOEXEC, _IN_NONBLOCK = os.O_CLOEXEC, os.O_NONBLOCK
 _BUFFER_BYTES = 64 * 1024
 _LEFT_BEHIND_S = 60.0
 _TRY_AGAIN_S = 5.0
-_TELL_S = 0.3
+_NOTIFY_S = 0.3
 _THREADS = 3
-_MOST_TELLING = 1024  # more at a time are lost: the disk hangs
+_MAX_NOTIFYING = 1024  # more at a time are lost: the disk hangs
 
 
 class FileNotifier:
@@ -485,7 +487,7 @@ class FileNotifier:
         self._lost = asyncio.Event()
         self._has_warned = False
         self._threads: Threads | None = None
-        self._num_telling = 0
+        self._num_notifying = 0
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -498,20 +500,20 @@ class FileNotifier:
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = None
 
-    async def notify(self, topic: str, message: str = LOOK) -> None:
+    async def notify(self, topic: str, message: str = EMPTY_MESSAGE) -> None:
         """See `Notifier.notify`."""
         path = self._directory / f"{_digest(topic)}.{check_message(message)}"
         # A hint that is lost, or hangs with the disk, only delays its reader.
-        if self._threads is not None and self._num_telling < _MOST_TELLING:
-            telling = asyncio.get_running_loop().run_in_executor(self._threads, _flash, path)
-            self._num_telling += 1
-            telling.add_done_callback(self._has_sent)
-            await asyncio.wait([telling], timeout=_TELL_S)
+        if self._threads is not None and self._num_notifying < _MAX_NOTIFYING:
+            notifying = asyncio.get_running_loop().run_in_executor(self._threads, _flash, path)
+            self._num_notifying += 1
+            notifying.add_done_callback(self._has_sent)
+            await asyncio.wait([notifying], timeout=_NOTIFY_S)
 
-    def _has_sent(self, telling: asyncio.Future[None]) -> None:
-        self._num_telling -= 1
-        if not telling.cancelled():
-            telling.exception()  # seen: the hint is lost
+    def _has_sent(self, notifying: asyncio.Future[None]) -> None:
+        self._num_notifying -= 1
+        if not notifying.cancelled():
+            notifying.exception()  # seen: the hint is lost
 
     def listen(self, topic: str) -> AbstractContextManager[Listener]:
         return self._topics.listening(topic, is_live=self._is_watching)

@@ -283,7 +283,7 @@ _LOCK = "lock"
 _MAX_TRIES = 10
 _UNUSED_S = 600.0
 # Errors of a disk that takes no writes now and can still be read.
-TAKES_NOTHING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
+WRITE_REFUSALS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 
 class Scratch:
@@ -323,7 +323,7 @@ class Scratch:
         try:
             self._directory, self._lock_fd = _make(writers)
         except OSError as error:
-            if error.errno not in TAKES_NOTHING:
+            if error.errno not in WRITE_REFUSALS:
                 raise
             self.refused = error
             self._directory = writers / secrets.token_hex(8)
@@ -618,7 +618,7 @@ class Room:
             is_refused: True if the disk has refused the value, whatever its free bytes.
         """
         counts = self._used.counts()
-        parts, used = self._look()
+        parts, used = self._list_files()
         self._used.saw(used, counts)
         capacity = self._capacity_bytes
         over = wanted = 0
@@ -642,7 +642,7 @@ class Room:
         self.num_evictions += freed > 0
         return freed >= max(over, lacking)
 
-    def _look(self) -> tuple[list[list[_File]], int]:
+    def _list_files(self) -> tuple[list[list[_File]], int]:
         """Return all files, in sorted lists of at most 1,000, and their total bytes.
 
         While a list is sorted or freed no other thread runs: with 200,000 files in one list the

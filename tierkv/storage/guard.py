@@ -25,7 +25,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import TypeVar
 
-from tierkv.cache.keys import lists_tails, tells_of_blocks
+from tierkv.cache.keys import is_ticket_name, lists_tails
 from tierkv.clock import Clock
 from tierkv.config import Fixed, all_above_zero, all_at_least_one, none_negative
 from tierkv.errors import (
@@ -128,7 +128,7 @@ class GuardedStore(StoreWrapper):
         self._clock = clock
         self._breaker = Breaker(settings.failures_to_open, clock)
         self._opened = asyncio.Event()
-        self._takes_long = asyncio.Event()  # an operation does: ping the store
+        self._slow = asyncio.Event()  # an operation does: ping the store
         self._reads = SlotGate(settings.max_reads)
         self._writes = WriteQueue(
             self._write,
@@ -183,7 +183,7 @@ class GuardedStore(StoreWrapper):
         The breaker begins closed: a store that could be opened has just answered.
         """
         self._breaker = Breaker(self._settings.failures_to_open, self._clock)
-        self._opened, self._takes_long = asyncio.Event(), asyncio.Event()  # of this loop
+        self._opened, self._slow = asyncio.Event(), asyncio.Event()  # of this loop
         self._refused, self._write_refusal = asyncio.Event(), ""
         async with (
             self.inner.running(),
@@ -236,7 +236,7 @@ class GuardedStore(StoreWrapper):
         check_name(name)
         if not lists_tails(name):  # other names are asked for once, or must be found at once
             content = await self._ask(lambda store: store.get(name, max_bytes=max_bytes))
-            if content is not None and tells_of_blocks(name):
+            if content is not None and is_ticket_name(name):
                 self._missing.clear()
             return content
         if self._missing.has(name):
@@ -257,14 +257,14 @@ class GuardedStore(StoreWrapper):
         may_try_again = True
         while True:
             try:
-                await self._take_slot()
+                await self._acquire_slot()
                 try:
                     async with self._within(self._deadline_s(0)):
                         answer = await self._apart(ask)
                 finally:
                     self._reads.give_back()
             except StoreUnavailableError:
-                if not (may_try_again and self._takes_retry(started)):
+                if not (may_try_again and self._allow_retry(started)):
                     raise
             else:
                 self._breaker.succeed()
@@ -312,7 +312,7 @@ class GuardedStore(StoreWrapper):
         with self._missing.asking() as note_missing:
             outcomes = await self._get_into(items)
             failed = [i for i, outcome in enumerate(outcomes) if outcome.status is GetStatus.FAILED]
-            if failed and self._takes_retry(started):
+            if failed and self._allow_retry(started):
                 await self._pause()
                 again = await self._get_into([items[i] for i in failed])
                 for i, outcome in zip(failed, again, strict=True):
@@ -329,7 +329,7 @@ class GuardedStore(StoreWrapper):
         """
         num_bytes = sum(item.room_bytes + _ITEM_BYTES for item in items)
         try:
-            await self._take_slot()
+            await self._acquire_slot()
             try:
                 async with self._within(self._deadline_s(num_bytes)):
                     outcomes = await self._answered(lambda store: store.get_into(items))
@@ -341,7 +341,7 @@ class GuardedStore(StoreWrapper):
         self._judge(failures, len(items))
         return outcomes
 
-    async def _take_slot(self) -> None:
+    async def _acquire_slot(self) -> None:
         """Wait for one of the `max_reads` slots, which the caller releases.
 
         Raises:
@@ -355,7 +355,7 @@ class GuardedStore(StoreWrapper):
                 f"{self.url} has {self._reads.num_waiting} waiting operations, the "
                 "maximum: try again later"
             )
-        await self._reads.take()
+        await self._reads.acquire()
         try:
             self._check_breaker()
         except StoreUnavailableError:
@@ -402,7 +402,7 @@ class GuardedStore(StoreWrapper):
 
     def _note_refusal(self, items: Sequence[PutItem], outcomes: Sequence[PutOutcome]) -> None:
         for item, outcome in zip(items, outcomes, strict=True):
-            if outcome.status is PutStatus.FULL and not outcome.takes_others:
+            if outcome.status is PutStatus.FULL and not outcome.accepts_others:
                 self._full_until = self._clock.monotonic() + self._settings.full_pause_s
                 was_taken = not self._write_refusal
                 self._write_refusal = outcome.reason.removeprefix(f"{item.name}: ")
@@ -463,7 +463,7 @@ class GuardedStore(StoreWrapper):
 
         loop = asyncio.get_running_loop()
         stuck = loop.call_later(deadline_s + _STUCK_S, note_stuck)
-        long = loop.call_later(_LONG_S, self._takes_long.set)
+        long = loop.call_later(_LONG_S, self._slow.set)
         try:
             async with asyncio.timeout(deadline_s):
                 yield
@@ -481,7 +481,7 @@ class GuardedStore(StoreWrapper):
             long.cancel()
             self._num_stuck -= is_stuck and writes
 
-    def _takes_retry(self, started: float) -> bool:
+    def _allow_retry(self, started: float) -> bool:
         """Return True if a failed operation may be tried again, and count that retry.
 
         A retry is allowed while the breaker is closed, after a failure within _RETRY_WITHIN_S
@@ -563,12 +563,12 @@ class GuardedStore(StoreWrapper):
         have given up.
         """
         while True:
-            await self._takes_long.wait()
+            await self._slow.wait()
             num_answers = self._breaker.num_answers
             if self._breaker.is_closed and (failure := await self._probe()) is not None:
                 is_sure = self._breaker.num_answers == num_answers
                 self._fail(failure, of_read=True, is_sure=is_sure)
-            self._takes_long.clear()
+            self._slow.clear()
             await asyncio.sleep(self._settings.probe_interval_s)
 
     async def _keep_probing_writes(self) -> None:
@@ -603,7 +603,7 @@ class GuardedStore(StoreWrapper):
 class SlotGate:
     """A fixed number of slots, which waiters get in the order of their requests.
 
-    All waiters can be refused at once. Only `take` waits; the rest is synchronous.
+    All waiters can be refused at once. Only `acquire` waits; the rest is synchronous.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -614,7 +614,7 @@ class SlotGate:
     def num_waiting(self) -> int:
         return len(self._queue)
 
-    async def take(self) -> None:
+    async def acquire(self) -> None:
         """Wait for a slot; `give_back` releases it.
 
         Raises:
@@ -644,7 +644,7 @@ class SlotGate:
         self._num_free += 1
 
     def send_away(self, error: TierKVError) -> int:
-        """Make all waiters' `take` raise `error`; return the number of waiters."""
+        """Make all waiters' `acquire` raise `error`; return the number of waiters."""
         turns = [turn for turn in self._queue if not turn.done()]
         self._queue.clear()
         for turn in turns:
@@ -740,7 +740,7 @@ class Breaker:
 
 
 @dataclass(eq=False, slots=True)
-class _Meanwhile:
+class _WrittenSince:
     """The names that were written since one question was sent to the store."""
 
     written: set[str] = field(default_factory=set)
@@ -763,7 +763,7 @@ class NegativeCache:
         self._until: OrderedDict[str, float] = OrderedDict()  # the next to end first
         # Questions by their first name: the index of the missing name, and the end of its time.
         self._ends: OrderedDict[str, tuple[int, float]] = OrderedDict()
-        self._asked: list[_Meanwhile] = []
+        self._asked: list[_WrittenSince] = []
         self.num_hits = 0
 
     def first(self, names: Sequence[str]) -> int:
@@ -809,17 +809,17 @@ class NegativeCache:
 
         A name that is written during the body is not recorded: the store's answer may be older.
         """
-        meanwhile = _Meanwhile()
-        self._asked.append(meanwhile)
+        since = _WrittenSince()
+        self._asked.append(since)
 
         def note(name: str) -> None:
-            if not (meanwhile.has_cleared or name in meanwhile.written):
+            if not (since.has_cleared or name in since.written):
                 self._note(name)
 
         try:
             yield note
         finally:
-            self._asked.remove(meanwhile)
+            self._asked.remove(since)
 
     def _note(self, name: str) -> None:
         if not self._ttl_s:
@@ -833,14 +833,14 @@ class NegativeCache:
     def forget(self, name: str) -> None:
         """Forget that `name` is missing, since it is being written."""
         self._until.pop(name, None)
-        for meanwhile in self._asked:
-            meanwhile.written.add(name)
+        for since in self._asked:
+            since.written.add(name)
 
     def clear(self) -> None:
         """Forget all names, since any of them may have been written."""
         self._until.clear()
-        for meanwhile in self._asked:
-            meanwhile.has_cleared = True
+        for since in self._asked:
+            since.has_cleared = True
 
 
 # Size of one batch: enough for the store's connections, and small enough to end soon.
@@ -937,7 +937,7 @@ class WriteQueue:
             self._waiting[write.serial] = write
             self.waiting_bytes += write.item.num_bytes
             heappush(self._ranks, write.rank)
-        self._drop_the_least()
+        self._drop_lowest()
         self._came.set()
 
         def withdraw() -> None:
@@ -956,7 +956,7 @@ class WriteQueue:
         for serial in list(self._waiting):
             self._settle(serial, PutOutcome(PutStatus.FAILED, reason))
 
-    def _drop_the_least(self) -> None:
+    def _drop_lowest(self) -> None:
         if len(self._ranks) > 2 * len(self._waiting) + _STALE_RANKS:
             self._ranks = [write.rank for write in self._waiting.values()]
             heapify(self._ranks)
@@ -979,7 +979,7 @@ class WriteQueue:
             while not self._waiting:
                 self._came.clear()
                 await self._came.wait()
-            batch = self._take()
+            batch = self._pop_batch()
             outcomes: Sequence[PutOutcome] = [
                 PutOutcome(PutStatus.FAILED, f"{self._owner} is closed")
             ] * len(batch)
@@ -989,7 +989,7 @@ class WriteQueue:
                 for write, outcome in zip(batch, outcomes, strict=True):
                     write.outcome.set_result(outcome)
 
-    def _take(self) -> list[_Write]:
+    def _pop_batch(self) -> list[_Write]:
         batch: list[_Write] = []
         num_bytes = 0
         while self._waiting and len(batch) < _BATCH_ITEMS:

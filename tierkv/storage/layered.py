@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 _PAGE = 1000
 _RETRY_S = 1.0
 _MAX_NOTED = 10_000
-_IS_THERE = (GetStatus.HIT, GetStatus.DAMAGED)
+_FOUND = (GetStatus.HIT, GetStatus.DAMAGED)
 
 T = TypeVar("T")
 
@@ -162,7 +162,7 @@ class LayeredStore(StoreWrapper):
             }
             damaged = {items[i].name for i in came if outcomes[i].status is GetStatus.DAMAGED}
             for i, outcome in zip(left, far, strict=True):
-                if outcome.status in _IS_THERE or outcomes[i].status is not GetStatus.DAMAGED:
+                if outcome.status in _FOUND or outcomes[i].status is not GetStatus.DAMAGED:
                     outcomes[i] = outcome
                     self._came_from_afar[items[i].name] = None
             trusted = [

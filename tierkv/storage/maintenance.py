@@ -110,7 +110,7 @@ class Verified:
         num_keyed: values that only a tenant's key can verify; their headers are right.
         num_others: values that are no blocks: lists of tails (partial blocks), tickets and the
             like.
-        num_gone: values that were removed before they were read.
+        num_removed: values that were removed before they were read.
         damaged: names and reasons of damaged values.
         unread: names and reasons of values that could not be read although the store answers.
         kept: the reason why damaged values could not be removed, "" if there is none.
@@ -119,7 +119,7 @@ class Verified:
     num_whole: int = 0
     num_keyed: int = 0
     num_others: int = 0
-    num_gone: int = 0
+    num_removed: int = 0
     damaged: list[tuple[str, str]] = field(default_factory=list)
     unread: list[tuple[str, str]] = field(default_factory=list)
     kept: str = ""
@@ -191,7 +191,7 @@ async def _verify_one(
     try:
         content = await store.get(name, max_bytes=_MAX_VALUE_BYTES)
         if content is None:
-            found.num_gone += 1
+            found.num_removed += 1
             return
         is_keyed = _check(name, bytearray(content), identity, codecs)
     except StoreCorruptError as error:

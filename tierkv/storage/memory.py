@@ -46,7 +46,7 @@ class MemorySettings:
     def __post_init__(self) -> None:
         if self.capacity_bytes is not None and self.capacity_bytes < 0:
             raise ConfigError(
-                f"storage.memory.capacity_bytes must be above 0, not {self.capacity_bytes}"
+                f"storage.memory.capacity_bytes must be at least 0, not {self.capacity_bytes}"
             )
 
 
@@ -226,7 +226,7 @@ class MemoryStore(BaseStore):
             return PutOutcome(
                 PutStatus.FULL,
                 f"{self.url} holds {self._num_bytes} of {self._settings.capacity_bytes} bytes",
-                takes_others=item.num_bytes > (self._settings.capacity_bytes or 0),
+                accepts_others=item.num_bytes > (self._settings.capacity_bytes or 0),
             )
         if existing is not None:
             self._forget(item.name)

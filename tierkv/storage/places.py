@@ -23,7 +23,7 @@ from typing import TypeVar
 from tierkv.errors import BadRequestError, ConfigError, StoreUnavailableError, TierKVError
 from tierkv.storage.base import StoreWrapper
 from tierkv.storage.protocol import (
-    LOOK,
+    EMPTY_MESSAGE,
     Capabilities,
     GetItem,
     GetOutcome,
@@ -453,7 +453,7 @@ class _NotifierOfCommon:
     async def running(self) -> AsyncIterator[None]:
         yield
 
-    def notify(self, topic: str, message: str = LOOK) -> Coroutine[None, None, None]:
+    def notify(self, topic: str, message: str = EMPTY_MESSAGE) -> Coroutine[None, None, None]:
         """See `Notifier.notify`."""
         return self._current().notify(topic, message)
 

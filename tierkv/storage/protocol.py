@@ -25,7 +25,7 @@ from typing import Protocol
 from tierkv.cache.keys import NameRun
 from tierkv.errors import BadRequestError
 
-LOOK = ""  # the message without content: read the store
+EMPTY_MESSAGE = ""  # the message without content: read the store
 _MESSAGE = re.compile(r"[A-Za-z0-9]{0,32}")
 _MAX_WAITING = 64
 
@@ -82,21 +82,21 @@ class Notifier(Protocol):
         raised.
         """
 
-    async def notify(self, topic: str, message: str = LOOK) -> None:
+    async def notify(self, topic: str, message: str = EMPTY_MESSAGE) -> None:
         """Send `message` to the listeners of `topic`.
 
         Never fails, and takes about as long as one question to the store.
 
         Args:
             topic: name of a value.
-            message: up to 32 letters and digits; LOOK means "read the store".
+            message: up to 32 letters and digits; EMPTY_MESSAGE means "read the store".
         """
 
     def listen(self, topic: str) -> AbstractContextManager[Listener]:
         """Return a context manager that yields a `Listener` of `topic`.
 
         Messages sent while the listener's `is_live` is False are lost. When `is_live` turns True
-        the listener receives LOOK, "read the store".
+        the listener receives EMPTY_MESSAGE, "read the store".
         """
 
 
@@ -138,21 +138,22 @@ class Topics:
     def hear(self, topic: str, message: str) -> None:
         """Pass a received message to the listeners of its topic.
 
-        Text that is no message of tierkv is passed as LOOK, "read the store".
+        Text that is no message of tierkv is passed as EMPTY_MESSAGE, "read the store".
 
         Args:
             topic: name of the topic.
             message: the received text, perhaps from a writer outside tierkv.
         """
         if not _MESSAGE.fullmatch(message):
-            message = LOOK
+            message = EMPTY_MESSAGE
         for listener in self._listeners.get(topic, ()):
             listener.hear(message)
 
     def turn(self, topic: str, *, is_live: bool) -> None:
         """Set `is_live` of a topic's listeners.
 
-        The listeners also receive LOOK, "read the store", since messages may have been lost before.
+        The listeners also receive EMPTY_MESSAGE, "read the store", since messages may have been
+        lost before.
 
         Args:
             topic: name of the topic.
@@ -160,7 +161,7 @@ class Topics:
         """
         for listener in self._listeners.get(topic, ()):
             listener.is_live = is_live
-            listener.hear(LOOK)
+            listener.hear(EMPTY_MESSAGE)
 
     def turn_all(self, *, is_live: bool) -> None:
         for topic in self.wanted:
@@ -174,7 +175,7 @@ class Polling:
     async def running(self) -> AsyncIterator[None]:
         yield
 
-    async def notify(self, topic: str, message: str = LOOK) -> None:
+    async def notify(self, topic: str, message: str = EMPTY_MESSAGE) -> None:
         """See `Notifier.notify`; nothing is sent."""
 
     @contextmanager
@@ -192,7 +193,7 @@ class Hub:
     async def running(self) -> AsyncIterator[None]:
         yield
 
-    async def notify(self, topic: str, message: str = LOOK) -> None:
+    async def notify(self, topic: str, message: str = EMPTY_MESSAGE) -> None:
         """See `Notifier.notify`; only listeners of this process receive the message."""
         self.topics.hear(topic, check_message(message))
 
@@ -434,13 +435,13 @@ class PutOutcome:
     """The outcome of one write.
 
     Attributes:
-        takes_others: True for a FULL that concerns this value only, such as one larger than the
+        accepts_others: True for a FULL that concerns this value only, such as one larger than the
             store: other values can be written.
     """
 
     status: PutStatus
     reason: str = ""
-    takes_others: bool = False
+    accepts_others: bool = False
 
 
 @dataclass(frozen=True, slots=True)

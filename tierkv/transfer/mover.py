@@ -51,9 +51,9 @@ from tierkv.threads import Threads
 # so a wait gets at most 1 % longer. Polling 8 lines every 0.12 ms takes 7 % of a core.
 _EAGER_S = 0.0003
 _MAX_EAGER = 8  # with more events in flight, no caller waits for a single short one
-_LEAST_NAP_S = 0.0001
+_MIN_NAP_S = 0.0001
 _LONG_NAP_S = 0.0004
-_MOST_NAP_S = 0.001
+_MAX_NAP_S = 0.001
 _NAP_SHARE = 0.01
 
 
@@ -200,7 +200,7 @@ class EventPoller:
             if not self._lines:
                 self._wake.clear()
                 await self._wake.wait()
-                self._look()  # some are done by now
+                self._complete_ended()  # some are done by now
                 continue
             if time.monotonic() < self._eager_until and self._may_be_eager():
                 await asyncio.sleep(0)
@@ -208,14 +208,14 @@ class EventPoller:
                 self._has_news = False
                 firsts = [line[0] for line in self._lines.values()]
                 await loop.run_in_executor(watcher, self._watch, firsts)
-            self._look()
+            self._complete_ended()
 
     def _may_be_eager(self) -> bool:
         if self._num_pending > _MAX_EAGER:
             return False
         return not any(one.is_long for line in self._lines.values() for one in line)
 
-    def _look(self) -> None:
+    def _complete_ended(self) -> None:
         for key, line in list(self._lines.items()):
             while line and (outcome := _outcome(line[0].event)) is not None:
                 one = line.pop(0)
@@ -230,10 +230,10 @@ class EventPoller:
         `firsts` are the oldest events of each line.
         """
         began = time.monotonic()
-        least_s = _LONG_NAP_S if all(one.is_long for one in firsts) else _LEAST_NAP_S
+        least_s = _LONG_NAP_S if all(one.is_long for one in firsts) else _MIN_NAP_S
         while not self._has_news and not any(_outcome(one.event) for one in firsts):
             nap_s = _NAP_SHARE * (time.monotonic() - began)
-            time.sleep(min(max(nap_s, least_s), _MOST_NAP_S))
+            time.sleep(min(max(nap_s, least_s), _MAX_NAP_S))
 
 
 _DONE = (None,)

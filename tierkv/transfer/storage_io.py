@@ -425,7 +425,7 @@ _WAITED_FOR = 1e9  # worth of a block that a request waits for
 # loop 0.5 ms to send, which makes replacing values up to 1.39 times as fast. With two cores the
 # threads would take the time from the server.
 _CORES = 4
-_LEAST_VALUES = 4  # fewer values: the loop has made most before a thread is awake
+_MIN_VALUES = 4  # fewer values: the loop has made most before a thread is awake
 makes_ahead = len(os.sched_getaffinity(0)) >= _CORES
 _MAX_AT_ONCE = 64  # most values checked on the loop
 _BATCH_NAMES = 512
@@ -1117,7 +1117,7 @@ async def made_ahead(threads: WorkerThreads, items: Sequence[PutItem]) -> AsyncI
         items: the items, in the order in which they are sent; see `PutItem.complete`.
     """
     late = [item.complete for item in items if item.complete is not None]
-    if not makes_ahead or len(late) < _LEAST_VALUES:
+    if not makes_ahead or len(late) < _MIN_VALUES:
         yield
         return
 

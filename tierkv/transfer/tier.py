@@ -104,7 +104,7 @@ class StorageTier:
         self._first = store
         self._stores = Places(store)
         self._pools: Sequence[memoryview] = ()
-        self._beside: list[memoryview] = []  # memory of slots that are not the tier's own
+        self._extra_memory: list[memoryview] = []  # memory of slots that are not the tier's own
         self._on_change = on_change
         self._prefix = ""
         if store is not None:
@@ -154,7 +154,7 @@ class StorageTier:
         arrays = [part.host.array for part in slices.parts]
         if not all(array.flags.c_contiguous for array in arrays):
             arrays = [host.array]  # the slices are pieces of this array
-        self._pools = [array.reshape(-1).data for array in arrays] + self._beside
+        self._pools = [array.reshape(-1).data for array in arrays] + self._extra_memory
         if self._first is not None:
             self._first.use_memory(self._pools)
         try:
@@ -167,7 +167,7 @@ class StorageTier:
             self._pools = ()  # views of memory that its owner releases
 
     @asynccontextmanager
-    async def beside(
+    async def io_of_layout(
         self,
         names: Names,
         layout: Layout,
@@ -201,12 +201,12 @@ class StorageTier:
             else lambda it: codecs(own if it == names.fingerprint else it),
             deletions=self.deletions,
         )
-        self._beside.append(host.array.reshape(-1).data)
+        self._extra_memory.append(host.array.reshape(-1).data)
         try:
             async with io.running():
                 yield io
         finally:
-            self._beside.clear()  # views of memory that its owner releases
+            self._extra_memory.clear()  # views of memory that its owner releases
 
     @property
     def attached_io(self) -> StorageIO | None:

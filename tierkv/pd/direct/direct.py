@@ -535,7 +535,7 @@ class Direct:
             store can read tickets and use their secrets. Signed or encrypted blocks, which are
             protected against such readers, are therefore not offered.
         stats: counts of the node's hand-offs.
-        take: acquires device slots; see `Scheduler.acquire_device`.
+        allocate: acquires device slots; see `Scheduler.acquire_device`.
     """
 
     def __init__(  # noqa: PLR0913 - collaborators
@@ -547,10 +547,10 @@ class Direct:
         *,
         codecs: Callable[[str], Codec] | None,
         stats: HandoffStats,
-        take: Callable[[Prompt, int], Ids],
+        allocate: Callable[[Prompt, int], Ids],
     ) -> None:
         self._tiers = tiers
-        self._take = take
+        self._allocate = allocate
         self._storage = storage
         self._slots = slots
         self._settings = settings
@@ -613,7 +613,7 @@ class Direct:
                     "claims read from storage"
                 )
             return
-        self._landing = Landing(self._tiers, sharing, self._stats, take=self._take)
+        self._landing = Landing(self._tiers, sharing, self._stats, allocate=self._allocate)
         await stack.enter_async_context(self._landing.running())
         await self._show_planes(sharing)
 

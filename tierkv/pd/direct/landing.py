@@ -137,7 +137,7 @@ class Landing:
         sharing: Sharing,
         stats: HandoffStats,
         *,
-        take: Callable[[Prompt, int], Ids],
+        allocate: Callable[[Prompt, int], Ids],
     ) -> None:
         """Make the landing; copies need `running`.
 
@@ -145,11 +145,11 @@ class Landing:
             tiers: the tiers of this node.
             sharing: opens planes of other processes.
             stats: counts of the node's hand-offs.
-            take: returns device slots for a number of blocks of a prompt; see
+            allocate: returns device slots for a number of blocks of a prompt; see
                 Scheduler.acquire_device.
         """
         self._tiers = tiers
-        self._take_now = take
+        self._allocate_now = allocate
         self._stats = stats
         self._threads = WorkerThreads("direct hand-off", 1)
         self._planes = OpenPlanes(sharing, lambda: tiers.mover.planes)
@@ -227,7 +227,7 @@ class Landing:
         has_landed = False
         try:
             if match.device_blocks >= first:  # nothing of it was evicted since
-                slots = await self._take(prompt, len(source_ids))
+                slots = await self._allocate(prompt, len(source_ids))
                 tiers.slots.lend(Tier.DEVICE, slots)
                 left = slots
                 try:
@@ -255,7 +255,7 @@ class Landing:
             if not outcome.done():
                 outcome.set_result(has_landed)
 
-    async def _take(self, prompt: Prompt, count: int) -> Ids:
+    async def _allocate(self, prompt: Prompt, count: int) -> Ids:
         """Return device slots, after a wait for copies that make room.
 
         Raises:
@@ -265,7 +265,7 @@ class Landing:
         async with asyncio.timeout(_ROOM_S):
             while True:
                 try:
-                    return self._take_now(prompt, count)
+                    return self._allocate_now(prompt, count)
                 except OutOfBlocksError:
                     if not self._tiers.eviction.is_making_room(Tier.DEVICE):
                         raise

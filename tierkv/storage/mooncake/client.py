@@ -147,7 +147,7 @@ class SoftPin(Protocol):
 # call for 19 s, and 192 for 60 s: 47 of these landed later in buffers that the caller had back.
 _MAX_PIECES = 128
 _MAX_PIECES_AND_HALTS = 256
-_LEAST_PIECES = 2  # pieces of one call: a header and a payload
+_MIN_PIECES = 2  # pieces of one call: a header and a payload
 # Longest seconds without a byte on a connection to a provider. A call ends after 60 s, and bytes
 # that a frozen provider sends later would land in buffers that are in use again.
 _LONGEST_HALT_S = 10.0
@@ -184,7 +184,7 @@ class MooncakeSettings:
             raise ConfigError(
                 f"storage.mooncake.protocol must be tcp or rdma, not {self.protocol!r}"
             )
-        if self.max_pieces < _LEAST_PIECES:
+        if self.max_pieces < _MIN_PIECES:
             raise ConfigError(
                 f"{self.num_threads} threads that each wait {self.halt_s} s for a "
                 "frozen provider exceed the deadline of Mooncake's calls: lower "

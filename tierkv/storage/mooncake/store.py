@@ -58,7 +58,7 @@ from tierkv.storage.protocol import (
 # beyond that stay in their place, which works over TCP only.
 _SCRATCH_BYTES = 4 << 20
 _LOCAL_BUFFER_BYTES = 64 << 20  # Mooncake's own buffer, for values that are read one by one
-_MOST_READS = 10  # reads of a small value that is being replaced
+_MAX_READS = 10  # reads of a small value that is being replaced
 _NO_SPACE = -200
 _NOT_FOUND = -704
 _ABSENT = frozenset({_NOT_FOUND, -703})  # the second: the value is being put
@@ -233,7 +233,7 @@ class MooncakeValues:
             )
             for view, copy in scattered:
                 view[:] = copy
-        self._look(statuses, started, given_up)
+        self._check_slow(statuses, started, given_up)
         for views, landed, status in zip(rooms, landings, statuses, strict=True):
             if landed is not views and status == len(landed[0]):
                 copy_into(landed[0], views)
@@ -278,14 +278,14 @@ class MooncakeValues:
             )
         # Mooncake replaces a value in place: a concurrent read returns parts of both.
         content, before = self._client.get(name), b""
-        for _ in range(_MOST_READS):
+        for _ in range(_MAX_READS):
             if not content:
                 raise StoreUnavailableError(f"{self._url} removed {name} during the read")
             if content == before:
                 return content
             content, before = self._client.get(name), content
         raise StoreUnavailableError(
-            f"{name} was replaced in {self._url} during each of {_MOST_READS} reads: try again"
+            f"{name} was replaced in {self._url} during each of {_MAX_READS} reads: try again"
         )
 
     def put(self, items: Sequence[PutItem], given_up: Event) -> list[PutOutcome]:
@@ -307,7 +307,7 @@ class MooncakeValues:
         statuses = self._put_fresh([items[at] for at in fresh])
         for at, status in zip(fresh, statuses, strict=True):
             outcomes[at] = _put_outcome(items[at], status)
-        self._look([*states, *statuses], started, given_up)
+        self._check_slow([*states, *statuses], started, given_up)
         return [outcome for outcome in outcomes if outcome is not None]
 
     def _put_one(self, item: PutItem, state: int) -> PutOutcome | None:
@@ -369,7 +369,7 @@ class MooncakeValues:
             config.soft_pin_action = self._package.SoftPinAction.ENABLE
         return config
 
-    def _look(self, statuses: Sequence[int], started: float, given_up: Event) -> None:
+    def _check_slow(self, statuses: Sequence[int], started: float, given_up: Event) -> None:
         """Set `given_up` if a call without an answer took long: the caller needs its buffers back.
 
         Args:

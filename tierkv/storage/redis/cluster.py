@@ -92,7 +92,7 @@ class ClusterRouter:
         try:
             await self._ping_all()
         except StoreUnavailableError:
-            await self._topology.look()
+            await self._topology.refresh()
             await self._ping_all()
 
     async def _ping_all(self) -> None:
@@ -393,7 +393,7 @@ class Topology:
         self._members: dict[Address, _Member] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._stale = asyncio.Event()
-        self._looked = asyncio.Event()
+        self._refreshed = asyncio.Event()
         self._silent: dict[Address, float] = {}  # nodes without an answer, by time
 
     @asynccontextmanager
@@ -401,7 +401,7 @@ class Topology:
         table = await self._ask_for_table()
         async with task_group() as tasks:
             self._tasks = tasks
-            await self._take(table)
+            await self._use_table(table)
             refresher = tasks.create_task(self._keep_fresh(), name="tierkv-redis-topology")
             try:
                 yield
@@ -449,16 +449,16 @@ class Topology:
         """Have the table of slots read again soon."""
         self._stale.set()
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Have the table of slots read again, and wait until that was tried.
 
         The wait ends after the deadline of a question at the latest.
         """
-        self._looked.clear()
+        self._refreshed.clear()
         self.doubt()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._access.pace.deadline_s(0)):
-                await self._looked.wait()
+                await self._refreshed.wait()
 
     def _join(self, address: Address) -> _Member | None:
         member = self._members.get(address)
@@ -469,7 +469,7 @@ class Topology:
             self._tasks.create_task(_keep(member), name=f"tierkv-redis-{address}")
         return member
 
-    async def _take(self, table: list[Address | None]) -> None:
+    async def _use_table(self, table: list[Address | None]) -> None:
         """Use `table` from now on, and leave former masters that are idle.
 
         The new masters are made ready first, so that listings include each of them.
@@ -491,7 +491,7 @@ class Topology:
             await self._stale.wait()
             self._stale.clear()
             try:
-                await self._take(await self._ask_for_table())
+                await self._use_table(await self._ask_for_table())
             except StoreUnavailableError as error:
                 if pause_s == _REFRESH_INTERVAL_S:
                     _log.warning("no server of the cluster returns its table of slots: %s", error)
@@ -499,7 +499,7 @@ class Topology:
                 self._stale.set()
             else:
                 pause_s = _REFRESH_INTERVAL_S
-            self._looked.set()
+            self._refreshed.set()
             await asyncio.sleep(pause_s)
 
     async def _ask_for_table(self) -> list[Address | None]:

@@ -29,7 +29,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.base import why_unreachable
-from tierkv.storage.protocol import LOOK, Listener, Topics, check_message
+from tierkv.storage.protocol import EMPTY_MESSAGE, Listener, Topics, check_message
 from tierkv.storage.redis.pool import Login
 from tierkv.storage.redis.url import TlsFiles
 from tierkv.storage.redis.wire import Address
@@ -76,7 +76,7 @@ class RedisNotifier:
         async with supervised({"tierkv-redis-notify": self._serve}):
             yield
 
-    async def notify(self, topic: str, message: str = LOOK) -> None:
+    async def notify(self, topic: str, message: str = EMPTY_MESSAGE) -> None:
         """See `Notifier.notify`."""
         try:
             await self._publish(topic, check_message(message))

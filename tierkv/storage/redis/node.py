@@ -70,7 +70,7 @@ from tierkv.threads import aside
 
 # Errors of servers that refuse writes and still serve reads: full, cannot save, too few replicas, a
 # replica, a user without the permission, a value above proto-max-bulk-len.
-TAKES_NOTHING = re.compile(
+WRITE_REFUSALS = re.compile(
     "OOM |MISCONF |NOREPLICAS |READONLY |NOPERM |ERR Protocol error: invalid bulk length"
 )
 
@@ -175,7 +175,7 @@ def put_outcome(item: PutItem, reply: Reply | Unanswered) -> PutOutcome:
         case b"OK":
             return _STORED
         case Refused(message):
-            status = PutStatus.FULL if TAKES_NOTHING.match(message) else PutStatus.FAILED
+            status = PutStatus.FULL if WRITE_REFUSALS.match(message) else PutStatus.FAILED
             return PutOutcome(status, f"{item.name}: {message}")
         case Unanswered(reason):
             return PutOutcome(PutStatus.FAILED, reason)
@@ -559,7 +559,7 @@ def understood(reply: Reply | Unanswered, command: Sequence[object]) -> Reply:
             )
         if reply.code == "WRONGTYPE":
             raise StoreCorruptError(f"{command[1]!s} is not a string: {reply.message}")
-        is_change = command[0] in _CHANGES and TAKES_NOTHING.match(reply.message)
+        is_change = command[0] in _CHANGES and WRITE_REFUSALS.match(reply.message)
         error = StoreRefusedError if is_change else StoreUnavailableError
         raise error(f"Redis refused {command[0]!s}: {reply.message}")
     return reply

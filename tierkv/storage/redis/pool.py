@@ -228,7 +228,7 @@ class ConnectionPool:
             while wire is not None and not (wire.is_lost or wire.has_room):
                 self._wake_one()  # another task, in the place of this one
                 await wire.until_room()
-            request = self._take()
+            request = self._pop()
             if request is not None:
                 self._wake_one()
                 return request
@@ -241,7 +241,7 @@ class ConnectionPool:
 
         Otherwise the server would be idle until the next turn of the event loop.
         """
-        while wire.has_room and (request := self._take()) is not None:
+        while wire.has_room and (request := self._pop()) is not None:
             wire.submit(request, since=asyncio.get_running_loop().time())
         wire.send()
         if self._waiting and self._waiting[0].outcome is None:
@@ -256,7 +256,7 @@ class ConnectionPool:
         """
         for wire in list(self._wires):
             while self._may_begin(wire):
-                request = self._take()
+                request = self._pop()
                 if request is None:
                     return
                 wire.submit(request, since=asyncio.get_running_loop().time())
@@ -274,7 +274,7 @@ class ConnectionPool:
             return False
         return wire.is_idle or (self._window.is_at_home and self._waiting[0].is_long_write)
 
-    def _take(self) -> WireRequest | None:
+    def _pop(self) -> WireRequest | None:
         """Remove the oldest request without an outcome from the queue and return it.
 
         The result is None if there is none, or while too many bytes are on their way (`Window`).
@@ -358,7 +358,7 @@ class ConnectionPool:
                     "user, password and database"
                 )
 
-    def take_back(self, requests: Sequence[WireRequest], failure: Unanswered) -> None:
+    def requeue(self, requests: Sequence[WireRequest], failure: Unanswered) -> None:
         """Retry or fail the requests of a connection that has ended.
 
         Requests are retried if the server closed the connection. If the server refused a new

@@ -189,7 +189,7 @@ class Replies:
             num_bytes = self._fill(num_bytes)
         self._end += num_bytes
         replies: list[Reply] = []
-        self._take_bits(replies)
+        self._parse_bits(replies)
         while self._step(replies):
             pass
         if self._start == self._end:
@@ -220,7 +220,7 @@ class Replies:
             self._state = _State.TRAILER
         return num_bytes
 
-    def _take_bits(self, replies: list[Reply]) -> None:
+    def _parse_bits(self, replies: list[Reply]) -> None:
         """Parse consecutive replies 0 and 1 together, as a request with many EXISTS gets them."""
         if self._state is not _State.LINE or self._scratch[self._start] != _COLON:
             return
@@ -247,7 +247,7 @@ class Replies:
                 return False
             line = bytes(self._scratch[self._start : end])
             self._start = end + 2
-            self._take_line(line, replies)
+            self._parse_line(line, replies)
             return True
         if self._state is _State.TRAILER and self._end - self._start >= 2:  # noqa: PLR2004 - CRLF
             if self._scratch[self._start : self._start + 2] != b"\r\n":
@@ -262,7 +262,7 @@ class Replies:
             return True
         return False
 
-    def _take_line(self, line: bytes, replies: list[Reply]) -> None:
+    def _parse_line(self, line: bytes, replies: list[Reply]) -> None:
         if not self._wanted:
             raise NotRedisError(f"there is a reply without a request: {line[:40]!r}")
         into, digest = self._wanted.popleft()

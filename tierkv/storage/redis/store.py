@@ -159,7 +159,7 @@ class RedisStore(BaseStore):
         return self._clock.wall()
 
     def notifier(self) -> Notifier:
-        return RedisNotifier(self._connect_to_hear, self._tell, url=self.url)
+        return RedisNotifier(self._connect_to_hear, self._publish_hint, url=self.url)
 
     @property
     def url(self) -> str:
@@ -380,7 +380,7 @@ class RedisStore(BaseStore):
             raise StoreUnavailableError(outcome.reason)
         return isinstance(outcome[0], Refused) and outcome[0].code == "CROSSSLOT"
 
-    async def _tell(self, topic: str, message: str) -> None:
+    async def _publish_hint(self, topic: str, message: str) -> None:
         # Any node of a cluster does. A random one, so a dead node does not silence all hints.
         await random.choice(self._opened().nodes()).ask("PUBLISH", topic, message)
 

@@ -287,7 +287,7 @@ def _set(ready: asyncio.Future[None]) -> None:
 _TURN_BYTES = 1 << 20
 
 
-_LEAST_VALUES = 2
+_MIN_VALUES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,7 +432,7 @@ class Window:
     @property
     def has_room(self) -> bool:
         most = self._home_bytes if self.is_at_home else self._away_bytes
-        return self._num_bytes < most or self._num_values < _LEAST_VALUES
+        return self._num_bytes < most or self._num_values < _MIN_VALUES
 
     def began(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes
@@ -479,7 +479,7 @@ class Turn:
 # takes an eighth more processor time.
 _READ_TURN_BYTES = 1 << 20
 # Least bytes that a read counts for: many short values can arrive in a turn, and each is work.
-_READ_BYTES_AT_LEAST = 128 << 10
+_MIN_READ_BYTES = 128 << 10
 # Most bytes sent in one call: a value of 2 MiB is sent at once. In pieces of 512 KiB, one per turn,
 # client and server take an eighth more processor time.
 _CALL_BYTES = (2 << 20) + (64 << 10)
@@ -509,7 +509,7 @@ class Owner(Protocol):
     def fill(self, wire: Wire) -> None:
         """Submit more requests to `wire`, which has received answers and may have room."""
 
-    def take_back(self, requests: Sequence[WireRequest], failure: Unanswered) -> None:
+    def requeue(self, requests: Sequence[WireRequest], failure: Unanswered) -> None:
         """Retry or fail requests that get no reply on their connection; their buffers are free.
 
         Args:
@@ -627,7 +627,7 @@ class Wire:
             self._window.ended(waiting.request.bulk_bytes)
         self._in_flight.clear()
         self._room.set()
-        self._owner.take_back(requests, failure)
+        self._owner.requeue(requests, failure)
 
     def _read(self) -> None:
         if self._reads_on is None:  # else it has its turn
@@ -657,8 +657,8 @@ class Wire:
                 return
             self._was_heard = True
             self._stats.received_bytes += num_bytes
-            left -= max(num_bytes, _READ_BYTES_AT_LEAST)
-            self._take_in(num_bytes)
+            left -= max(num_bytes, _MIN_READ_BYTES)
+            self._handle_received(num_bytes)
             # After the peer has died uvloop calls back once, though there may be bytes to read
             # first. While requests are in flight the socket is read until it is empty or fails.
             if self.is_lost or not (self._in_flight or self._pipe.has_more):
@@ -666,7 +666,7 @@ class Wire:
         if not self.is_lost:
             self._reads_on = self._loop.call_soon(self._read_on)
 
-    def _take_in(self, num_bytes: int) -> None:
+    def _handle_received(self, num_bytes: int) -> None:
         try:
             replies = self._replies.received(num_bytes)
         except NotRedisError as error:
