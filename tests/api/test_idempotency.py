@@ -25,7 +25,7 @@ class Work:
 
 def once(clock: list[float] | None = None, *, most: int = 3) -> Once[int]:
     hands = clock or [0.0]
-    return Once(most=most, ttl_s=10.0, now=lambda: hands[0])
+    return Once(max_answers=most, ttl_s=10.0, now=lambda: hands[0])
 
 
 async def do(

@@ -50,7 +50,7 @@ from tierkv.tokenizers import Tokenizer, TokensOnly
 
 log = logging.getLogger(__name__)
 
-_MOST_TURNS = 8  # of the loop, between two steps; a request needs two, and more where it commits
+_MAX_TURNS = 8  # of the loop, between two steps; a request needs two, and more where it commits
 
 
 @dataclass(slots=True, eq=False)
@@ -202,7 +202,7 @@ class TransformersEngine(SessionEngine):
         A request that came too late for a step would be too late for every further one: two groups
         of requests would then take turns, at the cost of two steps for each token.
         """
-        for _ in range(_MOST_TURNS):
+        for _ in range(_MAX_TURNS):
             await asyncio.sleep(0)
             if not self._expected:
                 break
