@@ -47,11 +47,17 @@ class Stats(msgspec.Struct, frozen=True):
 
 
 class Lookup(msgspec.Struct, frozen=True):
-    """The tiers of a prompt's leading tokens: disjoint, in order, as many as an admission finds.
+    """The number of a prompt's leading tokens that are cached, by tier.
 
-    Tokens count with the beginning of a block or tail that differs later on. An admission that must
-    compute a token for its logits finds one token less. `storage_tokens` is None if the store did
-    not answer.
+    The device has the first tokens, the host the next ones, storage those after them. A partly
+    equal block or tail counts up to the first token that differs. A request that must compute at
+    least one token finds one token less.
+
+    Attributes:
+        num_tokens: tokens of the prompt.
+        device_tokens: tokens on the device.
+        host_tokens: further tokens on the host.
+        storage_tokens: further tokens in storage; None if the store did not answer.
     """
 
     num_tokens: int

@@ -1182,10 +1182,12 @@ class _SchedulerSide:
         return stops
 
     def _save_states(self, step: SchedulerOutput) -> None:
-        """Save the recurrent states that this step completes, and other groups' blocks before them.
+        """Save the recurrent states that this step completes, and the other groups' earlier blocks.
 
-        vLLM offers a state to be saved once, in the step that writes it. The state that a request
-        continues from is instead found in the request's block table, in its first step.
+        A state is useful only together with the other groups' blocks of the same prefix. vLLM
+        offers a state once, in the step that writes it. It does not offer the state from which a
+        request continues: that one is found in the request's block table, in the request's first
+        step.
         """
         offers = dict(step.kv_connector_block_state.boundary_state_offloads)
         for new in step.scheduled_new_reqs:
@@ -1269,12 +1271,10 @@ class _SchedulerSide:
             tracked: the request.
             prompt: the tokens of the blocks.
             table: by cache group, the request's device blocks in order.
-            stops: by cache group, number of leading blocks that shall be saved afterwards.
+            stops: by cache group, the number of leading blocks to have on the host when the copies
+                are done.
             first_tokens: the tokens generated so far, for the ticket; given with the prompt's last
                 save.
-
-        Returns:
-            True if there was a host slot for every block.
         """
         name = tracked.request.request_id
         firsts = tracked.saved or [0] * len(self._groups)

@@ -515,11 +515,11 @@ class TierCopies:
         return upper
 
     def adopt(self, slots: bytes | None, states: States | None) -> None:
-        """Replace slots and states; their number of blocks is set already.
+        """Replace the slots and states of all blocks of the run.
 
         Args:
-            slots: packed int32 slots; None if no block has one.
-            states: the states, uint8 [num_blocks]; None if all are equal.
+            slots: packed int32 slots, one per block; None if no block has one.
+            states: the states, uint8 [num_blocks]; None if all blocks keep the run's common state.
         """
         self._slots, self._states = slots, states
         if states is not None:

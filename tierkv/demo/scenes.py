@@ -52,7 +52,7 @@ class DemoNodes:
         prefill: shares only a store with `decode`.
         decode: shares only a store with `prefill`.
         single: shares nothing, and computes everything.
-        prefill_2: hands prompts to `decode_2` from memory to memory, too.
+        prefill_2: shares a store with `decode_2`, and lets it read blocks from memory.
         decode_2: reads the memory of `prefill_2`.
     """
 

@@ -1568,7 +1568,10 @@ class SavedPrompt:
 
     @property
     def lease(self) -> Lease | None:
-        """See `PromptBlocks.lease`."""
+        """The lease that protects the prompt's blocks from eviction.
+
+        None if no block is in the index.
+        """
         return self._promise.lease
 
     @property

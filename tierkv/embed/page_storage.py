@@ -184,7 +184,8 @@ class PageStorage:
 
         Args:
             fingerprint: identity of the pages' content.
-            slices: memory and layout of each part of a page; the first stands for the whole page.
+            slices: memory and layout of each part of a page. The first also gives the layout and
+                memory of the page where the reader needs one for the whole.
         """
         names, whole = Names(self._prefix, fingerprint.short), slices[0]
         return StorageIO(

@@ -135,7 +135,7 @@ class OpenAIError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Failure(Problem, frozen=True, kw_only=True):
-    """A problem that also contains OpenAI's `error` object."""
+    """A body of type `application/problem+json` that also contains OpenAI's `error` object."""
 
     error: OpenAIError
 

@@ -431,7 +431,10 @@ class _Http(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """See `RequestHandler.finish_response` of aiohttp. Note that the request is answered."""
+        """See `RequestHandler.finish_response` of aiohttp.
+
+        Also records that the request was answered.
+        """
         try:
             return await super().finish_response(request, resp, start_time)
         finally:

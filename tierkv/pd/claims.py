@@ -655,7 +655,10 @@ async def acknowledge(tickets: Tickets, ticket: Ticket, loads: Sequence[Movement
 
 
 def _note(fetched: Fetched, near: Supply) -> None:
-    """Add the tokens of a fetch to those that the claim got before, and give it the whole list."""
+    """Merge the result of one fetch with the results of the claim's earlier fetches.
+
+    Afterwards `fetched` describes all of them, and `near` remembers them for the next fetch.
+    """
     fetched.earlier = tuple(near.came)
     near.came.append(fetched.tokens)
     near.direct.extend(fetched.direct)

@@ -753,7 +753,8 @@ class Tickets:
 
         Args:
             ticket: the complete ticket.
-            generation: see `put`.
+            generation: number of deletions at the time of the blocks' first write; the ticket is
+                refused if there was a deletion since. None for the present number.
 
         Raises:
             DuplicateRequestError: another prompt has taken the id first.
@@ -1141,9 +1142,10 @@ _CHECK_EVERY_S = 5.0
 class TicketView(msgspec.Struct, frozen=True, kw_only=True):
     """The state of one ticket that this node publishes. Times are Unix seconds.
 
-    ready_blocks: how many of the ticket's `num_blocks` blocks are stored. claimer: name of the node
-    that has claimed and acknowledged the ticket. failure: the reason why the ticket will not come;
-    "" if there is none.
+    Attributes:
+        ready_blocks: number of the ticket's `num_blocks` blocks that are stored.
+        claimer: name of the node that has claimed and acknowledged the ticket.
+        failure: the reason why the ticket will never be complete; "" if there is none.
     """
 
     ticket_id: str

@@ -506,7 +506,8 @@ class RankSocket:
     def pop_reports(self) -> list[Finished]:
         """Return the last reports of ranks that have closed, each once.
 
-        Read `lost` before: the reports of a rank are here before the rank is in `lost`.
+        A rank's reports arrive here before the rank appears in `lost`. A caller that reads `lost`
+        first, and then calls this method, therefore misses no report of a lost rank.
         """
         reports = []
         while self._last_reports:

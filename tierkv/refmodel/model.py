@@ -608,9 +608,9 @@ class ReferenceModel:
         """Return scaled queries, and the keys and values of the span's tokens.
 
         Returns:
-            Queries [num_tiles, num_kv_heads, group * TILE, head_dim], where the rows of the group
-                of query heads that share a KV head follow one another; keys and values [n,
-                num_kv_heads, head_dim].
+            Queries [num_tiles, num_kv_heads, group * TILE, head_dim]: for each KV head, the TILE
+                tokens of its first query head, then those of its second, and so on. Keys and values
+                [n, num_kv_heads, head_dim].
         """
         c, xp = self.config, self._xp
         grouped = (span.num_tiles, c.num_kv_heads, self._group * TILE, c.head_dim)

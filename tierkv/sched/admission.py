@@ -297,7 +297,7 @@ class SchedulerStats:
     Attributes:
         recompute_avoided_s: estimated seconds that computing the cached tokens would have added;
             not counted while the engine's speed is unknown.
-        reuse_gaps: times between uses of the ends of matches.
+        reuse_gaps: for each hit, the time since the last cached block of the hit was used before.
         shared_waits: requests that waited for another one's blocks instead of computing them.
         lost_waits: waits for blocks that did not come in time.
         missed_tokens: prompt tokens that were not found, by reason (MISS_REASONS).

@@ -35,7 +35,7 @@ class TierStats:
     """Counts since the start.
 
     Attributes:
-        lifetimes: ages of forgotten blocks since they were first cached.
+        lifetimes: for each block that left its last tier, the time since it was first cached.
     """
 
     evicted_device_blocks: int = 0

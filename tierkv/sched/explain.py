@@ -45,9 +45,9 @@ class Explanation(msgspec.Struct, frozen=True):
 
     Attributes:
         first_miss: number of the first missing block; None if no block is missing.
-        at: time of the event on the service's clock, in seconds.
-        ago_s: seconds from the event to this explanation.
-        tier: the tier that lost the block.
+        tier: the tier that lost the block; None if none did.
+        at: time of that loss on the service's clock, in seconds; None if it is not known.
+        ago_s: seconds from that loss to this explanation.
         detail: further words about the reason.
     """
 

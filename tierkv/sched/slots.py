@@ -76,11 +76,11 @@ class Work:
         """Accept tasks in the body; at its end, wait for every copy under way.
 
         The wait has no limit, since the memory of the slots is freed next. A log line every
-        CLOSING_PATIENCE_S shows that it goes on.
+        CLOSING_PATIENCE_S seconds shows that the wait goes on.
 
         Args:
-            num_lent: returns the numbers of device and host slots that copies use outside the
-                index.
+            num_lent: returns the numbers of device and host slots that running copies use and that
+                belong to no cached block; for that log line.
         """
         try:
             async with task_group() as self._tasks:

@@ -313,7 +313,7 @@ class TierSpeed:
 
     @property
     def is_known(self) -> bool:
-        """True if the bytes a second were measured."""
+        """True if the tier's throughput, in bytes per second, was measured."""
         return self._seconds > 0
 
     def forget(self) -> None:

@@ -423,7 +423,11 @@ class Service:
         self.tenants.set_quota(space, quota)
 
     def fingerprint_of(self, space: str) -> Fingerprint:
-        """Return the fingerprint of a space, or the service's own for ""."""
+        """Return the fingerprint, the identity of KV (model, layout, tenant ...), of one key space.
+
+        Args:
+            space: short name of the key space; "" for the service's own.
+        """
         return self._fingerprints[space]
 
     def tenant_of(self, space: str) -> str | None:

@@ -242,8 +242,8 @@ class Codec(ABC):
             stored: the bytes after the header.
             identity: the block that the value must contain.
             digest: a digest of this codec that was given all bytes of the value; None to read them.
-            num_bytes: number of bytes after the header, for an error; None for those in `stored`.
-                Below 0 if the value is shorter than its header.
+            num_bytes: number of bytes of the value after its header, below 0 if the value ends
+                within the header. The error's sentence names it. None for the size of `stored`.
 
         Raises:
             DamagedValueError: a bit of the value differs from what was encoded, or its payload

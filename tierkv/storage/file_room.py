@@ -708,11 +708,12 @@ class UsedBytes:
         return counts | {self._own().name: self._own_added}
 
     def saw(self, num_bytes: int, counts: Mapping[str, int]) -> None:
-        """Record the measured total bytes of all values.
+        """Record a measurement of the total bytes of all values.
 
         Args:
             num_bytes: the bytes of all files.
-            counts: the result of `counts()` right before the measure.
+            counts: the result of `counts` right before the measurement. With it, `total` adds the
+                bytes that have been written since.
         """
         self._seen, self._when_seen = num_bytes, counts
 

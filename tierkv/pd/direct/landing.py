@@ -180,7 +180,15 @@ class Landing:
         return bool(self._planes.num_open)
 
     def can_reach(self, place: str) -> bool:
-        """Return False if an earlier attempt showed that planes in `place` cannot be read here."""
+        """Return whether planes (KV memory) of another process may be readable here.
+
+        Args:
+            place: device and machine of the planes, as their owner describes them; "" if it shares
+                none.
+
+        Returns:
+            False if `place` is "", or if an earlier attempt to read planes there has failed.
+        """
         return bool(place) and place not in self._unreachable
 
     async def land(

@@ -469,11 +469,10 @@ def pointer(view: Buffer) -> int:
 
 
 def _ask_whether_it_lives(address: tuple[str, int], timeout_s: float) -> None:
-    """Check that the master answers.
+    """Check that the master answers, before Mooncake's client connects to it.
 
-    Mooncake's client would retry for minutes. Its call `setup`, alone of its calls, also holds the
-    interpreter's lock until the master has answered: 4 s for a frozen one, in which no other thread
-    runs.
+    The client would retry for minutes. Its call `setup` also holds Python's global interpreter lock
+    until the master answers: with a frozen master, no Python thread runs for 4 s.
 
     Raises:
         OSError: no server listens at the address, or it does not answer.

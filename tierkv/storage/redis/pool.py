@@ -267,8 +267,8 @@ class ConnectionPool:
     def _may_begin(self, wire: Wire) -> bool:
         """Return True if `wire` may take the next queued request at once.
 
-        An idle connection may. On a connection to a server on this machine a long write may also
-        follow another, see WRITING_BYTES.
+        An idle connection may. A connection that is busy with a long write may take another long
+        write if the server is on this machine: the comment at READING_BYTES has the reason.
         """
         if not (self._waiting and wire.is_ready and wire.has_room and self._dialer.turn.left > 0):
             return False
