@@ -125,7 +125,7 @@ async def test_a_tenant_with_many_adapters_makes_room_among_its_own(on: Here) ->
 async def test_a_prefetch_too_many_is_refused_until_one_is_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefetches, "MOST_RUNNING", 1)
+    monkeypatch.setattr(prefetches, "MAX_RUNNING", 1)
     async with here() as on:
         on.store.hold()
         first = {"tokens": TOKENS, "request_id": "first"}
@@ -141,7 +141,7 @@ async def test_a_prefetch_too_many_is_refused_until_one_is_over(
 
 
 async def test_a_pin_too_many_is_refused_until_one_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pins, "MOST_PINS", 2)
+    monkeypatch.setattr(pins, "MAX_PINS", 2)
     async with here() as on:
 
         async def pin(name: str) -> int:

@@ -108,7 +108,7 @@ async def test_a_turn_of_a_session_is_evicted_after_all_other_blocks(place: str)
 
 
 async def test_a_session_that_cannot_be_kept_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pins, "MOST_PINS", 1)
+    monkeypatch.setattr(pins, "MAX_PINS", 1)
     async with here() as on:
         for session in ("a", "b"):
             answer = await on.client.post("/v1/generate", BODY | {"session_id": session})

@@ -113,7 +113,7 @@ async def test_a_publish_that_is_cancelled_stops_all_of_its_groups() -> None:
 async def test_what_has_been_fetched_is_loaded_while_the_rest_is_on_its_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(claims, "LEAST_BYTES", 1)
+    monkeypatch.setattr(claims, "MIN_BYTES", 1)
     store = memory()
     async with computed(store) as (there, request):
         await finish(publish_request(there.service, request, "t", [1]))

@@ -196,7 +196,7 @@ async def test_what_is_written_to_a_store_that_was_detached_meanwhile_is_not_tol
 async def test_of_too_many_stored_blocks_the_oldest_are_told_to_be_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sched_events, "MOST_STORED", 6)
+    monkeypatch.setattr(sched_events, "MAX_STORED", 6)
     monkeypatch.setattr(sched_events, "_GO_AT_ONCE", 3)
     async with world(with_store=True, host_write=THROUGH, storage_write=THROUGH) as here:
         with here.service.events.subscribe() as subscription:
