@@ -17,10 +17,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -38,8 +40,16 @@ from tierkv.service import Service
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.tokenizers import TokensOnly
 
+A = TypeVar("A")
+
 _ROUNDS = 5
 _BLOCK = 16
+
+
+def apart(work: Callable[[], A]) -> A:
+    """Run `work` in a thread that ends, as a node loads its model: OpenMP's pool ends with it."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
 
 
 class Bench:
@@ -116,7 +126,9 @@ class Bench:
     def per_token(self, prompts: Sequence[list[int]]) -> float:
         """Return transformers' milliseconds of a step of all prompts, without their prefills."""
         few = self.num_new // 4
-        long, short = (self.alone(prompts, number) for number in (self.num_new, few))
+        long, short = (
+            apart(partial(self.alone, prompts, number)) for number in (self.num_new, few)
+        )
         return (long - short) / (self.num_new - few) * 1e3
 
 
@@ -151,12 +163,10 @@ class Serving:
 
 
 @asynccontextmanager
-async def serving(bench: Bench, url: str | None) -> AsyncIterator[Serving]:
-    """Run a node, over the store at `url` if there is one."""
+async def serving(bench: Bench, model: Any, url: str | None) -> AsyncIterator[Serving]:  # noqa: ANN401
+    """Run a node that serves the `PagedModel`, over the store at `url` if there is one."""
     from tierkv.hf.engine import TransformersEngine  # noqa: PLC0415
-    from tierkv.hf.model import PagedModel  # noqa: PLC0415
 
-    model = PagedModel(bench.model, _BLOCK)
     device = open_device(bench.device)
     in_batch = bench.batch * (256 + bench.num_new) // _BLOCK
     blocks = bench.num_tokens // _BLOCK
@@ -200,9 +210,10 @@ async def first_token_rows(serving: Serving) -> list[Row]:
         copied.append(bench.seconds(lambda: target.copy_(pinned, non_blocking=True)) * 1e3)
     limit = row("one contiguous copy", copied, "ms")
     whole = row("first token, computed", computed, "ms")
-    host = row("first token, prompt on the host", hit, "ms", against=limit, most=1.15)
-    less = row("the same", hit, "ms", against=whole, most=0.1)
-    rows = [limit, whole, host, less]
+    name = "first token, prompt on the host"
+    rows = [whole, row(name, hit, "ms", against=whole, most=0.1)]
+    if bench.device == "cuda":
+        rows += [limit, row("the same", hit, "ms", against=limit, most=1.15)]
     if serving.service.store is not None:
         fetched = []
         for number in range(2 * _ROUNDS):
@@ -239,16 +250,19 @@ async def load_rows(serving: Serving, prompts: Sequence[list[int]], alone: Row) 
 
 async def rows_of(bench: Bench, url: str | None) -> list[Row]:
     """Measure everything; transformers alone first, since serving changes its attention."""
+    from tierkv.hf.model import PagedModel  # noqa: PLC0415
+
     prompts = [bench.prompt(256) for _ in range(bench.batch)]
-    bench.alone(prompts[:1], 4)
+    apart(partial(bench.alone, prompts[:1], 4))
     own_one = row("a token, generate", [bench.per_token(prompts[:1]) for _ in range(_ROUNDS)], "ms")
     rows, own_batch = [own_one], None
     if bench.device == "cuda":
-        bench.alone(prompts, 4)
+        apart(partial(bench.alone, prompts, 4))
         name = f"a step of {bench.batch}, generate_batch"
         own_batch = row(name, [bench.per_token(prompts) for _ in range(_ROUNDS)], "ms")
         rows.append(own_batch)
-    async with serving(bench, url) as node:
+    model = apart(partial(PagedModel, bench.model, _BLOCK))
+    async with serving(bench, model, None) as node:
         await node.step_ms(prompts[:1], 8)
         one = [await node.step_ms(prompts[:1], bench.num_new) for _ in range(_ROUNDS)]
         rows.append(row("a token of one request", one, "ms", against=own_one, most=1 / 0.9))
@@ -257,9 +271,10 @@ async def rows_of(bench: Bench, url: str | None) -> list[Row]:
         name = f"a step of {bench.batch} requests"
         batch = row(name, every, "ms", against=limit, most=most)
         rows.append(batch)
-        rows += await first_token_rows(node)
         if bench.device == "cuda":
             rows += await load_rows(node, prompts, batch)
+    async with serving(bench, model, url) as node:
+        rows += await first_token_rows(node)
     return rows
 
 
@@ -269,7 +284,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--model", default="", metavar="PATH")
     args = parser.parse_args()
-    bench = Bench(is_quick=args.quick, path=args.model)
+    bench = apart(partial(Bench, is_quick=args.quick, path=args.model))
     with ExitStack() as stack:
         url = None if bench.device == "cuda" else stack.enter_context(redis_server()).url
         show(asyncio.run(rows_of(bench, url)), as_json=args.json)

@@ -6,6 +6,7 @@ import asyncio
 import random
 import re
 import shutil
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -43,12 +44,13 @@ from tests.adapters.hf_world import (
     truth,
     varied_prompt,
 )
-from tests.latch import turns, until
+from tests.latch import PATIENCE_S, turns, until
 from tests.redis_server import PATIENT, redis_server
 from tierkv.cache.eviction import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.engine import Sampling, TokenLogprobs
 from tierkv.errors import ConfigError, TierKVError
+from tierkv.hf import engine as hf_engine
 from tierkv.hf.engine import TransformersSpec
 from tierkv.hf.model import PagedModel
 from tierkv.hf.sampling import TokenChoice, choose
@@ -354,6 +356,24 @@ def test_a_model_that_is_not_there_or_does_not_fit_is_refused_in_a_sentence(
 
 def spec_of(path: Path) -> TransformersSpec:
     return TransformersSpec(str(path), TransformersSettings(), CacheSettings(), "cpu")
+
+
+def test_a_model_is_loaded_in_a_thread_that_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool of OpenMP that the main thread kept would slow down every step."""
+    loading: list[threading.Thread] = []
+
+    def load(*_: object) -> None:
+        loading.append(threading.current_thread())
+        raise ConfigError("seen")
+
+    monkeypatch.setattr(hf_engine, "load_model", load)
+    with pytest.raises(ConfigError, match="seen"):
+        _ = spec_of(tmp_path).model
+    assert loading[0] is not threading.main_thread()
+    loading[0].join(PATIENCE_S)
+    assert not loading[0].is_alive()
 
 
 def test_tokens_are_chosen_as_often_as_their_logits_say() -> None:
