@@ -300,8 +300,10 @@ async def test_a_value_renewed_just_before_its_removal_stays(
     path = tmp_path.joinpath(*relative_path("t:f:a:0"))
 
     def late_flock(fd: int, operation: int) -> None:
-        path.write_bytes(b"new")
-        os.utime(path, (0, 0))
+        # Not for other locks, such as those of the store's own directories.
+        if operation != fcntl.LOCK_UN and os.path.samestat(os.fstat(fd), os.stat(path.parent)):
+            path.write_bytes(b"new")
+            os.utime(path, (0, 0))
         flock(fd, operation)
 
     async with store.running():
