@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
@@ -174,6 +175,18 @@ async def test_a_claim_that_may_recompute_loses_little(place: Place, fault: str)
         node.service.note_prefill(NUM_TOKENS, COMPUTE_S)
         async with broken(place, fault):
             await check_losses(claiming(node, ClaimPolicy.RECOMPUTE))
+
+
+async def test_a_claim_that_gives_up_names_the_seconds_that_it_waited(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not those of its deadline, 10 s."""
+    async with a_node(place[1].url) as node:
+        node.service.note_prefill(NUM_TOKENS, COMPUTE_S)
+        async with broken(place, "hung"):
+            await claiming(node, ClaimPolicy.RECOMPUTE)(0)
+    [waited_s] = re.findall(r"did not answer within ([\d.]+) s, so", caplog.text)
+    assert float(waited_s) <= FIRST_S + NOISE_S
 
 
 @pytest.mark.promise("A claim succeeds over a slow store and fails at once without one.")

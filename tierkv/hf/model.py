@@ -70,7 +70,8 @@ def load_model(path: Path, dtype: str, device: torch.device) -> PreTrainedModel:
     try:
         if device.type == "cpu":
             what = f"the model {source}"
-            require_room(_weight_bytes(source, dtype), what, "its size", is_filled_now=True)
+            lever = "its size (--dtype bfloat16, or a smaller model)"
+            require_room(_weight_bytes(source, dtype), what, lever, is_filled_now=True)
         is_encoder_decoder = "gguf_file" not in named and (
             AutoConfig.from_pretrained(path, **named).is_encoder_decoder
         )
