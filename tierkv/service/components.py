@@ -1,6 +1,6 @@
-"""The components of a running service: opened in order, verified and closed in reverse order.
+"""The components of a running service: opened in order, verified, and closed in reverse order.
 
-The memory of the device is one of them; it can be released for a while and allocated again.
+The device's memory is one of them; it can be released for a while and allocated again.
 """
 
 from __future__ import annotations
@@ -45,15 +45,14 @@ from tierkv.transfer.tier import StorageTier
 class Memory:
     """The device's memory for blocks (planes), and the host slots.
 
-    `use` replaces `planes`; `host` never changes.
-
     Args:
         device: allocates the memory.
         layout: the planes of a block.
 
     Attributes:
-        planes: the device's memory, present while `running` is open and the device is not asleep.
-        host: the host slots, present while `running` is open.
+        planes: the device's memory, present inside `running` unless the device sleeps; `use`
+            replaces it.
+        host: the host slots, present inside `running` and never replaced.
     """
 
     planes: Planes
@@ -70,8 +69,8 @@ class Memory:
     async def running(self, device_blocks: int, host_slots: int) -> AsyncIterator[None]:
         """Allocate the memory for the body, and free it at the end.
 
-        A thread allocates, since pinning memory takes 0.1 s and more. A cancel waits for the
-        thread, so that allocated memory is released.
+        A thread allocates, because pinning memory takes 0.1 s and more. A cancelled call waits for
+        the thread, and frees the memory.
 
         Args:
             device_blocks: number of device blocks.
@@ -100,10 +99,7 @@ class Memory:
 
     @asynccontextmanager
     async def open_to_changes(self) -> AsyncIterator[None]:
-        """Allow `changing` in the body; at its end wait until no change is under way.
-
-        Without the wait, planes that a late change allocates would never be closed.
-        """
+        """Allow `changing` in the body; at its end wait until no change is under way."""
         self._is_open = True
         try:
             yield
@@ -113,7 +109,7 @@ class Memory:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Allow the body to release the planes or to replace them.
+        """Allow the body to free the planes or to replace them.
 
         Raises:
             ShuttingDownError: the memory is being closed, too late for a change.
@@ -137,7 +133,7 @@ class Memory:
         return end
 
     async def new_planes(self, device_blocks: int) -> Planes:
-        """Allocate planes for `device_blocks` blocks; the caller passes them to `use`.
+        """Allocate planes for `device_blocks` blocks, for the caller to pass to `use`.
 
         Raises:
             ConfigError: the device has too little memory.
@@ -157,16 +153,16 @@ class Memory:
         self.planes, self._has_planes = planes, True
 
     def give_planes_back(self) -> None:
-        """Free the planes, for a device that goes to sleep."""
+        """Free the planes of a device that goes to sleep."""
         self._has_planes = False
         self.planes.close()
 
 
 @asynccontextmanager
 async def host_memory(device: Device, layout: Layout, num_slots: int) -> AsyncIterator[HostSlots]:
-    """Allocate host slots for the body, without device memory.
+    """Allocate host slots for the body.
 
-    A thread allocates the slots, and a cancel waits for the thread.
+    A thread allocates them; a cancelled call waits for the thread, and frees the slots.
 
     Args:
         device: allocates the slots.
@@ -208,9 +204,9 @@ class ServiceConfig:
         device: the device of the cache.
         fingerprint: the service's own fingerprint.
         settings: sizes and rules of the tiers.
-        handoff: settings of tickets, and the prefix and lifetime of stored values.
+        handoff: settings of tickets, and the name prefix and lifetime of all stored values.
         name: name of this node, written on its tickets.
-        fingerprints: all open fingerprints by name of the space, the service's own under "".
+        fingerprints: all open fingerprints by the name of their space; the service's own under "".
     """
 
     device: Device
@@ -231,7 +227,7 @@ class ServiceConfig:
 
 
 class Components:
-    """Builder and owner of the service's components. Nothing starts before `running()`.
+    """The components of a service, built together. Nothing runs before `running()`.
 
     Args:
         made_of: the values that the service is built from.
@@ -272,7 +268,7 @@ class Components:
     def _sources(
         self, handoff: HandoffSettings, host: HostSlots, stats: HandoffStats
     ) -> tuple[Source, PeerSource]:
-        """Return the source of the fetches, and the exchange of blocks with other nodes' memory."""
+        """Return the source of fetches, and the exchange of blocks with other nodes' memory."""
         io, options = self._storage.io, self._storage.options
         if handoff.direct is DirectPath.OFF or io.slices.size > 1:
             return io, NoPeers()
@@ -340,10 +336,10 @@ class Components:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the components; at the end wait for every task, and check that nothing is left over.
+        """Run the components; at the end wait for every task, and check for leaks.
 
         Raises:
-            InvariantError: a lease or slot was never released.
+            InvariantError: a lease or slot was not released.
         """
         async with self.handoff.running(), self.tiers.running():
             yield
@@ -355,7 +351,11 @@ class Components:
             raise InvariantError(tuple(wrong))
 
     def verify(self, num_leases: int = 0) -> list[str]:
-        """Return violated invariants as sentences, where the caller holds `num_leases` leases."""
+        """Return violated invariants as sentences.
+
+        Args:
+            num_leases: number of leases that the caller holds.
+        """
         wrong = observe.verify(
             self.scheduler, self.mover, self.fetcher, self.handoff, num_leases=num_leases
         )
@@ -369,7 +369,7 @@ def check(made_of: ServiceConfig) -> RankedDevice | None:
     """Check that device, layout and settings fit together.
 
     Returns:
-        The device, if it has several ranks; otherwise None.
+        The device if it has several ranks, otherwise None.
 
     Raises:
         ConfigError: they do not fit.
@@ -398,15 +398,15 @@ async def opened(
 
     Args:
         made_of: the values that the service is built from.
-        memory: the memory of device and host; allocated here.
-        storage: the storage tier; opened here.
+        memory: the memory of device and host; this function allocates it.
+        storage: the storage tier; this function opens it.
 
     Yields:
         The components.
 
     Raises:
         ConfigError: the values do not fit together, or there is too little memory.
-        InvariantError: at the end, a lease or slot was never released.
+        InvariantError: at the end, a lease or slot was not released.
     """
     settings, ranks = made_of.settings, check(made_of)
     device = made_of.device

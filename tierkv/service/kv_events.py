@@ -1,10 +1,11 @@
-"""The cache's events for routers, in batches over ZeroMQ.
+"""The cache's events for routers, published in batches over ZeroMQ.
 
-A batch is three frames: topic, number (8 bytes, big-endian), and msgpack [time, [event ...], rank]:
-the format that vLLM publishes and that SGLang, Dynamo and llm-d share. Numbers count up by one; a
-gap means that batches are lost. A second socket (ROUTER) replays missed batches: it answers a
-number (after an empty frame) with all batches from that number on that are still kept, and then
-with the number -1.
+A batch has three frames: the topic, the batch's number (8 bytes, big-endian), and msgpack [time,
+[event ...], rank]. vLLM publishes this format; SGLang, Dynamo and llm-d use it, too. Numbers count
+up by one, so a gap means that batches are lost.
+
+A second socket (ROUTER) replays missed batches. A request is an empty frame and a number. The
+answer is every kept batch from that number on, followed by the number -1.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ _ENDPOINT = re.compile(r"tcp://(?P<host>\*|\[[0-9a-fA-F:.]+\]|[\w.-]+):\d{1,5}|i
 class EventForm(Enum):
     """The encoding of an event.
 
-    MAP is a map of its fields with hashes of 32 bytes (vLLM). MAP_INT has the last 8 bytes of each
-    hash as a number instead (SGLang). ARRAY has the fields in order, with such numbers (older
-    releases of both).
+    MAP: a map of field names to values, with 32-byte hashes (vLLM). MAP_INT: the same with the last
+    8 bytes of each hash as an integer (SGLang). ARRAY: the values in the order of the fields, with
+    integer hashes (older releases of both).
     """
 
     MAP = "map"
@@ -120,15 +121,15 @@ _CLEARED: dict[str, Any] = {"type": "AllBlocksCleared"}
 class KvEventPublisher:
     """Publisher of the cached blocks and their changes, for routers. Use it inside `running()`.
 
-    Only full blocks are published, as routers know no others. A block that an engine has given its
-    own hash is published under that hash. The first and the last batch state that nothing is
-    cached. If events occur faster than they can be sent, the batch numbers get a gap, all blocks
-    are declared removed, and the cached blocks are published again.
+    Only full blocks are published, because routers know no others. A block has the hash that the
+    engine gave to it, if any, otherwise its key. The first and the last batch state that nothing is
+    cached. If events occur faster than they can be sent, a batch number is left out, a batch states
+    that nothing is cached, and all cached blocks are published again.
 
     Args:
         settings: the addresses and the encoding.
         name: name of the node, for the topic.
-        fingerprints: fingerprints by name of the space, the service's own under "".
+        fingerprints: fingerprints by the name of their space; the service's own under "".
 
     Attributes:
         num_batches: number of batches sent.
@@ -150,16 +151,16 @@ class KvEventPublisher:
 
     @asynccontextmanager
     async def running(self, events: CacheEvents, index: Index) -> AsyncIterator[None]:
-        """Publish events while the body runs, and at its end that nothing is cached.
+        """Publish events while the body runs; at its end publish that nothing is cached.
 
-        Without an endpoint in the settings, the call does nothing.
+        Without an endpoint in the settings, nothing is published.
 
         Args:
             events: the events of the cache.
             index: the index of cached blocks, for publishing all of them again.
 
         Raises:
-            ConfigError: an address cannot be bound, or the package is missing.
+            ConfigError: an address cannot be listened on, or the package is missing.
         """
         if not self._settings.endpoint:
             yield
@@ -210,10 +211,7 @@ class KvEventPublisher:
                     await asyncio.sleep(0)
 
     async def _publish_all(self, publisher: Any) -> None:  # noqa: ANN401 - ZeroMQ's
-        """Publish all blocks that are cached, or known to be in storage.
-
-        Events that occur meantime are queued and sent afterwards.
-        """
+        """Publish every cached block; events that occur in the meantime are sent afterwards."""
         stored = [
             self._events.event(CacheEventKind.STORED, "storage", run)
             for run in self._events.stored()
@@ -238,11 +236,7 @@ class KvEventPublisher:
                 self._send(publisher, [self._encoded(event)])
 
     def _encoded(self, event: CacheEvent) -> dict[str, Any]:
-        """Return the fields of `event` in the order of the format.
-
-        As in vLLM, the fields after `lora_name`, and `group_idx` of a removed block, exist only for
-        engines with several kinds of blocks. Maps have `session_id`, too.
-        """
+        """Return the fields of `event` in vLLM's order; some only with several cache groups."""
         groups = self._events.groups
         group = groups[event.group] if groups else None
         is_plain = group is None or (len(groups) == 1 and group.kind.name == "FULL")
@@ -281,17 +275,14 @@ class KvEventPublisher:
         }
 
     def _hash(self, name: ExternalId | None, digest: bytes) -> bytes | int:
-        """Return the published hash of a block: the engine's `name` for it, otherwise its digest.
-
-        A name that is text is encoded as UTF-8.
-        """
+        """Return the published hash of a block: the engine's name for it, otherwise its digest."""
         given = digest if name is None else name.encode() if isinstance(name, str) else name
         if isinstance(given, int) or self._settings.form is EventForm.MAP:
             return given
         return int.from_bytes(given[-_NUMBER_BYTES:], "big")
 
     def _send(self, publisher: Any, events: list[dict[str, Any]]) -> None:  # noqa: ANN401
-        """Send a batch without waiting: a subscriber with a full queue misses it and sees a gap."""
+        """Send a batch without waiting; a subscriber with a full queue misses the batch."""
         in_order = self._settings.form is EventForm.ARRAY
         encoded = [list(event.values()) for event in events] if in_order else events
         batch = msgspec.msgpack.encode([time.time(), encoded, _RANK])
@@ -307,7 +298,7 @@ class KvEventPublisher:
     async def _answer_replays(self, zmq: Any, replayer: Any) -> None:  # noqa: ANN401 - ZeroMQ's
         """Answer clients that ask for missed batches.
 
-        A new request of a client ends the answer to its last one.
+        A client's new request ends the answer to its earlier one.
         """
         ended = LogThrottle(log, "a replay of events was not sent completely (x%d): %s")
         running: dict[bytes, asyncio.Task[None]] = {}
@@ -336,12 +327,7 @@ class KvEventPublisher:
                 running[client] = tasks.create_task(answer(client, first))
 
     async def _replay(self, zmq: Any, replayer: Any, client: bytes, first: int) -> None:  # noqa: ANN401
-        """Send a client the kept batches from number `first` on, and the end mark.
-
-        Raises:
-            TimeoutError: the client reads nothing.
-            ZMQError: the client has disconnected.
-        """
+        """Send the kept batches from `first` on; TimeoutError if the client stops reading."""
         kept = [(number, batch) for number, batch in self._kept if number >= first]
         answers = (
             (client, b"", self._topic, number.to_bytes(_NUMBER_BYTES, "big"), batch)
@@ -377,10 +363,7 @@ def _bind(zmq: Any, socket: Any, name: str, address: str) -> None:  # noqa: ANN4
 
 
 def _batches(events: list[CacheEvent]) -> Iterator[list[CacheEvent]]:
-    """Yield `events` of full blocks in order, in batches.
-
-    A batch has one event, or several with at most _MAX_BLOCKS blocks together.
-    """
+    """Yield `events` of full blocks in batches of one event or at most _MAX_BLOCKS blocks."""
     batch: list[CacheEvent] = []
     num_blocks = 0
     for event in events:
@@ -396,7 +379,7 @@ def _batches(events: list[CacheEvent]) -> Iterator[list[CacheEvent]]:
 
 
 def _ready(node: TreeNode) -> Iterator[tuple[str, int, int]]:
-    """Yield the ranges of the node's blocks that are ready on a tier: tier's name, first, end."""
+    """Yield the ranges of a node's blocks that are ready on a tier: tier's name, first, stop."""
     for tier in Tier:
         at = node.start
         for state, group in groupby(node.copies[tier].states.tolist()):

@@ -47,12 +47,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Publishing:
-    """One publish under way, of one prompt under one ticket.
+    """The publish of one prompt under one ticket, under way or ended.
 
     Attributes:
         task: the task that publishes; its result is the outcome.
-        stream: publishes the prompt while it is computed. None without a stream, and once the
-            stream was finished or failed; `task` may still run then.
+        stream: publishes the prompt while it is computed. None if the prompt was computed before,
+            and once `stream` was finished or failed; `task` may still run then.
         refused: the reason why the task was cancelled; None if it was not.
     """
 
@@ -67,14 +67,14 @@ class Publishing:
         return self.task.cancelled() or isinstance(self.task.result(), TierKVError)
 
     async def published(self) -> Published:
-        """Wait for the end of the publish. A cancel ends only the wait.
+        """Wait until the ticket is published. Cancelling the wait does not stop the publish.
 
         Returns:
             The ticket and counts.
 
         Raises:
             HandoffError, StoreUnavailableError, DuplicateRequestError: the publish failed.
-            TierKVError: the publish was cancelled for this reason.
+            TierKVError: the reason given to `give_up`, if the publish was cancelled.
         """
         await asyncio.wait([self.task])
         if self.task.cancelled():
@@ -87,13 +87,13 @@ class Publishing:
         return outcome
 
     def give_up(self, why: TierKVError) -> None:
-        """Cancel the publish: no ticket will exist, and waiting callers receive `why`."""
+        """Cancel the publish, so that no ticket is written. Callers of `published` get `why`."""
         self.refused = self.refused or why
         self.task.cancel()
 
 
 class Publishings:
-    """The publishes under way, each in a task. Leaving `running` waits for their end."""
+    """The publishes under way, one task each. At the end of `running`, all are waited for."""
 
     def __init__(self) -> None:
         self._open: set[Publishing] = set()
@@ -106,13 +106,11 @@ class Publishings:
     def start(
         self, work: Coroutine[None, None, Published], stream: PublishStream | None = None
     ) -> Publishing:
-        """Run a publish in a task.
-
-        If the publish fails with a TierKVError, that is its outcome; the service goes on.
+        """Run a publish in a task. A TierKVError fails the publish, not the service.
 
         Args:
-            work: the publish.
-            stream: the stream that the publish runs; None for a prompt that is already computed.
+            work: the coroutine that publishes.
+            stream: the stream that `work` runs; None for a prompt that is already computed.
 
         Returns:
             The publish under way.
@@ -121,7 +119,7 @@ class Publishings:
         publishing = Publishing(task, stream)
         self._open.add(publishing)
 
-        # Not in the task: one that is cancelled before its first step never runs its `finally`.
+        # A callback, since a task that is cancelled before its first step never runs its `finally`.
         def ended(_: asyncio.Task[Published | TierKVError]) -> None:
             self._open.discard(publishing)
             work.close()
@@ -130,7 +128,7 @@ class Publishings:
         return publishing
 
     def give_up(self) -> None:
-        """Cancel all publishes; no ticket will exist for them."""
+        """Cancel all publishes under way, so that none writes its ticket."""
         for publishing in list(self._open):
             publishing.give_up(
                 ShuttingDownError("this node was stopped before the prompt was published")
@@ -150,8 +148,8 @@ class Freed:
     """The outcome of `Service.free`.
 
     Attributes:
-        held_copies: number of copies on device and host that stay, since requests, pins or copies
-            under way use them.
+        held_copies: number of blocks' copies on device and host that stay, because requests, pins
+            or copies under way use them.
         removed_values: number of values removed from storage.
     """
 
@@ -164,7 +162,7 @@ _ASLEEP = "sleep"  # reason of the pause during sleep, so that `wake` ends no ot
 
 @dataclass(frozen=True, slots=True)
 class GroupMemory:
-    """The host slots of a group of layers with a layout of its own, and its access to storage.
+    """The host slots of a cache group (layers that share a layout), and its access to storage.
 
     Attributes:
         host: the host slots.
@@ -180,14 +178,15 @@ class Service:
 
     Args:
         device: the device of the cache.
-        fingerprint: the service's own fingerprint, the identity of its KV.
+        fingerprint: the service's own fingerprint: model, layout, adapter and tenant.
         settings: sizes and rules of the tiers.
-        handoff: settings of tickets, and the prefix and lifetime of stored values.
-        store: the store; None for none.
-        storage: protection of values, stores of single tenants, and shards; None for the defaults.
+        handoff: settings of tickets, and the name prefix and lifetime of all stored values.
+        store: the store that all tenants use by default; None for none.
+        storage: protection of stored values, stores of single tenants, and numbers of ranks; None
+            for the defaults.
         name: name of this node.
-        other_groups: fingerprint and number of host slots of each further group of layers, which
-            has a layout of its own. Their blocks are not in the index. See EngineCache.
+        other_groups: for each cache group with a layout of its own, its fingerprint and number of
+            host slots. The index does not hold these groups' blocks; see EngineCache.
         kv_events: addresses at which cache events are published; None for none.
     """
 
@@ -226,10 +225,10 @@ class Service:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the service in the body; allocate its memory before, and free it afterwards.
+        """Allocate the service's memory, run the service during the body, and free the memory.
 
-        At the end of the body, the service waits for every copy and checks for leaks. The service
-        may run again later; it then begins without its former tenants.
+        At the end of the body, wait for every copy and check for leaks. The service may run again
+        later, without the tenants opened before.
         """
         self.is_draining = False
         self.failure = None
@@ -294,7 +293,6 @@ class Service:
         self.on_failure()
 
     def _adopt(self, parts: Components) -> None:
-        """Make the opened components attributes of the service."""
         self._parts = parts
         self.mover, self.index, self.tiers = parts.mover, parts.index, parts.tiers
         self.scheduler, self.fetcher = parts.scheduler, parts.fetcher
@@ -304,7 +302,7 @@ class Service:
 
     @property
     def planes(self) -> Planes:
-        """The device's memory for blocks; another object after each `wake`."""
+        """The device's memory for blocks; `wake` replaces the object."""
         return self._memory.planes
 
     @property
@@ -317,7 +315,7 @@ class Service:
         return self._made_of.handoff
 
     def drain(self) -> None:
-        """Refuse new requests; `running()` can end once the running requests have ended."""
+        """Refuse new requests, so that `running()` can end once the present requests have ended."""
         self.is_draining = True
         self._parts.arrivals.drain()
         self.scheduler.drain()
@@ -326,36 +324,36 @@ class Service:
 
     @property
     def store(self) -> Store | None:
-        """The attached store, used by all tenants that have none of their own; None for none."""
+        """The attached store of all tenants that have none of their own; None for none."""
         return self._storage_tier.store
 
     async def attach_storage(self, store: str | Store, *, tenant: str = "") -> None:
-        """Use `store` from now on, instead of the attached one; see StorageTier.attach.
+        """Use `store` from now on, in place of the attached one; see StorageTier.attach.
 
         Args:
             store: the store, or its URL.
             tenant: a name from `open_fingerprint`, or the short form of the service's own
-                fingerprint: only its blocks go to this store. "" for all tenants without a store of
-                their own. Tickets are always in the common store.
+                fingerprint, to store only its blocks there. "" for all tenants without a store of
+                their own, and for all tickets.
         """
         await self._storage_tier.attach(store, tenant)
 
     def detach_storage(self, *, tenant: str = "") -> bool:
         """Detach the store; return True if there was one.
 
-        Operations under way end on it, or fail as with a dead store; their requests then compute.
+        Operations that have begun are completed on the store, or fail; their requests then compute.
+
+        Args:
+            tenant: as in `attach_storage`.
         """
         return self._storage_tier.detach(tenant)
 
     def storage_state(self) -> tuple[StoreState, ...]:
-        """Return the state of each attached store.
-
-        A slow or failed store only slows a node down.
-        """
+        """Return the state of each attached store."""
         return self._storage_tier.state()
 
     def _storage_changed(self) -> None:
-        """Forget which blocks are stored: the store is another one, or may have lost values."""
+        """Forget which blocks are stored, after the store was replaced or may have lost values."""
         if not self.is_ready:
             return
         self.tiers.copies.storage = self._storage_tier.attached_io
@@ -371,31 +369,33 @@ class Service:
         *,
         quota: tuple[int | None, int | None] = (None, None),
     ) -> str:
-        """Serve a further tenant or adapter, which shares no blocks with the service's own.
+        """Accept prompts of a further tenant or adapter.
+
+        Fingerprints share no blocks.
 
         Args:
-            fingerprint: its fingerprint, with the layout of the service.
+            fingerprint: the further fingerprint, with the layout of the service.
             quota: largest numbers of its device and host blocks, None for no limit. Beyond the
                 quota, its own blocks are evicted.
 
         Returns:
-            The name of its space, for `Prompt.of(space=)`.
+            The name of its part of the index (its space), for `Prompt.of(space=)`.
         """
         return self.tenants.open(fingerprint, quota)
 
     def close_fingerprint(self, space: str) -> int:
-        """Stop serving the fingerprint of a space; see `Tenants.close`."""
+        """Close a space and forget its blocks; return the number of copies. See `Tenants.close`."""
         return self.tenants.close(space)
 
     async def retire_fingerprint(self, space: str) -> int:
-        """Stop serving a fingerprint, in many short turns of the event loop.
+        """Do as `close_fingerprint`, in many short turns of the event loop.
 
         See `Tenants.retire`.
         """
         return await self.tenants.retire(space)
 
     def space_of_tenant(self, tenant: str, adapter: str = "") -> str:
-        """Return the name of the space for a tenant's prompts; open it on first use.
+        """Return the name of the space for a tenant's prompts; open the space on first use.
 
         Args:
             tenant: name of the tenant; "" for the node's own.
@@ -410,11 +410,11 @@ class Service:
         return self.tenants.space_of(tenant, adapter)
 
     def quota_of(self, space: str) -> Quota:
-        """Return the numbers of device and host blocks that a space may have; it may be closed."""
+        """Return the largest numbers of device and host blocks of a space, open or closed."""
         return self.tenants.quota_of(space)
 
     def set_quota(self, space: str, quota: Quota) -> None:
-        """Set the numbers of blocks that a space may have; see Tenants.set_quota.
+        """Set the largest numbers of blocks of a space; see Tenants.set_quota.
 
         Args:
             space: name of the space.
@@ -423,10 +423,10 @@ class Service:
         self.tenants.set_quota(space, quota)
 
     def fingerprint_of(self, space: str) -> Fingerprint:
-        """Return the fingerprint, the identity of KV (model, layout, tenant ...), of one key space.
+        """Return the fingerprint (model, layout, adapter, tenant ...) of an open space.
 
         Args:
-            space: short name of the key space; "" for the service's own.
+            space: name of the space; "" for the service's own.
         """
         return self._fingerprints[space]
 
@@ -436,19 +436,19 @@ class Service:
         return None if fingerprint is None else fingerprint.tenant
 
     def roots(self) -> dict[str, bytes]:
-        """Return, for each space, the digest that is the parent of every prompt's first block."""
+        """Return by space the digest that is the previous key of every prompt's block 0."""
         return {space: one.root() for space, one in self._fingerprints.items()}
 
     # Pins, sizes, sleep
 
     def pin(self, name: str, prompt: Prompt, ttl_s: float, *, is_soft: bool = False) -> int:
-        """Keep the cached blocks of a prompt from eviction for some seconds; see `Pins`.
+        """Protect the cached blocks of a prompt from eviction for some seconds; see `Pins`.
 
         Args:
             name: name of the pin; a pin of the same name is replaced.
             prompt: the prompt whose cached blocks are pinned.
             ttl_s: seconds until the pin ends, above 0.
-            is_soft: True lets the blocks be evicted after all blocks without a pin.
+            is_soft: True to allow eviction of the blocks once no block without a pin is left.
 
         Returns:
             The number of pinned blocks.
@@ -459,7 +459,7 @@ class Service:
         return self.tiers.pins.pin(name, prompt, ttl_s, is_soft=is_soft)
 
     def unpin(self, name: str) -> bool:
-        """End a pin before its time; return True if there was one."""
+        """Remove a pin; return True if there was one."""
         return self.tiers.pins.unpin(name)
 
     def stored_under(self, space: str = "") -> str:
@@ -467,11 +467,12 @@ class Service:
         return f"{self._made_of.handoff.prefix}:{space or self.fingerprint.short}"
 
     async def resize(self, tier: Tier, capacity: int) -> None:
-        """Set the number of slots of a tier, within its memory; see `Lifecycle.resize`.
+        """Set the number of usable slots of a tier; see `Lifecycle.resize`.
 
         Args:
             tier: device or host.
-            capacity: number of slots, each for one block.
+            capacity: number of slots, each for one block; at most the number allocated at the
+                start.
         """
         await self._parts.lifecycle.resize(tier, capacity)
 
@@ -479,7 +480,7 @@ class Service:
         """Forget every cached block that is not in use, in one turn of the event loop.
 
         Returns:
-            The number of copies that are left, in use by requests.
+            The number of blocks' copies that are left because requests use them.
         """
         return self._parts.lifecycle.reset() + self._forget_flat()
 
@@ -489,7 +490,7 @@ class Service:
         Blocks that come into use during the call may stay.
 
         Returns:
-            The number of copies that are left, in use by requests.
+            The number of blocks' copies that are left because requests use them.
         """
         return await self._parts.lifecycle.forget() + self._forget_flat()
 
@@ -497,20 +498,21 @@ class Service:
         return sum(blocks.forget() for blocks in self.flat_blocks)
 
     async def free(self, *, clears_storage: bool = False) -> Freed:
-        """Forget all blocks that are not in use, as `forget` does; or delete everything.
+        """Forget all cached blocks that are not in use, and delete stored values if asked to.
 
         Args:
-            clears_storage: True to delete every value of this service's fingerprints, and every
-                ticket of their prompts, in every attached store, for all nodes that share it. From
-                the call on, this service matches, fetches, stores or publishes no block that was
-                cached before. Running requests keep their blocks until they end.
+            clears_storage: True to delete every value of this service's fingerprints and every
+                ticket of their prompts in every attached store, for all nodes that share the store.
+                From the call on, this service does not match, fetch, store or publish blocks that
+                were cached before. Running requests keep their blocks until they end.
 
         Returns:
             The number of copies still in use, and the number of removed values.
 
         Raises:
             StoreUnavailableError: a store did not answer, or writes under way did not end in time.
-                Stored values may be left; this service uses none until a deletion has succeeded.
+                Some stored values may be left; this service uses no stored value until a deletion
+                has succeeded.
         """
         held = await self.forget()
         if not clears_storage:
@@ -544,7 +546,7 @@ class Service:
 
     @property
     def deletions(self) -> Deletions:
-        """The full deletions of this service's stored values."""
+        """The deletions of everything that this service has stored."""
         return self._storage_tier.deletions
 
     @property
@@ -554,11 +556,11 @@ class Service:
     async def sleep(self, *, keeps_blocks: bool = True) -> None:
         """Free the device's memory until `wake`, once running requests and pins have ended.
 
-        No request is admitted until `wake`. A cancelled call has no effect.
+        No request is admitted until `wake`. A cancelled call changes nothing.
 
         Args:
-            keeps_blocks: True to copy blocks that are only on the device to the host, as far as it
-                has room; all other blocks are forgotten.
+            keeps_blocks: True to copy blocks that are only on the device to the host, as far as the
+                host has room. All other device blocks are forgotten.
 
         Raises:
             OwnershipError: the device sleeps already.
@@ -574,14 +576,14 @@ class Service:
                 raise
             with self._memory.changing():
                 try:
-                    await self.mover.suspend()  # goes to its end even if it is cancelled
+                    await self.mover.suspend()  # completes even if this call is cancelled
                 finally:
                     self._memory.give_planes_back()
 
     async def wake(self, device_blocks: int | None = None) -> None:
-        """Allocate device memory again, and admit requests unless the node was paused.
+        """Allocate device memory again, and admit requests unless `pause` was called.
 
-        `planes` is another object afterwards.
+        Afterwards `planes` is another object.
 
         Args:
             device_blocks: number of device blocks, at least 1; None for as many as before.
@@ -619,10 +621,10 @@ class Service:
     def unpause(self) -> None:
         self.scheduler.unpause()
 
-    # Requests: what a Session needs beside the scheduler
+    # Requests: called by Session
 
     def budget(self) -> Budget:
-        """Return the budget of a request that begins now: its seconds of waiting for storage."""
+        """Return the time budget of a request that begins now: how long it may wait for storage."""
         deadline_s = self.settings.fetch_deadline_s
         match self.settings.fetch_policy:
             case FetchPolicy.BEST_EFFORT:
@@ -633,21 +635,22 @@ class Service:
                 return Budget(deadline_s)
 
     def fetches(self, spec: RequestSpec) -> bool:
-        """Return whether storage is asked for the blocks that device and host lack."""
+        """Return True if the request's missing blocks are looked up in storage."""
         return spec.uses_cache and self.tiers.copies.storage is not None
 
     async def fetched(self, spec: RequestSpec, budget: Budget | None = None) -> Fetched:
-        """Fetch the blocks that device and host lack from storage to the host, before admission.
+        """Fetch blocks that device and host lack from storage to the host, before admission.
 
         Args:
             spec: the request.
-            budget: the request's remaining seconds of waiting; None for a new budget.
+            budget: the remaining time that the request may wait; None for a new budget.
 
         Returns:
-            The blocks, kept on the host until `Scheduler.admit` or the caller releases them.
+            The fetched blocks. They stay on the host until `Scheduler.admit` takes them or the
+                caller releases them.
 
         Raises:
-            RequestAbortedError: the request was aborted meantime.
+            RequestAbortedError: the request was aborted during the fetch.
             TierKVError: any error of `Scheduler.check`.
         """
         self.scheduler.check(spec)
@@ -661,10 +664,10 @@ class Service:
         return self._arrivals.abort(request_id) or self.scheduler.abort(request_id)
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Record the engine's speed, which decides between fetching, waiting and computing.
+        """Record how fast the engine computes, for the choice between fetching and computing.
 
-        Without reports, the node measures the time from admissions to commits, and no request waits
-        for blocks that another request is computing.
+        Without this, tierkv estimates the speed from the time between admission and commit, and no
+        request waits for blocks that another request is computing.
 
         Args:
             num_tokens: number of prompt tokens computed.
@@ -677,17 +680,14 @@ class Service:
 
     @property
     def handoff(self) -> Handoff | None:
-        """The hand-off of prompts; None without a storage tier."""
+        """The hand-off of prompts between nodes; None without an attached store."""
         return self._parts.handoff if self.tiers.copies.storage is not None else None
 
     def require_handoff(self) -> Handoff:
-        """Return the hand-off of prompts.
-
-        Returns:
-            The hand-off.
+        """Return the hand-off of prompts between nodes.
 
         Raises:
-            HandoffError: this node has no storage tier.
+            HandoffError: this node has no attached store.
         """
         if self.tiers.copies.storage is None:
             raise HandoffError(
@@ -697,7 +697,7 @@ class Service:
         return self._parts.handoff
 
     async def check_ticket_is_free(self, ticket_id: str, prompt: Prompt) -> None:
-        """Check that no other prompt uses a ticket's id; see `Tickets.check_free`.
+        """Check that no ticket of another prompt has this id; see `Tickets.check_free`.
 
         If the store does not answer in time, the check passes.
 
@@ -706,8 +706,9 @@ class Service:
             prompt: the prompt to publish.
 
         Raises:
-            DuplicateRequestError: another prompt's ticket of this id can be claimed.
-            HandoffError: this node has no storage tier.
+            DuplicateRequestError: the id names a ticket of another prompt that decode nodes can
+                claim.
+            HandoffError: this node has no attached store.
         """
         tickets = self.require_handoff().tickets
         with suppress(TimeoutError):
@@ -716,11 +717,11 @@ class Service:
                 await tickets.check_free(ticket_id, keys.all_digests())
 
     async def ticket_state(self, ticket_id: str) -> TicketStatus:
-        """Return the present state of a ticket of any node."""
+        """Return the present state of a ticket that any node has published."""
         return await status_of(self.require_handoff().tickets, ticket_id)
 
     async def forget_ticket(self, ticket_id: str) -> bool:
-        """Delete a ticket, complete or open; return True if there was one.
+        """Delete a ticket or open ticket; return True if there was one.
 
         Raises:
             StoreUnavailableError: the store did not answer.
@@ -744,21 +745,24 @@ class Service:
         await tickets.acknowledge(ticket)
 
     def issued_tickets(self) -> list[TicketView]:
-        """Return the tickets that this node published last, with their states, the newest first."""
+        """Return the tickets that this node published last, with their states, newest first."""
         return self._parts.handoff.ledger.views
 
-    # Looking
+    # Lookups
 
     def _question(self) -> Budget:
-        """Return the budget of a lookup in storage that no request waits for."""
+        """Return the time budget of a lookup in storage that no request waits for."""
         return Budget(self._made_of.handoff.lookup_deadline_s)
 
     async def lookup(self, prompt: Prompt) -> Lookup:
-        """Return the number of the prompt's tokens on each tier now; no block is protected."""
+        """Return how many of the prompt's tokens are on each tier now.
+
+        The blocks are not protected from eviction.
+        """
         index, storage, size = self.index, self.tiers.copies.storage, prompt.block_size
         match = index.match(prompt)
         partial, is_on_device = match.partial, False
-        if partial is not None:  # looked at before the wait, after which it may be gone
+        if partial is not None:  # read before the wait, during which it may be evicted
             [state] = index.states(Tier.DEVICE, partial.node, partial.block, partial.block + 1)
             is_on_device = state is CopyState.READY
         stored: int | None = 0
@@ -780,16 +784,14 @@ class Service:
     def explain(
         self, prompt: Prompt, *, names_fields: bool = False, stored: range | None = None
     ) -> Explanation:
-        """Explain the match of a prompt: which blocks are cached where, and why not more.
+        """Explain which blocks of a prompt are cached where, and why not more.
 
         Args:
             prompt: the prompt to look up.
-            names_fields: True to name the fields in which the fingerprint of other cached copies
-                differs. For operators only: it shows one tenant's data to another.
-            stored: blocks that storage has beyond the local match; None if storage was not asked.
-
-        Returns:
-            The explanation.
+            names_fields: True to name the fields in which fingerprints of other cached copies
+                differ. For operators only: the names reveal one tenant's data to another.
+            stored: indices of the blocks found in storage beyond those on device and host; None if
+                storage was not asked.
         """
         match, fetcher = self.index.match(prompt), self.fetcher
         at = match.num_blocks
@@ -812,15 +814,13 @@ class Service:
     async def explain_with_storage(
         self, prompt: Prompt, *, deadline_s: float, names_fields: bool = False
     ) -> Explanation:
-        """Explain the match of a prompt as `explain` does, including blocks in storage.
+        """Explain which blocks of a prompt are cached where, storage included, and why not more.
 
         Args:
             prompt: the prompt to look up.
-            deadline_s: most seconds to wait for storage; the explanation then has no stored blocks.
+            deadline_s: largest number of seconds to wait for storage; after that the explanation
+                leaves storage out.
             names_fields: see `explain`.
-
-        Returns:
-            The explanation.
         """
         storage, match, stored = self.tiers.copies.storage, self.index.match(prompt), None
         if storage is not None:
@@ -832,14 +832,14 @@ class Service:
 
     @property
     def events(self) -> CacheEvents:
-        """Events of cached blocks, to subscribe to."""
+        """The changes of cached blocks as events, to subscribe to."""
         return self.tiers.events
 
     def stats(self) -> Stats:
         return self._parts.stats()
 
     def verify(self, *, num_leases: int = 0) -> list[str]:
-        """Recount leases, slots and states; return a sentence for each violation found.
+        """Recount leases, slots and states; return one sentence per difference found.
 
         Args:
             num_leases: number of leases that the caller holds.

@@ -1,4 +1,4 @@
-"""The life of one request, written once: for embedding and for the engine of a node.
+"""The life of one request: states and steps. Engines in this process and engines of a node use it.
 
                      .-- commit, extend, stream, publish, recover --.
                      v                                              |
@@ -8,9 +8,8 @@
                      v    |                  (blocks are released once no publish reads them)
                    PREEMPTED
 
-The caller decides when a session takes a step. The session decides which steps are possible, and
-how work under way ends. Ids of requests, time limits of callers and repeated calls are left to the
-caller.
+The caller decides when a session takes a step, chooses request ids, and limits the time of calls.
+The session decides which steps are possible, and ends its work under way.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ class Session:
 
     Attributes:
         spec: the request; after `recover` or `resume`, the changed one.
-        ticket: the claimed ticket; None without one.
-        failed_blocks: indices of the prompt's blocks that were cached but could not be loaded, so
-            that the engine computes them.
-        load_problem: the reason for these; None if there are none.
-        over: resolved once everything the session held has been released.
+        ticket: the claimed ticket; None without a claim, and if no ticket came.
+        failed_blocks: indices of the prompt's blocks that were cached but could not be loaded. The
+            engine computes these.
+        load_problem: the reason why blocks could not be loaded; None if all were.
+        over: resolved once everything that the session held is released.
     """
 
     def __init__(self, service: Service, spec: RequestSpec) -> None:
@@ -77,14 +76,14 @@ class Session:
         )
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    # How it stands
+    # State
 
     @property
     def request(self) -> Request:
-        """The request with its blocks.
+        """The admitted request with its blocks.
 
         Raises:
-            OwnershipError: the session has no blocks: it waits for them, or has ended.
+            OwnershipError: the session has no blocks: it still waits for them, or has ended.
         """
         if self._request is None:
             raise OwnershipError(
@@ -95,12 +94,12 @@ class Session:
 
     @property
     def has_ended(self) -> bool:
-        """True if everything the session held has been released; `over` is resolved then."""
+        """True if everything that the session held is released."""
         return self.over.done()
 
     @property
     def is_ending(self) -> bool:
-        """True if `end` or `abort` was called, even if the blocks are not released yet."""
+        """True if `end` or `abort` was called, even if blocks are not released yet."""
         return self._last_use is not None or self.has_ended
 
     @property
@@ -117,10 +116,7 @@ class Session:
         return self.request.matched
 
     def running(self) -> Request:
-        """Return the request, if the engine may use its blocks now.
-
-        Returns:
-            The running request.
+        """Return the request, after checking that the engine may use its blocks now.
 
         Raises:
             OwnershipError: the session has no blocks, is preempted, or is ending.
@@ -131,15 +127,15 @@ class Session:
             raise OwnershipError(f"request {self.spec.request_id!r} is ending")
         return request
 
-    # Its beginning
+    # Start
 
     async def admit(self) -> Request:
-        """Wait for blocks, and start to load the cached part of the prompt into them.
+        """Wait for device blocks, and start to load the cached part of the prompt into them.
 
-        A cancel leaves nothing behind.
+        A cancelled call releases everything that it acquired.
 
         Returns:
-            The running request; its loads are under way.
+            The running request. Its loads may still be under way: see `loaded`.
 
         Raises:
             TierKVError: any error of `Scheduler.admit`.
@@ -151,7 +147,7 @@ class Session:
                 try:
                     self._mark(Moment.MATCHED, fetched.matched_at)
                     self._mark(Moment.FETCHED, fetched.ended_at)
-                except BaseException:  # a bug: no other code holds `fetched` yet
+                except BaseException:  # a bug: nobody else would release `fetched`
                     fetched.release()
                     raise
             request = await self._service.scheduler.admit(self.spec, fetched)
@@ -160,14 +156,9 @@ class Session:
             return self._adopt(request)
 
     async def _with_rest(self, request: Request, budget: Budget) -> Request:
-        """Fetch blocks for which the host had no room, after the request was admitted.
+        """Fetch stored blocks for which the host has no room in portions, if faster than computing.
 
-        They come in portions, a few blocks at a time, if that is estimated to be faster than
-        computing. If a portion cannot be loaded, the request is admitted anew without cached
-        tokens.
-
-        Returns:
-            The running request, which may be a new one of the same id.
+        Return the request, or a new one that computes the whole prompt if a portion did not load.
         """
         scheduler = self._service.scheduler
         missing = request.spec.prompt.num_tokens - request.cached_tokens
@@ -191,7 +182,7 @@ class Session:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Record the request's beginning in the timeline, and its end if the body fails."""
+        """Begin the request's timeline, and end the timeline if the body fails."""
         self._timeline = self._service.timelines.begin(self.spec)
         try:
             yield
@@ -211,19 +202,19 @@ class Session:
         deadline_s: float | None = None,
         sampling: Mapping[str, str] | None = None,
     ) -> Request:
-        """Wait for a published prompt and for blocks, and start to load the prompt into them.
+        """Wait for another node's prompt and for device blocks, and start to load the prompt.
 
-        `ticket` is set afterwards; it stays None if no ticket came and `policy` lets the engine
-        compute. The request then has fewer `cached_tokens`.
+        Afterwards `ticket` is set. If no ticket came and `policy` lets the engine compute, `ticket`
+        stays None and the request has fewer `cached_tokens`.
 
         Args:
             ticket_id: id of the ticket.
-            policy: the part of the prompt that the engine may compute if it cannot be fetched.
-            deadline_s: seconds to wait for the ticket; None for the setting.
-            sampling: the engine's sampling parameters; a ticket with other ones is refused.
+            policy: how much of the prompt the engine may compute if it cannot be fetched.
+            deadline_s: seconds to wait for the ticket; None for the setting `claim_deadline_s`.
+            sampling: the engine's sampling parameters. A ticket with other ones is refused.
 
         Returns:
-            The running request; its loads are under way.
+            The running request. Its loads may still be under way: see `loaded`.
 
         Raises:
             HandoffError: the prompt cannot be claimed; its reason is a HandoffProblem.
@@ -268,14 +259,14 @@ class Session:
         return request
 
     def _set_request(self, request: Request) -> None:
-        if self.has_ended:  # at the moment of its admission
+        if self.has_ended:  # while it was being admitted
             raise OwnershipError(f"request {self.spec.request_id!r} has ended")
         self._request, self.spec = request, request.spec
         if self._timeline is not None:
             self._service.timelines.admitted(self._timeline, request)
 
     async def loaded(self, timeout_s: float) -> None:
-        """Wait until every cached token is in the block table, and the index is updated.
+        """Wait until the KV of every cached token is in the request's device blocks.
 
         Args:
             timeout_s: seconds to wait.
@@ -307,13 +298,13 @@ class Session:
             raise TransferError("earlier cached blocks of the prompt did not load")
 
     async def loaded_or_recovered(self, timeout_s: float) -> None:
-        """Wait as `loaded` does, and `recover` if a load fails.
+        """Wait as `loaded` does, and call `recover` if a load fails.
 
         Args:
             timeout_s: seconds to wait.
 
         Raises:
-            HandoffError: with reason load_failed, if the claim's policy does not allow computing.
+            HandoffError: reason load_failed: the claim's policy does not allow computing.
             DeviceFailedError: the device has failed.
         """
         try:
@@ -327,24 +318,27 @@ class Session:
     def check_may_compute(self, error: TransferError) -> None:
         """Check that the claim's policy lets the engine compute blocks that failed to load.
 
+        Args:
+            error: the error of the load.
+
         Raises:
-            HandoffError: with reason load_failed: the policy demands the whole prompt.
+            HandoffError: reason load_failed: the policy demands that the whole prompt is loaded.
         """
         if self._policy is ClaimPolicy.WHOLE:
             text = f"the claimed prompt did not load to the device: {error}"
             raise HandoffError(HandoffProblem.LOAD_FAILED.value, text) from error
 
     async def recover(self, problem: str, *, timeout_s: float, after: Sequence[Event] = ()) -> None:
-        """Replace the request's blocks after a failed load; blocks intact on the device are used.
+        """Give the request new device blocks after a failed load, reusing blocks that are intact.
 
-        Afterwards, `failed_blocks` has the blocks that must be computed. Uncommitted tokens are
-        lost. A publish of the prompt while it is computed fails, and may be started again. If this
+        Afterwards, `failed_blocks` lists the blocks to compute. Uncommitted tokens are lost. A
+        publish that runs while the prompt is computed fails; it may be started again. If this
         method raises, the request has ended.
 
         Args:
             problem: the reason why the load failed.
-            timeout_s: seconds to wait for the loads.
-            after: events of the kernels that may still use the old blocks.
+            timeout_s: seconds to wait for the new loads.
+            after: events of kernels that may still use the old blocks.
         """
         request = self.running()
         size = self.spec.prompt.block_size
@@ -370,9 +364,9 @@ class Session:
     # While it runs
 
     async def commit(self, tokens: bytes, *, after: Sequence[Event] = ()) -> None:
-        """Record that the block table holds the KV of more tokens. See `Scheduler.commit`.
+        """Record that the request's blocks hold the KV of more tokens. See `Scheduler.commit`.
 
-        If the prompt is being published meantime, its new blocks are stored next.
+        A publish that runs while the prompt is computed stores the new blocks next.
 
         Args:
             tokens: all tokens from the prompt's start on, packed as little-endian int32.
@@ -388,21 +382,18 @@ class Session:
                 publishing.stream.advance(prompt_tokens, after)
 
     def has_first_token(self) -> None:
-        """Record in the timeline that the engine has computed the whole prompt.
-
-        The commit of the whole prompt does so, too.
-        """
+        """Record in the timeline that the whole prompt is computed, as `commit` also does."""
         self._mark(Moment.COMPUTED)
 
     async def extend(self, num_tokens: int) -> None:
-        """Enlarge the request's block table by `num_tokens` tokens; see `Growth.extend`."""
+        """Add blocks for `num_tokens` more tokens to the request; see `Growth.extend`."""
         await self._service.scheduler.growth.extend(self.running(), num_tokens)
 
     async def preempt(self, *, after: Sequence[Event] = ()) -> None:
-        """Release the blocks until `resume`, once every publish under way has ended.
+        """Wait until no publish reads the blocks, and release the blocks until `resume`.
 
         Args:
-            after: events of the kernels that may still use the blocks.
+            after: events of kernels that may still use the blocks.
 
         Raises:
             OwnershipError: the prompt is being published while it is computed.
@@ -418,12 +409,12 @@ class Session:
         self._service.scheduler.preempt(self.running(), after=after)
 
     async def resume(self, *, max_new_tokens: int) -> Request:
-        """Admit a preempted request again, with the blocks that are still cached.
+        """Admit the preempted request again, with the blocks that are still cached.
 
         A cancelled call leaves the request preempted.
 
         Args:
-            max_new_tokens: number of tokens to reserve room for beyond the prompt.
+            max_new_tokens: number of tokens beyond the prompt to reserve blocks for.
 
         Returns:
             The running request.
@@ -454,23 +445,28 @@ class Session:
     # Publishing
 
     async def check_ticket(self, ticket_id: str) -> None:
-        """Check that no other prompt uses a ticket's id.
+        """Check that no ticket of another prompt has this id.
 
         Raises:
-            DuplicateRequestError: the id names a ticket of another prompt that can be claimed.
+            DuplicateRequestError: the id names a ticket of another prompt that decode nodes can
+                claim.
         """
         await self._service.check_ticket_is_free(ticket_id, self.spec.prompt)
         self._free_tickets.add(ticket_id)
 
     async def stream(self, ticket_id: str) -> bool:
-        """Publish the committed part of the prompt from now on; `publish` completes its ticket.
+        """Start to publish the prompt while it is computed; `publish` completes its ticket.
+
+        Args:
+            ticket_id: id of the ticket.
 
         Returns:
-            True if the publish has started; False if the settings do not allow it.
+            True if the publish runs; False if the settings do not allow it before the prompt's end.
 
         Raises:
             HandoffError: this node has no storage tier.
-            DuplicateRequestError: another prompt's ticket of this id can be claimed.
+            DuplicateRequestError: the id names a ticket of another prompt that decode nodes can
+                claim.
         """
         if ticket_id not in self._publishes and ticket_id not in self._free_tickets:
             await self.check_ticket(ticket_id)
@@ -494,22 +490,22 @@ class Session:
         after: Sequence[Event] = (),
         sampling: Mapping[str, str] | None = None,
     ) -> Publishing:
-        """Store the committed prompt and a ticket for it, in a task.
+        """Start a task that stores the committed prompt and then its ticket.
 
-        A second call with the same id returns the first publish, unless that has failed. `end`
-        waits for the task.
+        A repeated call with the same id returns the first publish, unless that one has failed.
+        `end` waits for the task.
 
         Args:
             ticket_id: id of the ticket.
             first_tokens: generated tokens that follow the prompt.
             after: events of the kernels that write the last blocks.
-            sampling: sampling parameters of `first_tokens`; None if they are not stated.
+            sampling: sampling parameters that gave `first_tokens`; None to state none.
 
         Returns:
             The publish under way; its `published` waits for the outcome.
 
         Raises:
-            OwnershipError: the prompt is not computed.
+            OwnershipError: the prompt is not computed yet.
         """
         sampling = dict(sampling or {})
         found = self._publishes.get(ticket_id)
@@ -530,12 +526,12 @@ class Session:
     async def published(
         self, publishing: Publishing, first_tokens: Sequence[int], sampling: Mapping[str, str]
     ) -> Published:
-        """Wait until the ticket is published, and check that it has these first tokens.
+        """Wait until the ticket is published, and check its first tokens and sampling.
 
-        An earlier call may have started the publish, with other first tokens and sampling.
+        An earlier call may have started the publish with other ones.
 
         Args:
-            publishing: the publish of the ticket.
+            publishing: the publish, as `publish` returned it.
             first_tokens: the first tokens that the ticket must have.
             sampling: the sampling parameters that the ticket must have.
 
@@ -586,38 +582,36 @@ class Session:
         return [one for one in self._publishes.values() if not one.task.done()]
 
     async def _published(self) -> None:
-        """Wait until no publish of the request is under way, as each one reads its blocks."""
+        """Wait until no publish reads the request's blocks."""
         while busy := self._busy():
             await asyncio.wait([one.task for one in busy])
 
     def _fail_streams(self, reason: str) -> None:
-        """End publishes of an unfinished prompt; waiting decode nodes receive `reason`."""
+        """End publishes of the unfinished prompt; decode nodes that wait for it get `reason`."""
         for publishing in self._publishes.values():
             if publishing.stream is not None:
                 publishing.stream.fail(reason)
                 publishing.stream = None
 
     async def _give_up_streams(self, reason: str) -> None:
-        """End publishes of an unfinished prompt with `reason`, and wait for their end.
-
-        New ones may be started afterwards.
-        """
+        """End publishes of the unfinished prompt, and wait until new ones may be started."""
         given_up = [name for name, one in self._publishes.items() if one.stream is not None]
         self._fail_streams(reason)
         await self._published()
         for name in given_up:
             self._publishes.pop(name, None)
 
-    # Its end
+    # End
 
     def end(self, *, after: Sequence[Event] = (), reason: str = "the request has ended") -> None:
-        """Release everything, now or as soon as no publish of the request is under way.
+        """Release everything, now or as soon as no publish reads the request's blocks.
 
-        Committed tokens stay cached. A second call does nothing.
+        Committed tokens stay cached. A repeated call does nothing.
 
         Args:
-            after: events of the kernels that may still use the blocks.
-            reason: text for decode nodes that wait for the prompt, if its publish ends unfinished.
+            after: events of kernels that may still use the blocks.
+            reason: a sentence for decode nodes that wait for the prompt, if its publish is
+                unfinished.
         """
         if self.is_ending:
             return
@@ -637,7 +631,7 @@ class Session:
         """End the request as `end` does, and cancel its publishes.
 
         Args:
-            after: events of the kernels that may still use the blocks.
+            after: events of kernels that may still use the blocks.
             reason: a sentence for waiting callers and decode nodes.
         """
         streaming = [one for one in self._publishes.values() if one.stream is not None]

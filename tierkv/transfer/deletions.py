@@ -1,4 +1,4 @@
-"""Deletions of all that a service has stored, for example before new weights are loaded.
+"""Deletions of everything that a service has stored, for example before new weights are loaded.
 
 Content from before a deletion must be neither written nor read afterwards.
 """
@@ -13,13 +13,12 @@ from tierkv.errors import StoreRefusedError, StoreUnavailableError
 
 
 class Deletions:
-    """The deletions of what a service, or a pool of pages, has stored, counted as generations.
+    """The deletions of everything that a service, or a pool of pages, has stored.
 
-    Content belongs to the generation in which it was computed or queued. A deletion begins the next
-    generation: content of an earlier one is never written again, and reads that began before the
-    deletion return nothing. Nothing is read or written during a deletion. After a deletion that
-    failed, nothing is read or written until another one succeeds, since values of old weights may
-    be left in the store.
+    Deletions are counted as generations. Content belongs to the generation in which it was computed
+    or queued; each deletion begins the next one. Content of an earlier generation is never written
+    again, and reads that began before the deletion return nothing. Nothing is read or written
+    during a deletion, nor after a failed deletion until another one succeeds.
     """
 
     def __init__(self) -> None:
@@ -56,9 +55,9 @@ class Deletions:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Make deletions wait until the body, which writes, has ended.
+        """Delay deletions until the body, which writes to the store, has ended.
 
-        The caller has checked `refusal` right before.
+        Call `refusal` immediately before, without an await in between.
         """
         self._num_writes += 1
         self._no_writes.clear()
@@ -71,15 +70,15 @@ class Deletions:
 
     @asynccontextmanager
     async def deleting(self, deadline_s: float) -> AsyncIterator[None]:
-        """Begin a generation, wait until no write is under way, and run the body.
+        """Begin the next generation, wait until no write is under way, and run the body.
 
-        The body removes the stored values.
+        The body must remove the stored values. If it raises, the deletion counts as failed.
 
         Args:
             deadline_s: seconds to wait for writes that are under way.
 
         Raises:
-            StoreUnavailableError: writes did not end in time; the body did not run.
+            StoreUnavailableError: the writes did not end in time; the body did not run.
         """
         self.generation += 1
         self._num_under_way += 1

@@ -1,7 +1,8 @@
-"""Copies of blocks between Host and Device, awaitable as a whole or layer by layer.
+"""Copies of blocks between device and host memory, and within the device.
 
-The ends of copies are CUDA events. `EventPoller` turns events into futures; a `LayerGate` waits for
-the copies of one layer. The mover decides nothing: callers pass validated ids of slots and blocks.
+`EventPoller` turns the device's events, such as CUDA events, into asyncio futures. A `LayerGate`
+lets an engine wait for one layer of a copy. The mover decides nothing: callers pass ids of slots
+and blocks that have been checked.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class _Pending(msgspec.Struct, eq=False):
     Attributes:
         on_done: called once: with None when `event` is done, with the error if it failed.
         is_long: True if the work is known to take longer than 1 ms.
-        position: the event's place in the order in which the events of its line (a CUDA stream, or
-            another queue of the device) are done.
+        position: the event's place in the order in which the events of one queue of the device, for
+            example a CUDA stream, are done.
     """
 
     event: Event
@@ -77,9 +78,9 @@ class _Pending(msgspec.Struct, eq=False):
 
 
 class EventPoller:
-    """A task that waits for any number of events of one device, and resolves their futures.
+    """Watcher of one device's events, which resolves a future or calls a function when one is done.
 
-    The task sleeps while there are no events.
+    One task watches all events. The task sleeps while there are none.
     """
 
     def __init__(self) -> None:
@@ -101,7 +102,7 @@ class EventPoller:
                 polling = tasks.create_task(self._poll(watcher), name="tierkv-poller")
                 try:
                     yield
-                finally:  # an error of the body would cancel it
+                finally:  # an error of the body would cancel the task
                     self._is_running = False
                     self._wake_up()
                     await outlast({polling}, on_cancel=lambda: None)
@@ -115,7 +116,7 @@ class EventPoller:
     def done(self, event: Event, *, is_long: bool = False) -> asyncio.Future[None]:
         """Return a future that resolves when `event` is done, or fails with the event's error.
 
-        Cancelling the future cancels nothing else; the work behind the event goes on.
+        Cancelling the future does not stop the work that the event belongs to.
 
         Args:
             event: the event to wait for.
@@ -142,8 +143,8 @@ class EventPoller:
 
         Args:
             event: the event to wait for.
-            on_done: receives None, or the error of the event. An error that `on_done` raises ends
-                the poller.
+            on_done: receives None if the event is done, or its error. An exception from `on_done`
+                ends the poller.
             is_long: True if the work is known to take longer than 1 ms.
 
         Raises:
@@ -159,12 +160,12 @@ class EventPoller:
     def then_now(self, event: Event, on_done: OnDone) -> bool:
         """Call `on_done` at once if `event` is done or has failed; return True if it was called.
 
-        The caller must be in a turn of the event loop later than the submission of the work.
+        Call this in a later turn of the event loop than the one that submitted the work.
 
         Args:
-            event: the event to look at.
-            on_done: receives None, or the error of the event. An error that `on_done` raises ends
-                the poller, as in `then`.
+            event: the event to test.
+            on_done: receives None if the event is done, or its error. An exception from `on_done`
+                ends the poller.
         """
         outcome = _outcome(event)
         if outcome is None or not self._is_running:
@@ -189,7 +190,9 @@ class EventPoller:
             lines, self._lines, self._num_pending = self._lines, {}, 0
             for one in (one for line in lines.values() for one in line):
                 failure = DeviceFailedError(f"the poller failed: {error!r}")
-                asyncio.get_running_loop().call_soon(one.on_done, failure)  # each for itself
+                asyncio.get_running_loop().call_soon(
+                    one.on_done, failure
+                )  # an error in one must not stop others
             raise
 
     async def _poll_on(self, watcher: Threads) -> None:
@@ -200,7 +203,7 @@ class EventPoller:
             if not self._lines:
                 self._wake.clear()
                 await self._wake.wait()
-                self._complete_ended()  # some are done by now
+                self._complete_ended()  # some events may be done by now
                 continue
             if time.monotonic() < self._eager_until and self._may_be_eager():
                 await asyncio.sleep(0)
@@ -225,10 +228,7 @@ class EventPoller:
                 one.on_done(outcome[0])
 
     def _watch(self, firsts: Sequence[_Pending]) -> None:
-        """Wait, in a thread, until one of `firsts` is done or failed, or another event was added.
-
-        `firsts` are the oldest events of each line.
-        """
+        """Block the thread until one of `firsts` is done or failed, or another event was added."""
         began = time.monotonic()
         least_s = _LONG_NAP_S if all(one.is_long for one in firsts) else _MIN_NAP_S
         while not self._has_news and not any(_outcome(one.event) for one in firsts):
@@ -248,7 +248,7 @@ def _outcome(event: Event) -> tuple[TransferError | None] | None:
 
 
 class Submitted(msgspec.Struct, eq=False):
-    """The result of a copy's submission that has ended, with the methods of a future."""
+    """The outcome of submitting a copy, with a future's methods. The submission has ended."""
 
     events: tuple[Event, ...]
     error: TierKVError | None = None
@@ -260,7 +260,7 @@ class Submitted(msgspec.Struct, eq=False):
         return self.error
 
     def result(self) -> tuple[Event, ...]:
-        """Return the events of the copy's layers.
+        """Return one event per layer, done when the layer is copied.
 
         Raises:
             TierKVError: the submission failed.
@@ -282,10 +282,7 @@ Submission = Submitted | Future[tuple[Event, ...]]
 
 
 def _events_of(submission: Submission) -> tuple[Event, ...]:
-    """Return one event per layer of a submission that has ended.
-
-    After a failed submission the result is one failed event with the error.
-    """
+    """Return one event per layer, or after a failed submission one failed event with its error."""
     error = submission.exception()
     if isinstance(error, TierKVError) and not isinstance(error, TransferError):
         error = TransferError(str(error))
@@ -293,13 +290,13 @@ def _events_of(submission: Submission) -> tuple[Event, ...]:
 
 
 class LayerGate:
-    """All copies that a request waits for before it may read its blocks, layer by layer.
+    """The copies that a request waits for before it may read its blocks, layer by layer.
 
-    Several copies can stand behind one gate: the request's own load, loads of the same blocks that
-    other requests started, and a copy within the device. Without copies the gate is open.
+    The copies are the request's own load, loads of the same blocks that other requests started, and
+    copies within the device. A gate without copies is open.
 
-    A gate keeps its events for as long as it lives: a late waiter gets the same answer as an early
-    one. A failed copy fails the layer it broke at and every later one, each time.
+    A layer can be waited for at any time and repeatedly, with the same result. If a copy fails at
+    one layer, waiting for this layer and for every later one raises.
     """
 
     def __init__(self, num_layers: int, submissions: Sequence[Submission], poller: EventPoller):
@@ -308,9 +305,9 @@ class LayerGate:
         self._poller = poller
 
     def wait_on(self, stream: Stream, layer: int, timeout_s: float) -> None:
-        """Order everything submitted to `stream` from now on behind the arrival of `layer`.
+        """Make work submitted to `stream` from now on wait until `layer` has arrived.
 
-        For an engine's thread, never the event loop's.
+        Blocks the calling thread, so call it from an engine's thread and never from the event loop.
 
         Args:
             stream: the engine's stream.
@@ -385,13 +382,14 @@ _TIMED_EVERY_S = 0.25
 class LayerTimes(msgspec.Struct, frozen=True):
     """Arrival times of layers in loads, in seconds after the request for the load.
 
-    Times are measured on the event loop and include the wait for earlier loads. One load at a time
-    is measured, at most four in a second. Layers arrive one after the other: a layer's own time is
-    its mean less the mean of the layer before.
+    The event loop measures one load at a time, at most four in a second. A time includes waiting
+    for earlier loads, and all layers before it: the time of one layer alone is its mean less the
+    mean of the layer before.
 
     Attributes:
         num_loads: number of measured loads.
-        total_s, longest_s: the sum and the maximum, by layer.
+        total_s: sum of the arrival times over these loads, one entry per layer.
+        longest_s: longest arrival time, one entry per layer.
     """
 
     num_loads: int
@@ -408,7 +406,7 @@ class LayerTimes(msgspec.Struct, frozen=True):
 
 
 class Movement:
-    """A copy of blocks between two tiers or within the device; not begun, under way, or ended."""
+    """A copy of blocks between two tiers or within the device."""
 
     __slots__ = ("_error", "_on_end", "has_ended", "num_bytes", "submission")
 
@@ -420,7 +418,7 @@ class Movement:
         self._on_end: list[Callable[[], object]] = []
 
     async def done(self) -> None:
-        """Wait until every byte has arrived. Cancelling the wait does not touch the copy.
+        """Wait until every byte has arrived. Cancelling the wait does not stop the copy.
 
         Raises:
             TransferError: the copy failed.
@@ -433,16 +431,23 @@ class Movement:
             raise self._error.with_traceback(None)
 
     def when_ended(self, call: Callable[[], object]) -> None:
-        """Call `call` on the loop as soon as the copy has ended, in success or failure."""
+        """Call `call` on the event loop once the copy has succeeded or failed.
+
+        At once if it has already.
+        """
         if self.has_ended:
             call()
         else:
             self._on_end.append(call)
 
     def end(self, error: TransferError | None) -> None:
-        """Record the end of the copy and run the callbacks. The mover calls this once."""
+        """Record that the copy has ended and run the callbacks. Only the mover calls this, once.
+
+        Args:
+            error: the error of the copy; None if every byte has arrived.
+        """
         self.has_ended, self._error = True, error
-        calls, self._on_end = iter(self._on_end), []  # callbacks may refer back to this
+        calls, self._on_end = iter(self._on_end), []  # a callback may refer to this movement
         try:
             for call in calls:
                 call()
@@ -452,15 +457,15 @@ class Movement:
 
     @property
     def has_failed(self) -> bool:
-        """True if the copy has ended without all of its bytes."""
+        """True if the copy has ended and not all of its bytes have arrived."""
         return self._error is not None
 
 
 class Mover:
-    """The copies of blocks between Host and Device, and within the device.
+    """Submitter of the copies between Host and Device, and within the device.
 
-    Each direction has a lane of its own (a queue of the device), so loads and offloads run at the
-    same time. A thread submits copies within the device.
+    Loads and offloads have a queue of their own on the device (a `Lane`), so both run at the same
+    time. A thread submits long copies within the device.
 
     Args:
         device: the device.
@@ -486,9 +491,9 @@ class Mover:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Open the lanes of both directions.
+        """Open the queues of loads and offloads for the body.
 
-        At the end, also after an error, wait for every copy and close the lanes.
+        At the end of the body, also after an error, wait for every copy and close the queues.
         """
         self._submitter = Threads(1, "tierkv-submit")
         try:
@@ -506,10 +511,7 @@ class Mover:
                 self._submitter.shutdown(wait=True)
 
     async def _open_lanes(self) -> None:
-        """Open the lanes in the submitting thread; a cancel is raised when that has ended.
-
-        A lane allocates memory, and its kernels may have to be compiled, so opening takes long.
-        """
+        """Open both lanes in a thread; a cancelled call first waits for the thread."""
         assert self._submitter is not None, "there is a thread"
 
         def open_all() -> None:
@@ -526,11 +528,14 @@ class Mover:
 
     @property
     def planes(self) -> Planes:
-        """The planes of the open lanes; `reopen` replaces them."""
+        """The memory of the device blocks; `reopen` replaces it."""
         return self._planes
 
     async def suspend(self) -> None:
-        """Close both lanes and stop using the planes, until `reopen`. No copy may be in flight."""
+        """Close the queues of copies, so that the planes can be freed. No copy may be in flight.
+
+        Until `reopen`, no copy can be submitted.
+        """
         assert not self.num_in_flight, "suspended only when idle"
         lanes = list(self._lanes.values())
         self._lanes.clear()
@@ -544,37 +549,46 @@ class Mover:
         closing.result()
 
     async def reopen(self, planes: Planes) -> None:
-        """Open lanes over `planes`, which may have another number of blocks than those before."""
+        """Open the queues again after `suspend`.
+
+        Args:
+            planes: the memory of the device blocks from now on; the number of blocks may have
+                changed.
+        """
         assert not self._lanes, "reopened only when suspended"
         self._planes = planes
         await self._open_lanes()
 
     def load(self, slot_ids: Ids, block_ids: Ids, after: Sequence[Event] = ()) -> Movement:
-        """Copy host slots to device blocks.
+        """Start to copy host slots to device blocks.
 
         Args:
-            slot_ids: int32 [n]; the caller must keep these slots until the movement has ended.
-            block_ids: int32 [n]; the caller must keep these blocks until then, too.
+            slot_ids: int32 [n], the source. The caller holds a lease on the slots until the
+                movement has ended.
+            block_ids: int32 [n], the target. The caller owns the blocks until then, too.
             after: events that must be done before the copy starts.
         """
         return self._move(BlockCopy(Direction.LOAD, slot_ids, block_ids, tuple(after)))
 
     def offload(self, slot_ids: Ids, block_ids: Ids, after: Sequence[Event] = ()) -> Movement:
-        """Copy device blocks to host slots, after the events of the kernels that write the blocks.
+        """Start to copy device blocks to host slots.
 
         Args:
-            slot_ids: int32 [n]; the caller must keep these slots until the movement has ended.
-            block_ids: int32 [n]; the caller must keep these blocks until then, too.
-            after: events that must be done before the copy starts.
+            slot_ids: int32 [n], the target. The caller owns the slots until the movement has ended.
+            block_ids: int32 [n], the source. The caller holds a lease on the blocks until then,
+                too.
+            after: events that must be done before the copy starts: those of the kernels that write
+                the blocks.
         """
         return self._move(BlockCopy(Direction.OFFLOAD, slot_ids, block_ids, tuple(after)))
 
     def copy_within(self, source_ids: Ids, target_ids: Ids) -> Movement:
-        """Copy device blocks to other device blocks. A quick copy has ended already on return.
+        """Start to copy device blocks to other device blocks. A quick copy has ended on return.
 
         Args:
-            source_ids: int32 [n]; the caller must keep these blocks until the movement has ended.
-            target_ids: int32 [n], distinct; the caller must keep these blocks until then, too.
+            source_ids: int32 [n]. The caller holds a lease on the blocks until the movement has
+                ended.
+            target_ids: int32 [n], distinct. The caller owns the blocks until then, too.
         """
 
         def submit() -> tuple[Event, ...]:
@@ -591,17 +605,14 @@ class Mover:
         loop, submission = asyncio.get_running_loop(), self._submitter.submit(submit)
         movement = Movement(submission, num_bytes)
         self.num_in_flight += 1
-        followed = [movement]  # taken out: a future keeps its callbacks, and the movement keeps it
+        followed = [movement]  # emptied by the callback, else the two objects refer to each other
         submission.add_done_callback(
             lambda _: loop.call_soon_threadsafe(self._follow, followed.pop(), None)
         )
         return movement
 
     def gate(self, movements: Sequence[Movement]) -> LayerGate:
-        """Return the gate that waits for `movements`.
-
-        Without movements the result is one gate that is always open.
-        """
+        """Return a gate that waits for `movements`; an open gate without movements."""
         if not movements:
             return self._open_gate
         submissions = [movement.submission for movement in movements]
@@ -616,16 +627,7 @@ class Mover:
         return movement
 
     def _follow(self, movement: Movement, counts: Direction | None) -> None:
-        """Arrange that a submitted movement ends, and is counted, when its last event is done.
-
-        The movement ends in a later turn of the event loop, in the poller's task, so a bug in a
-        callback ends the service.
-
-        Args:
-            movement: the movement.
-            counts: the direction to count its bytes in; None for a copy within the device, which
-                was submitted in an earlier turn and may have ended.
-        """
+        """End the movement and count its bytes, in a later turn of the loop than its last event."""
         submission, is_long = movement.submission, movement.num_bytes > _SHORT_BYTES
         loop, events = asyncio.get_running_loop(), _events_of(submission)
 
@@ -647,7 +649,7 @@ class Mover:
             loop.call_soon(end, TransferError(str(failure)))
 
     def _time_layers(self, events: Sequence[Event], *, is_long: bool) -> None:
-        """Record the arrival time of each layer of a load; one load at a time is measured."""
+        """Record the arrival time of each layer of a load."""
         loop, ready_s = asyncio.get_running_loop(), []
         began = loop.time()
         self._times_from = math.inf

@@ -1,9 +1,8 @@
-"""Movements of blocks between host slots and a store: fetch (read and check) and flush (write).
+"""Copies of blocks between host slots and a store: fetch (read and check) and flush (write).
 
-`StorageIO` asks the store. `Values` plans reads, checks them and encodes writes, without I/O.
-`Slices` maps ranks to parts of a block, `TailLists` lists the stored tails (last, partial blocks of
-prompts). `made_ahead` has threads make headers while earlier values are sent, and `Toucher` renews
-the time to live of used blocks.
+`StorageIO` calls the store. `Values` translates between blocks and stored values, without I/O.
+`Slices` says which share of a block each rank has, and `TailLists` lists the stored tails.
+`Toucher` renews the time to live of used blocks.
 """
 
 from __future__ import annotations
@@ -52,42 +51,44 @@ from tierkv.transfer.deletions import Deletions
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The share that one rank of this node has in each block, and the rank's host slots."""
+    """One rank's share of each block, with the rank's host slots."""
 
     shard: Shard
     layout: Layout
     host: HostSlots
 
     def payload(self, slot: int, num_tokens: int) -> Bytes1D:
-        """Return the bytes of a slot that a stored payload is read into.
+        """Return the start of a slot as the buffer for reading a stored value's payload.
 
-        A tail's planes are then moved from there to their places in the slot.
+        The payload of a tail is packed: after the read, `Values.check` moves each plane's bytes to
+        their place in the slot.
 
         Args:
             slot: id of the host slot.
             num_tokens: number of tokens of the block or tail.
 
         Returns:
-            uint8 [stored bytes], a view of the slot's start.
+            uint8 [stored bytes], a view.
         """
         payload: Bytes1D = self.host.array[slot][: self.layout.stored_bytes(num_tokens)]
         return payload
 
 
 class Slices:
-    """The values that a block consists of in storage, and the host memory of each of them.
+    """The stored values that make up a block, one per rank, and the host memory of each.
 
-    A node without tensor parallelism has one value per block, as large as its slot. A node of n
-    ranks has n values, a slice for each rank, and a block counts as stored when all are stored.
-    Blocks of nodes with other numbers of ranks are found under the names of their slices.
+    A node without tensor parallelism stores a block as one value. A node of n ranks stores n
+    values, one for each rank's slice of the block; a block counts as stored when all n are stored.
+    Blocks that nodes with other numbers of ranks have stored are found, too, and are put together
+    from their slices.
 
     Args:
         names: the names of the whole layout's fingerprint.
         parts: the slices of this node, one per rank.
-        scheme: the split of blocks over ranks; None finds only blocks of nodes with as many ranks
+        scheme: the split of blocks over ranks; None to find only blocks of nodes with as many ranks
             as this one.
-        peer_tensor_parallel: numbers of ranks of other nodes to look for. Those with slices that
-            cannot be put together here become `foreign_sizes`.
+        peer_tensor_parallel: numbers of ranks of other nodes to look for. Numbers whose slices
+            cannot be put together to this node's are listed in `foreign_sizes`.
 
     Raises:
         LayoutError: the number of `parts` is not the number of ranks.
@@ -121,7 +122,7 @@ class Slices:
 
     @classmethod
     def whole(cls, names: Names, layout: Layout, host: HostSlots) -> Slices:
-        """Return the slices of a node that is not split: one value per block.
+        """Return the slices of a node with one rank, which stores one value per block.
 
         Args:
             names: the stored names.
@@ -140,20 +141,21 @@ class Slices:
         return True
 
     def names_of(self, key: StoredKey, size: int) -> list[str]:
-        """Return the names of a block's values, one per rank.
+        """Return the names of a block's values, in the order of ranks.
 
         Args:
             key: key of the block.
-            size: number of ranks of the node that stores them.
+            size: number of ranks of the node that has stored the block.
         """
         return [names.name(key) for names in self._names[size]]
 
     def names_of_all(self, keys: Sequence[StoredKey], size: int) -> Sequence[str]:
-        """Return the names of several blocks' values: those of the first block, then the next.
+        """Return the names of several blocks' values, block by block, in the order of ranks.
 
         Args:
             keys: keys of the blocks.
-            size: number of ranks of the node that stores them; each block has as many names.
+            size: number of ranks of the node that has stored the blocks, which is the number of
+                names per block.
         """
         if size == 1 and isinstance(keys, KeyRun):
             return self._names[1][0].of_run(keys)
@@ -163,7 +165,7 @@ class Slices:
         return [name for of_key in zip(*per_rank, strict=True) for name in of_key]
 
     def sources(self, size: int) -> tuple[Shard, ...]:
-        """Return the slices of a node of `size` ranks that hold all bytes of this node's slices."""
+        """Return the slices of a node of `size` ranks that together hold this node's slices."""
         if size == self.size:
             return tuple(part.shard for part in self.parts)
         assert self._scheme is not None, "other sizes are looked for only with a scheme"
@@ -181,12 +183,11 @@ class Slices:
     def identity(self, key: StoredKey, shard: Shard) -> ValueIdentity:
         """Return the identity that the stored value of a block's slice must have.
 
-        The rank is part of the identity: slices of two ranks have the same sizes, and one must not
-        pass for the other.
+        The rank is part of the identity, so one rank's slice is never taken for another's.
 
         Args:
             key: key of the block.
-            shard: the slice.
+            shard: rank and number of ranks of the slice.
         """
         digest = self._digests.get(shard)
         if digest is None:
@@ -194,10 +195,10 @@ class Slices:
         return ValueIdentity(digest, key.digest, key.num_tokens)
 
     def assemble(self, slot: int, payloads: dict[Shard, Bytes1D], num_tokens: int) -> None:
-        """Put a block of a node of another size together, in the slots of this node's ranks.
+        """Put a block of a node with another number of ranks together in this node's slots.
 
         Args:
-            slot: id of the host slot, the same for every rank.
+            slot: id of the host slot, the same for every rank of this node.
             payloads: the payload of each slice that was read.
             num_tokens: number of tokens of the block.
         """
@@ -208,10 +209,10 @@ class Slices:
 
 
 def slice_digest(layout: Layout, shard: Shard) -> bytes:
-    """Return the layout digest in a value's header, 32 bytes.
+    """Return the layout digest for the header of a slice's stored value, 32 bytes.
 
-    For a whole block this is the layout's digest. For a slice the rank is part of it, so slices
-    with equal layouts have different digests.
+    For a whole block this is the digest of the layout. For a slice the digest covers its rank, too,
+    so slices of equal layouts have different digests.
 
     Args:
         layout: layout of the slice.
@@ -248,25 +249,26 @@ class _Entry(msgspec.Struct, array_like=True, frozen=True):
 
 
 class TailLists:
-    """The lists of stored tails, by which a prompt finds the tail of another prompt.
+    """The lists of stored tails, by which a prompt finds a tail that another prompt has stored.
 
-    A tail is the last, partial block of a prompt. Its name is known only to a prompt that ends
-    exactly where the tail ends. The list, one small value for each parent block, leads other
-    prompts to the tail: longer and shorter ones, and those that differ after a few tokens.
+    A tail is the last, partial block of a prompt. Only a prompt with exactly the same tokens can
+    compute the tail's name. A list is one small value per parent block (the block before the tail)
+    with the tokens of the tails after this block. It leads to tails that share only their first
+    tokens with the prompt, or that are shorter or longer.
 
-    A list gives no wrong byte: a tail's digest is computed from the tokens in its entry, and its
-    value is checked like any other. If a list is lost, damaged or late, its tails are not found. If
-    two nodes add to one list at once, one entry can be lost.
+    A list cannot cause wrong results: a tail's name is computed from the tokens in the list, and
+    the tail's value is checked as any block is. If a list is lost, damaged or out of date, its
+    tails are not found. If two nodes add to one list at once, one of the two entries may be lost.
 
     Args:
         store: the store of the lists.
         names: makes the names of the lists.
         layout: the layout of whole blocks.
         codecs: returns the codec of a fingerprint, by its short form.
-        ttl_s: seconds to live of a list, as for blocks.
+        ttl_s: seconds to live of a list; None for as long as the store keeps it.
         stats: counts damaged lists.
-        used: called with the names of lists that are used, to renew their time to live.
-        deletions: forbids reads and writes around deletions of stored values; see StorageIO.
+        used: called with the names of lists that were used, to renew their time to live.
+        deletions: the deletions of stored values, which forbid reads and writes; None for none.
     """
 
     def __init__(  # noqa: PLR0913 - what a StorageIO has
@@ -293,14 +295,14 @@ class TailLists:
         self._stats = stats
 
     async def note(self, keys: Sequence[StoredKey], *, generation: int | None = None) -> None:
-        """Add the tails among `keys`, which have been stored, to their lists.
+        """Add the tails among `keys` to their lists. The tails have been stored.
 
-        Never fails: a tail that is not listed is only not found.
+        Failures are ignored: other prompts do not find a tail that is not listed.
 
         Args:
             keys: keys of blocks and tails; blocks are skipped.
-            generation: the generation in which the tails were stored, None for the present one; see
-                `Deletions`.
+            generation: the generation (see `Deletions`) in which the tails were stored; None for
+                the present one.
         """
         deletions = self._deletions
         generation = deletions.generation if generation is None else generation
@@ -339,21 +341,21 @@ class TailLists:
         *,
         missing: Collection[bytes] = (),
     ) -> SharedTail | None:
-        """Return the listed tail after a block that shares the most tokens with a prompt.
+        """Return the listed tail after a block that shares the most leading tokens with a prompt.
 
-        Some layouts do not allow the use of a part of a block. Then only a tail counts whose tokens
-        are all in `wanted`.
+        Some layouts, such as recurrent states, do not allow a part of a block to be used. With
+        these, only a tail counts whose tokens all belong to the prompt.
 
         Args:
             parent: digest of the block before the tail, 32 bytes.
             wanted: the prompt's tokens after that block, packed int32.
             extra: extra keys of the tail, which must be equal.
-            space: short form of another fingerprint, or "".
-            missing: digests of tails that are known to be missing.
+            space: short form of another fingerprint; "" for the service's own.
+            missing: digests of tails that are not stored, to be skipped.
 
         Returns:
-            None if there is no such tail, if the store does not answer, or while stored values are
-                being deleted.
+            The tail, or None: no tail shares a token, the store does not answer, or stored values
+                are being deleted.
         """
         if self._deletions.bars_reads:
             return None
@@ -375,10 +377,9 @@ class TailLists:
         return best
 
     async def _read(self, parent: bytes, space: str) -> list[Tail]:
-        """Return the tails listed after the block `parent`, newest first; none of a damaged list.
+        """Return the tails listed after the block `parent`, newest first.
 
-        Raises:
-            StoreUnavailableError: the store did not answer.
+        [] if the list is damaged.
         """
         name = self._names.tails(parent, space)
         try:
@@ -406,19 +407,16 @@ class TailLists:
 
 
 def _identity(parent: bytes) -> ValueIdentity:
-    """Return the identity of the list of tails after the block `parent`.
-
-    It is the same for all layouts and ranks, since a list has tokens only.
-    """
+    """Return the identity of a list's value, the same for all layouts and ranks."""
     return ValueIdentity(bytes(LAYOUT_DIGEST_BYTES), parent, _NOT_A_BLOCK)
 
 
 log = logging.getLogger(__name__)
 _MAX_FOUND = 65_536
-_FAR_S = 0.1  # after a slower answer, the likely next question is sent along with the first
-_MAX_COPIES = 4  # copies of one value that are read, as long as each is damaged
-# Number of values encoded per turn of the loop: 32 take 0.3 ms, in which a server that writes
-# values of 512 KiB runs out of work.
+_FAR_S = 0.1  # after a slower answer, a second question is sent along with the first
+_MAX_COPIES = 4  # copies of one value that are tried if each is damaged
+# Number of values encoded per turn of the loop. 32 take 0.3 ms, and a server that writes values of
+# 512 KiB would be idle meanwhile.
 _MADE_AT_ONCE = 8
 _WAITED_FOR = 1e9  # worth of a block that a request waits for
 # Least number of cores for threads that make headers ahead: 2 MiB take a thread 0.07 ms and the
@@ -442,7 +440,7 @@ _PLAIN = PlainCodec()
 
 @dataclass(slots=True)
 class StorageStats:
-    """Counts since the start; read by metrics and by the demo."""
+    """Counts of reads and writes since the start."""
 
     fetched_blocks: int = 0
     fetched_bytes: int = 0
@@ -458,20 +456,26 @@ class StorageStats:
 class StorageIO:
     """Reads and writes of one fingerprint's blocks in one store.
 
-    The store limits the time of single operations itself.
+    The store limits the time of each operation.
 
     Args:
         store: the store to read and write.
-        names: makes the stored names of one fingerprint's blocks.
+        names: makes the stored names of the fingerprint's blocks.
         layout: the layout of whole blocks.
         host: the host slots that blocks are read into and written from.
         block_ttl_s: seconds to live of a stored block; None for as long as the store keeps it.
-        touches_per_ttl: most renewals of a used block's time to live within one such time; 0 for
-            none.
+        touches_per_ttl: largest number of times that a used block's time to live is renewed within
+            one such time; 0 for never.
         codecs: returns the codec of a fingerprint, by its short form; None for a plain checksum.
         slices: this node's share of each block; None for whole blocks in the slots of `host`.
-        deletions: knows of deletions of stored values, and is shared by all objects that store for
-            one service; None for one of its own.
+        deletions: the deletions of stored values, one object for everything that stores for a
+            service; None for an object that only this one uses.
+
+    Attributes:
+        meets_other_sizes: True once a block was found that a node with another number of ranks has
+            stored.
+        asking: called when a question to the store begins. Returns a function that receives the
+            digest of each block which the store does not have.
     """
 
     def __init__(  # noqa: PLR0913 - a block needs all of them to become a value
@@ -496,7 +500,6 @@ class StorageIO:
         self._values = Values(self.slices, self._codec, block_ttl_s)
         self._found: OrderedDict[bytes, int] = OrderedDict()  # digest -> number of ranks
         self.meets_other_sizes = False  # True once a block of another size was found
-        # Begins a question; its result takes the digest of each block that storage does not have.
         self.asking: Callable[[], Callable[[bytes], None]] = lambda: _nobody_hears
         self._is_far = False  # the last question took longer than _FAR_S
         # The checksum of a 2 MiB block would block the loop for 70 us.
@@ -524,19 +527,19 @@ class StorageIO:
         ):
             yield
 
-    # Looking
+    # Lookups
 
     @property
     def reads_at_once(self) -> bool:
-        """True if a lookup reads values without asking for them first: asking costs as much."""
+        """True if reading costs the store no more than asking does, so lookups read at once."""
         return not self.store.capabilities.has_cheap_questions
 
     async def count_present(self, keys: Sequence[StoredKey]) -> int:
-        """Return the number of `keys` that the store has, before the first one that it lacks.
+        """Return how many of `keys` the store has before the first one that it lacks.
 
-        A block counts if the slices of all ranks are stored, by a node of as many ranks or one
-        whose slices can be put together here. While stored values are being deleted the number is
-        0.
+        A block counts if the slices of all ranks are stored, by a node of as many ranks or by one
+        whose slices can be put together here. The number is 0 while stored values are being
+        deleted.
 
         Raises:
             StoreUnavailableError: the store did not answer.
@@ -574,12 +577,12 @@ class StorageIO:
             size = other
 
     async def foreign_size(self, key: StoredKey) -> int | None:
-        """Return the number of ranks of a node that has stored this block in slices of no use here.
+        """Return the number of ranks of a node that stored this block in a form unusable here.
 
         The slices of such a node cannot be put together to those of this node.
 
         Returns:
-            None if there are no such slices.
+            The number, or None if no such slices are stored.
 
         Raises:
             StoreUnavailableError: the store did not answer.
@@ -592,7 +595,7 @@ class StorageIO:
         return next((n for n, is_there in zip(sizes, there, strict=True) if is_there), None)
 
     async def are_present(self, keys: Sequence[StoredKey]) -> list[bool]:
-        """Return for each of `keys` True if a node of as many ranks as this one has stored it.
+        """Return for each of `keys` True if a node with as many ranks has stored the block.
 
         Raises:
             StoreUnavailableError: the store did not answer.
@@ -601,7 +604,7 @@ class StorageIO:
         return there
 
     async def present(self, names: Sequence[str]) -> list[bool]:
-        """See `Store.present`. While stored values are being deleted every answer is False.
+        """Return, for each name, True if the store has a value; all False during a deletion.
 
         Raises:
             StoreUnavailableError: the store did not answer.
@@ -611,18 +614,14 @@ class StorageIO:
         return await self.store.present(names)
 
     def used(self, names: Iterable[str]) -> None:
-        """Have the time to live of these names' values renewed, if values have one."""
+        """Renew the time to live of these names' values in the background, if values have one."""
         if self._toucher is not None:
             self._toucher.used(names)
 
     async def _sizes_of(self, keys: Sequence[StoredKey], tried: int) -> list[int | None]:
-        """Return for each block the number of ranks of a node that has stored it.
+        """Return the number of ranks that stored each block, None for none.
 
-        The number is None if no node has. All blocks are asked for in one exchange.
-
-        Args:
-            keys: keys of the blocks.
-            tried: a number of ranks that is not asked for, as the caller knows the answer.
+        `tried` is not asked again.
         """
         sizes = [n for n in (self.slices.size, *self.slices.peer_tensor_parallel) if n != tried]
         if not sizes or not keys:
@@ -651,7 +650,7 @@ class StorageIO:
     # Fetch
 
     async def fetch(self, keys: Sequence[StoredKey], slot_ids: Ids) -> list[GetOutcome]:
-        """Read blocks into host slots; the slots must stay the caller's until this returns.
+        """Read blocks into host slots and check them. The caller owns the slots until this returns.
 
         A damaged value is deleted; if the store has another copy, that copy is read.
 
@@ -660,8 +659,9 @@ class StorageIO:
             slot_ids: int32 [len(keys)], the target slots.
 
         Returns:
-            One outcome per key. HIT: length, key, layout and checksum of every rank's slice are
-                right. MISS also if stored values are deleted before the read ends.
+            One outcome per key. HIT: the slot has the block, and length, key, layout and checksum
+                of every rank's value are right. MISS: not stored, or stored values were deleted
+                during the read.
         """
         if self.deletions.bars_reads:
             return [_DELETED] * len(keys)
@@ -674,7 +674,7 @@ class StorageIO:
             return [_DELETED] * len(keys)
         for key, outcome in zip(keys, blocks, strict=True):
             if outcome.status is not GetStatus.HIT:
-                self._found.pop(key.digest, None)  # the size may have changed: look again
+                self._found.pop(key.digest, None)  # the number of ranks may have changed
             if outcome.status in (GetStatus.MISS, GetStatus.DAMAGED):
                 missing(key.digest)
             if outcome.status is GetStatus.DAMAGED:
@@ -686,15 +686,7 @@ class StorageIO:
     async def _fetch_missed(
         self, keys: Sequence[StoredKey], slot_ids: Ids, blocks: list[GetOutcome]
     ) -> None:
-        """Read missed blocks as nodes with other numbers of ranks have stored them, if they have.
-
-        Blocks for which `count_present` has found such a number are skipped: they were read so.
-
-        Args:
-            keys: keys of all blocks of the fetch.
-            slot_ids: their target slots.
-            blocks: their outcomes; those of blocks that are found are replaced.
-        """
+        """Read missed blocks that nodes with another number of ranks have stored, if any."""
         missed = [
             at
             for at, key in enumerate(keys)
@@ -718,13 +710,9 @@ class StorageIO:
         *,
         tries: int = _MAX_COPIES,
     ) -> list[GetOutcome]:
-        """Read blocks, check them, and delete damaged values.
+        """Read and check blocks.
 
-        Args:
-            keys: keys of the blocks.
-            slot_ids: the target slots.
-            sizes: the number of ranks that stored each block.
-            tries: number of copies of a value that are read, while each is damaged.
+        Of a damaged block read up to `tries` copies, and delete damaged ones.
         """
         reads = self._values.reads(keys, slot_ids, sizes)
         outcomes = await self.store.get_into([read.item for read in reads])
@@ -754,7 +742,7 @@ class StorageIO:
     ) -> list[int]:
         """Delete damaged values.
 
-        Return the indexes of blocks of which there may be other copies.
+        Return the indexes of blocks of which the store may have another copy.
         """
         damaged = [read for read in reads if read.outcome.status is GetStatus.DAMAGED]
         again = {at for at, block in enumerate(blocks) if block.status is GetStatus.DAMAGED}
@@ -782,16 +770,17 @@ class StorageIO:
         Args:
             keys: keys of the blocks.
             slot_ids: int32 [len(keys)], the slots.
-            worth: the worth of each block to later requests: of too many writes those worth least
-                are dropped. None is the highest worth, for blocks that a request waits for.
-            notes_tails: True to list the tails among the blocks, too; if False, the caller lists
-                them with `tails.note`.
-            generation: the generation in which the blocks were computed or queued, see `Deletions`;
-                None for the present one.
+            worth: worth of each block to later requests. If too many writes are waiting, the blocks
+                worth least are dropped. None is the highest worth, for blocks that a request waits
+                for.
+            notes_tails: True to add the tails among the blocks to their lists; False if the caller
+                does so with `tails.note`.
+            generation: the generation (see `Deletions`) in which the blocks were computed or
+                queued; None for the present one.
 
         Returns:
-            One outcome per key; FAILED for all if a deletion forbids to write content of this
-                generation.
+            One outcome per key. All are FAILED if blocks of this generation may not be written
+                because of a deletion.
         """
         deletions = self.deletions
         if why := deletions.refusal(deletions.generation if generation is None else generation):
@@ -843,7 +832,7 @@ class StorageIO:
     async def _encoded_later(
         self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float]
     ) -> list[PutItem] | None:
-        """See `Values.encode_later`; pauses between the items let the event loop send others."""
+        """Call `Values.encode_later` in steps, between which the event loop can send values."""
         items: list[PutItem] = []
         for at in range(0, len(keys), _MADE_AT_ONCE):
             if at:
@@ -862,14 +851,15 @@ class StorageIO:
 async def are_all_present(
     asked: Sequence[tuple[StorageIO, Sequence[StoredKey]]],
 ) -> list[list[bool]]:
-    """Ask one store in one exchange for the blocks of several layouts or fingerprints.
+    """Ask one store in one exchange for the blocks of several `StorageIO`s.
 
     Args:
-        asked: pairs of a StorageIO and its keys, at least one pair; all have the same store.
+        asked: pairs of a StorageIO and the keys to ask for, at least one pair. All have the same
+            store.
 
     Returns:
-        For each pair, and each of its keys, True if the block is stored, by as many ranks as the
-            StorageIO has.
+        A list per pair: for each key, True if all ranks' values of the block are stored, for as
+            many ranks as the StorageIO has.
 
     Raises:
         StoreUnavailableError: the store did not answer.
@@ -891,7 +881,7 @@ async def are_all_present(
 
 @dataclass(slots=True)
 class Read:
-    """One value to read into a host slot, or into a buffer from which slots are assembled."""
+    """One value to read, into a host slot or into a buffer from which slots are put together."""
 
     at: int  # index of the key
     shard: Shard
@@ -902,12 +892,12 @@ class Read:
 
 
 class Values:
-    """The mapping between blocks of one node and stored values. Safe from several threads.
+    """The translation between one node's blocks and stored values, without I/O. Thread-safe.
 
     Args:
         slices: this node's share of each block.
         codec_of: returns the codec of a key's fingerprint.
-        ttl_s: seconds to live of a stored value, None for no limit.
+        ttl_s: seconds to live of a stored value; None for as long as the store keeps it.
     """
 
     def __init__(
@@ -920,12 +910,12 @@ class Values:
     def reads(
         self, keys: Sequence[StoredKey], slot_ids: Ids, sizes: Sequence[int]
     ) -> Sequence[Read]:
-        """Return the reads that bring each block into its host slot.
+        """Return the reads that bring each block into its host slot: one per stored value.
 
         Args:
             keys: keys of the blocks.
             slot_ids: int32 [len(keys)], the target slots.
-            sizes: the number of ranks that stored each block.
+            sizes: for each block, the number of ranks of the node that has stored it.
         """
         return [
             self._read(at, key, shard, int(slot))
@@ -947,14 +937,15 @@ class Values:
     def reads_bytes(
         self, keys: Sequence[StoredKey], sizes: Sequence[int], reads: Sequence[Read]
     ) -> bool:
-        """Return True if `check` would block the event loop: more than about 4 us per read.
+        """Return True if `check` takes more than about 4 us per read, and should run in a thread.
 
-        That is so if the store has not computed the digest of a value, and for a payload codec, a
-        tail, a block of a node of another size, or very many reads.
+        This is so if the store has not computed the digest of a value, if values are compressed, if
+        a block is a tail or was stored by a node with another number of ranks, and for more than 64
+        reads.
 
         Args:
             keys: keys of the blocks.
-            sizes: the number of ranks that stored each block.
+            sizes: for each block, the number of ranks of the node that has stored it.
             reads: the reads, with outcomes.
         """
         return (
@@ -975,15 +966,18 @@ class Values:
         sizes: Sequence[int],
         reads: Sequence[Read],
     ) -> list[GetOutcome]:
-        """Check the values that were read, and return the outcome of each block.
+        """Check the values that were read, and complete the blocks in their slots.
 
-        A block with HIT is complete in its slot. Blocks the thread.
+        Blocks the thread.
 
         Args:
             keys: keys of the blocks.
             slot_ids: int32 [len(keys)], the slots.
-            sizes: the number of ranks that stored each block.
-            reads: the reads, with outcomes.
+            sizes: for each block, the number of ranks of the node that has stored it.
+            reads: the reads, with outcomes. A damaged value's outcome becomes DAMAGED.
+
+        Returns:
+            One outcome per block. HIT: the slot has the whole block.
         """
         of_block: list[list[Read]] = [[] for _ in keys]
         for read in reads:
@@ -1009,10 +1003,9 @@ class Values:
         return blocks
 
     def _decode(self, key: StoredKey, read: Read) -> None:
-        """Check a value that was read, and decode its payload where it lies.
+        """Check a value that was read, and decode its payload in place.
 
-        Raises:
-            StoreCorruptError: the value is not the expected one.
+        Raise StoreCorruptError if wrong.
         """
         num_bytes = self._codec(key).decode(
             read.header,
@@ -1030,9 +1023,9 @@ class Values:
     def encode_later(
         self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float]
     ) -> list[PutItem] | None:
-        """Return the values of each block with headers that are filled in right before sending.
+        """Return the values of each block without their checksums, which the sender fills in.
 
-        Making the values thus reads no bytes of blocks, and does not block the event loop.
+        No bytes of the blocks are read, so the event loop is not blocked.
 
         Args:
             keys: keys of the blocks.
@@ -1040,7 +1033,7 @@ class Values:
             worth: the worth of each block, see `StorageIO.flush`.
 
         Returns:
-            None if a block's bytes have to be read now, such as those of a tail.
+            The values, or None if a checksum cannot be left to the sender, for example a tail's.
         """
         items = []
         for key, slot, value in zip(keys, slot_ids, worth, strict=True):
@@ -1054,13 +1047,13 @@ class Values:
     def encode(
         self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float], *, is_late: bool
     ) -> list[PutItem]:
-        """Return the values of each block, rank after rank. Blocks the thread.
+        """Return the values of each block, one per rank. Blocks the thread.
 
         Args:
             keys: keys of the blocks.
             slot_ids: int32 [len(keys)], the slots.
             worth: the worth of each block, see `StorageIO.flush`.
-            is_late: True to leave headers to the sender, if possible; see `encode_later`.
+            is_late: True to leave checksums to the sender where possible, as `encode_later` does.
         """
         return [
             (self._later(key, part, int(slot), value) if is_late else None)
@@ -1070,10 +1063,9 @@ class Values:
         ]
 
     def _later(self, key: StoredKey, part: Slice, slot: int, worth: float) -> PutItem | None:
-        """Return a rank's value of a block, with a header that is filled in right before sending.
+        """Return a rank's value with a header to be filled in at sending.
 
-        The result is None for a tail, which has to be cut out of the slot first, and for a codec
-        that reads the bytes.
+        None if the bytes are needed now.
         """
         payload = part.host.array[slot].data
         header = None
@@ -1108,13 +1100,13 @@ def _worst_put(outcomes: Sequence[PutOutcome]) -> PutOutcome:
 
 @asynccontextmanager
 async def made_ahead(threads: WorkerThreads, items: Sequence[PutItem]) -> AsyncIterator[None]:
-    """Complete items in threads while the body sends them.
+    """Fill in the headers of values in threads while the body sends the values.
 
-    When the body ends, no thread reads any item any more.
+    After the body, no thread reads a value any more.
 
     Args:
         threads: the threads to use.
-        items: the items, in the order in which they are sent; see `PutItem.complete`.
+        items: the values, in the order in which they are sent; see `PutItem.complete`.
     """
     late = [item.complete for item in items if item.complete is not None]
     if not makes_ahead or len(late) < _MIN_VALUES:
@@ -1135,14 +1127,15 @@ class Toucher:
     Args:
         store: the store of the blocks.
         ttl_s: the new time to live, in seconds.
-        interval_s: seconds without another renewal after a block was renewed or written.
+        interval_s: seconds after a write or renewal of a block within which it is not renewed
+            again.
     """
 
     def __init__(self, store: Store, *, ttl_s: float, interval_s: float) -> None:
         self._store = store
         self._ttl_s = ttl_s
         self._interval_s = interval_s
-        self._seen: OrderedDict[str, float] = OrderedDict()  # name -> time of the last note
+        self._seen: OrderedDict[str, float] = OrderedDict()  # name -> last write or renewal
         self._due: OrderedDict[str, None] = OrderedDict()
         self._came = asyncio.Event()
 
@@ -1150,13 +1143,13 @@ class Toucher:
     async def running(self) -> AsyncIterator[None]:
         """Renew times to live until the body ends.
 
-        Renewals that are still queued are dropped: such a block may expire.
+        Renewals that are still queued then are dropped.
         """
         async with supervised({"tierkv-touch": self._keep_touching}):
             yield
 
     def wrote(self, names: Iterable[str]) -> None:
-        """Note that the values of `names` have just been written, with their whole time to live."""
+        """Record that these names' values were just written; no renewal is due for `interval_s`."""
         now = asyncio.get_running_loop().time()
         for name in names:
             self._see(name, now)
@@ -1165,7 +1158,7 @@ class Toucher:
         """Queue a renewal for the values of `names`, which were found in the store.
 
         Names that were renewed or written less than `interval_s` ago are skipped. At most
-        _MAX_NAMES wait; further ones are dropped.
+        _MAX_NAMES names are queued; further ones are dropped.
         """
         now = asyncio.get_running_loop().time()
         for name in names:

@@ -23,14 +23,19 @@ from tierkv.transfer.storage_io import Slice, Slices, StorageIO
 
 @dataclass(frozen=True, slots=True)
 class StorageOptions:
-    """The settings of a service's storage tier apart from the store.
+    """The settings of a service's storage tier apart from the common store.
 
     Attributes:
-        open: opens a store by its URL, for `attach`; if None, only store objects can be attached.
-        tenants: a store of its own for each of these fingerprints, by the short form.
-        codecs, touches_per_ttl: see StorageIO.
+        open: opens a store by its URL; if None, only store objects can be attached.
+        tenants: stores of single tenants, by the short form of the tenant's fingerprint.
+        codecs: returns the codec that protects a fingerprint's blocks, by the fingerprint's short
+            form; None for a plain checksum.
         small: the codec of tickets and other small values.
-        scheme, peer_tensor_parallel: see Slices.
+        touches_per_ttl: largest number of times that a used block's time to live is renewed within
+            one such time; 0 for never.
+        peer_tensor_parallel: numbers of ranks of other nodes whose blocks this node looks for.
+        scheme: the split of blocks over ranks; None to find only blocks of nodes with as many ranks
+            as this one.
     """
 
     open: Callable[[str], Store] | None = None
@@ -46,16 +51,16 @@ class StoreState(msgspec.Struct, frozen=True):
     """The state of one attached store.
 
     Attributes:
-        tenant: the fingerprint of the store, "" for the common store.
-        circuit: closed, open or half_open; None, with counts of 0, for a store without a breaker.
-        reason: why the circuit opened last.
-        degraded_s: seconds in which the circuit was not closed, in total.
-        part: in a store made of several, the URL of the one with this circuit, if it is not the
-            store's own; the store does without that one.
-        write_refusal: why the store takes no writes, in the words of its first refusal; "" if it
-            does.
-        clock_skew_s: seconds that this machine's clock is ahead of the store's; None if the store
-            does not tell its time.
+        tenant: short form of the fingerprint that uses the store, "" for the common store.
+        circuit: state of the breaker: closed, open or half_open. None, with counts of 0, for a
+            store without a breaker.
+        reason: why the breaker opened last.
+        degraded_s: total seconds in which the breaker was not closed.
+        part: of a store made of several stores, the URL of the one that has failed and is left out;
+            "" if there is none.
+        write_refusal: the store's reason when it first refused writes; "" while it accepts writes.
+        clock_skew_s: seconds by which this machine's clock is ahead of the store's; None if the
+            store does not report its time.
     """
 
     tenant: str
@@ -86,14 +91,14 @@ class StoreState(msgspec.Struct, frozen=True):
 class StorageTier:
     """The storage tier of a service.
 
-    Inside `running()` the attribute `io` reads and writes blocks, whether a store is attached or
-    not.
+    Inside `running()`, `io` reads and writes blocks in the attached stores. Without an attached
+    store, each operation of `io` fails.
 
     Args:
         store: the common store, None for none.
         options: settings, and the stores of single tenants.
-        on_change: called when another store is attached, or the same store answers again after a
-            failure: blocks that were believed to be stored may be missing.
+        on_change: called when a store is attached or detached, or answers again after a failure.
+            Blocks that were believed to be stored may then be missing.
     """
 
     def __init__(
@@ -120,9 +125,7 @@ class StorageTier:
         *,
         block_ttl_s: float | None,
     ) -> AsyncIterator[None]:
-        """Run the attached stores and `io` until the body ends.
-
-        Raises the errors of the stores' `running()`.
+        """Run the attached stores and `io` until the body ends. Errors of the stores are raised.
 
         Args:
             names: makes the stored names of the service's blocks.
@@ -184,8 +187,8 @@ class StorageTier:
             names: makes the stored names of these blocks.
             layout: layout of these blocks.
             host: host slots of this layout.
-            own: short form of the service's fingerprint, by which the codec is chosen for these
-                blocks, too.
+            own: short form of the service's fingerprint. These blocks get the codec of that
+                fingerprint.
             block_ttl_s: seconds to live of a stored block; None for as long as the store keeps it.
         """
         codecs = self.options.codecs
@@ -224,14 +227,15 @@ class StorageTier:
         return tuple(self._stores.attached.values())
 
     async def attach(self, store: str | Store, tenant: str = "") -> None:
-        """Open a store and use it from now on, in the place of the attached one, if any.
+        """Open a store and use it from now on, in place of the attached one, if any.
 
-        The errors of the store's `running()` are raised, too; after any error the earlier store
-        stays attached.
+        After any error, those of the store's `running()` included, the earlier store stays
+        attached.
 
         Args:
             store: the store, or its URL.
-            tenant: short form of a fingerprint, "" for the common store.
+            tenant: short form of the only fingerprint whose blocks go to this store; "" for the
+                common store.
 
         Raises:
             ConfigError: the URL names no store, or this service cannot open stores by URL.
@@ -251,7 +255,7 @@ class StorageTier:
     def detach(self, tenant: str = "") -> bool:
         """Stop using the store of `tenant` ("" for the common one); return True if there was one.
 
-        Operations under way end on that store.
+        Operations that have begun are still completed on that store.
         """
         was_there = self._stores.detach(self._route(tenant)) is not None
         self._on_change()
