@@ -1,9 +1,9 @@
-"""Admission of requests: their waits for room, their starts, and the loads that they start with.
+"""Admission of requests: the queue for device blocks, and the loads from the host at a start.
 
 A waiting request needs room on the device or within its tenant's quota, or waits for blocks that
 another request computes (`Admissions`). A running request can wait for more blocks (`Growth`).
-`Admissions` is called at every change of capacity and ends these waits. The wait for storage, which
-comes before, is in `fetch.py`.
+`Admissions.pump` runs at every change of capacity. The wait for storage, which comes before, is in
+`fetch.py`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from tierkv.sched.tiers import Tiers
 from tierkv.transfer.mover import Movement
 
 # Reasons why an admission did not find prompt tokens, by the history of the first missing block.
-# never_stored: it has none. in_flight: another request computes it. last_token: all was there, but
-# one token is computed for its logits. not_asked: the request does not use the cache.
+# never_stored: it has no history. in_flight: another request computes it. last_token: all tokens
+# were cached, but one is computed for its logits. not_asked: the request does not use the cache.
 MISS_REASONS = (
     "never_stored",
     *(fate.reason for fate in MissCause),
@@ -59,14 +59,14 @@ def why_missed(
 ) -> tuple[str, HistoryEvent | None]:
     """Return the reason why prompt tokens are missing, and the event that removed them.
 
-    The call computes at most one hash; `explain` gives a complete explanation.
+    The call computes at most one hash. The module `explain` gives a complete explanation.
 
     Args:
         spec: the request.
-        match: its match at this moment.
+        match: the cached blocks of its prompt at this moment.
         num_tokens: number of prompt tokens that were not found, at least 1.
         history: events of evicted and failed blocks.
-        computing: promises of running requests.
+        computing: the blocks that running requests compute.
 
     Returns:
         One of MISS_REASONS, and the last event of the first missing block; None if no event is
@@ -85,20 +85,20 @@ def why_missed(
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """A copy of path blocks [first, stop) from the host to device `slots`.
+    """A copy of blocks [first, stop) of a path (a prefix in the index) from host to device.
 
     Attributes:
-        lease: keeps the path from eviction until the load has settled.
+        lease: protects the path from eviction until `settled` is resolved.
         first: index of the first block on the path.
         stop: index after the last block.
         slots: device slots that the copy writes, int32 [stop - first].
         movement: the copy.
-        above: loads of blocks nearer to the start of the path. They settle first, and if one fails
-            this one fails, since a block is on the device only with its whole path.
+        above: loads of earlier blocks of the path. They settle first, and if one of them fails this
+            load fails too, since a block is on the device only with its whole path.
         settled: resolved once the index is updated, also if the copy failed.
-        below: loads of blocks further down the path.
+        below: loads of later blocks of the path.
         num_users: number of requests with these slots in their block tables.
-        is_failed: True if the copy, or one of a load above, failed.
+        is_failed: True if the copy failed, or a load of `above`.
     """
 
     lease: Lease
@@ -134,27 +134,26 @@ class _Partial:
 
 
 def _ends_on_device(lease: Lease) -> bool:
-    """Return whether the last block of `lease` is on the device."""
     node = lease.node
     return node.device.leading(CopyState.READY, node.num_blocks - 1, node.num_blocks) == 1
 
 
 class HostLoads:
-    """The loads from the host to the device that are under way, found by the slots they write.
+    """The loads from the host to the device that have not ended, by the slots they write.
 
     Attributes:
-        used_by: by request, the loads that write blocks of its table.
+        used_by: for each request, the loads that write blocks of its table.
     """
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
         self._index = tiers.index
         self.used_by: dict[Request, list[Load]] = {}
-        # By the first slot that each writes, in the order of their paths: above comes before below.
+        # By the first slot that each load writes; loads of a path's earlier blocks come first.
         self._active: dict[int, Load] = {}
 
     def findings(self) -> list[str]:
-        """Return violated invariants as sentences; call only when no load runs."""
+        """Return violated invariants, one sentence each; call only when no load runs."""
         return (
             [f"no request runs, but {len(self._active)} loads are listed"] if self._active else []
         )
@@ -162,8 +161,7 @@ class HostLoads:
     def of(self, slots: Ids) -> list[Load]:
         """Return the loads that write `slots`, the device slots of consecutive blocks of a path.
 
-        A load is found by its first slot: if `slots` has any slot of a load, it must have the
-        load's first one, too.
+        If `slots` has any slot of a load, it must have the load's first slot too.
         """
         if not self._active:
             return []
@@ -171,7 +169,7 @@ class HostLoads:
         return [load for first, load in self._active.items() if first in wanted]
 
     def join(self, path: Lease, first: int, stop: int) -> list[Load]:
-        """Return the loads of path blocks [first, stop), each with one more user.
+        """Add one user to the running loads of blocks [first, stop) of a path.
 
         Args:
             path: a lease of the path.
@@ -179,7 +177,7 @@ class HostLoads:
             stop: index after the last block.
 
         Returns:
-            The loads; pass each to `release` when its user has ended.
+            The loads; pass each to `release` when the user has ended.
         """
         if first >= stop:
             return []
@@ -197,15 +195,15 @@ class HostLoads:
         *,
         partial: _Partial | None = None,
     ) -> Load:
-        """Load path blocks [first, stop), which are ready on the host and absent on the device.
+        """Load blocks [first, stop) of a path; they must be on the host and not on the device.
 
         Args:
             path: a lease of the path.
             first: index of the first block.
             stop: index after the last block.
             slots: device slots for the blocks, int32 [stop - first].
-            partial: a partly shared block to copy in the same movement, which saves a request 0.2
-                ms (H200). The lease of its source ends with the movement.
+            partial: a partly shared block to copy in the same movement, which saves 0.2 ms (H200).
+                The lease of its source ends with the movement.
 
         Returns:
             The load, with one user.
@@ -239,16 +237,12 @@ class HostLoads:
         return load
 
     def release(self, load: Load) -> None:
-        """Subtract one user of a load: a request with the load's slots in its table has ended."""
+        """Remove one user of a load: a request that had the load's slots in its table has ended."""
         load.num_users -= 1
         self._give_if_unused(load)
 
     def _settle(self, load: Load, end: Callable[[], None]) -> None:
-        """Record the end of a load's copy in the index, after all loads above it have settled.
-
-        If no load above is under way, the index is updated before callers that wait for the copy
-        resume.
-        """
+        """Record the end of a load's copy in the index, after all loads of `above` have settled."""
         for upper in load.above:
             if not upper.settled.done():
                 upper.settled.add_done_callback(lambda _: self._settle(load, end))
@@ -269,10 +263,9 @@ class HostLoads:
         end()
 
     def _fail(self, load: Load) -> None:
-        """Remove the blocks of a failed load from the device, after those of the loads below it.
+        """Remove the blocks of a failed load from the device, after those of `load.below`.
 
-        The slots do not become free yet, since copies and requests may still touch them; until then
-        they are listed as lent, that is, in use outside the index.
+        The slots are not free yet, since copies and requests may still use them.
         """
         if load.is_failed:
             return
@@ -292,15 +285,16 @@ class HostLoads:
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counts since the start.
+    """Counts since the start of the node.
 
     Attributes:
-        recompute_avoided_s: estimated seconds that computing the cached tokens would have added;
+        recompute_avoided_s: estimated seconds that computing the cached tokens would have taken;
             not counted while the engine's speed is unknown.
         reuse_gaps: for each hit, the time since the last cached block of the hit was used before.
-        shared_waits: requests that waited for another one's blocks instead of computing them.
-        lost_waits: waits for blocks that did not come in time.
-        missed_tokens: prompt tokens that were not found, by reason (MISS_REASONS).
+        shared_waits: number of requests that waited for another request's blocks instead of
+            computing them.
+        lost_waits: number of such waits in which the blocks did not come in time.
+        missed_tokens: number of prompt tokens that were not found, by reason (MISS_REASONS).
     """
 
     admitted_requests: int = 0
@@ -322,7 +316,7 @@ _NO_SLOTS = np.empty(0, np.int32)
 class _Held(msgspec.Struct):
     """Everything that a start of a request has acquired so far, to be released if the start fails.
 
-    Whenever a load or copy becomes the owner of a resource, the resource's field is cleared.
+    A field is cleared when a load or copy becomes the owner of its content.
 
     Attributes:
         lease: lease of the matched blocks.
@@ -344,16 +338,16 @@ class _Held(msgspec.Struct):
 class Starts:
     """Starts requests: acquires device slots and leases, and begins loads from the host.
 
-    A start that raises keeps nothing, even if a bug is the cause.
+    A start that raises releases everything it has acquired.
 
     Args:
         tiers: the tiers whose slots are acquired.
         running: the list to which started requests are added.
-        loads: the loads under way.
-        computing: the list to which the promises of started requests are added.
-        given: called with the tenant and the number of blocks of each start, since tenants get
-            turns by the blocks they were given.
-        end: ends a request that has been begun.
+        loads: the loads that have not ended.
+        computing: the list to which the blocks that a started request will compute are added.
+        given: called at each start with the tenant and the number of blocks; the order of tenants
+            depends on these numbers.
+        end: ends a request that has been started.
     """
 
     def __init__(
@@ -377,10 +371,7 @@ class Starts:
         self._valued_tokens = 0
 
     def counted(self) -> SchedulerStats:
-        """Return `stats` with `recompute_avoided_s` up to date.
-
-        Tokens found since the last call are converted to seconds with the engine's present speed.
-        """
+        """Return `stats`, with `recompute_avoided_s` updated at the engine's present speed."""
         counts, speed = self.stats, self._computing.prefill
         found = counts.device_hit_tokens + counts.host_hit_tokens
         found += counts.storage_hit_tokens + counts.direct_hit_tokens
@@ -400,16 +391,16 @@ class Starts:
 
         Args:
             spec: the request.
-            match: its match at this moment.
+            match: the cached blocks of its prompt at this moment.
             fetched: the blocks fetched from storage for it.
-            passes_by: a possible wait for another request's blocks that is not made, for the
-                counts.
+            passes_by: a possible wait for another request's blocks, which this request does not
+                make; only counted.
 
         Returns:
-            The running request; its loads are under way.
+            The running request. Its loads may not have ended.
 
         Raises:
-            OutOfBlocksError: the request has to wait for room; nothing is held.
+            OutOfBlocksError: the request has to wait for room; nothing is acquired.
         """
         index = self._index
         index.at(monotonic())
@@ -441,10 +432,10 @@ class Starts:
     def _with_cached(
         self, spec: RequestSpec, match: Match, fetched: Fetched | None, held: _Held
     ) -> Request:
-        """Return a request that uses cached blocks: in its table, or as a copy of a part of one.
+        """Return a request that uses cached blocks directly, or a copy of a partly shared block.
 
-        Blocks that only the host has get device slots that belong to the index; the other new
-        blocks are private to the request.
+        Device slots for blocks that only the host has belong to the index; all other new slots are
+        private to the request.
         """
         index, lease = self._index, held.lease
         partial, num_loads = match.partial, match.host_blocks
@@ -462,7 +453,7 @@ class Starts:
             movement = self._copy_partial(shared)
             if not movement.has_ended or movement.has_failed:
                 movements.append(movement)
-            # Else it goes with the load: every layer's gate waits for it, too.
+            # Otherwise it is copied with the load, for which the gate of every layer waits.
             held.source = shared = None
         if num_loads:
             stop = match.num_blocks
@@ -475,9 +466,9 @@ class Starts:
         return self._made(spec, lease, table, matched, tuple(movements))
 
     def _give_back(self, held: _Held) -> None:
-        """Release what a failed start holds.
+        """Release all that a failed start has acquired.
 
-        Slots that a copy still writes are freed when it ends.
+        Slots that a copy writes, at the copy's end.
         """
         pool, slots = self._tiers.slots.pools[Tier.DEVICE], held.slots
         if held.source is not None:
@@ -505,10 +496,10 @@ class Starts:
         """Load the blocks of `prompt` from the host to the device before a request needs them.
 
         Returns:
-            The movement; None if no block of the prompt is on the host alone.
+            The movement; None if every cached block of the prompt is on the device.
 
         Raises:
-            OutOfBlocksError: there is no room; nothing is held.
+            OutOfBlocksError: there is no room on the device; nothing is acquired.
         """
         match = self._index.match(prompt)
         count, stop = match.host_blocks, match.num_blocks
@@ -524,10 +515,12 @@ class Starts:
         return load.movement
 
     def acquire(self, space: Space, count: int) -> Ids:
-        """Acquire device slots within the tenant's quota, in which private blocks count too.
+        """Acquire device slots within the quota of the space's tenant.
+
+        Private blocks of the tenant's requests count towards the quota.
 
         Args:
-            space: the space of the tenant.
+            space: the space (model, tenant, adapter) of the prompt.
             count: number of slots.
 
         Returns:
@@ -566,7 +559,7 @@ class Starts:
 
         Args:
             request: the running request.
-            num_tokens: number of first prompt tokens that are in the block table now.
+            num_tokens: number of first prompt tokens whose KV is in the block table now.
             num_direct: number of the added tokens that came from another node's memory.
         """
         came = num_tokens - request.cached_tokens
@@ -586,7 +579,10 @@ class Starts:
             request.missed, request.missed_since = "", None
 
     def brought_all(self, request: Request) -> None:
-        """Record that no more tokens come from storage; those still missing count as missed."""
+        """Record that no more tokens will come from storage.
+
+        Tokens still missing count as missed.
+        """
         if request.num_coming:
             self.stats.missed_tokens[request.missed] += request.num_coming
             request.num_coming = 0
@@ -614,7 +610,7 @@ class Starts:
         stats.prompt_tokens += prompt.num_tokens
         if request.cached_tokens:
             stats.device_hit_tokens += matched.device_tokens
-        if request.cached_tokens != matched.device_tokens:  # seldom
+        if request.cached_tokens != matched.device_tokens:
             stats.host_hit_tokens += matched.host_tokens
             stats.storage_hit_tokens += matched.storage_tokens
             stats.direct_hit_tokens += matched.direct_tokens
@@ -630,7 +626,7 @@ class Starts:
             self._tiers.eviction.stats.failed_transfers += movement.has_failed
             self._index.release(source)
 
-        if movement.has_ended:  # within this turn, before any wait
+        if movement.has_ended:  # at once, before any other task ran
             release()
         else:
             end = self._tiers.work.begin(source.node.space.name)
@@ -640,7 +636,7 @@ class Starts:
 
 
 def _joined(ranges: Sequence[range]) -> list[range]:
-    """Return sorted ranges of tokens in which overlapping and adjacent `ranges` are merged."""
+    """Return the sorted token ranges, with overlapping and adjacent ones merged."""
     joined: list[range] = []
     for one in sorted(ranges, key=lambda tokens: tokens.start):
         if joined and one.start <= joined[-1].stop:
@@ -655,7 +651,7 @@ def _matched(
 ) -> Matched:
     """Count the matched tokens by the tier they came from.
 
-    A block that was fetched for this request counts for storage, or for another node's memory, even
+    A block that was fetched for this request counts as storage, or as another node's memory, even
     if it is on the device by now.
     """
     full = match.num_blocks * block_size
@@ -695,7 +691,7 @@ class Growth:
         tiers: the tiers whose device blocks are given.
         running: all running requests.
         starts: acquires the slots.
-        line: the waiting requests, which may have to release their fetched blocks.
+        line: the queue of waiting requests, which may have to release their fetched blocks.
 
     Attributes:
         extending: requests that wait for more blocks right now.
@@ -715,20 +711,19 @@ class Growth:
         self._starts = starts
         self._line = line
         self.extending: list[Request] = []
-        self._short_of_quota: set[Request] = set()  # those that wait for their own tenant only
+        self._short_of_quota: set[Request] = set()  # members of `extending` with a full quota
 
     async def extend(self, request: Request, num_tokens: int) -> None:
-        """Make room in the block table for `num_tokens` beyond the prompt and the committed tokens.
+        """Make room in the block table for `num_tokens` after the prompt and the committed tokens.
 
-        The request gets all of the missing blocks or none, and waits for them ahead of all
-        admissions.
+        The request waits until it gets all of the missing blocks. No request is admitted before it.
 
         Args:
             request: the running request.
             num_tokens: number of tokens, at least 0.
 
         Raises:
-            OutOfBlocksError: all running requests wait for one another's blocks, and this one must
+            OutOfBlocksError: all running requests wait for more blocks, and this one is chosen to
                 release its own: call `preempt`.
             RequestTooLargeError: the device or the tenant's quota is too small.
             BadRequestError: `num_tokens` is negative.
@@ -746,13 +741,13 @@ class Growth:
         self.extending.append(request)
         has_waited = False
         try:
-            # Another extension of the same request may have brought what this one wants.
+            # Another extension of the same request may have added the missing blocks.
             while count := self._missing(request, tokens):
                 slots = self._try_extend(request, count)
                 if slots is not None:
                     request.grow(slots)
                     break
-                if not has_waited:  # now all may wait, and another one must yield
+                if not has_waited:  # if all running requests wait now, one must be chosen to yield
                     has_waited = True
                     self._tiers.work.capacity_changed()
                 await self._tiers.work.next_change()
@@ -765,15 +760,10 @@ class Growth:
             self._tiers.work.capacity_changed()
 
     def _is_free(self, request: Request) -> bool:
-        """Return whether the tenant has no quota and no other request waits for more blocks."""
         return not (self.extending or request.lease.node.space.has_quota)
 
     def _has_grown(self, request: Request, count: int) -> bool:
-        """Add `count` blocks to the table if they can be acquired now.
-
-        Returns:
-            True if they were added.
-        """
+        """Add `count` blocks to the table if they can be acquired now; return whether they were."""
         try:
             slots = self._tiers.eviction.acquire(Tier.DEVICE, count)
         except OutOfBlocksError:
@@ -782,10 +772,11 @@ class Growth:
         return True
 
     def holds_up(self, space: str) -> bool:
-        """Return whether this tenant's next request must wait for a running request's growth.
+        """Return whether a new request of this space must wait until a running request has grown.
 
-        A running request that the full device keeps waiting goes before the requests of every
-        tenant; one that its full quota keeps waiting goes before those of its own tenant only.
+        A running request that waits because the device is full goes before all new requests. One
+        that waits because its tenant's quota is full goes before new requests of the same space
+        only.
         """
         return any(
             request not in self._short_of_quota or request.space == space
@@ -798,7 +789,7 @@ class Growth:
         return more if more > 0 else 0  # noqa: FURB136 - max() takes 0.1 us
 
     def _check(self, request: Request, tokens: int) -> None:
-        """Raise an error at once if no wait would make room for `tokens` tokens."""
+        """Raise RequestTooLargeError if no wait would make room for `tokens` tokens."""
         total = len(request.block_table) + self._missing(request, tokens)
         space = request.lease.node.space
         for most, what in (
@@ -826,22 +817,16 @@ class Growth:
                     return None
                 if self._line.release_last_fetched(space):
                     continue  # waiting requests release before a running one yields
-                # The lowest priority yields, and among equals the last that came.
+                # The lowest priority yields, and among equals the last admitted.
                 if request is min(reversed(rivals), key=lambda one: one.spec.priority):
                     raise
                 return None
 
     def _yield_candidates(self, space: str | None) -> list[Request]:
-        """Return the running requests among which one must release its blocks; [] if none must.
+        """Return the running requests of `space`, or of all, if one must release its blocks.
 
-        One must if all running requests wait for more blocks and no copy under way will make room.
-
-        Args:
-            space: the tenant with a full quota; None if the device is full, which concerns all
-                tenants.
-
-        Returns:
-            The requests in the order of admission.
+        One must if all of them wait for more blocks and no running copy will free any; else the
+        list is empty.
         """
         if self._tiers.work.is_at_work(space):
             return []
@@ -850,23 +835,23 @@ class Growth:
         return rivals if all(one in self.extending for one in rivals) else []
 
 
-# Turns in line per turn of the loop: 2 to 19 ms, most where each copies a shared tail, after
-# which others have theirs (2-core x86-64 VM; 32 held the loop for 75 ms).
+# Requests tried per turn of the event loop. Eight take 2 to 19 ms, longest if each copies a shared
+# tail; 32 held the loop for 75 ms (2-core x86-64 VM).
 _SLICE = 8
 
 
 def check_fits(tiers: Tiers, spec: RequestSpec) -> None:
     """Check that a request would fit if it ran alone.
 
-    The device's size and the quotas can change while a request waits, so the check is repeated at
-    its turn.
+    The device's size and the quotas can change while a request waits, so the check is repeated
+    before its start.
 
     Args:
-        tiers: the tiers, with the sizes and quotas.
+        tiers: the tiers, with their sizes and quotas.
         spec: the request.
 
     Raises:
-        RequestTooLargeError: no wait would make the request fit.
+        RequestTooLargeError: the request needs more blocks than the device or the quota has.
     """
     num_blocks, pool = spec.num_blocks, tiers.slots.pools[Tier.DEVICE]
     if num_blocks > pool.capacity:
@@ -891,7 +876,7 @@ class Admissions:
 
     Args:
         tiers: the tiers of the node.
-        line: the waiting requests.
+        line: the queue of waiting requests.
         running: the running requests.
         starts: starts a request whose turn it is.
         growth: the running requests that wait for more blocks.
@@ -922,9 +907,9 @@ class Admissions:
         self.pauses: set[str] = set()  # reasons why admission is stopped
         self._is_pumping = False
         self._pumps_again = False
-        self._next_pump: asyncio.Handle | None = None  # for the rest of the line
-        self._over_quota: set[str] = set()  # tenants of this round with a full quota
-        self._stuck: Waiting | None = None  # the first in line, if it had no room
+        self._next_pump: asyncio.Handle | None = None  # continues with the rest of the queue
+        self._over_quota: set[str] = set()  # tenants whose quota was full in this round
+        self._stuck: Waiting | None = None  # the first in the queue, if it had no room
 
     @property
     def is_paused(self) -> bool:
@@ -937,11 +922,11 @@ class Admissions:
         request computes are worth waiting for.
 
         Args:
-            spec: the request, which passed `Scheduler.check`.
+            spec: the request, already checked by `Scheduler.check`.
             fetched: the blocks fetched from storage for it.
 
         Returns:
-            The running request; None if it has to `join` the line.
+            The running request; None if it must wait (see `join`).
         """
         if self.pauses or self._is_pumping or len(self._line) or not self._has_turn(spec):
             return None
@@ -955,7 +940,7 @@ class Admissions:
             return None
 
     def join(self, waiting: Waiting) -> None:
-        """Put a request into the line; its `outcome` is set when it is admitted or refused."""
+        """Put a request into the queue; its `outcome` is set when it is admitted or refused."""
         self._line.join(waiting)
         if self.pauses:
             waiting.release_fetched()
@@ -963,12 +948,12 @@ class Admissions:
             self.pump()
 
     def pump(self) -> None:
-        """Admit waiting requests while there is room, at most _SLICE in a turn of the loop."""
+        """Admit waiting requests while there is room, at most `_SLICE` in one turn of the loop."""
         if self._is_pumping:
             self._pumps_again = True  # called by a release in the loop below
             return
         if self._next_pump is not None:
-            return  # this turn of the loop has had its slice; the rest of the line is next
+            return  # _SLICE requests were tried in this turn; the rest follows in the next
         self._stuck = None
         if self._line.is_idle:
             return
@@ -988,14 +973,13 @@ class Admissions:
         self.pump()
 
     def _is_stuck_still(self) -> bool:
-        """Return whether the first in line is the same as before, and still has no room."""
+        """Return whether the first in the queue is the same as before, and still has no room."""
         return self._stuck is not None and self._is_busy() and self._next() is self._stuck
 
     def _admit_waiting(self, max_turns: int) -> int:
-        """Give up to `max_turns` requests their turn.
+        """Try up to `max_turns` requests.
 
-        Returns:
-            The number of turns; less than `max_turns` if no further request can be admitted now.
+        Return how many, fewer if no further one can be admitted now.
         """
         self._bring_back()
         self._over_quota.clear()
@@ -1027,15 +1011,7 @@ class Admissions:
         return max_turns
 
     def _start_or_park(self, waiting: Waiting) -> Request | None:
-        """Start the request, or let it wait for blocks that another request computes.
-
-        Returns:
-            The running request; None if it waits.
-
-        Raises:
-            OutOfBlocksError: there is no room.
-            RequestTooLargeError: the request can never start.
-        """
+        """Start the request; return None if it waits for blocks that another request computes."""
         spec = waiting.spec
         check_fits(self._tiers, spec)
         match = self._match(spec)
@@ -1058,13 +1034,9 @@ class Admissions:
     def _possible_wait(
         self, spec: RequestSpec, match: Match, give_up_at: float | None = None
     ) -> PromiseWait | None:
-        """Return a wait for another request's blocks, None if there is none.
+        """Return a wait for another request's blocks.
 
-        Args:
-            spec: the request.
-            match: its match at this moment.
-            give_up_at: latest end of all such waits of the request, in seconds of the loop's clock;
-                None if it has not waited yet.
+        None if there is none, or after `give_up_at`.
         """
         if not self._computing.num_promises or not spec.uses_cache:
             return None
@@ -1075,13 +1047,13 @@ class Admissions:
         return self._computing.possible_wait(match, spec.prompt, stop, now)
 
     def _bring_back(self) -> None:
-        """Put requests back into the line after the end of their wait for another's blocks."""
+        """Return requests to the queue that have finished waiting for another request's blocks."""
         for waiting in self._line.ready_again():
             self._come_back(waiting)
 
     def _wait_is_up(self, waiting: Waiting) -> None:
         self._come_back(waiting, is_up=True)
-        waiting.give_up_at = 0.0  # no more of this: it computes
+        waiting.give_up_at = 0.0  # it does not wait again, but computes
         self.pump()
 
     def _come_back(self, waiting: Waiting, *, is_up: bool = False) -> None:
@@ -1095,43 +1067,35 @@ class Admissions:
     # Turns
 
     def _next(self) -> Waiting | None:
-        """Return the first request in line that may be admitted; None if there is none."""
+        """Return the first request in the queue that may be admitted; None if there is none."""
         while (waiting := self._line.next(self._may_go)) is not None:
             if not waiting.outcome.done():
                 return waiting
-            self._line.leave(waiting)  # cancelled; its task has not run yet
+            self._line.leave(waiting)  # cancelled, but its task has not run yet
         return None
 
     def _may_go(self, waiting: Waiting) -> bool:
         return waiting.outcome.done() or self._has_turn(waiting.spec)
 
     def _has_turn(self, spec: RequestSpec) -> bool:
-        """Return whether neither a full quota nor a running request keeps the tenant waiting.
-
-        A running request does so while it waits for more blocks.
-        """
+        """Return False if the tenant's quota is full, or a running request must grow first."""
         space = spec.prompt.space
         return space not in self._over_quota and not self._growth.holds_up(space)
 
     def _is_busy(self, tenant: str | None = None) -> bool:
-        """Return whether running requests or copies will still free blocks.
-
-        Args:
-            tenant: the tenant whose blocks count; None for those of all tenants.
-        """
+        """Return whether running requests or copies (of `tenant`, or of all) will free blocks."""
         if self._tiers.work.is_at_work(tenant):
             return True
         return bool(self._running.by_id) if tenant is None else self._running.has_tenant(tenant)
 
     def _unblock(self, first: Waiting, tenant: str | None = None) -> bool:
-        """Release something that keeps the first request in line from fitting, though nothing runs.
+        """Release blocks of waiting requests so that the first in the queue fits.
 
-        Called when no request runs, or none of the tenant with the full quota. Then only waiting
-        requests hold blocks. Their fetched blocks are released, beginning with the last in line;
-        after these, the first request does without copying a partly shared block.
+        Return whether any.
 
-        Returns:
-            True if something was released, so that another attempt is worth it.
+        Called when no request runs (of the tenant with the full quota, or at all), so that only
+        waiting requests hold blocks. The last in the queue releases its fetched blocks first. After
+        these, the first request gives up copying a partly shared block.
         """
         if self._line.release_last_fetched(tenant):
             return True

@@ -1,8 +1,8 @@
-"""One request from its specification to its end, and its promise to compute blocks.
+"""The states of a request, and the blocks that running requests have promised to compute.
 
-A request first waits for storage or another node (`Arrivals`), then in the queue for device blocks,
-and is then admitted with them. While it computes, other requests with the same prefix can wait for
-its blocks instead of computing them too: these blocks are its promise.
+A request first waits for storage or another node (`Arrivals`), then in the queue for device blocks.
+After admission (`Request`) it has device blocks. The blocks that it is computing are its promise:
+other requests with the same prefix can wait for them instead of computing them too.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ from tierkv.gpu.protocol import Event
 from tierkv.sched.worth import HEDGE, PrefillSpeed, Regret
 from tierkv.transfer.mover import LayerGate, Movement
 
-_Key = tuple[TreeNode, bytes]  # the node above, tokens and extra keys of the next block
+_Key = tuple[TreeNode, bytes]  # the node above a block; the block's tokens and extra keys
 _MAX_CAUTION = 6
 
 
 @dataclass(slots=True)
 class Decisions:
-    """Counts since the start; each counts runs of blocks.
+    """How missing blocks were obtained, counted since the start of the node.
+
+    Each count is a number of runs (consecutive blocks of one prompt).
 
     Attributes:
         load_host: loaded to the device from the host.
@@ -72,10 +74,10 @@ class Promise(msgspec.Struct, eq=False):
         first: index of the first block that is not computed yet; grows with each commit.
         stop: index after the last promised block.
         begun: start of the computation, in seconds of the loop's clock.
-        key: place of block `first` in the index: the node above it, and its tokens.
+        key: the index node above block `first`, and the block's tokens.
         begun_at: index of the block that the computation began with.
         is_over: True once all blocks are computed, or the request has ended.
-        num_waiting: number of requests that wait for this promise.
+        num_waiting: number of requests that wait for these blocks.
     """
 
     prompt: Prompt
@@ -90,12 +92,12 @@ class Promise(msgspec.Struct, eq=False):
 
 @dataclass(frozen=True, slots=True)
 class PromiseWait:
-    """A wait of one request until another one has computed the blocks before `stop`.
+    """A wait of one request until another request has computed the blocks before `stop`.
 
     Attributes:
         promise: the promise of the computing request.
         stop: index after the last block to wait for.
-        patience_s: most seconds to wait.
+        patience_s: upper limit of the wait in seconds.
         is_sooner: True if the wait is expected to be no longer than `compute_s`.
         compute_s: estimated seconds to compute the same blocks.
     """
@@ -112,16 +114,14 @@ class PromiseWait:
 
 
 class Computing:
-    """All promises of a node: which blocks running requests will compute.
+    """The promises of all running requests of a node: the blocks that these requests will compute.
 
-    A promise is found by the node of the index above its next block, and that block's tokens. A
-    request that matches up to that node and continues with the same block shares at least that
-    block. The computing request may be slow, fail or end early, so every wait for it has a
-    deadline.
+    A promise is found by the index node above its next block, and that block's tokens. The
+    computing request may be slow, fail or end early, so every wait for it has a time limit.
 
     Args:
-        prefill: the estimate of computing times; each kept promise is an observation for it. As
-            long as no engine reports its speed, no request waits.
+        prefill: the estimate of computing times, updated when a promise is kept. No request waits
+            before the engine has reported its speed.
         on_progress: called when a promise with waiting requests has advanced or ended.
         decisions: the counts to update.
     """
@@ -136,8 +136,8 @@ class Computing:
         self._decisions = decisions or Decisions()
         self._on_progress = on_progress
         self._promises: dict[_Key, list[Promise]] = {}
-        self._lost = 0  # waits in a row that came to nothing
-        self._skip = 0  # chances to wait that are passed by because of them
+        self._lost = 0  # lost waits in a row
+        self._skip = 0  # possible waits to skip because of lost ones
         self._regret = Regret()
         self.num_promises = 0
 
@@ -145,10 +145,10 @@ class Computing:
         return [promise for promises in self._promises.values() for promise in promises]
 
     def begin(self, node: TreeNode, first: int, prompt: Prompt, now: float) -> Promise | None:
-        """Begin the promise of a request that computes its prompt from block `first` on.
+        """Record that a request begins to compute its prompt from block `first` on.
 
         Args:
-            node: the last node of the cached blocks; it ends before block `first`.
+            node: the last index node of the cached blocks; it ends before block `first`.
             first: index of the first block to compute.
             prompt: the request's prompt.
             now: seconds on the loop's clock.
@@ -159,7 +159,7 @@ class Computing:
         if first >= prompt.num_blocks:
             return None
         promise = Promise(prompt, first, prompt.num_blocks, now, _key(node, first, prompt), first)
-        if self.prefill.is_reported:  # else no request waits
+        if self.prefill.is_reported:  # otherwise no request waits
             num_tokens = (prompt.num_blocks - first) * prompt.block_size
             self._regret.allow(self.prefill.seconds(num_tokens))
         self._list(promise)
@@ -178,7 +178,7 @@ class Computing:
 
         Args:
             promise: the promise of a running request.
-            node: the node of the index that ends before block `first`.
+            node: the index node that ends before block `first`.
             first: index of the next block of the prompt to compute.
         """
         if promise.is_over or first <= promise.first:
@@ -197,7 +197,7 @@ class Computing:
     def brought(self, promise: Promise, first: int) -> None:
         """Record that the blocks before index `first` came from storage instead of being computed.
 
-        The engine's speed is observed from this moment on, over the remaining blocks.
+        The engine's speed is measured from now on, over the remaining blocks.
 
         Args:
             promise: the promise of a running request.
@@ -207,10 +207,7 @@ class Computing:
         promise.begun = asyncio.get_running_loop().time()
 
     def end(self, promise: Promise) -> None:
-        """End a promise, whether all of its blocks were computed or not.
-
-        Further calls do nothing.
-        """
+        """End a promise, even if some of its blocks were not computed. Further calls do nothing."""
         if promise.is_over:
             return
         promise.is_over = True
@@ -220,11 +217,10 @@ class Computing:
             self._on_progress()
 
     def _observe(self, promise: Promise) -> None:
-        """Report the computing time to the speed estimate, if it is a useful sample.
+        """Report the computing time to the speed estimate, if it covers enough of the prompt.
 
-        A sample is useful if it covers at least half of the prompt, or was chosen by
-        `PrefillSpeed.sample_tokens`. The time of a few tokens after a long match would mostly show
-        the other delays of a request.
+        A few tokens after a long match take less time than the other delays of a request, so they
+        count only if `PrefillSpeed.sample_tokens` chose their number.
         """
         num_blocks = promise.stop - promise.begun_at
         if not num_blocks:
@@ -242,16 +238,16 @@ class Computing:
             promises.remove(promise)
 
     def find(self, match: Match, prompt: Prompt, stop: int) -> tuple[Promise, int] | None:
-        """Return the promise that covers most of the blocks after a match.
+        """Return the promise that covers the most blocks of a prompt after its cached blocks.
 
         Args:
-            match: the match of the prompt at this moment.
+            match: the cached blocks of the prompt at this moment.
             prompt: the prompt of the request that could wait.
             stop: index after the last block that the request could use.
 
         Returns:
-            The promise, and the index of the first block after those it has in common with
-                `prompt`; None if no promise covers the next block.
+            The promise, and the index after the last block that it shares with `prompt`; None if no
+                promise covers the next block.
         """
         at = match.num_blocks
         if not self._promises or at >= stop or match.node.end != at:
@@ -266,16 +262,17 @@ class Computing:
     def possible_wait(
         self, match: Match, prompt: Prompt, stop: int, now: float
     ) -> PromiseWait | None:
-        """Return the wait that could replace computing the next blocks. The call changes nothing.
+        """Return the wait that could replace computing the next blocks; changes nothing.
 
         Args:
-            match: the match of the prompt at this moment.
+            match: the cached blocks of the prompt at this moment.
             prompt: the prompt of the request that could wait.
             stop: index after the last block that the request could use.
             now: seconds on the loop's clock.
 
         Returns:
-            The wait; None if no request computes these blocks, or no engine reports its speed.
+            The wait; None if no request computes these blocks, or the engine has not reported its
+                speed.
         """
         if not self._promises or not self.prefill.is_reported:
             return None
@@ -293,16 +290,14 @@ class Computing:
     def is_worth_it(self, wait: PromiseWait) -> bool:
         """Return whether waiting is estimated to be better than computing the blocks again.
 
-        A lost wait is one in which the blocks do not come in time. It costs the seconds that the
-        computing request was still expected to need, which is less than computing the same blocks
-        here, plus HEDGE of the latter. After each lost wait in a row, twice as many possible waits
-        are skipped, so that requests that never deliver cost ever less. No request waits while lost
-        waits have cost more than successful ones saved (see Regret).
+        A wait is lost if the blocks do not come in time. After each further lost wait in a row,
+        twice as many possible waits are skipped. No request waits while lost waits have cost more
+        seconds than successful ones have saved (see `Regret`).
         """
         return wait.is_sooner and not self._skip and self._regret.seconds > 0
 
     def passed_by(self, wait: PromiseWait) -> None:
-        """Record that a request has started to compute although it could have waited."""
+        """Record that a request has started to compute although this wait was possible."""
         self._skip -= bool(self._skip and wait.is_sooner)
         self._decisions.recompute_device += 1
 
@@ -311,11 +306,11 @@ class Computing:
         self._decisions.wait_device += 1
 
     def note_wait(self, wait: PromiseWait, waited_s: float, *, was_worth_it: bool) -> None:
-        """Record the end of a wait, by which later waits are judged (see `is_worth_it`).
+        """Record the result of a wait; `is_worth_it` judges later waits by it.
 
         Args:
             wait: the wait that has ended.
-            waited_s: its seconds.
+            waited_s: its duration in seconds.
             was_worth_it: True if the awaited blocks were computed in time.
         """
         if was_worth_it:
@@ -327,7 +322,7 @@ class Computing:
             self._skip = (1 << self._lost) - 1
 
     def findings(self, num_running: int) -> list[str]:
-        """Return violated invariants of the promises as sentences."""
+        """Return violated invariants of the promises, one sentence each; [] if there are none."""
         promises = self.promises()
         wrong = []
         if len(promises) != self.num_promises:
@@ -368,15 +363,15 @@ def _shared(promise: Promise, prompt: Prompt, at: int, stop: int) -> int:
 
 
 class Arrival:
-    """A wait of a request for storage or another node, as an async context manager.
+    """Async context manager in which a request waits for storage or another node.
 
     If the request is aborted or the node drains (shuts down), the body is cancelled, and the `async
-    with` raises RequestAbortedError or ShuttingDownError. If the body has ended in the same moment,
-    the error is raised all the same, after a call of `release`.
+    with` raises RequestAbortedError or ShuttingDownError. If the body had already finished,
+    `release` is called and the error is raised all the same.
 
     Attributes:
         space: name of the space (model, tenant, adapter) of the request's prompt.
-        release: releases the result of the body; set by the body.
+        release: function that releases the result of the body; set by the body.
     """
 
     def __init__(self, by_id: dict[str, Arrival], request_id: str, space: str) -> None:
@@ -423,7 +418,7 @@ class Arrival:
 
 @dataclass(slots=True)
 class Arrivals:
-    """Requests that wait for storage or for another node, before admission, by id.
+    """Requests that wait for storage or for another node before admission, by request id.
 
     A waiting request can be aborted. A second request with the same id is refused.
     """
@@ -437,7 +432,8 @@ class Arrivals:
         """Return the context manager in which the request `spec` waits.
 
         Raises:
-            DuplicateRequestError: a request with the same id already waits; raised at the entry.
+            DuplicateRequestError: a request with the same id already waits; raised by `async with`,
+                not by this call.
         """
         return Arrival(self._by_id, spec.request_id, spec.prompt.space)
 
@@ -450,7 +446,7 @@ class Arrivals:
         return True
 
     def drain(self) -> None:
-        """End all waits with ShuttingDownError; admission would refuse the requests anyway."""
+        """End all waits with ShuttingDownError."""
         for arrival in self._by_id.values():
             arrival.refuse(ShuttingDownError("this node is shutting down"))
 
@@ -464,14 +460,15 @@ class RequestSpec(msgspec.Struct, frozen=True):
     Attributes:
         request_id: unique among the requests that run or wait.
         prompt: the tokens, at least one.
-        max_new_tokens: number of generated tokens to reserve room for at admission, so that a
-            running request never waits for blocks of another one.
-        needs_logits: True leaves at least one token to compute, for its logits. A decode node has
-            the first generated token from a ticket (the prefill node's message) and needs none.
-        uses_cache: False computes all tokens and matches no cached block.
+        max_new_tokens: number of generated tokens for which blocks are reserved at admission.
+            Within this number a running request never waits for blocks.
+        needs_logits: True if at least one prompt token must be computed, because the engine needs
+            its logits. A decode node gets the first generated token from the prefill node and sets
+            False.
+        uses_cache: False to compute all tokens and use no cached block.
         priority: among waiting requests, a higher one is admitted first.
-        cached_tokens_limit: upper limit of cached tokens to use, set after loading the rest has
-            failed.
+        cached_tokens_limit: upper limit of cached tokens to use. Set when a request is admitted
+            again because loading the other cached tokens failed.
         session_id: session that the request is a turn of, for events; "" without one.
         num_blocks: number of blocks to reserve at admission; computed.
     """
@@ -501,16 +498,17 @@ class RequestSpec(msgspec.Struct, frozen=True):
 
 
 class Matched(msgspec.Struct, frozen=True):
-    """Numbers of cached prompt tokens by the tier they were found in.
+    """Numbers of cached prompt tokens, by the tier where they were found.
 
-    No token counts twice. The tokens of partial last blocks count too.
+    Each token counts once. Tokens of partial last blocks count too.
 
     Attributes:
-        device_tokens: on the device, or on their way there for another request.
+        device_tokens: on the device, or being loaded to the device for another request.
         host_tokens: on the host.
-        storage_tokens: fetched from storage for this request, wherever they are by now.
-        direct_tokens: fetched from another node's memory for this request, wherever they are by
+        storage_tokens: fetched from storage for this request, even if they are on the device by
             now.
+        direct_tokens: fetched from another node's memory for this request, even if they are on the
+            device by now.
     """
 
     device_tokens: int = 0
@@ -529,8 +527,8 @@ NOTHING = Matched()
 class RequestState(Enum):
     """State of an admitted request: RUNNING, until it is PREEMPTED or ENDED.
 
-    The blocks of a PREEMPTED request are back in the cache; `Scheduler.resume` admits it again as a
-    new request.
+    The blocks of a PREEMPTED request have been returned to the cache. `Scheduler.resume` admits the
+    request again as a new one.
     """
 
     RUNNING = "running"
@@ -539,11 +537,11 @@ class RequestState(Enum):
 
 
 class TenantUse(msgspec.Struct):
-    """Counts of one tenant's running requests and of the blocks that these have outside the index.
+    """Numbers of one tenant's requests that have blocks, and of their private blocks.
 
     Attributes:
-        num_with_blocks: running requests, and ended ones with copies under way.
-        num_private: blocks of these requests that are not in the index.
+        num_with_blocks: number of running requests, and of ended ones whose copies still run.
+        num_private: number of blocks of these requests that are not in the index.
     """
 
     num_with_blocks: int = 0
@@ -553,41 +551,43 @@ class TenantUse(msgspec.Struct):
 class Request(msgspec.Struct, eq=False):
     """An admitted request. The scheduler owns it; engines read it.
 
-    The first blocks of `block_table`, as many as `lease` covers, belong to the index and are
-    shared. The blocks after them, and those in `refused`, are private: they belong to this request
-    alone.
+    The first blocks of `block_table`, as many as `lease` covers, are shared: they belong to the
+    index (the tree of cached blocks). The blocks after them, and those in `refused`, are private:
+    they belong to this request alone.
 
     Attributes:
         spec: the specification that the engine gave.
         prompt: the committed tokens; before the first commit, the prompt of `spec`.
-        block_table: int32 [num_blocks], the device blocks in order, for the prompt and
-            max_new_tokens more.
-        lease: keeps the matched and committed blocks from eviction.
-        cached_tokens: number of first tokens that have KV in the table once `gate` is open.
+        block_table: int32 [num_blocks], device blocks in order, for the prompt and `max_new_tokens`
+            more.
+        lease: protects the shared blocks from eviction.
+        cached_tokens: number of first tokens whose KV is in the table once `gate` is open.
         matched: the cached tokens by tier.
-        gate: layer by layer, opens when the loads from the host have arrived.
-        loads: the copies into the request's blocks that were under way at its start.
-        use: the counts of running requests and blocks of the request's tenant.
+        gate: opens layer by layer as the loads from the host arrive.
+        loads: the copies into the request's blocks that had not ended at its start.
+        use: the counts of the request's tenant.
         state: running, preempted or ended.
         computed_tokens: number of committed tokens.
-        written: events of the kernels that write committed tokens, not done when last checked.
+        written: events of kernels that write committed tokens and had not finished at the last
+            check.
         is_damaged: True if such a kernel failed; later tokens of the request are not cached.
-        pinned: last node of a preempted request's blocks in the index, which are evicted after all
-            other blocks until the request is resumed; None for a request that is not preempted.
-        refused: positions in `block_table` inside the lease that hold private blocks, since the
-            index already had blocks of another request for the same tokens.
-        has_given_tail: True if the first block after the lease, which holds the last tokens of the
-            prompt and is not full, belongs to the index.
+        pinned: for a preempted request, the index node that ends its cached blocks. These are
+            evicted after all other blocks until the request is resumed. None otherwise.
+        refused: positions in `block_table`, among the first blocks that `lease` covers, that hold
+            private blocks: the index already had other blocks for these tokens.
+        has_given_tail: True if the first block after the shared ones, which holds the last tokens
+            of the prompt and is not full, belongs to the index too.
         room: array with spare capacity, of which `block_table` is the beginning; None until the
             table grows.
         is_aborted: True after an abort; the engine ends the request when its kernels are done.
         promise: the blocks that the request computes and other requests may wait for.
-        missed: the reason why not all of its prompt was found at admission (see
-            `admission.MISS_REASONS`), "" if all was.
+        missed: the reason why not all of its prompt was found at admission, one of
+            `admission.MISS_REASONS`; "" if all was found.
         missed_since: the event that removed the first missing block, if known.
         num_coming: number of prompt tokens that are missing but may still come from storage.
-        ticket_at, matched_at, fetched_at: seconds of the monotonic clock at which the ticket came,
-            the content of storage was known, and the fetch ended; 0 without such a wait.
+        ticket_at, matched_at, fetched_at: times at which the prefill node's ticket was read, at
+            which the blocks in storage were known, and at which the fetch ended, in seconds of the
+            monotonic clock; 0 without such a wait.
     """
 
     spec: RequestSpec
@@ -622,7 +622,7 @@ class Request(msgspec.Struct, eq=False):
 
     @property
     def space(self) -> str:
-        """Name of the tenant's space."""
+        """Name of the space (model, tenant, adapter) of the prompt."""
         return self.spec.prompt.space
 
     @property
@@ -632,10 +632,7 @@ class Request(msgspec.Struct, eq=False):
         return committed if committed.num_tokens >= asked.num_tokens else asked
 
     def grow(self, slots: Ids) -> None:
-        """Add private blocks at the end of the table; int32 device slots.
-
-        The array doubles when it is full, so that growth block by block does not copy it each time.
-        """
+        """Append private blocks to the block table; `slots` is int32 [n], device slots."""
         start = len(self.block_table)
         stop = start + len(slots)
         if self.room is None or len(self.room) < stop:
@@ -659,7 +656,7 @@ class Request(msgspec.Struct, eq=False):
         return np.concatenate([self.block_table[list(self.refused)], own])
 
     def check_tokens(self, tokens: bytes) -> None:
-        """Check that `tokens`, packed int32, can be a commit of this request.
+        """Check that `tokens` (int32, as bytes) can be committed by this request.
 
         Raises:
             BadRequestError: the tokens have a wrong length, or do not begin with the prompt and the
@@ -669,7 +666,9 @@ class Request(msgspec.Struct, eq=False):
         """
         self.check_wanted()
         wanted = self.spec.prompt.tokens
-        if tokens is wanted and not self.computed_tokens:  # as mostly: there is room for it
+        if (
+            tokens is wanted and not self.computed_tokens
+        ):  # the usual case, for which the table has room
             return
         room = len(self.block_table) * self.prompt.block_size
         if len(tokens) % TOKEN_BYTES or len(tokens) // TOKEN_BYTES > room:
@@ -689,8 +688,8 @@ class Request(msgspec.Struct, eq=False):
 
         Args:
             index: the index to compare the block table with.
-            has_failed: True if a load of its blocks failed; other requests may have loaded the
-                blocks to other slots since.
+            has_failed: True if a load of the request's blocks failed. Other requests may then have
+                loaded the same blocks to other slots, so the table is not compared.
 
         Returns:
             One sentence for each violation; [] if there is none.
@@ -745,11 +744,11 @@ _NO_USE = TenantUse()
 
 
 class Running:
-    """The requests that have blocks, and counts for each tenant.
+    """The requests that have device blocks, and their counts for each tenant.
 
     Attributes:
         by_id: running requests in the order of admission.
-        ending: ended requests with blocks that kernels or copies may still touch.
+        ending: ended requests whose blocks may still be in use by kernels or copies.
     """
 
     def __init__(self) -> None:
@@ -765,19 +764,19 @@ class Running:
         return request in self.ending or self.by_id.get(request.request_id) is request
 
     def of_tenant(self, space: str) -> TenantUse:
-        """Return the counts of a tenant, which the caller must not change."""
+        """Return the counts of a tenant, which the caller must not change.
+
+        Zeros for an idle tenant.
+        """
         return self._of_tenant.get(space, _NO_USE)
 
     def use_of(self, space: str) -> TenantUse:
-        """Return the counts for a new request of this tenant.
-
-        For an idle tenant these are new counts, which `add` lists.
-        """
+        """Return the counts object to put into a new request of this tenant."""
         use = self._of_tenant.get(space)
         return TenantUse() if use is None else use
 
     def has_tenant(self, space: str) -> bool:
-        """Return whether requests of a tenant run, or have ended with copies under way."""
+        """Return whether the tenant has a running request, or an ended one with running copies."""
         return space in self._of_tenant
 
     def add(self, request: Request) -> None:
@@ -788,14 +787,14 @@ class Running:
         use.num_private += num_blocks - request.lease.num_blocks
 
     def remove(self, request: Request) -> None:
-        """Stop counting the request as running; it keeps its blocks."""
+        """Remove a request from the running ones; its blocks still count."""
         del self.by_id[request.spec.request_id]
 
     def freed(self, request: Request, num_private: int) -> None:
         """Record that an ended request has returned all of its blocks.
 
         Args:
-            request: the request.
+            request: the ended request.
             num_private: number of its blocks that were not in the index.
         """
         use = request.use
@@ -805,7 +804,7 @@ class Running:
             del self._of_tenant[request.spec.prompt.space]
 
     def findings(self) -> list[str]:
-        """Return errors in the counts as sentences."""
+        """Return wrong counts, one sentence each; [] if there are none."""
         found: dict[str, TenantUse] = {}
         for one in self:
             use = found.setdefault(one.space, TenantUse())
