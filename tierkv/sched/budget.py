@@ -16,9 +16,8 @@ class Budget:
     """The seconds that one request, claim or lookup may still wait for storage.
 
     Every wait for storage runs inside `limit`, which counts its seconds and ends it when none are
-    left. Stores and their guards (`storage/guard`) add no waiting time of their own; the exceptions
-    for claims are in docs/handoff.md, "When the store is slow". The end of a wait does not end the
-    operation at the store, which runs in a task of its own.
+    left. The end of a wait does not cancel the operation at the store, which runs in a task of its
+    own.
 
     Args:
         deadline_s: upper limit of the seconds spent waiting, whatever the estimates say.
@@ -26,7 +25,8 @@ class Budget:
             do not extend the deadline.
         estimator: the rule for fetching or computing, which can end the wait earlier; None for a
             caller that cannot compute and has to wait.
-        is_claim: True if a prefill node published the missing tokens for this request.
+        is_claim: True for a decode node's request, whose missing tokens a prefill node has
+            computed.
     """
 
     def __init__(
@@ -52,7 +52,10 @@ class Budget:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the present wait ends, or until a wait that began now would end."""
+        """Seconds until the present wait ends.
+
+        Without a wait, those that one beginning now may take.
+        """
         most_s = min(self._deadline_s, self._allowed_s) - self._spent()
         if self._scope is None:
             return min(most_s, self._silent_s)
@@ -69,7 +72,7 @@ class Budget:
         A later call can shorten the wait further but does not lengthen it.
 
         Args:
-            tokens: number of the prompt's tokens that are missing on device and host.
+            tokens: number of the prompt's tokens that are on neither device nor host.
             is_answered: True if storage has confirmed that it has these tokens.
 
         Returns:
@@ -86,11 +89,11 @@ class Budget:
         return verdict
 
     def arrived(self, rest_s: float | None = None) -> None:
-        """Record that blocks, or an answer of storage, have arrived: the store is not silent.
+        """Record that blocks or an answer came from storage, and extend the wait accordingly.
 
         Args:
-            rest_s: seconds until the rest has arrived, given only if computing the rest would take
-                longer: the wait may go on for these seconds.
+            rest_s: estimated seconds until the remaining blocks have arrived, for which the wait
+                may go on; None if computing them is expected to be faster.
         """
         self._heard_at = self._time()
         if self._step_s is not None:
@@ -124,7 +127,7 @@ class Budget:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Count no seconds in the body, in which fetched blocks are copied to the device."""
+        """Count no seconds during the body, for copies of fetched blocks to the device."""
         self._spent_s, self._is_stopped = self._spent(), True
         self._reschedule()
         try:

@@ -1,7 +1,7 @@
-"""Copies of blocks to a lower tier, limits on their bytes in flight, and lookups in storage.
+"""Copies of blocks to a lower tier (device to host, host to storage), and lookups in storage.
 
-A block is copied from device to host, or from host to storage, either early, as the write rules of
-the settings say, or because an eviction needs the copy.
+A block is copied either early, as the write rules of the settings say, or because it must not be
+lost in an eviction. The bytes of copies in flight are limited.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ HASHED_BLOCKS = 512  # keys computed in one turn of the loop: 4 ms
 def path_keys(index: Index, node: TreeNode, first: int, stop: int) -> list[StoredKey]:
     """Return the stored keys of blocks [first, stop) of the path that ends in `node`.
 
-    A partial last block (tail) is the last block of its path.
+    A path is a prefix in the index, from the root to a node. A tail (partial last block of a
+    prompt) can only be the last block of a path.
 
     Args:
         index: the index that has the path.
@@ -61,12 +62,12 @@ def path_keys(index: Index, node: TreeNode, first: int, stop: int) -> list[Store
 
 
 def keys_beyond(index: Index, prompt: Prompt, match: Match) -> KeyRun:
-    """Return the stored keys of the blocks after a match, the prompt's partial last one included.
+    """Return the stored keys of the blocks after a match, the prompt's tail included.
 
     Args:
         index: the index of the match.
         prompt: the prompt.
-        match: the match of `prompt` at this moment.
+        match: the cached blocks of `prompt` at this moment.
 
     Returns:
         The keys, in order; each is computed when it is read.
@@ -78,12 +79,13 @@ def keys_beyond(index: Index, prompt: Prompt, match: Match) -> KeyRun:
 
 @dataclass(frozen=True, slots=True)
 class Beyond:
-    """The part of a prompt that storage has beyond a match, at one moment.
+    """The blocks of a prompt that are in storage but not in the index, at one moment.
 
     Attributes:
-        blocks: blocks that storage has after the match without a gap, a partial last one included.
-        tail: the stored partial last block of another prompt that shares most of the next block;
-            None if there is none, or if storage has all blocks.
+        blocks: indexes of the blocks that storage has after the cached ones, without a gap; a tail
+            is included.
+        tail: the stored tail of another prompt that shares the most tokens with the block after
+            `blocks`; None if there is none, or if storage has all blocks.
         num_tokens: number of tokens that a fetch would bring.
     """
 
@@ -93,16 +95,16 @@ class Beyond:
 
 
 async def stored_beyond(index: Index, storage: StorageIO, prompt: Prompt, match: Match) -> Beyond:
-    """Ask storage for the blocks of `prompt` beyond `match`.
+    """Ask storage for the blocks of `prompt` after its cached ones.
 
-    If storage lacks the next full block, another prompt's partial block counts only if it shares
-    more tokens with the prompt than are cached here.
+    If storage lacks the next full block, another prompt's tail counts only if it shares more tokens
+    with the prompt than are cached here.
 
     Args:
         index: the index of the match.
         storage: the storage tier.
         prompt: the prompt.
-        match: the match of `prompt` at this moment.
+        match: the cached blocks of `prompt` at this moment.
 
     Returns:
         The blocks that storage has.
@@ -157,11 +159,11 @@ async def count_stored(
     return found
 
 
-GROUP_BLOCKS = 32  # how many a background copy, a fetch, a publish or a portion moves at a time
-PIECE_BYTES = 8 << 20  # or more of small ones, if a copy to the host: 0.15 ms of PCIe 5
-LEAVING_PATIENCE_S = 1.0  # how long a host that shrinks waits for a store to take such a group
+GROUP_BLOCKS = 32  # blocks that a background copy, a fetch or a publish moves at a time
+PIECE_BYTES = 8 << 20  # small blocks are copied to the host in pieces of 0.15 ms on PCIe 5
+LEAVING_PATIENCE_S = 1.0  # for the write of a group to a store while the host tier shrinks
 _SHARE_BEING_STORED = 4  # writes use at most this fraction (1/n) of host slots
-_MAX_TO_STORE = 4096  # groups that wait for the store; what comes then is not stored this time
+_MAX_TO_STORE = 4096  # groups that wait for the store; while so many wait, no more are stored
 log = logging.getLogger(__name__)
 
 
@@ -174,17 +176,17 @@ class _Turn:
 class ByteBudget:
     """A limit on the bytes of copies in flight.
 
-    Callers wait in order of their calls. A piece larger than the limit goes when no other is in
-    flight.
+    Callers wait in the order of their calls. A piece larger than the limit may start when no other
+    piece is in flight.
 
     Args:
         max_bytes: the limit.
-        is_busy: returns True while more urgent copies are under way. Then only one piece at a time
-            goes: the copies of this budget make progress, but leave the bandwidth to the urgent
-            ones. Call `start_waiting` after a change.
+        is_busy: returns True while more urgent copies run. Then only one piece at a time is in
+            flight, which leaves the bandwidth to the urgent copies. Call `start_waiting` after a
+            change.
 
     Attributes:
-        bytes_in_flight: bytes of pieces under way.
+        bytes_in_flight: bytes of the pieces in flight.
         max_in_flight: largest value of `bytes_in_flight` so far.
     """
 
@@ -202,7 +204,7 @@ class ByteBudget:
 
     @asynccontextmanager
     async def room(self, num_bytes: int) -> AsyncIterator[None]:
-        """Wait until `num_bytes` may be in flight; they count as in flight until the body ends."""
+        """Wait until `num_bytes` may be in flight; count them as in flight during the body."""
         turn = _Turn(num_bytes, asyncio.get_running_loop().create_future())
         self._line.append(turn)
         self.start_waiting()
@@ -212,8 +214,8 @@ class ByteBudget:
             if not turn.granted.cancelled() and turn.granted.done():
                 self._ended(turn)
             else:
-                turn.granted.cancel()  # it may have left the line already
-                self.start_waiting()  # those behind it may fit
+                turn.granted.cancel()
+                self.start_waiting()  # pieces behind this one may fit
             raise
         try:
             yield
@@ -242,7 +244,7 @@ class ByteBudget:
             turn.granted.set_result(None)
 
     def findings(self) -> list[str]:
-        """Return violated invariants as sentences; call only when no copy runs."""
+        """Return violated invariants, one sentence each; call only when no copy runs."""
         if self.bytes_in_flight or self._num_in_flight:
             return [
                 (
@@ -255,15 +257,17 @@ class ByteBudget:
 
 @dataclass(slots=True, eq=False)
 class Flush:
-    """Path blocks that are written to a store from host slots (see `Slots.begin_reading`).
+    """A write of blocks from host slots to a store.
+
+    The slots count as being read (see `Slots.begin_reading`) until the write has ended.
 
     Attributes:
         keys: stored keys of the blocks.
         slots: host slots of the blocks, int32 [len(keys)].
         worth: value of each block compared with others; the store may refuse those of low value.
-        runs: the same blocks for events; [] without subscribers.
-        generation: number of full deletions of storage before the write; a later one cancels it
-            (see `Deletions`).
+        runs: the same blocks as named in events; [] without subscribers.
+        generation: number of full deletions of storage before the write. A later deletion cancels
+            the write.
         began: the point in the order of events at which the write began.
     """
 
@@ -276,10 +280,10 @@ class Flush:
 
 
 class Copies:
-    """Copies blocks down, from device to host and from host to storage.
+    """Copies blocks from device to host and from host to storage.
 
-    Each copy is a task. Its slots are not reused before it has ended: a lease keeps the blocks from
-    eviction, or the slots are listed as in use.
+    Each copy is a task. Its slots are not reused before it has ended: a lease protects the blocks
+    from eviction, or the slots are listed as in use.
 
     Args:
         eviction: frees slots for the copies; calls `copy_down` for blocks that must not be lost.
@@ -289,14 +293,16 @@ class Copies:
         mover: copies between device and host.
         storage: the storage tier; None for none.
         block_bytes: bytes of a block.
-        background_copy_bytes: most bytes in flight of copies made by the write rules.
+        background_copy_bytes: upper limit of bytes in flight of copies made by the write rules.
 
     Attributes:
-        background: limit on bytes on their way to the host by the write rules; loads go first.
-        storing: limit on bytes on their way to storage by the write rules, at most a quarter of the
+        background: limit on bytes in flight to the host by the write rules; loads to the device
+            have precedence.
+        storing: limit on bytes in flight to storage by the write rules, at most a quarter of the
             host tier.
-        num_loads: loads under way to the device, to which copies down yield.
-        num_offloads: copies under way to the host, whose host slots are in use until they end.
+        num_loads: number of loads to the device in flight. While there are any, copies to lower
+            tiers run one at a time.
+        num_offloads: number of copies to the host in flight.
         storage: the storage tier; None while none is attached.
     """
 
@@ -328,15 +334,15 @@ class Copies:
         self._not_stored = LogThrottle(log, "a block was not stored (x%d): %s")
         self.background = ByteBudget(background_copy_bytes, lambda: self.num_loads > 0)
         self.storing = ByteBudget(background_copy_bytes, lambda: self.num_loads > 0)
-        # By run with a task that copies it to the host, the end block: no second task is started.
+        # Nodes that a task copies to the host, with the index after the last block that it copies.
         self._to_host: dict[TreeNode, int] = {}
         eviction.copy_down = self.copy_down
         self.resized()
 
     def prompt_keys(self, prompt: Prompt) -> KeyRun:
-        """Return the stored keys of `prompt`, its partial last block included.
+        """Return the stored keys of `prompt`, its tail included.
 
-        Each key is computed when it is first read; `hashed_keys` computes all at once.
+        Each is computed when first read.
         """
         root = self._index.spaces.root_of(prompt).space.root_digest
         keys = prompt.keys
@@ -347,9 +353,9 @@ class Copies:
         return keys
 
     async def hashed_keys(self, prompt: Prompt) -> KeyRun:
-        """Return the stored keys of `prompt`, all computed.
+        """Return the stored keys of `prompt`, all computed, without blocking the event loop.
 
-        Each turn of the event loop computes HASHED_BLOCKS of them.
+        Each turn of the loop computes HASHED_BLOCKS of them.
         """
         keys = self.prompt_keys(prompt)
         while not keys.hash_more(HASHED_BLOCKS):  # noqa: ASYNC110 - no event to wait for
@@ -357,9 +363,9 @@ class Copies:
         return keys
 
     def load_ended(self) -> None:
-        """Count one load to the device less.
+        """Record that a load to the device has ended.
 
-        After the last one, copies to lower tiers go on at full speed.
+        After the last one, copies to lower tiers run at full speed again.
         """
         self.num_loads -= 1
         if not self.num_loads:
@@ -367,13 +373,13 @@ class Copies:
             self.storing.start_waiting()
 
     def resized(self) -> None:
-        """Adapt the limits to the present size of the host tier."""
+        """Adapt the limit `storing` to the present size of the host tier."""
         most = self._slots.pools[Tier.HOST].capacity * self._block_bytes // _SHARE_BEING_STORED
         self.storing.max_bytes = min(self.background.max_bytes, most)
         self.storing.start_waiting()
 
     def findings(self) -> list[str]:
-        """Return violated invariants as sentences; call only when no copy runs."""
+        """Return violated invariants, one sentence each; call only when no copy runs."""
         wrong = []
         if self.num_loads:
             wrong.append(f"no copy runs, but {self.num_loads} loads are counted")
@@ -386,7 +392,7 @@ class Copies:
         return wrong + self.background.findings() + self.storing.findings()
 
     def write_down(self, node: TreeNode, num_blocks: int) -> None:
-        """Start the copies of path blocks [0, num_blocks) that the write rules want by now.
+        """Start the copies of blocks [0, num_blocks) of a path that the write rules ask for now.
 
         Args:
             node: the end of the path.
@@ -414,25 +420,17 @@ class Copies:
                 to_host[: max(queued - part.start - i, 0)] = False
             room = self._eviction.available(Tier.HOST, node.space) if room is None else room
             room -= self._cut(absent & (to_storage | to_host), room, to_storage, to_host)
-            part.believe_stored(i, j, stored | to_storage)  # claimed: no other task writes it too
+            part.believe_stored(i, j, stored | to_storage)  # so that no other task writes them
             for mask, is_stored in ((to_storage, True), (to_host, False)):
                 for start, stop in runs_of(mask):
                     first = part.start + i
                     self._start_down(part, first + start, first + stop, to_storage=is_stored)
 
     def _cut(self, needed: Mask, room: int, *masks: Mask) -> int:
-        """Remove the blocks from `masks` that the host has no room for.
+        """Remove the blocks from `masks` that the host has no room for; return the slots needed.
 
-        Without this, if the host is too small for a prompt, each copy's task would find out by
-        itself, and again at each admission.
-
-        Args:
-            needed: blocks that need a host slot, bool [num_blocks].
-            room: number of host slots that can be had.
-            masks: the blocks to copy, bool [num_blocks] each; changed in place.
-
-        Returns:
-            The number of slots that the remaining blocks need.
+        Without this, each copy's task would find out by itself, and again at each admission, that
+        the host is too small for the prompt.
         """
         wanted = int(np.count_nonzero(needed))
         if wanted <= room:
@@ -444,7 +442,7 @@ class Copies:
         return max(room, 0)
 
     def save(self, node: TreeNode, num_blocks: int, *, first: int = 0) -> None:
-        """Copy path blocks [first, num_blocks) to the host, regardless of the write rules.
+        """Copy blocks [first, num_blocks) of a path to the host, regardless of the write rules.
 
         Args:
             node: the end of the path.
@@ -505,9 +503,10 @@ class Copies:
                 self._work.start(self._store(node, at, end, generation), "tierkv-store")
 
     async def _store(self, node: TreeNode, first: int, stop: int, generation: int) -> None:
-        """Store those of path blocks [first, stop) that are still on the host at their turn.
+        """Wait for a turn, then store those of the blocks [first, stop) that are still on the host.
 
-        The blocks may be evicted meantime, since a slow store would otherwise keep the device full.
+        No lease protects the blocks during the wait, since a slow store would then keep the device
+        full.
         """
         async with self.storing.room((stop - first) * self._block_bytes):
             if self._index.spaces.is_retired(node):
@@ -522,9 +521,10 @@ class Copies:
                     self._index.unmark_stored(there, at, at + 1)
 
     def store_first(self, node: TreeNode, start: int) -> bool:
-        """Start to store blocks that must be stored before they leave a host tier that shrinks.
+        """Start to store blocks that must be stored before a shrinking host tier drops them.
 
-        Each of the node's blocks from `start` on, and of the blocks below the node, is tried once.
+        Each of the node's blocks from `start` on, and of the blocks below the node, is written at
+        most once.
 
         Args:
             node: a node of the index.
@@ -564,10 +564,7 @@ class Copies:
     async def _store_leaving(
         self, leaving: Leaving, lease: Lease, first: int, stop: int, generation: int
     ) -> None:
-        """Store blocks before their host slots are removed.
-
-        If that takes longer than LEAVING_PATIENCE_S, the remaining blocks are not stored.
-        """
+        """Store blocks before their host slots are removed, for at most LEAVING_PATIENCE_S."""
         node, stored = lease.node, [False] * (stop - first)
         try:
             async with self.storing.room((stop - first) * self._block_bytes):
@@ -578,7 +575,7 @@ class Copies:
         except TimeoutError:
             leaving.stores_first = False
         finally:
-            if not leaving.stores_first:  # what stays after all can be offered again
+            if not leaving.stores_first:  # blocks that were not stored may be stored later
                 for at, is_stored in enumerate(stored, first):
                     if not is_stored:
                         self._index.unmark_stored(node, at, at + 1)
@@ -586,12 +583,9 @@ class Copies:
             self._work.capacity_changed()
 
     def _on_host(self, node: TreeNode, first: int, stop: int) -> tuple[TreeNode, int]:
-        """Find the end of the path blocks from `first` on that are on the host without a gap.
+        """Return the end of the blocks from `first` on that are on the host without a gap.
 
-        If the node has left the index by now, there are none.
-
-        Returns:
-            The node with the last such block, and the index after that block.
+        The result is the node with the last such block, and the index after that block.
         """
         last, at = node, first
         for part, i, j in segments(node, first, min(stop, node.end)):
@@ -604,27 +598,19 @@ class Copies:
         return last, at
 
     async def _wait_for_other_copies(self, node: TreeNode, first: int, stop: int) -> bool:
-        """Wait for copies of path blocks [first, stop) to the host that other tasks have under way.
-
-        Returns:
-            True if all of the blocks are on the host then.
-        """
+        """Wait for other tasks' copies of the blocks to the host; return whether all are there."""
         path = Tier.HOST, node, first, stop
         while self._index.is_in(CopyState.INCOMING, *path).any():
             await self._work.next_change()
         return bool(self._index.is_in(CopyState.READY, *path).all())
 
     async def _host_copy(self, node: TreeNode, first: int, stop: int) -> bool:
-        """Copy those of path blocks [first, stop) to the host that have no copy there.
-
-        Returns:
-            True if all of the blocks are on the host then.
-        """
+        """Copy the blocks to the host that have no copy there; return whether all are there."""
         missing = self._index.is_in(CopyState.ABSENT, Tier.HOST, node, first, stop)
         ready = self._index.is_in(CopyState.READY, Tier.HOST, node, first, stop)
         complete = bool((missing | ready).all())
         for start, end in runs_of(missing):
-            try:  # a part is useful: its first blocks can be matched
+            try:  # some blocks are useful without the rest, since a match begins at the start
                 slots = self._eviction.acquire_some(Tier.HOST, end - start, node.space)
             except OutOfBlocksError:
                 self._eviction.stats.skipped_offloads += end - start
@@ -642,25 +628,25 @@ class Copies:
     def copy_down(self, tier: Tier, step: Step) -> CopyDown:
         """Start the copy to the tier below that must end before blocks can leave `tier`.
 
-        Blocks that the host has no room for are forgotten from the end of the path, so that the
-        rest is kept. A write to storage is tried once; whether it succeeds or not, the host slots
-        become free.
+        If the host has room for only a part of the blocks, those at the end of the path are
+        forgotten. A write to storage is tried once, and the host slots become free even if it
+        fails.
 
         Args:
             tier: the tier that the blocks are to leave: device or host.
             step: the step of the eviction plan, with the blocks.
 
         Returns:
-            STARTED; LATER if room below is being made; IMPOSSIBLE if there is no room or no tier
-                below.
+            STARTED; LATER if slots of the tier below will become free soon; IMPOSSIBLE if they will
+                not, or there is no tier below.
         """
         node = step.victim.node
         first, stop = node.start + step.victim.start, node.start + step.victim.stop
         if tier is Tier.HOST:
             if self.storage is None or self._index.spaces.is_retired(node):
                 return CopyDown.IMPOSSIBLE
-            # Stored or not, it is tried, and may go then: the slots are needed, and the store must
-            # not hold up inference. Without the mark the next plan would try again for ever.
+            # The mark lets the blocks leave after one attempt, even a failed one: without it every
+            # later plan would try again, and a failing store would hold up inference.
             self._index.mark_stored(node, first, stop)
             self._eviction.on_the_way[tier] += stop - first
             end = self._work.begin_storing(node.space.name)
@@ -669,7 +655,6 @@ class Copies:
             return CopyDown.STARTED
         if self._index.spaces.is_retired(node):
             return CopyDown.IMPOSSIBLE
-        # What the host cannot take of a run is forgotten from its end, so that the rest is kept.
         room = self._eviction.available(Tier.HOST, node.space)
         if (
             0 < room < stop - first
@@ -696,10 +681,7 @@ class Copies:
         return CopyDown.STARTED
 
     def _may_wait(self) -> bool:
-        """Return whether requests that need room may still wait for a slow store.
-
-        If so, their time counts as waiting from now on.
-        """
+        """Return whether requests that need room may still wait for a slow store."""
         may = self._work.allowance.update_allowance(asyncio.get_running_loop().time())
         self._work.allowance.is_waiting = may
         return may
@@ -715,9 +697,8 @@ class Copies:
             self._index.release(lease)
             node = lease.node
             if not has_copy and not node.holders and node.copies[Tier.DEVICE].num_present:
-                self._eviction.forget(
-                    node, max(first - node.start, 0)
-                )  # or it would be tried for ever
+                # If kept, every later plan would try the copy again.
+                self._eviction.forget(node, max(first - node.start, 0))
             self._work.capacity_changed()
 
     async def _flush_for_room(self, flush: Flush, end: Callable[[], None]) -> None:
@@ -727,14 +708,11 @@ class Copies:
             self._eviction.on_the_way[Tier.HOST] -= len(flush.slots)
             self._work.allowance.update_allowance(asyncio.get_running_loop().time())
             self._work.allowance.is_waiting = False  # a waiting request asks again now
-            end()  # last: woken requests must not count these slots as on their way
+            end()  # last, as it wakes requests, which must not count these slots as on their way
             self._work.capacity_changed()
 
     def _begin_offload(self, node: TreeNode, first: int, stop: int, slots: Ids) -> Movement:
-        """Start to copy path blocks [first, stop) from the device to host `slots`.
-
-        The caller holds a lease on the path, and the blocks have no host copy.
-        """
+        """Start to copy leased blocks that have no host copy from the device to host `slots`."""
         index = self._index
         index.change(Tier.HOST, node, first, stop, Change.RESERVE, slots=slots)
         self.num_offloads += 1
@@ -743,8 +721,7 @@ class Copies:
     async def _end_offload(self, node: TreeNode, first: int, stop: int, movement: Movement) -> bool:
         """Wait for a copy to the host and record its result in the index.
 
-        Returns:
-            True if the blocks have a host copy now.
+        Return if it succeeded.
         """
         index = self._index
         try:
@@ -762,16 +739,15 @@ class Copies:
         index.change(Tier.HOST, node, first, stop, Change.ARRIVE)
         self._eviction.stats.offloaded_blocks += stop - first
         self._events.publish(CacheEventKind.STORED, "host", node, first, stop)
-        self._work.capacity_changed()  # waits for these blocks on the host end too
+        self._work.capacity_changed()  # wakes tasks that wait for these blocks on the host
         return True
 
     def _begin_flush(self, node: TreeNode, first: int, stop: int, generation: int) -> Flush:
-        """Prepare the write to storage of path blocks [first, stop), which are on the host.
+        """Prepare the write to storage of blocks that are on the host.
 
-        Returns:
-            The write, for `_end_flush`.
+        Pass the result to `_end_flush`.
         """
-        # A block is of no use without those before it, so of equal hits the first is worth most.
+        # A block is useless without the blocks before it: with equal hits the first is worth most.
         worth = [node.hits + 1 / (1 + at) for at in range(first, stop)]
         slots = self._index.slots(Tier.HOST, node, first, stop)
         self._slots.begin_reading(slots)
@@ -780,11 +756,7 @@ class Copies:
         return Flush(keys, slots, worth, runs, generation, self._events.now())
 
     async def _end_flush(self, flush: Flush) -> list[bool]:
-        """Write the blocks to storage; the index may change meantime.
-
-        Returns:
-            For each block, True if storage has it.
-        """
+        """Write the blocks to storage; return for each whether storage has it."""
         try:
             storage = self.storage
             if storage is None:  # detached since the start
@@ -805,13 +777,7 @@ class Copies:
     def _publish_stored(
         self, runs: Sequence[BlockRun], is_there: Sequence[bool], began: EventPoint
     ) -> None:
-        """Publish events for the blocks of `runs` that storage has.
-
-        Args:
-            runs: the blocks.
-            is_there: for each block of all runs in order, True if storage has it.
-            began: the point in the order of events at which the write began.
-        """
+        """Publish events for the blocks of `runs` that storage has, as `is_there` says for each."""
         at, found = 0, []
         for run in runs:
             first = 0
@@ -827,7 +793,7 @@ class Copies:
         """Record and publish that storage has blocks [first, stop) of a path.
 
         Args:
-            node: the end of a path.
+            node: the end of the path.
             first: index of the first block.
             stop: index after the last block.
             began: the point in the order of events at which the write or lookup began. If storage
@@ -841,7 +807,7 @@ class Copies:
         """Record and publish that storage does not have blocks [first, stop) of a path.
 
         Args:
-            node: the end of a path.
+            node: the end of the path.
             first: index of the first block.
             stop: index after the last block.
         """

@@ -1,9 +1,8 @@
-"""Events of cached blocks, for subscribers: routers and event streams.
+"""Events about cached blocks, for subscribers such as routers.
 
-No event is made while there is no subscriber.
-
-Each subscriber has a bounded queue. A slow subscriber loses the oldest events and learns their
-number, so that it can start again from a listing of all blocks.
+No event is made while there is no subscriber. Each subscriber has a bounded queue. A slow
+subscriber loses the oldest events and sees their number, so that it can start again from a listing
+of all blocks.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ if TYPE_CHECKING:
     from tierkv.cache.groups import CacheGroup  # which only engines need
 
 DEFAULT_CAPACITY = 4096  # events that may wait for one subscriber
-MAX_STORED = 65_536  # blocks that subscribers believe to be in storage; then the oldest go
+MAX_STORED = 65_536  # blocks published as being in storage; beyond it the oldest are forgotten
 _GO_AT_ONCE = 1024
 
-ExternalId = str | int | bytes  # what an engine calls a block of its own
+ExternalId = str | int | bytes  # an engine's own id of a block
 
 
 class CacheEventKind(Enum):
-    """The change that an event reports."""
+    """The kind of change that an event reports."""
 
-    STORED = "stored"  # a whole copy is there now, by computing, offload, fetch or flush
+    STORED = "stored"  # a copy is complete now, by computing, offload, fetch or flush
     LOADED = "loaded"  # a copy came back to the device from the host
     EVICTED = "evicted"
 
@@ -44,20 +43,21 @@ class CacheEvent(msgspec.Struct, frozen=True):
     """A change of blocks [start, stop) of a prompt on one tier.
 
     Attributes:
-        number: counts all events up; a gap means that some were dropped.
+        number: number of the event, one more than that of the event before; a gap means that events
+            were dropped.
         kind: the change.
         tier: "device", "host" or "storage".
         space: short name of the fingerprint (model, tenant, adapter); "" for the service's own.
         start: index of the first block.
         stop: index after the last block.
         digests: the key of each block, which depends on all tokens up to the block's end.
-        parent: the key of the block before them, b"" if they begin the prompt.
-        tokens: the tokens of the blocks, packed int32; b"" unless a subscriber wants them.
-        is_tail: True for a prompt's partial last block.
-        group: number of the engine's group of layers that the blocks belong to.
-        external_ids: the engine's own name of each block, None for a block without one; () if no
+        parent: the key of the block before `start`; b"" if `start` is 0.
+        tokens: the tokens of the blocks, int32 as bytes; b"" unless a subscriber wants them.
+        is_tail: True for the partial last block of a prompt.
+        group: number of the engine's KV cache group (layers with a common layout) of the blocks.
+        external_ids: the engine's own id of each block, None for a block without one; () if no
             block has one.
-        external_parent: the engine's own name of the block before them.
+        external_parent: the engine's own id of the block before `start`.
         session_id: the session whose turn has computed the blocks; "" without one.
     """
 
@@ -78,10 +78,7 @@ class CacheEvent(msgspec.Struct, frozen=True):
 
 
 class BlockRun(msgspec.Struct, frozen=True):
-    """Blocks [start, start + len(digests)) of a prompt, with what an event says about them.
-
-    The fields are those of `CacheEvent`.
-    """
+    """Consecutive blocks of a prompt, with the fields of `CacheEvent` that describe them."""
 
     space: str
     start: int
@@ -92,11 +89,11 @@ class BlockRun(msgspec.Struct, frozen=True):
     group: int = 0
 
     def part(self, first: int, stop: int) -> BlockRun:
-        """Return blocks [first, stop) of this run as a run.
+        """Return some of this run's blocks as a run of their own.
 
         Args:
-            first: index of the first block, counted from the run's first block.
-            stop: index after the last block, counted likewise.
+            first: number of the first block, 0 for the run's first.
+            stop: number after the last block.
 
         Returns:
             The shorter run.
@@ -130,7 +127,7 @@ class _Stored(NamedTuple):
 
     Attributes:
         run: the blocks that were published together.
-        at: index of the block within the run.
+        at: number of the block within the run.
         number: number of the last event before the block was published.
     """
 
@@ -147,11 +144,11 @@ class Subscription:
     """Cache events as they occur: `async for event in subscription`.
 
     Args:
-        capacity: most events that may wait; beyond it, the oldest are dropped.
+        capacity: largest number of events that may wait; beyond it, the oldest are dropped.
         wants_tokens: True if events shall carry the blocks' tokens.
 
     Attributes:
-        num_dropped: events dropped because the subscriber was slow.
+        num_dropped: number of events dropped because the subscriber was slow.
         wants_tokens: True if events carry the blocks' tokens, which are the content of prompts.
     """
 
@@ -170,7 +167,7 @@ class Subscription:
         self._arrived.set()
 
     def drain(self) -> list[CacheEvent]:
-        """Return and remove the waiting events. Never waits; any thread may call."""
+        """Remove and return the waiting events, without waiting for more. Thread-safe."""
         found: list[CacheEvent] = []
         while self._events:
             found.append(self._events.popleft())
@@ -198,22 +195,24 @@ class EventListener(Protocol):
     def wants_tokens(self) -> bool: ...
 
     def put(self, event: CacheEvent) -> None:
-        """Receive an event. Must not block: the caller is changing the cache."""
+        """Receive an event. Must not block, since the cache is being changed."""
 
 
 class CacheEvents:
     """The events of one service, and its subscribers.
 
     Args:
-        digests_of: returns the keys of path blocks [start, stop) of a node; called only while there
-            is a subscriber.
-        is_retired: returns True for a node that no request can match any more; no event names it.
+        digests_of: returns the keys of blocks [start, stop) of the path that ends in a node; called
+            only while there is a subscriber.
+        is_retired: returns True for a node that no request can match any more; no event names its
+            blocks.
 
     Attributes:
-        groups: groups of layers of an engine's blocks, () for the service's own layout alone.
+        groups: KV cache groups (layers with a common layout) of an engine's blocks; () if there is
+            only the service's own layout.
         indexed: number of the group that is in the index.
         other_blocks: returns the blocks of the other groups that are on the host now.
-        max_names: number of engine's names of blocks that are kept; beyond it the oldest are
+        max_names: largest number of engines' block ids that are kept; beyond it the oldest are
             forgotten.
     """
 
@@ -233,7 +232,7 @@ class CacheEvents:
         self._number = 0
         self._num_clears = 0
         self._stored: OrderedDict[bytes, _Stored] = OrderedDict()  # by digest, the oldest first
-        # By digest, those of `_stored` that follow it.
+        # By digest of a block, the blocks of `_stored` that follow it.
         self._below: dict[bytes, dict[bytes, None]] = {}
 
     @property
@@ -247,7 +246,8 @@ class CacheEvents:
         """Yield a subscription to events until the body ends.
 
         Args:
-            capacity: most waiting events, at least 1; beyond it, the oldest are dropped.
+            capacity: largest number of waiting events, at least 1; beyond it, the oldest are
+                dropped.
             wants_tokens: True if events carry the blocks' tokens.
 
         Yields:
@@ -286,12 +286,12 @@ class CacheEvents:
         *,
         session_id: str = "",
     ) -> None:
-        """Publish a change of path blocks [start, stop), one event for each node of the path.
+        """Publish a change of blocks [start, stop) of a path, one event for each node of the path.
 
         Args:
             kind: the change.
             tier: "device", "host" or "storage".
-            node: the end of the path.
+            node: the end of the path (a prefix in the index).
             start: index of the first block, from the start of the prompt.
             stop: index after the last block.
             session_id: the session whose turn has computed the blocks; "" without one.
@@ -302,15 +302,15 @@ class CacheEvents:
             self.publish_run(kind, tier, run, session_id)
 
     def runs(self, node: TreeNode, start: int, stop: int) -> list[BlockRun]:
-        """Return path blocks [start, stop) as events name them, one run for each node.
+        """Return blocks [start, stop) of a path as events describe them, one run for each node.
 
         Args:
-            node: the end of the path.
+            node: the end of the path (a prefix in the index).
             start: index of the first block, from the start of the prompt.
             stop: index after the last block.
 
         Returns:
-            The runs, in order; [] without a subscriber, and for a path that no request can match.
+            The runs, in order; [] without a subscriber, and for blocks that no request can match.
         """
         if not self._subscriptions or start >= stop or self._is_retired(node):
             return []
@@ -339,11 +339,11 @@ class CacheEvents:
     # Blocks in storage are published once, until they are lost; `stored` lists them.
 
     def now(self) -> EventPoint:
-        """Return the present point in the order of events, after the newest one."""
+        """Return the present point in the order of events."""
         return EventPoint(self._number, self._num_clears)
 
     def publish_stored(self, runs: Iterable[BlockRun], since: EventPoint) -> None:
-        """Publish blocks that are in storage, unless they were published before.
+        """Publish that blocks are in storage, except those that were published before.
 
         Args:
             runs: blocks that storage has.
@@ -376,8 +376,8 @@ class CacheEvents:
 
         Returns:
             A function to call with the digest of a block that storage does not have. It publishes
-                that this block, and all blocks after it on its paths, cannot be read from storage,
-                except blocks that were published after the lookup began.
+                that this block and its descendants cannot be read from storage, except blocks that
+                were published after the lookup began.
         """
         since = self.now()
 
@@ -396,10 +396,10 @@ class CacheEvents:
         return missing
 
     def publish_not_stored(self, node: TreeNode, start: int, stop: int) -> None:
-        """Publish that blocks [start, stop) of a path are no longer known to be in storage.
+        """Publish that blocks [start, stop) of a path may no longer be in storage.
 
         Args:
-            node: the end of the path.
+            node: the end of the path (a prefix in the index).
             start: index of the first block.
             stop: index after the last block.
         """
@@ -408,12 +408,12 @@ class CacheEvents:
                 self._lose([digest for digest in run.digests if digest in self._stored])
 
     def publish_storage_lost(self) -> None:
-        """Publish that no block is known to be in storage any more."""
+        """Publish that storage may have lost all blocks."""
         self._num_clears += 1
         self._lose(list(self._stored))
 
     def is_stored(self, digest: bytes) -> bool:
-        """Return whether this block was published as being in storage, and not as lost since."""
+        """Return whether the last event about this block in storage said that it is there."""
         return digest in self._stored
 
     def stored(self) -> list[BlockRun]:
@@ -431,11 +431,11 @@ class CacheEvents:
             self.publish_run(CacheEventKind.EVICTED, "storage", run)
 
     def note_name(self, digest: bytes, name: ExternalId) -> None:
-        """Keep an engine's own name of a block for later events.
+        """Keep an engine's own id of a block for later events.
 
         Args:
             digest: key of the block.
-            name: the engine's name.
+            name: the engine's id.
         """
         self._names[digest] = name
         self._names.move_to_end(digest)
@@ -445,7 +445,7 @@ class CacheEvents:
     def event(
         self, kind: CacheEventKind, tier: str, run: BlockRun, session_id: str = ""
     ) -> CacheEvent:
-        """Return an event of `run`, without publishing it.
+        """Return an event about `run` without publishing it.
 
         Args:
             kind: the change.
@@ -483,7 +483,7 @@ class CacheEvents:
     def publish_run(
         self, kind: CacheEventKind, tier: str, run: BlockRun, session_id: str = ""
     ) -> None:
-        """Publish one event of `run`; the blocks need not be in the index any more.
+        """Publish one event about `run`; its blocks need not be in the index any more.
 
         Args:
             kind: the change.
@@ -498,7 +498,7 @@ class CacheEvents:
 
 
 def _joined(blocks: Iterable[_Stored]) -> list[BlockRun]:
-    """Return `blocks` as runs; neighbouring blocks of one run become one run again."""
+    """Return `blocks` as runs, with neighbouring blocks of the same run together."""
     runs: list[BlockRun] = []
     run: BlockRun | None = None
     first = stop = 0

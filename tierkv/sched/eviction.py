@@ -1,4 +1,4 @@
-"""Room on a tier: quotas, eviction, and the copies that must come before an eviction."""
+"""Free slots on a tier: quotas, eviction, and the copies that must be made before an eviction."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from tierkv.sched.events import CacheEventKind, CacheEvents
 from tierkv.sched.planner import Step, plan_eviction
 from tierkv.sched.slots import Slots, Work
 
-_AT_ONCE = 1024  # blocks that go in one turn of the loop: 7 ms
+_AT_ONCE = 1024  # blocks evicted in one turn of the loop: 7 ms
 
 
 class CopyDown(Enum):
     """The result of starting a copy to a lower tier that must come before an eviction."""
 
     STARTED = "started"
-    LATER = "later"  # room below is being made
+    LATER = "later"  # slots of the lower tier will become free soon
     IMPOSSIBLE = "impossible"
 
 
 @dataclass(slots=True)
 class TierStats:
-    """Counts since the start.
+    """Counts since the start of the node.
 
     Attributes:
-        lifetimes: for each block that left its last tier, the time since it was first cached.
+        lifetimes: for each block evicted from its last tier, the time since it was first cached.
     """
 
     evicted_device_blocks: int = 0
@@ -55,14 +55,14 @@ class Eviction:
     Args:
         index: the index of all blocks.
         slots: slots of device and host.
-        work: tells waiting callers that slots may have become free.
+        work: wakes waiting callers when slots may have become free.
         rules: by tier, the rule for copies to the tier below.
         events: publishes evictions.
 
     Attributes:
-        on_the_way: by tier, the number of slots that copies under way will free.
-        copy_down: starts the copy that must come before a step's blocks may leave a tier; set by
-            the owner of the copies.
+        on_the_way: by tier, the number of slots that running copies to lower tiers will free.
+        copy_down: starts the copy that must end before a step's blocks may leave a tier; set by the
+            owner of the copies.
         history: the latest evictions and failures, for explanations of misses.
     """
 
@@ -87,7 +87,7 @@ class Eviction:
         self._events = events
 
     def is_making_room(self, tier: Tier) -> bool:
-        """Return whether copies are under way that will free slots of `tier`."""
+        """Return whether running copies will free slots of `tier`."""
         return self.on_the_way[tier] > 0
 
     def acquire(
@@ -98,10 +98,10 @@ class Eviction:
         Args:
             tier: the tier of the slots: device or host.
             count: number of slots to acquire.
-            space: the tenant's space (its part of the index) with the quota in which the slots
-                count; None for no quota. Beyond its quota, the space's own blocks are evicted.
-            reserved: number of slots of the space that are not in the index yet, but count in its
-                quota too.
+            space: the tenant's part of the index, if it has a quota: the slots count towards the
+                quota, and beyond it the tenant's own blocks are evicted. None for no quota.
+            reserved: number of slots that the tenant has acquired and that are not in the index
+                yet; they count towards its quota too.
 
         Returns:
             The slots, int32 [count].
@@ -112,7 +112,7 @@ class Eviction:
                 it.
             OverQuotaError: the quota of `space` does not allow them.
         """
-        if tier is HOST:  # callers that take device slots have just set the time
+        if tier is HOST:  # callers that acquire device slots have just set the time
             self.index.at(monotonic())
         pool = self._pools[tier]
         if space is None:
@@ -149,7 +149,7 @@ class Eviction:
         now, wanted = monotonic() if missing > 0 else 0.0, missing
         tick, lifetimes = int(now * TICKS_PER_S), self.stats.lifetimes
         while missing > 0 and (leaf := order.leaf_to_go(missing, rule)):
-            node, start, stop = leaf  # as nearly all go: its last copies
+            node, start, stop = leaf  # the usual case: the last copies of its blocks
             lifetimes.add(tick - node.born, stop - start)
             freed.append(self._release_copies(tier, node, start, stop, now))
             missing -= stop - start
@@ -170,14 +170,13 @@ class Eviction:
 
         Args:
             tier: the tier of the slots.
-            count: most slots to acquire, at least 1.
-            space: the tenant's space (its part of the index) with the quota in which the slots
-                count.
-            reserved: number of slots of the space that are not in the index yet, but count in its
-                quota too.
+            count: upper limit of the number of slots, at least 1.
+            space: the tenant's part of the index, whose quota limits the number.
+            reserved: number of slots that the tenant has acquired and that are not in the index
+                yet; they count towards its quota too.
 
         Returns:
-            The slots, int32 [1 to count].
+            The slots, int32 [n], 1 <= n <= count.
 
         Raises:
             OutOfBlocksError: there is not even one slot.
@@ -195,10 +194,10 @@ class Eviction:
     def _missing(self, tier: Tier, count: int) -> int:
         """Return how many copies must be evicted so that `count` slots are free.
 
-        The number is 0 or less if enough slots are free, or will be after copies under way.
+        0 or less for none.
 
-        Raises:
-            OutOfBlocksError: too many blocks are in use.
+        Raises OutOfBlocksError if too many blocks are in use. Slots that running copies will free
+        count as free.
         """
         pool = self._pools[tier]
         coming = pool.num_free + self.on_the_way[tier]
@@ -215,18 +214,10 @@ class Eviction:
         return max(0, unheld)
 
     def _stay_within_quota(self, tier: Tier, space: Space, count: int, reserved: int) -> None:
-        """Evict blocks of one tenant until its quota allows `count` more slots of `tier`.
+        """Evict blocks of one tenant until its quota allows `count` slots more, or raise.
 
-        Args:
-            tier: the tier of the slots.
-            space: the tenant's space, its part of the index.
-            count: number of slots that are wanted.
-            reserved: number of slots of the space that are not in the index yet, but count in its
-                quota too.
-
-        Raises:
-            OverQuotaError: too many blocks of the space are in use.
-            OutOfBlocksError: the tier lacks slots; nothing was evicted.
+        Raises OverQuotaError if too many blocks of the tenant are in use, and OutOfBlocksError,
+        having evicted nothing, if the tier lacks slots.
         """
         quota, order = space.quota[tier], self.index.spaces.own_order(space, tier)
         if quota is None or order is None:
@@ -245,14 +236,14 @@ class Eviction:
     def shrink_to_quota(self, tier: Tier, space: Space) -> bool:
         """Evict blocks of `space` beyond its quota that no request uses.
 
-        One call evicts at most _AT_ONCE blocks, so that it takes one short turn of the loop.
+        One call evicts at most _AT_ONCE blocks, since it blocks the event loop.
 
         Args:
             tier: the tier to evict from.
-            space: the space.
+            space: the tenant's part of the index.
 
         Returns:
-            True if some were evicted and more can be.
+            True if some blocks were evicted and more can be.
         """
         quota, order = space.quota[tier], self.index.spaces.own_order(space, tier)
         if quota is None or order is None:
@@ -261,7 +252,7 @@ class Eviction:
         before = space.used[tier]
         steps = plan_eviction(order, tier, min(excess, _AT_ONCE), self.rules[tier])
         self._make_room(tier, steps)
-        # If nothing went, copies come first, and `take` asks again.
+        # If nothing was evicted, copies must end first, and their end causes another call.
         return before - excess < space.used[tier] < before
 
     def available(self, tier: Tier, space: Space | None = None, *, reserved: int = 0) -> int:
@@ -269,10 +260,9 @@ class Eviction:
 
         Args:
             tier: the tier of the slots.
-            space: the tenant's space (its part of the index) with a quota that limits the number;
-                None for no quota.
-            reserved: number of slots of the space that are not in the index yet, but count in its
-                quota too.
+            space: the tenant's part of the index, whose quota limits the number; None for no quota.
+            reserved: number of slots that the tenant has acquired and that are not in the index
+                yet; they count towards its quota too.
 
         Returns:
             The number of slots.
@@ -285,15 +275,14 @@ class Eviction:
         return min(room, max(quota - space.used[tier] + unheld - reserved, 0))
 
     def _make_room(self, tier: Tier, steps: Sequence[Step]) -> int:
-        """Evict the copies of `steps`, or start the copies to a lower tier that must come first.
+        """Evict the blocks of `steps`, or start the copies to a lower tier that must come first.
 
-        Returns:
-            The number of slots that became free, or will become free when a store has read them.
+        Returns the number of slots that became free, or will once a store has read them.
         """
         pool = self._pools[tier]
         before = pool.num_free + self._slots.num_still_read
-        # A copy that must go down first keeps everything above it where it is, since a match is
-        # a run from the root: those steps come again in a later plan.
+        # Blocks whose copy has not ended stay, and so do all blocks above them, since a match is
+        # unbroken from the root. A later plan has these steps again.
         waits_for_copy: set[int] = set()
         for step in steps:
             node = step.victim.node
@@ -315,11 +304,9 @@ class Eviction:
         self._pools[tier].release(self._drop(tier, node, start, stop))
 
     def _drop(self, tier: Tier, node: TreeNode, start: int, stop: int) -> Ids:
-        """Evict blocks [start, stop) of `node` from `tier`.
+        """Evict blocks [start, stop) of `node` from `tier`; return the slots that are free now.
 
-        Returns:
-            The slots that are free now; a slot that a store reads becomes free later (see
-                `Slots.free_of`).
+        Slots that a store still reads become free later (see `Slots.free_of`).
         """
         now, count = monotonic(), stop - start
         other = node.device if tier is HOST else node.host
@@ -330,13 +317,7 @@ class Eviction:
         return self._release_copies(tier, node, start, stop, now)
 
     def _count(self, tier: Tier, evicted: int, gone: int) -> None:
-        """Count evictions.
-
-        Args:
-            tier: the tier of the evicted copies.
-            evicted: number of evicted copies.
-            gone: how many of these were the last copies of their blocks on device and host.
-        """
+        """Count `evicted` copies; `gone` of them were the last ones of their blocks."""
         stats = self.stats
         stats.forgotten_blocks += gone
         if tier is HOST:
@@ -355,11 +336,11 @@ class Eviction:
         """Remove a node's blocks from `start` on, and all blocks below it, from device and host.
 
         Args:
-            node: a node with no lease on it or below.
+            node: a node; neither it nor a node below it may have a lease.
             start: index of the first block within the node.
         """
         if not (start or node.children or node.host) and node.device.uniform is CopyState.READY:
-            self._evict(Tier.DEVICE, node, 0, node.num_blocks)  # as nearly all
+            self._evict(Tier.DEVICE, node, 0, node.num_blocks)  # the usual case
             return
         tier = Tier.DEVICE if node.copies[Tier.DEVICE].num_present else Tier.HOST
         now, pending = monotonic(), [node]
@@ -402,11 +383,11 @@ class Eviction:
     def evict_below(self, tier: Tier, node: TreeNode, start: int) -> None:
         """Evict a node's blocks from `start` on, and all blocks below it, from one tier.
 
-        All of these blocks must be whole on the other tier.
+        The other tier must have ready copies of all of these blocks.
 
         Args:
             tier: the tier to evict from: device or host.
-            node: a node with no lease on it or below.
+            node: a node; neither it nor a node below it may have a lease.
             start: index of the first block within the node.
         """
         pending, order = [(node, start)], []

@@ -1,4 +1,4 @@
-"""Explanation of a match: the place of each block, the first miss, and its reason."""
+"""Explanation of a prompt's match: the tier of each block, the first miss, and its reason."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Miss(Enum):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """Consecutive blocks [start, stop) of the prompt, all found in the place `where`.
+    """Consecutive blocks [start, stop) of the prompt that were all found on the tier `where`.
 
-    A stored tail counts as a block.
+    A stored tail (partial last block) counts as a block.
     """
 
     start: int
@@ -44,11 +44,11 @@ class Explanation(msgspec.Struct, frozen=True):
     """The cached part of a prompt, and the reason of the first miss.
 
     Attributes:
-        first_miss: number of the first missing block; None if no block is missing.
+        first_miss: index of the first missing block; None if no block is missing.
         tier: the tier that lost the block; None if none did.
-        at: time of that loss on the service's clock, in seconds; None if it is not known.
-        ago_s: seconds from that loss to this explanation.
-        detail: further words about the reason.
+        at: time of that loss on the service's clock, in seconds; None if unknown.
+        ago_s: seconds between that loss and this explanation.
+        detail: more about the reason, in words.
     """
 
     num_tokens: int
@@ -75,21 +75,20 @@ def explain(  # noqa: PLR0913 - what else is known at this moment
     stored: range | None = None,
     now: float = 0.0,
 ) -> Explanation:
-    """Explain the match of a prompt: which blocks are cached where, and why not more.
-
-    The call changes nothing.
+    """Explain which blocks of a prompt are cached where, and why not more; changes nothing.
 
     Args:
         index: the index of all blocks.
         prompt: the prompt.
-        match: its match at this moment.
+        match: its cached blocks at this moment.
         history: events of evicted and failed blocks.
-        fetching: True if the block after the match is on its way from storage.
+        fetching: True if the block after the match is being fetched from storage.
         computing: True if a request computes that block.
-        fingerprints: the fingerprint of each space, if the caller may know in which fields another
-            one differs; None for a caller that may only learn that it differs.
-        stored: blocks of the prompt that storage has from the end of the match on; None if storage
-            was not asked or did not answer in time.
+        fingerprints: the fingerprint of each space (model, tenant, adapter) that the caller may
+            know. The explanation says in which fields another space differs, if both are listed.
+            None if the caller may only learn that another space differs.
+        stored: indexes of the blocks after the match that storage has; None if storage was not
+            asked or did not answer in time.
         now: time on the clock of the history, in seconds.
 
     Returns:
@@ -143,11 +142,7 @@ _PLACES = {CopyState.READY: "device", CopyState.INCOMING: "loading", CopyState.A
 
 
 def _elsewhere(index: Index, prompt: Prompt, block: int) -> str | None:
-    """Find another space that has the prompt's block `block`, or all of the prompt.
-
-    Returns:
-        The name of the space; None if no other space has it.
-    """
+    """Return the name of another space that has block `block`, or all of the prompt."""
     for space in index.spaces.all():
         other = Prompt(prompt.tokens, prompt.block_size, prompt.extras, space.name)
         if space.name != prompt.space:
@@ -158,7 +153,6 @@ def _elsewhere(index: Index, prompt: Prompt, block: int) -> str | None:
 
 
 def _covers(match: Match, prompt: Prompt) -> bool:
-    """Return whether all of the prompt is cached, its tail included."""
     partial = match.partial.num_tokens if match.partial else 0
     return match.num_blocks * prompt.block_size + partial >= prompt.num_tokens
 
@@ -166,11 +160,7 @@ def _covers(match: Match, prompt: Prompt) -> bool:
 def _differs(ours: str, theirs: str, known: Mapping[str, Fingerprint] | None) -> str:
     """Return the differences of two spaces in words.
 
-    Args:
-        ours: name of the prompt's space.
-        theirs: name of the space that has the blocks.
-        known: the fingerprint of each space that the caller may know about. A space not listed is
-            not described, since one tenant must not learn the prompts of another.
+    A space that is not in `known` is not described: one tenant must not learn about another.
     """
     if known is None or ours not in known or theirs not in known:
         return "cached under another fingerprint"

@@ -1,9 +1,8 @@
 """The order of waiting requests: by priority, then by tenant, then by arrival.
 
-Within one priority, the tenant that was given the fewest blocks goes next. Within a tenant,
-requests go in order of arrival. A priority gets one turn ahead of all others after MAX_PASSED_OVER
-later requests of higher priority were admitted before it: low priorities are slow, but never
-stopped, and their backlog does not stop higher ones.
+Within one priority, the tenant that was given the fewest blocks is next. Requests of one tenant are
+admitted in order of arrival. A low priority gets one turn before all others after MAX_PASSED_OVER
+later requests of higher priority were admitted before it.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ class Waiting:
         spec: the request.
         fetched: the blocks that were fetched from storage for it; None for none.
         outcome: resolved with the running request, or with the error that refuses it.
-        number: number in the order of arrival; -1 before it is in line.
-        uses_partial: False if the request must do without copying a partly shared block, since
-            holding that block would keep the request itself from fitting.
-        wait: the present wait for blocks that another request computes.
-        timer: ends `wait` at its deadline.
+        number: number in the order of arrival; -1 before `WaitingLine.join`.
+        uses_partial: False if the request must not copy a partly shared block, because keeping that
+            block leaves too little room for the request itself.
+        wait: the present wait for blocks that another request computes; None without one.
+        timer: ends `wait` at its time limit.
         give_up_at: latest end of all such waits, in seconds of the loop's clock; None before the
             first.
-        parked_at: start of the last such wait.
+        parked_at: start of the last such wait, in seconds of the loop's clock.
     """
 
     spec: RequestSpec
     fetched: Fetched | None
     outcome: asyncio.Future[Request]
-    number: int = -1  # in the order of arrival, once it is in line
-    uses_partial: bool = True  # False once that has stood in the request's own way
+    number: int = -1
+    uses_partial: bool = True
     wait: PromiseWait | None = None
     timer: asyncio.TimerHandle | None = None
     give_up_at: float | None = None
@@ -62,7 +61,7 @@ class Waiting:
         Args:
             wait: the wait.
             now: seconds on the loop's clock.
-            on_timeout: called at the deadline of the wait, unless `unpark` is called before.
+            on_timeout: called at the time limit of the wait, unless `unpark` is called before.
         """
         if self.give_up_at is None:
             self.give_up_at = now + wait.patience_s
@@ -72,10 +71,9 @@ class Waiting:
         self.timer = asyncio.get_running_loop().call_later(max(left_s, 0.0), on_timeout)
 
     def unpark(self) -> PromiseWait | None:
-        """End the wait beside the queue.
+        """End the wait beside the queue and return it.
 
-        Returns:
-            The wait; None if the request was not waiting there.
+        None if the request was not waiting there.
         """
         wait, self.wait = self.wait, None
         if wait is not None:
@@ -99,10 +97,10 @@ class _Level:
     """The waiting requests of one priority.
 
     Attributes:
-        queues: by tenant, a heap of the numbers of requests that wait for a turn. Numbers of
-            requests that have left stay until they reach the top.
-        num_passed: number of requests of higher priority that were admitted ahead of this level's
-            next request although they arrived later.
+        queues: by tenant, a heap of the numbers of requests in the queue. Numbers of requests that
+            have left stay until they reach the top.
+        num_passed: number of later requests of higher priority that were admitted before this
+            level's next request.
     """
 
     queues: dict[str, list[int]] = field(default_factory=dict)
@@ -114,11 +112,11 @@ class _Level:
 
 
 class WaitingLine:
-    """The line of waiting requests.
+    """The queue of waiting requests.
 
-    The cost of finding the next request grows with the number of waiting tenants, not of requests.
-    A request that waits for blocks of another request stands aside: the requests behind it go on,
-    and it later returns to its place.
+    The time to find the next request grows with the number of waiting tenants, not of requests. A
+    request that waits for another request's blocks stands aside: the requests behind it are
+    admitted, and later it returns to its place in the queue.
     """
 
     def __init__(self) -> None:
@@ -128,9 +126,10 @@ class WaitingLine:
         self._num_of_tenant: Counter[str] = Counter()
         self._num_ever = 0
         self._levels: dict[int, _Level] = {}  # the highest priority first
-        self._served = 0  # most blocks given to a tenant before a turn of its own
+        self._served = 0  # most blocks that any tenant had been given before a turn of its own
         self._aside: dict[Promise, list[tuple[int, int]]] = {}  # heaps of (block, number)
-        self._holding: list[Waiting] | None = None  # see release_last_fetched
+        # Requests with fetched blocks, in order; None after a change of the queue.
+        self._holding: list[Waiting] | None = None
 
     def __len__(self) -> int:
         return len(self._line)
@@ -143,7 +142,7 @@ class WaitingLine:
 
     @property
     def is_idle(self) -> bool:
-        """True if no request waits, neither in line nor aside."""
+        """True if no request waits, neither in the queue nor aside."""
         return not self._line and not self._aside
 
     def find(self, request_id: str) -> Waiting | None:
@@ -153,14 +152,13 @@ class WaitingLine:
         return tenant in self._num_of_tenant
 
     def join(self, waiting: Waiting) -> None:
-        """Add a request at the end; no other request in the line may have the same id."""
-        assert waiting.spec.request_id not in self._by_id, "who admits has looked"
+        """Add a request at the end of the queue; no other one in the queue may have the same id."""
+        assert waiting.spec.request_id not in self._by_id, "the request id is already in the queue"
         waiting.number = self._num_ever
         self._num_ever += 1
         tenant = waiting.tenant
-        # A tenant that joins starts level with the waiting ones, without an old credit. If none
-        # waits, the tenant starts level with the last one served; the blocks of that one would
-        # otherwise be its debt.
+        # A tenant that joins counts as given as many blocks as the waiting tenants, so that it has
+        # no credit from its idle time; if no tenant waits, as many as the last one served.
         if tenant not in self._num_of_tenant:
             waiting_now = (self._given.get(one, 0) for one in self._num_of_tenant)
             least = min(waiting_now, default=self._served)
@@ -172,7 +170,7 @@ class WaitingLine:
         self._holding = None
 
     def _queue(self, waiting: Waiting) -> None:
-        """Put the request in its place among those that wait for a turn, by its number."""
+        """Put the request into its place in the queue, by its number."""
         level = self._levels.get(waiting.priority)
         if level is None:
             level = self._levels[waiting.priority] = _Level()
@@ -193,18 +191,18 @@ class WaitingLine:
         self._given.pop(tenant, None)
 
     def given(self, tenant: str, num_blocks: int) -> None:
-        """Count the blocks of an admitted request for the turns of its tenant.
+        """Record that a tenant was given blocks; tenants with fewer blocks are served first.
 
         Args:
             tenant: name of the tenant.
-            num_blocks: number of blocks that the request was given.
+            num_blocks: number of blocks that the admitted request was given.
         """
         before = self._given.get(tenant, 0)
         self._served = max(self._served, before)
         self._given[tenant] = before + num_blocks
 
     def admitted(self, waiting: Waiting) -> None:
-        """Remove an admitted request; count it at each lower priority with an older request."""
+        """Remove an admitted request; count it for each lower priority with an older request."""
         for priority, level in self._levels.items():
             if priority == waiting.priority:
                 level.num_passed = 0
@@ -213,15 +211,15 @@ class WaitingLine:
         self.leave(waiting)
 
     def next(self, may_go: Callable[[Waiting], bool]) -> Waiting | None:
-        """Return the next request to admit, None if there is none.
+        """Return the next request to admit; None if there is none.
 
-        A tenant has no turn if `may_go` returns False for its first request: later small requests
-        of the tenant would otherwise starve a big one. Other tenants are not affected.
+        If `may_go` returns False for a tenant's first request, the tenant is skipped. Its later
+        requests are not tried, since small ones would otherwise starve a big one.
         """
         found = {priority: self._firsts(level) for priority, level in self._levels.items()}
         self._levels = {one: level for one, level in self._levels.items() if found[one]}
         order = list(self._levels)
-        if any(level.is_overdue for level in self._levels.values()):  # goes before all that is not
+        if any(level.is_overdue for level in self._levels.values()):  # goes before all others
             passed = {one: level.num_passed for one, level in self._levels.items()}
             order.sort(key=lambda one: -passed[one] if passed[one] >= MAX_PASSED_OVER else 0)
         refused: set[str] = set()
@@ -235,7 +233,7 @@ class WaitingLine:
         return None
 
     def _firsts(self, level: _Level) -> list[tuple[int, int]]:
-        """Return one pair for each tenant with a request that waits for a turn at this level.
+        """Return one pair for each tenant that has a request in the queue of this priority.
 
         A pair is the number of blocks given to the tenant, and the number of its first request.
         """
@@ -258,13 +256,13 @@ class WaitingLine:
     def stand_aside(
         self, waiting: Waiting, wait: PromiseWait, now: float, on_timeout: Callable[[], None]
     ) -> None:
-        """Let the request wait for blocks that another one computes; requests behind it go on.
+        """Let the request wait for another request's blocks; requests behind it can be admitted.
 
         Args:
             waiting: the request.
             wait: the wait.
             now: seconds on the loop's clock.
-            on_timeout: called at the deadline of the wait, unless `come_back` is called before.
+            on_timeout: called at the time limit of the wait, unless `come_back` is called before.
         """
         waiting.park(wait, now, on_timeout)
         heapq.heappush(self._aside.setdefault(wait.promise, []), (wait.stop, waiting.number))
@@ -281,7 +279,7 @@ class WaitingLine:
         return wait
 
     def ready_again(self) -> list[Waiting]:
-        """Return the requests aside with awaited blocks that are computed, or will not be."""
+        """Return the requests aside whose awaited blocks are computed, or will not be."""
         found: list[Waiting] = []
         for promise, heap in list(self._aside.items()):
             while heap and (promise.is_over or heap[0][0] <= promise.first):
@@ -293,10 +291,10 @@ class WaitingLine:
                 del self._aside[promise]
         return found
 
-    # What they hold
+    # Fetched blocks
 
     def release_last_fetched(self, tenant: str | None = None) -> bool:
-        """Release the fetched blocks of one request: the last in line that holds any.
+        """Release the fetched blocks of one request, the last in the queue that has any.
 
         Args:
             tenant: the tenant of the request; None for any.
@@ -323,7 +321,7 @@ class WaitingLine:
         )
 
     def findings(self) -> list[str]:
-        """Return violated invariants as sentences."""
+        """Return violated invariants, one sentence each; [] if there are none."""
         wrong = [
             f"request {one.spec.request_id!r} waits for blocks without a deadline"
             for one in self

@@ -1,4 +1,4 @@
-"""Throttled warnings for frequent events: one line a second, with a count."""
+"""Warnings about frequent events, logged at most once a second with the number of events."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ INTERVAL_S = 1.0
 
 
 class LogThrottle:
-    """Logs the first warning at once, and those of the next second in one line at its end.
+    """Logs the first event at once, and the events of the next second in one line at its end.
 
     Args:
         log: the logger.
-        text: format with places for the number of events and the last reason.
+        text: format string for the number of events and the last reason.
     """
 
     def __init__(self, log: logging.Logger, text: str) -> None:
@@ -24,10 +24,12 @@ class LogThrottle:
         self._reason = ""
 
     def warn(self, reason: str, count: int = 1) -> None:
-        """Count events, and log them now or at the end of the running second. Call it on the loop.
+        """Record events, logged now or at the end of the second.
+
+        Call it on the event loop's thread.
 
         Args:
-            reason: the reason; the last one is logged.
+            reason: the reason; only the last one of a line is logged.
             count: number of events.
         """
         self._count += count

@@ -1,6 +1,6 @@
 """Plans of evictions: the blocks to evict, and those to copy to a lower tier first.
 
-Planning changes nothing.
+Making a plan changes nothing.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tierkv.cache.node import CopyState, Tier, TreeNode
 
 @dataclass(slots=True)
 class Step:
-    """Blocks to evict, and whether they must be copied before.
+    """Blocks to evict, and whether they must be copied to the tier below first.
 
     Attributes:
         victim: the blocks.
-        must_copy: True if their bytes must be copied to the tier below first: the write rule says
-            so, or cached blocks behind them could no longer be matched.
+        must_copy: True if they must be copied: the write rule says so, or cached blocks after them
+            in the same prompt could no longer be matched.
     """
 
     victim: Victim
@@ -34,18 +34,17 @@ def plan_eviction(order: EvictionOrder, tier: Tier, missing: int, rule: WriteRul
     Args:
         order: the order of eviction.
         tier: the tier to evict from.
-        missing: number of copies that must be evicted; 0 or less for none.
+        missing: number of copies to evict; 0 or less for none.
         rule: the rule for copies to the tier below.
 
     Returns:
-        The steps; fewer than `missing` copies if no more can be evicted. The blocks that
-            `EvictionOrder.leaf_to_go` returns need no plan, as nothing must be copied first.
+        The steps, in order. They have fewer than `missing` copies if no more can be evicted.
     """
     if missing <= 0:
         return []
     writes = rule.writes_on_eviction
     steps: list[Step] = []
-    forgotten: set[tuple[int, int]] = set()  # (uid, first forgotten block of the run)
+    forgotten: set[tuple[int, int]] = set()  # (uid of a node, its first forgotten block)
     for victim in order.victims(missing):
         for part, has_copy_below in _parts(victim, tier):
             if has_copy_below:
@@ -59,10 +58,9 @@ def plan_eviction(order: EvictionOrder, tier: Tier, missing: int, rule: WriteRul
 
 
 def _parts(victim: Victim, tier: Tier) -> list[tuple[Victim, bool]]:
-    """Split a victim into parts that the tier below has a copy of, and parts that it lacks.
+    """Split a victim by whether the tier below has a copy.
 
-    Returns:
-        Each part with True if the tier below has a copy; the last blocks first.
+    Returns each part with True if the tier below has a copy, the last blocks first.
     """
     node, start, stop = victim.node, victim.start, victim.stop
     host = node.copies[Tier.HOST]
@@ -82,7 +80,7 @@ def _parts(victim: Victim, tier: Tier) -> list[tuple[Victim, bool]]:
 
 
 def _has_below(part: Victim, tier: Tier, forgotten: set[tuple[int, int]]) -> bool:
-    """Return whether cached blocks behind this part stay, so that it must not be lost."""
+    """Return whether cached blocks after this part stay, which could not be matched without it."""
     if tier is Tier.HOST:
         return False  # a host victim has no descendant that is on the host only
     node: TreeNode = part.node

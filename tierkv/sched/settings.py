@@ -21,21 +21,24 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         host_max_blocks: capacity to which the host tier may grow at run time, in blocks; 0 for
             host_blocks. Its memory is reserved at the start; without a GPU, unused memory costs
             nothing.
-        host_write: time of the copy of a block to the host: none, write_through,
-            write_through_selective or write_back.
-        storage_write: time of the copy of a block to storage, with the same choices as host_write.
-        host_after_hits: hits before a block is copied to the host, with write_through_selective.
-        storage_after_hits: hits before a block is copied to storage, with write_through_selective.
-        background_copy_bytes: most bytes of such copies under way.
+        host_write: rule for copying a block to the host: none, write_through (once computed),
+            write_through_selective (after some hits) or write_back (when evicted).
+        storage_write: rule for copying a block from the host to storage, with the same choices as
+            host_write.
+        host_after_hits: number of hits before a block is copied to the host, with
+            write_through_selective.
+        storage_after_hits: number of hits before a block is copied to storage, with
+            write_through_selective.
+        background_copy_bytes: upper limit of bytes in flight of such copies, in each direction.
         fetch_deadline_s: seconds that a request waits for storage before it computes: since the
-            last arrival with wait_complete, in total with the other policies.
+            last arrival of blocks with wait_complete, in total with the other policies.
         fetch_policy: rule for the wait for storage: best_effort waits only while a fetch is
             estimated to be faster than computing, wait_complete while blocks arrive, deadline until
             fetch_deadline_s.
         tenant: name of the owner of this node's blocks; other tenants cannot find them.
-        max_tenants: most tenants with blocks at this node.
-        tenant_device_blocks: most device blocks of each tenant; null for no limit.
-        tenant_host_blocks: most host blocks of each tenant; null for no limit.
+        max_tenants: largest number of tenants with blocks at this node.
+        tenant_device_blocks: largest number of device blocks of each tenant; null for no limit.
+        tenant_host_blocks: largest number of host blocks of each tenant; null for no limit.
         device_eviction: policy of eviction from the device: lru, lfu or s3fifo.
         host_eviction: policy of eviction from the host, with the same choices.
         tensor_parallel: number of ranks over which the heads of each block are split.
@@ -62,11 +65,14 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def host_slots(self) -> int:
-        """Slots that the host tier may ever have."""
+        """Largest number of slots that the host tier can grow to."""
         return self.host_max_blocks or self.host_blocks
 
     def quota(self) -> Quota:
-        """Return the most device and host blocks of each named tenant; None for no limit."""
+        """Return the largest numbers of device and host blocks of each named tenant.
+
+        None for no limit.
+        """
         return self.tenant_device_blocks, self.tenant_host_blocks
 
     def policies(self) -> tuple[EvictionPolicy, EvictionPolicy]:

@@ -1,6 +1,6 @@
 """The device, host and storage tiers of one node: slots, eviction, copies, tasks and pins.
 
-A pin keeps a prompt's cached blocks for some time without a request.
+A pin protects a prompt's cached blocks for some time without a request.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class _Pin:
 
 
 class Pins:
-    """Pins by name: each keeps a prompt's cached blocks for some seconds without a request.
+    """Pins by name: each protects a prompt's cached blocks for some seconds without a request.
 
-    A hard pin excludes its blocks from eviction. The blocks of a soft pin are evicted after all
-    blocks without a pin.
+    The blocks of a hard pin are not evicted. The blocks of a soft pin are evicted after all blocks
+    without a pin.
 
     Args:
         index: the index of the blocks.
@@ -53,11 +53,11 @@ class Pins:
 
     @property
     def soft_ends(self) -> list[TreeNode]:
-        """The last node of the path of each soft pin."""
+        """The index node that ends the pinned blocks, for each soft pin."""
         return [pin.node for pin in self._pins.values() if pin.node is not None]
 
     def findings(self) -> list[str]:
-        """Return violated invariants as sentences."""
+        """Return violated invariants, one sentence each; [] if there are none."""
         wrong = []
         for name, pin in self._pins.items():
             if pin.lease is not None and pin.lease.is_released:
@@ -71,13 +71,14 @@ class Pins:
         return wrong
 
     def pin(self, name: str, prompt: Prompt, ttl_s: float, *, is_soft: bool) -> int:
-        """Pin the cached blocks of `prompt` under a name; a pin of the same name ends.
+        """Pin the cached blocks of `prompt` under a name; an earlier pin of the same name ends.
 
         Args:
             name: name of the pin.
             prompt: the prompt whose cached blocks are pinned.
             ttl_s: seconds until the pin ends, above 0.
-            is_soft: True for a soft pin: its blocks are evicted after all blocks without a pin.
+            is_soft: True to evict the blocks after all blocks without a pin; False to never evict
+                them.
 
         Returns:
             The number of pinned blocks.
@@ -132,7 +133,7 @@ class Tiers:
         storage: the storage tier; None for none.
         host_rule: the rule for copying device blocks to the host.
         storage_rule: the rule for storing host blocks.
-        background_copy_bytes: most bytes in flight of copies to a lower tier by these rules.
+        background_copy_bytes: upper limit of bytes in flight of copies made by these rules.
         block_bytes: bytes of one block.
     """
 
@@ -172,14 +173,14 @@ class Tiers:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the copies in the body; at the end, wait for every copy under way."""
+        """Run the copies during the body; at the end, wait until all have ended."""
         async with self.work.running(self.slots.num_lent):
             yield
 
     def retire(self) -> None:
         """Exclude all present blocks from matching, for example after a change of weights.
 
-        Blocks in use stay until their requests end, and are no longer stored or copied to the host.
+        Blocks in use stay until their requests end, but are no longer stored or copied to the host.
         """
         if self.events.has_listeners:
             for root in self.index.spaces.roots():
